@@ -1,0 +1,49 @@
+# relaxd: `make demo` shows it, `make test` proves it. Both set up what they need on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SEED ?= 0
+STEPS ?=
+# Where to get CPU builds of torch from, if not the default index (see README, "Installing").
+TORCH_INDEX_URL ?=
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(STAMP): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "relaxd needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) --requirement requirements.lock
+	$(BIN)/pip install --quiet --no-deps --editable .
+	@touch $@
+
+.PHONY: install
+install: $(STAMP) ## make .venv and install everything into it
+
+.PHONY: demo
+demo: $(STAMP) ## teach a real language model to add, here, in minutes (SEED=, STEPS=)
+	$(BIN)/relaxd demo --seed $(SEED) $(if $(STEPS),--steps $(STEPS))
+
+.PHONY: test
+test: $(STAMP) lint ## everything that can be tested without a GPU
+	$(BIN)/python -m pytest
+
+.PHONY: test-fast
+test-fast: $(STAMP) ## the tests that take seconds
+	$(BIN)/python -m pytest -m "not slow"
+
+.PHONY: lint
+lint: $(STAMP) ## ruff, mypy, import-linter, buf
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	cd protos && ../$(BIN)/buf lint
+
+.PHONY: protos
+protos: $(STAMP) ## regenerate relaxd/v1 from protos/
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --grpc_python_out=. --mypy_out=. protos/relaxd/v1/*.proto

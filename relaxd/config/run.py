@@ -1,0 +1,233 @@
+"""The configuration of a run: one TOML file, one model."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from relaxd.config.algorithm import AlgorithmConfig
+from relaxd.config.base import Section
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    steps: int = Field(ge=1)
+    """Optimizer steps to do."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds the order of prompts, sampling and the trainer."""
+    folder: Path = Path("runs")
+    """Where runs leave their files; each run makes a folder of its own name in it."""
+
+
+class ModelConfig(Section):
+    """The model to train."""
+
+    path: str
+    """A Hugging Face folder, the name of a model that `relaxd model fetch` knows, or a hub name."""
+    chat_template: str | None = None
+    """Jinja chat template to use instead of the model's own."""
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    source: Literal["addition", "jsonl"]
+    """addition: procedural sums. jsonl: a file with a JSON object per line."""
+    path: Path | None = None
+    """The file of a jsonl source. Each line has "prompt" (text, or a list of chat messages) and may have "answer"
+    and anything else, which the reward gets as metadata."""
+    eval_path: Path | None = None
+    """The held-out file of a jsonl source; without it no evaluation happens."""
+    digits: int = Field(default=2, ge=1, le=6)
+    """Digits of each number of the addition source."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longest prompt."""
+    overlong: Literal["error", "skip"] = "error"
+    """What to do with a longer prompt: refuse to start, naming it, or skip it and count it."""
+    shuffle: bool = True
+    """Shuffle prompts anew in each epoch, seeded by run.seed."""
+
+    @model_validator(mode="after")
+    def _path_fits_source(self) -> Self:
+        if self.source == "jsonl" and self.path is None:
+            raise ValueError('data.path is missing: source = "jsonl" needs the path of a file')
+        return self
+
+
+class RolloutConfig(Section):
+    """How answers are generated."""
+
+    samples_per_prompt: int = Field(default=8, ge=1)
+    """Samples in a group (n)."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest answer, in tokens."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; log-probs are those under this temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 is off."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k likeliest tokens; 0 is off."""
+    engine: Literal["transformers"] = "transformers"
+    """The inference engine."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of the engine's weights."""
+    max_running_samples: int = Field(default=64, ge=1)
+    """Samples that the engine works on at once."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of the engine; 0 means all cores."""
+
+
+class RewardConfig(Section):
+    """How answers are judged."""
+
+    name: str
+    """Name of a bundled reward (`grpcurl ... Reward/ListRewards` lists them), or "package.module:function"."""
+    timeout_seconds: float = Field(default=10.0, gt=0)
+    """A reward that takes longer for one sample is killed; the sample fails and its group is dropped."""
+    workers: int = Field(default=2, ge=1)
+    """Processes per reward replica."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of the decay."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate decays over run.steps after the warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Clip the global gradient norm to this; 0 is off."""
+
+
+class TrainerConfig(Section):
+    """How the model is trained."""
+
+    groups_per_step: int = Field(default=8, ge=1)
+    """Groups in one optimizer step."""
+    micro_batch_tokens: int = Field(default=4096, ge=1)
+    """Most tokens (prompt and response) in one packed micro-batch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of the model's weights and activations; bfloat16 keeps float32 main weights."""
+    ranks: int = Field(default=1, ge=1)
+    """Processes of the Megatron world on this node."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that share each layer's matrices."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the layers."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Ranks that share each sequence."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the experts."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of each rank; 0 means all cores, divided by ranks."""
+    collective_timeout_seconds: float = Field(default=120.0, gt=0)
+    """A training collective that takes longer fails."""
+
+    @model_validator(mode="after")
+    def _ranks_divide(self) -> Self:
+        model_ranks = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+        if self.ranks % model_ranks:
+            raise ValueError(
+                f"trainer.ranks is {self.ranks}: it must be a multiple of tensor_parallel x pipeline_parallel x "
+                f"context_parallel = {model_ranks}"
+            )
+        return self
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that work on different groups."""
+        return self.ranks // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
+
+
+class BoardConfig(Section):
+    """The sample board: staleness, leases, limits."""
+
+    max_staleness: int = Field(default=1, ge=0)
+    """Most versions between the weights that wrote a token and those that train on it. 0 is strictly on-policy."""
+    oversample: float = Field(default=1.0, ge=1.0)
+    """Publish this many times the groups that a step needs."""
+    lease_seconds: float = Field(default=30.0, gt=0)
+    """A group whose holder hasn't renewed its hold for this long is given to another replica."""
+    max_deliveries: int = Field(default=5, ge=1)
+    """A group delivered more often is poison: dropped, counted, kept for inspection."""
+    max_retries: int = Field(default=2, ge=0)
+    """How often the prompt of a group that was dropped as too old is published again."""
+    max_consecutive_drops: int = Field(default=64, ge=1)
+    """More drops in a row than this, without a trained step between them, pause the run with the reason."""
+    high_water_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    """Publishing stops while Redis uses more memory than this."""
+
+
+class WeightsConfig(Section):
+    """Weight synchronisation."""
+
+    transport: Literal["gloo", "nccl"] = "gloo"
+    """How weights travel."""
+    bucket_bytes: int = Field(default=64 << 20, ge=1 << 20)
+    """Size of a flat bucket."""
+    timeout_seconds: float = Field(default=30.0, gt=0)
+    """A broadcast that takes longer is aborted and repeated without whoever is late."""
+    connect_timeout_seconds: float = Field(default=10.0, gt=0)
+    """A weight group that isn't connected by then is given up."""
+    pause: Literal["in_place", "abort", "drain"] = "in_place"
+    """What happens to running requests during a synchronisation."""
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out prompts, greedy."""
+
+    prompts: int = Field(default=0, ge=0)
+    """Held-out prompts to answer before the first and after the last step; 0 evaluates never."""
+    max_new_tokens: int = Field(default=0, ge=0)
+    """Longest answer; 0 means rollout.max_new_tokens."""
+
+
+class TelemetryConfig(Section):
+    """Traces and what is kept to look at."""
+
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of groups that are traced."""
+    samples_per_step: int = Field(default=8, ge=0)
+    """Samples of each step that `relaxd samples` can show."""
+
+
+class RunConfig(Section):
+    """Everything about a run. Services get it from the coordinator when they register."""
+
+    run: RunSection
+    """The run as a whole."""
+    model: ModelConfig
+    """The model to train."""
+    data: DataConfig
+    """Where prompts come from."""
+    reward: RewardConfig
+    """How answers are judged."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How answers are generated."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantage and loss."""
+    trainer: TrainerConfig = TrainerConfig()
+    """How the model is trained."""
+    board: BoardConfig = BoardConfig()
+    """The sample board."""
+    weights: WeightsConfig = WeightsConfig()
+    """Weight synchronisation."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """Traces and samples."""
