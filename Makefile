@@ -47,3 +47,10 @@ lint: $(STAMP) ## ruff, mypy, import-linter, buf
 .PHONY: protos
 protos: $(STAMP) ## regenerate relaxd/v1 from protos/
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --grpc_python_out=. --mypy_out=. protos/relaxd/v1/*.proto
+
+.PHONY: lock
+lock: ## write requirements.lock from what pyproject.toml asks for now
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --quiet $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) '.[coordinator,reward,advantage,rollout,trainer,demo,dev]'
+	{ sed '/^[^#]/,$$d' requirements.lock; build/lock/bin/pip freeze --exclude relaxd | sed 's/+cpu//'; } > build/requirements.lock
+	mv build/requirements.lock requirements.lock
