@@ -1,0 +1,152 @@
+"""A prompt data set that can be read from any cursor on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from relaxd.config import RunConfig
+from relaxd.data.addition import addition
+from relaxd.data.errors import DataError
+from relaxd.data.examples import Example
+from relaxd.data.jsonl import read_jsonl
+from relaxd.data.models import resolve_model
+from relaxd.data.tokens import PromptTokenizer
+
+CHECK_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A place in the endless sequence of prompts: the position-th prompt of an epoch."""
+
+    epoch: int = 0
+    position: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """As it is kept on the board."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    @classmethod
+    def from_json(cls, value: dict[str, int] | None) -> Self:
+        """From the board; None is the beginning."""
+        return cls() if value is None else cls(epoch=value["epoch"], position=value["position"])
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, ready to be published."""
+
+    tokens: np.ndarray
+    """Token ids, int32 [P]."""
+    text: str
+    """As shown to people."""
+    answer: str
+    """The reference answer."""
+    metadata: dict[str, Any]
+    """The line's other fields."""
+    index: int
+    """Its place in the data set; the same in every epoch."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The board's `prompt` column."""
+        return {"text": self.text, "answer": self.answer, "metadata": self.metadata, "index": self.index}
+
+
+class PromptDataset:
+    """Prompts of one source; each epoch visits every one of them once, in an order given by the seed alone."""
+
+    def __init__(self, examples: Sequence[Example], tokenizer: PromptTokenizer, *, shuffle: bool, seed: int) -> None:
+        self._examples = examples
+        self._tokenizer = tokenizer
+        self._shuffle = shuffle
+        self._seed = seed
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at a place of the data set."""
+        example = self._examples[index]
+        (tokens,) = self._tokenizer.encode([example])
+        return Prompt(tokens, example.text, example.answer, example.metadata, index)
+
+    def read(self, cursor: Cursor, count: int) -> tuple[list[Prompt], Cursor]:
+        """The next `count` prompts from a cursor on, and the cursor after them."""
+        prompts = []
+        for _ in range(count):
+            prompts.append(self.prompt(int(self._epoch_order(cursor.epoch)[cursor.position])))
+            last = cursor.position + 1 == len(self)
+            cursor = Cursor(cursor.epoch + 1, 0) if last else Cursor(cursor.epoch, cursor.position + 1)
+        return prompts, cursor
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            rng = np.random.default_rng((self._seed, epoch))
+            order = rng.permutation(len(self)) if self._shuffle else np.arange(len(self))
+            self._order = (epoch, order)
+        return self._order[1]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run."""
+
+    train: PromptDataset
+    """What is trained on."""
+    held_out: PromptDataset | None
+    """What evaluations ask; None where the source has nothing held out."""
+    skipped: int
+    """Prompts that were left out because they are too long."""
+    tokenizer: PromptTokenizer
+    """The model's tokenizer."""
+
+
+def load_data(config: RunConfig) -> RunData:
+    """Read, template, tokenise and check everything that a run will ask.
+
+    Raises DataError: naming the setting and the line that is wrong.
+    """
+    tokenizer = PromptTokenizer(resolve_model(config.model.path, weights=False), config.model.chat_template)
+    data = config.data
+    held_out_field = "data.eval_path"
+    held_out: list[Example] = []
+    if data.source == "addition":
+        field = "data"
+        train, held_out = addition(data.digits)
+    else:
+        field = "data.path"
+        assert data.path is not None  # the configuration refuses it
+        train = read_jsonl(data.path, field)
+        if data.eval_path is not None:
+            held_out = read_jsonl(data.eval_path, held_out_field)
+    kept = _fitting(train, tokenizer, config, field)
+    kept_held_out = _fitting(held_out, tokenizer, config, held_out_field)
+    return RunData(
+        train=PromptDataset(kept, tokenizer, shuffle=data.shuffle, seed=config.run.seed),
+        held_out=PromptDataset(kept_held_out, tokenizer, shuffle=False, seed=0) if kept_held_out else None,
+        skipped=len(train) - len(kept) + len(held_out) - len(kept_held_out),
+        tokenizer=tokenizer,
+    )
+
+
+def _fitting(examples: list[Example], tokenizer: PromptTokenizer, config: RunConfig, field: str) -> list[Example]:
+    """The examples that are no longer than the budget."""
+    most = config.data.max_prompt_tokens
+    kept = []
+    for start in range(0, len(examples), CHECK_BATCH):
+        batch = examples[start : start + CHECK_BATCH]
+        for example, tokens in zip(batch, tokenizer.encode(batch), strict=True):
+            if len(tokens) <= most:
+                kept.append(example)
+            elif config.data.overlong == "error":
+                raise DataError(
+                    field,
+                    f"{example.place} has {len(tokens)} tokens, more than data.max_prompt_tokens = {most}: raise that, "
+                    'or set data.overlong = "skip"',
+                )
+    if examples and not kept:
+        raise DataError(field, f"every prompt is longer than data.max_prompt_tokens = {most}")
+    return kept

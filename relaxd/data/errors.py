@@ -1,0 +1,13 @@
+"""What can be wrong with data and model folders."""
+
+
+class DataError(ValueError):
+    """Data, a tokenizer or a model folder that a run can't work with.
+
+    `field` is the dotted name of the setting to change, such as "data.path"; the message says what is wrong and where.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message

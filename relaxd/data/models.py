@@ -1,0 +1,56 @@
+"""Finding a model's folder by path, by the name of a fetched model, or by hub name."""
+
+import os
+from pathlib import Path
+
+from relaxd.data.errors import DataError
+
+
+def models_folder() -> Path:
+    """Where `relaxd model fetch` keeps models: RELAXD_MODELS, or below the user's cache folder."""
+    if chosen := os.environ.get("RELAXD_MODELS"):
+        return Path(chosen)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "relaxd" / "models"
+
+
+def resolve_model(path_or_name: str, *, weights: bool = True) -> Path:
+    """Return the folder of a model: a local folder, a fetched model's name, or a hub name ("owner/model").
+
+    A hub model is downloaded into the hub's own cache, without its weights where `weights` is False.
+
+    Raises DataError: nothing of that name is here, and it can't be downloaded.
+    """
+    local = Path(path_or_name).expanduser()
+    if local.is_dir():
+        return local.resolve()
+    fetched = models_folder() / path_or_name
+    if fetched.is_dir():
+        return fetched.resolve()
+    if path_or_name.count("/") == 1 and not path_or_name.startswith((".", "/", "~")):
+        return _download(path_or_name, weights)
+    raise DataError(
+        "model.path",
+        f"{path_or_name!r} is neither a folder, nor a fetched model ({_fetched_names()}), nor a hub name such as "
+        f'"owner/model". Fetch one with `relaxd model fetch`',
+    )
+
+
+def _fetched_names() -> str:
+    folder = models_folder()
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+    return f"{folder} has {', '.join(names) or 'none'}"
+
+
+def _download(name: str, weights: bool) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise DataError(
+            "model.path",
+            f"{name!r} is not a folder here, and huggingface_hub, which could download it, is not installed",
+        ) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=None if weights else ["*.json", "*.jinja"]))
+    except (OSError, ValueError) as error:  # the hub's errors and httpx' are of these kinds, or wrapped in them
+        raise DataError("model.path", f"{name!r} is not a folder here, and the hub doesn't give it: {error}") from error

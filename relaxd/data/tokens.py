@@ -1,0 +1,58 @@
+"""From prompts to token ids, with the model's own tokenizer and no transformers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from relaxd.data.errors import DataError
+from relaxd.data.examples import Example
+from relaxd.data.templating import load_chat_template
+
+
+class PromptTokenizer:
+    """Templates and tokenises prompts for one model."""
+
+    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
+        """`chat_template` overrides the model's own. Raises DataError: no tokenizer, or a broken one."""
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise DataError("model.path", f"the model folder {folder} has no tokenizer: tokenizer.json is missing")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the Rust binding raises plain Exception
+            raise DataError("model.path", f"{file} is not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._template = load_chat_template(folder, chat_template)
+
+    def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:
+        """Tokenise prompts: an int32 array [P] each.
+
+        Raises DataError: the template refuses a prompt, a conversation without any template, or no token at all.
+        """
+        texts = [self._render(example) for example in examples]
+        # A template writes the special tokens itself; a model without one gets those that its tokenizer adds.
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=self._template is None)
+        for example, encoding in zip(examples, encodings, strict=True):
+            if not encoding.ids:
+                raise DataError("data", f"{example.place} has no token")
+        return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+    def _render(self, example: Example) -> str:
+        if self._template is None:
+            if isinstance(example.prompt, str):
+                return example.prompt
+            raise DataError(
+                "model.chat_template",
+                f"{example.place} is a list of chat messages, but the model has no chat template: set one",
+            )
+        try:
+            return self._template.render(example.messages)
+        except DataError as error:
+            raise DataError(error.field, f"{example.place}: {error.message}") from error
