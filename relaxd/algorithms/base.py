@@ -1,0 +1,165 @@
+"""What an algorithm is: an advantage estimator and a loss, side by side, as functions over named, shaped inputs.
+
+Nothing here imports torch when it runs: the advantage service has numpy only, and losses use methods of the tensors
+that they are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxd.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """The advantages of one group."""
+
+    values: NDArray[np.float32]
+    """float32 [T]: one value per response token, the group's samples one after the other."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The group must not be trained on."""
+
+    reason: str
+    """Why, as one of the board's drop reasons, such as "zero_variance"."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The predicted tokens of one micro-batch, flat: each field is float32 [T] on one device.
+
+    Prompt tokens are not in it; tokens of the environment are, with mask 0. What the other fields hold where mask is 0
+    doesn't matter, not even NaN.
+    """
+
+    logprobs: Tensor
+    """Log-probs of the tokens under the weights being trained (and the sampling temperature). Carries the gradient."""
+    rollout_logprobs: Tensor
+    """Log-probs that the engine reported."""
+    advantages: Tensor
+    """Advantage of each token."""
+    mask: Tensor
+    """1 where the token is trained on, else 0."""
+    weight: Tensor
+    """Aggregation weight of each token, from `Algorithm.token_weights`."""
+    ref_logprobs: Tensor | None = None
+    """Log-probs under the reference model; given iff `Algorithm.needs_reference`."""
+    entropy: Tensor | None = None
+    """Entropy in nats of the distribution that each token was drawn from, with gradient if
+    `Algorithm.needs_entropy`; may be given without need, to be reported."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The loss of one micro-batch, ready to be added to those of the step's other micro-batches."""
+
+    loss: Tensor
+    """Scalar with gradient: a sum over tokens. The step's loss is the sum of these over all micro-batches of all
+    ranks divided by `Algorithm.normalizer`, and so doesn't depend on how the step was cut."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Detached scalars: sums over the tokens whose mask is 1. Divided by the step's count of such tokens they are the
+    reported means: "ratio", "clip_fraction", "kl", "entropy"."""
+
+
+class Algorithm(Protocol):
+    """An algorithm, made by `relaxd.algorithms.create` from its section of the configuration."""
+
+    @property
+    def config(self) -> AlgorithmConfig:
+        """The section that it was made from."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Columns of the board that the loss is computed from, besides the tokens themselves."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `loss` needs `ref_logprobs`."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `loss` needs `entropy` with its gradient."""
+
+    def advantages(self, rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Advantages | Drop:
+        """Advantages of one group.
+
+        Args:
+            rewards: float64 [n], finite, one per sample.
+            lengths: int32 [n], response tokens of each sample.
+
+        Raises:
+            ValueError: the arrays don't fit together or hold values that no advantage can be computed from.
+        """
+
+    def token_weights(self, mask: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Aggregation weight of each response token of some samples.
+
+        Args:
+            mask: uint8 [T], 1 where the token is trained on, the samples one after the other.
+            lengths: int32 [n], response tokens of each sample; they add up to T.
+
+        Returns:
+            float32 [T], 0 where mask is 0.
+        """
+
+    def normalizer(self, trained_tokens: int, samples: int) -> float:
+        """What the step's summed loss is divided by.
+
+        Args:
+            trained_tokens: tokens with mask 1 in the whole step, over all ranks.
+            samples: samples in the whole step, over all ranks, those without a trained token included.
+        """
+
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        """Summed loss and statistics of one micro-batch. A pure function.
+
+        Raises:
+            ValueError: an input that the algorithm needs is missing, or shapes differ.
+        """
+
+
+def check_group(rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> None:
+    """Refuse what no advantage can be computed from.
+
+    Args:
+        rewards: [n].
+        lengths: [n].
+
+    Raises:
+        ValueError: empty, not parallel, a reward that isn't finite, or a negative length.
+    """
+    if rewards.ndim != 1 or lengths.ndim != 1 or rewards.shape != lengths.shape:
+        raise ValueError(f"rewards {list(rewards.shape)} and lengths {list(lengths.shape)} must be parallel [n]")
+    if rewards.size == 0:
+        raise ValueError("rewards is empty: a group has at least one sample")
+    if not np.isfinite(rewards).all():
+        index = int(np.flatnonzero(~np.isfinite(rewards))[0])
+        raise ValueError(f"rewards[{index}] is {rewards[index]}: it must be finite")
+    if (lengths < 0).any():
+        index = int(np.flatnonzero(lengths < 0)[0])
+        raise ValueError(f"lengths[{index}] is {lengths[index]}: it must not be negative")
+
+
+def rewards_equal(rewards: NDArray[np.float64]) -> bool:
+    """Whether a group's rewards are all the same, so that none of its samples is better than another.
+
+    The largest and the smallest are compared, not the standard deviation, which is not zero for identical fractions
+    such as 0.1 (their mean is rounded). Values that differ by no more than the rounding of a sum (1e-12 of the largest
+    magnitude; 0.3 and 0.1 + 0.2) are equal too: scaled by their own tiny deviation, they would teach noise. A small
+    but real difference, such as 0 and 1e-9, is a difference.
+
+    Args:
+        rewards: float64 [n], n >= 1, finite.
+    """
+    largest, smallest = float(rewards.max()), float(rewards.min())
+    return largest - smallest <= 1e-12 * max(abs(largest), abs(smallest))
