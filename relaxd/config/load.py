@@ -1,0 +1,285 @@
+"""From TOML text and command-line overrides to a `RunConfig`, with errors that say where, what and what instead."""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from relaxd.config.run import RunConfig
+
+Place = tuple[str, ...]
+"""Where a setting is, such as ("trainer", "optimizer", "lr")."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong in a configuration."""
+
+    setting: str
+    """Dotted name of the setting, such as "rollout.top_p"; empty where the whole text is meant."""
+    message: str
+    """What is wrong and what would be right."""
+    source: str = ""
+    """Where it was set: "FILE line 12" or "--rollout.top_p"; empty when it was not set at all."""
+
+    def __str__(self) -> str:
+        head = f"{self.source}: " if self.source else ""
+        return f"{head}{self.setting} {self.message}" if self.setting else f"{head}{self.message}"
+
+
+class ConfigError(ValueError):
+    """A configuration that can't be used. `problems` has every mistake, not only the first."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+
+def load(toml_text: str, overrides: Sequence[str] = (), *, name: str = "configuration") -> RunConfig:
+    """Parse and validate a configuration.
+
+    `overrides` are command-line words such as ["--rollout.top_p", "0.9", "--run.steps=4"]; their values are read as
+    TOML and, where that fails or the setting is a text, as text. `name` is what errors call the text, usually its
+    path. Raises `ConfigError` with every problem found.
+    """
+    try:
+        data = tomllib.loads(toml_text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([_syntax_problem(error, toml_text, name)]) from error
+    sources = {place: f"{name} line {line}" for place, line in _lines(toml_text)}
+    for place, value in _parse_overrides(overrides):
+        option = "--" + ".".join(place)
+        _set(data, place, value, option)
+        sources[place] = option
+    try:
+        # Strict JSON keeps "8", true and 8.5 from passing for an integer, and still reads a text as a path.
+        return RunConfig.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError([_problem(details, sources) for details in error.errors()]) from error
+
+
+def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """`load` the file at `path`. Raises `ConfigError`, also when the file can't be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError([Problem("", f"cannot read the configuration: {reason}", str(path))]) from error
+    return load(text, overrides, name=str(path))
+
+
+def dump(config: RunConfig) -> str:
+    """Write the resolved configuration as TOML; `load(dump(config)) == config`. Settings that are None are left out."""
+    lines: list[str] = []
+    _dump_table(config.model_dump(mode="json", exclude_none=True), (), lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+# --- finding where a setting was written ---------------------------------------------------------------------------
+
+
+def _lines(text: str) -> Iterator[tuple[Place, int]]:
+    """Yield (place, line number) of every table header and key, as far as TOML is written one key a line."""
+    table: Place = ()
+    closing = ""  # the quotes that end the multi-line text we are in
+    for number, line in enumerate(text.splitlines(), start=1):
+        if closing:
+            if closing in line:
+                closing = ""
+            continue
+        if header := re.match(r"\s*\[\[?\s*([^\]]+?)\s*\]", line):
+            table = _split_key(header[1])
+            yield table, number
+        elif key := re.match(r"""\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""", line):
+            yield table + _split_key(key[1]), number
+            for quotes in ('"""', "'''"):
+                if line.count(quotes) == 1:
+                    closing = quotes
+
+
+def _split_key(key: str) -> Place:
+    return tuple(part.strip().strip("\"'") for part in key.split("."))
+
+
+def _syntax_problem(error: tomllib.TOMLDecodeError, text: str, name: str) -> Problem:
+    message = str(error)
+    match = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", message)
+    reason = message[: match.start()].strip() if match else message
+    last = max(1, len(text.splitlines()))
+    number = int(match[1]) if match and match[1] else last
+    shown = text.splitlines()[number - 1].strip() if text.splitlines() and number <= last else ""
+    advice = "write settings as: key = value, with texts in quotes, below a [section]"
+    return Problem("", f"not valid TOML: {reason}, in: {shown!r} ({advice})", f"{name} line {number}")
+
+
+# --- overrides -----------------------------------------------------------------------------------------------------
+
+
+def _parse_overrides(words: Sequence[str]) -> Iterator[tuple[Place, Any]]:
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not re.match(r"--[A-Za-z_]", word):
+            raise ConfigError([Problem("", f"expected --section.key value, found {word!r}")])
+        option, equals, value = word[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigError([Problem("", f"--{option} needs a value: --{option} VALUE")])
+            value = rest.pop(0)
+        place = tuple(part.replace("-", "_") for part in option.split("."))
+        if len(place) < 2:
+            homes = [f"--{'.'.join(known)}" for known in _settings() if known[-1] == place[0]]
+            advice = f"did you mean {' or '.join(homes)}?" if homes else "settings are given as --section.key value"
+            raise ConfigError([Problem("", f"unknown option --{option}; {advice}")])
+        yield place, _override_value(place, value)
+
+
+def _override_value(place: Place, text: str) -> Any:
+    if _is_text(_settings().get(place)):
+        return text
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+def _set(data: dict[str, Any], place: Place, value: Any, option: str) -> None:
+    table = data
+    for depth, part in enumerate(place[:-1], start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError([Problem("", f"{'.'.join(place[:depth])} is a value, not a section", option)])
+    table[place[-1]] = value
+
+
+# --- what can be set -----------------------------------------------------------------------------------------------
+
+
+def _settings() -> dict[Place, FieldInfo]:
+    """Every setting by its place, sections left out."""
+    return {place: field for place, field in _walk(RunConfig, ()) if _section_of(field) is None}
+
+
+def _walk(section: type[BaseModel], place: Place) -> Iterator[tuple[Place, FieldInfo]]:
+    for key, field in section.model_fields.items():
+        yield (*place, key), field
+        if inner := _section_of(field):
+            yield from _walk(inner, (*place, key))
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _is_text(field: FieldInfo | None) -> bool:
+    """Whether the setting takes any text, so that 123 given on the command line is meant as one."""
+    if field is None:
+        return False
+    kinds = get_args(field.annotation) or (field.annotation,)
+    return get_origin(field.annotation) is not Literal and (str in kinds or Path in kinds)
+
+
+def _document(place: Place) -> str:
+    for known, field in _walk(RunConfig, ()):
+        if known == place and field.description:
+            return " ".join(field.description.split())
+    return ""
+
+
+def _nearest(place: Place) -> str:
+    """The names that an unknown setting may have been meant to be, as a question, or the list of what there is."""
+    parent = place[:-1]
+    siblings = [known[-1] for known, _ in _walk(RunConfig, ()) if known[:-1] == parent]
+    if close := difflib.get_close_matches(place[-1], siblings, n=1, cutoff=0.6):
+        return f"did you mean {'.'.join((*parent, close[0]))}?"
+    elsewhere = [known for known, _ in _walk(RunConfig, ()) if known[-1] == place[-1]]
+    if not elsewhere:
+        names = {known[-1]: known for known, _ in _walk(RunConfig, ())}
+        elsewhere = [names[name] for name in difflib.get_close_matches(place[-1], names, n=1, cutoff=0.75)]
+    if elsewhere:
+        return f"did you mean {' or '.join('.'.join(known) for known in elsewhere)}?"
+    where = f"[{'.'.join(parent)}] has" if parent else "the sections are"
+    return f"{where} {', '.join(siblings)}"
+
+
+# --- from pydantic's errors to ours --------------------------------------------------------------------------------
+
+
+def _problem(details: ErrorDetails, sources: Mapping[Place, str]) -> Problem:
+    place = tuple(str(part) for part in details["loc"])
+    setting, kind = ".".join(place), details["type"]
+    context, value = details.get("ctx", {}), details["input"]
+    source = next((sources[place[:n]] for n in range(len(place), 0, -1) if place[:n] in sources), "")
+    if kind == "extra_forbidden":
+        what = "section" if isinstance(value, dict) else "setting"
+        return Problem(setting, f"is no {what} of relaxd; {_nearest(place)}", source)
+    if kind == "missing":
+        return Problem(setting, f"is missing: {_document(place)}", source if len(place) > 1 else "")
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", str(context["expected"]))
+        close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return Problem(
+            setting, f"= {_show(value)} is not allowed: one of {', '.join(map(repr, choices))}{hint}", source
+        )
+    if kind == "value_error":
+        # Our own checks across settings name what they are about; the section adds nothing.
+        return Problem("", str(context["error"]), source)
+    return Problem(setting, f"= {_show(value)}: {_requirement(kind, context, details['msg'])}", source)
+
+
+def _requirement(kind: str, context: Mapping[str, Any], message: str) -> str:
+    bounds = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at least")}
+    bounds |= {"less_than": ("lt", "less than"), "less_than_equal": ("le", "at most")}
+    if kind in bounds:
+        key, words = bounds[kind]
+        return f"must be {words} {context[key]}"
+    types = {
+        "int_type": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_type": "must be a number",
+        "finite_number": "must be a finite number",
+        "bool_type": "must be true or false",
+        "string_type": "must be a text, in quotes",
+        "path_type": "must be a path, in quotes",
+        "model_type": "must be a section: [name], then its settings",
+        "model_attributes_type": "must be a section: [name], then its settings",
+    }
+    return types.get(kind, message)
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def _dump_table(table: Mapping[str, Any], place: Place, lines: list[str]) -> None:
+    values = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    if place and (values or not table):
+        lines += ["", f"[{'.'.join(place)}]"]
+    lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            _dump_table(value, (*place, key), lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, str):
+        # TOML's basic strings are JSON's, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value)

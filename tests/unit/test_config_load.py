@@ -1,0 +1,139 @@
+"""Reading a configuration: what is right passes through unchanged, what is wrong is named with its place."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relaxd.config import RunConfig
+from relaxd.config.load import ConfigError, dump, load, load_file
+
+GOOD = """\
+[run]
+steps = 4
+
+[model]
+path = "smollm2-135m"
+chat_template = '''
+steps = not a key
+'''
+
+[data]
+source = "addition"
+
+[reward]
+name = "addition"
+
+[rollout]
+top_p = 0.9
+
+[trainer.optimizer]
+lr = 1e-5
+"""
+EXAMPLE = Path(__file__).parents[2] / "examples" / "addition.toml"
+
+
+def refusal(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, overrides, name="x.toml")
+    return str(caught.value)
+
+
+def test_a_good_file_loads() -> None:
+    config = load(GOOD)
+    assert (config.run.steps, config.rollout.top_p, config.trainer.optimizer.lr) == (4, 0.9, 1e-5)
+    assert config.rollout.samples_per_prompt == RunConfig.model_fields["rollout"].default.samples_per_prompt
+
+
+def test_the_example_is_what_the_demo_needs() -> None:
+    config = load_file(EXAMPLE)
+    assert config.model.path == "smollm2-135m"
+    assert config.board.max_staleness == 1
+    assert config.eval.prompts == 100
+
+
+def test_dump_reads_back_as_the_same() -> None:
+    for config in (load(GOOD), load_file(EXAMPLE)):
+        assert load(dump(config)) == config
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_survives_dump(text: str) -> None:
+    config = load(GOOD)
+    changed = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": text})})
+    assert load(dump(changed)) == changed
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "top_p = 0.9",
+            "top_pp = 0.9",
+            ["line 17: rollout.top_pp is no setting", "did you mean rollout.top_p?"],
+        ),
+        ("top_p = 0.9", "lr = 0.9", ["rollout.lr is no setting", "did you mean trainer.optimizer.lr?"]),
+        ("top_p = 0.9", "wholly_unknown = 0.9", ["[rollout] has samples_per_prompt, max_new_tokens"]),
+        ("[rollout]\ntop_p = 0.9", "[rolout]\ntop_p = 0.9", ["x.toml line 16: rolout is no section", "rollout?"]),
+        ("top_p = 0.9", "top_p = 1.5", ["x.toml line 17: rollout.top_p = 1.5: must be at most 1"]),
+        ("top_p = 0.9", "top_p = nan", ["rollout.top_p = NaN: must be a finite number"]),
+        ("top_p = 0.9", 'top_p = "a"', ['rollout.top_p = "a": must be a number']),
+        ("top_p = 0.9", 'dtype = "float23"', ["one of 'float32', 'bfloat16'; did you mean 'float32'?"]),
+        ("steps = 4", "steps = true", ["x.toml line 2: run.steps = true: must be a whole number"]),
+        ("steps = 4", "steps = 4.5", ["run.steps = 4.5: must be a whole number"]),
+        ("steps = 4", 'steps = "4"', ['run.steps = "4": must be a whole number']),
+        ("steps = 4", "steps = 0", ["run.steps = 0: must be at least 1"]),
+        ("steps = 4", "", ["run.steps is missing: Optimizer steps to do."]),
+        ("[reward]", "[[reward]]", ["line 13: reward", "must be a section"]),
+        ('source = "addition"', 'source = "jsonl"', ["data.path is missing"]),
+        ("lr = 1e-5", "lr = 1e-5\n[trainer]\ntensor_parallel = 2", ["trainer.ranks is 1: it must be a multiple of"]),
+        ("steps = 4", "steps = ", ["x.toml line 2: not valid TOML: Invalid value"]),
+        ("steps = 4", "steps = 4\nsteps = 5", ["x.toml line 3: not valid TOML: Cannot overwrite a value"]),
+        ("lr = 1e-5", 'lr = "1', ["x.toml line 20: not valid TOML"]),
+    ],
+)
+def test_a_mistake_is_named(old: str, new: str, expected: list[str]) -> None:
+    assert old in GOOD
+    message = refusal(GOOD.replace(old, new))
+    for part in expected:
+        assert part in message
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    message = refusal(GOOD.replace("top_p", "topp").replace("steps = 4", "steps = -4"))
+    assert "rollout.topp" in message
+    assert "run.steps" in message
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.toml: cannot read the configuration: No such file"):
+        load_file(tmp_path / "missing.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"bytes\.toml: cannot read"):
+        load_file(tmp_path / "bytes.toml")
+
+
+def test_overrides_win_and_have_their_types() -> None:
+    overrides = "--run.steps 7 --trainer.optimizer.lr=5e-6 --data.shuffle false --model.path 123 "
+    overrides += "--rollout.samples-per-prompt 2 --board.max_staleness 0 --data.eval_path x.jsonl"
+    config = load(GOOD, overrides.split())
+    assert (config.run.steps, config.trainer.optimizer.lr, config.data.shuffle) == (7, 5e-6, False)
+    assert (config.model.path, config.rollout.samples_per_prompt, config.board.max_staleness) == ("123", 2, 0)
+    assert config.data.eval_path == Path("x.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--run.stepz", "1"], "--run.stepz: run.stepz is no setting of relaxd; did you mean run.steps?"),
+        (["--run.steps", "many"], '--run.steps: run.steps = "many": must be a whole number'),
+        (["--run.steps"], "--run.steps needs a value"),
+        (["--lr", "1"], "unknown option --lr; did you mean --trainer.optimizer.lr?"),
+        (["steps", "1"], "expected --section.key value, found 'steps'"),
+        (["--run.steps.x", "1"], "run.steps is a value, not a section"),
+        (["--run.steps", "1\nrun.seed = 3"], "must be a whole number"),
+    ],
+)
+def test_a_wrong_override_is_named(overrides: list[str], expected: str) -> None:
+    assert expected in refusal(GOOD, *overrides)
