@@ -1,0 +1,66 @@
+"""Tiny random models as complete Hugging Face folders: config, weights and a byte-level tokenizer with a chat template."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\n' }}
+{%- endif -%}
+"""
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and the three special tokens of ChatML with ids 0, 1, 2; 259 tokens in all."""
+    vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
+    for byte in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocabulary[byte] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<|im_start|>"
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def make_tiny_model(folder: Path, *, architecture: str = "llama", tied: bool = True, seed: int = 0) -> Path:
+    """Write a random fp32 model (hidden 64, 2 layers, 4 heads of which 2 are key-value heads) into `folder`.
+
+    `architecture` is "llama" or "qwen3". Returns `folder`.
+    """
+    shape = {
+        "vocab_size": 259,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(seed)
+    if architecture == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    elif architecture == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    else:
+        raise ValueError(f'architecture is {architecture!r}: one of "llama", "qwen3"')
+    model.generation_config.eos_token_id = 2
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
