@@ -17,8 +17,9 @@ RESULTS = Path(__file__).parent / "results"
 
 def machine() -> dict[str, Any]:
     """The machine in words: processor, cores, memory in GiB, Python, and how busy it was before the benchmark."""
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     model = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (line.split(":", 1)[1].strip() for line in cpuinfo if "model name" in line),
         platform.processor(),
     )
     return {
@@ -31,7 +32,7 @@ def machine() -> dict[str, Any]:
 
 
 def report(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> None:
-    """Print rows as a table and write them, with the machine, the date and the facts, to benchmarks/results/NAME.json."""
+    """Print rows as a table and write them, with machine, date and facts, to benchmarks/results/NAME.json."""
     table = Table(title=name)
     for column in rows[0]:
         table.add_column(column, justify="right")
