@@ -1,4 +1,4 @@
-"""Tiny random models as complete Hugging Face folders: config, weights and a byte-level tokenizer with a chat template."""
+"""Tiny random models as complete Hugging Face folders: config, weights, and a byte-level tokenizer that knows ChatML."""
 
 from pathlib import Path
 
