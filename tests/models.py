@@ -1,4 +1,4 @@
-"""Tiny random models as complete Hugging Face folders: config, weights, and a byte-level tokenizer that knows ChatML."""
+"""Tiny random models as complete Hugging Face folders: configuration, weights, and a byte-level tokenizer for ChatML."""
 
 from pathlib import Path
 
