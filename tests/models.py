@@ -1,4 +1,4 @@
-"""Tiny random models as complete Hugging Face folders: configuration, weights, and a byte-level tokenizer for ChatML."""
+"""Tiny random models as complete Hugging Face folders: configuration, weights, byte-level tokenizer for ChatML."""
 
 from pathlib import Path
 
