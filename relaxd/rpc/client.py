@@ -1,0 +1,194 @@
+"""Clients: channels that bring a default deadline, the token, the trace context and the right retries to every call."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from opentelemetry import trace
+
+from relaxd.rpc.settings import read_token
+from relaxd.telemetry import inject
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest message that is sent or received; larger columns travel by the board."""
+DEFAULT_DEADLINE_SECONDS = 30.0
+"""Deadline of a unary call that was given none."""
+DEFAULT_STREAM_DEADLINE_SECONDS = 330.0
+"""Deadline of a streaming call that was given none."""
+
+IDEMPOTENT_METHODS = {
+    "relaxd.v1.Replica": ("GetStatus",),
+    "relaxd.v1.Coordinator": ("GetRun", "ListRuns", "ListSamples", "ListReplicas", "GetWeights"),
+    "relaxd.v1.Trainer": ("GetWeightManifest",),
+    "relaxd.v1.Reward": ("ListRewards",),
+}
+"""Calls that gRPC itself may repeat on UNAVAILABLE. Only reads: a blanket retry would carry a request that kills a
+replica to the next one."""
+
+
+def channel(address: str, *, token: str | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A channel for coroutines.
+
+    Args:
+        address: host:port, or any gRPC target; with several addresses behind a name, calls go round-robin.
+        token: bearer token; by default the one of this process's environment (see read_token).
+        max_message_bytes: largest message.
+
+    Calls without a timeout get a default deadline; the current span, if recorded, travels as `traceparent`.
+    """
+    plain = grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+    return _AsyncChannel(plain, _call_metadata(token))
+
+
+def sync_channel(address: str, *, token: str | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
+    """A channel for threads and the command line; otherwise like `channel`."""
+    plain = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
+    return _SyncChannel(plain, _call_metadata(token))
+
+
+def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
+    """The gRPC channel arguments of our clients."""
+    names = [
+        {"service": service, "method": name} for service, methods in IDEMPOTENT_METHODS.items() for name in methods
+    ]
+    service_config = {
+        "loadBalancingConfig": [{"round_robin": {}}],
+        "methodConfig": [
+            {
+                "name": names,
+                "retryPolicy": {
+                    "maxAttempts": 4,
+                    "initialBackoff": "0.1s",
+                    "maxBackoff": "1s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ],
+    }
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.service_config", json.dumps(service_config)),
+        # A service that restarts is found again within a second, not after gRPC's default of up to two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # A peer whose host vanished without a word is noticed.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def _call_metadata(token: str | None) -> Callable[[Any], list[tuple[str, Any]] | None]:
+    token = token or read_token()
+    fixed = [("authorization", f"Bearer {token}")] if token else []
+
+    def metadata(given: Any) -> list[tuple[str, Any]] | None:
+        # Without a span, a token or metadata of the caller's (the usual case) there is nothing to build.
+        if trace.get_current_span().is_recording():
+            return [*(given or ()), *fixed, *inject().items()]
+        return [*(given or ()), *fixed] if given or fixed else None
+
+    return metadata
+
+
+class _Call:
+    """A multi-callable that fills in what the caller left out."""
+
+    def __init__(self, call: Any, deadline_seconds: float, metadata: Callable[[Any], Any]) -> None:
+        self._call, self._deadline_seconds, self._metadata = call, deadline_seconds, metadata
+
+    def __call__(self, request: Any, timeout: float | None = None, metadata: Any = None, **options: Any) -> Any:
+        timeout = self._deadline_seconds if timeout is None else timeout
+        return self._call(request, timeout=timeout, metadata=self._metadata(metadata), **options)
+
+
+class _SyncCall(_Call):
+    def with_call(self, request: Any, timeout: float | None = None, metadata: Any = None, **options: Any) -> Any:
+        timeout = self._deadline_seconds if timeout is None else timeout
+        return self._call.with_call(request, timeout=timeout, metadata=self._metadata(metadata), **options)
+
+    def future(self, request: Any, timeout: float | None = None, metadata: Any = None, **options: Any) -> Any:
+        timeout = self._deadline_seconds if timeout is None else timeout
+        return self._call.future(request, timeout=timeout, metadata=self._metadata(metadata), **options)
+
+
+# gRPC's own client interceptors would do, at twice the price: each call gets a task and an intercepted call object.
+
+
+class _AsyncChannel(grpc.aio.Channel):
+    def __init__(self, plain: grpc.aio.Channel, metadata: Callable[[Any], Any]) -> None:
+        self._plain, self._metadata = plain, metadata
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        return _Call(self._plain.unary_unary(*arguments, **options), DEFAULT_DEADLINE_SECONDS, self._metadata)
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        return _Call(self._plain.unary_stream(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        return _Call(self._plain.stream_unary(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        return _Call(self._plain.stream_stream(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
+
+    async def __aenter__(self) -> "_AsyncChannel":
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._plain.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._plain.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._plain.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._plain.channel_ready()
+
+
+class _SyncChannel(grpc.Channel):
+    def __init__(self, plain: grpc.Channel, metadata: Callable[[Any], Any]) -> None:
+        self._plain, self._metadata = plain, metadata
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        return _SyncCall(self._plain.unary_unary(*arguments, **options), DEFAULT_DEADLINE_SECONDS, self._metadata)
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        return _SyncCall(
+            self._plain.unary_stream(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata
+        )
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        return _SyncCall(
+            self._plain.stream_unary(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata
+        )
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        return _SyncCall(
+            self._plain.stream_stream(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata
+        )
+
+    def subscribe(self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool = False) -> None:
+        self._plain.subscribe(callback, try_to_connect)
+
+    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
+        self._plain.unsubscribe(callback)
+
+    def close(self) -> None:
+        self._plain.close()
+
+    def __enter__(self) -> "_SyncChannel":
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self.close()
+        return None

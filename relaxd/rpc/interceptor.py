@@ -1,0 +1,182 @@
+"""What happens around every handler: authentication, the default deadline, the span, the mapping of errors.
+
+One interceptor does all of it, because each of them costs a call some tens of microseconds.
+"""
+
+import asyncio
+import hmac
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn
+
+import grpc
+from opentelemetry import trace
+from opentelemetry.context import attach, detach
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
+from relaxd import telemetry
+from relaxd.rpc.errors import DeadlineExceeded, RpcError, Unauthenticated, explain
+
+DEFAULT_DEADLINE_SECONDS = 120.0
+"""Deadline of a unary call that comes without one (typed into grpcurl, say)."""
+DEFAULT_STREAM_DEADLINE_SECONDS = 330.0
+"""Deadline of a streaming call that comes without one; the longest WatchRun takes 300 s."""
+
+HEALTH = "/grpc.health.v1.Health/"
+"""Health is asked by probes, which have no token, and Health/Watch has no deadline by design."""
+
+_log = logging.getLogger(__name__)
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler but those of the health service."""
+
+    def __init__(self, *, token: str | None, deadline_seconds: float, stream_deadline_seconds: float) -> None:
+        self._expected = f"Bearer {token}".encode() if token else None
+        self._deadline_seconds = deadline_seconds
+        self._stream_deadline_seconds = stream_deadline_seconds
+        self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Find the handler and wrap it, once per method."""
+        method = handler_call_details.method
+        if method in self._wrapped:
+            return self._wrapped[method]
+        handler = await continuation(handler_call_details)
+        if handler is None or method.startswith(HEALTH):
+            return handler
+        self._wrapped[method] = self._wrap(method, handler)
+        return self._wrapped[method]
+
+    def _wrap(self, method: str, handler: Any) -> grpc.RpcMethodHandler:
+        kind = "_".join(
+            "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
+        )
+        behavior = getattr(handler, kind)
+        streaming = handler.request_streaming or handler.response_streaming
+        deadline = self._stream_deadline_seconds if streaming else self._deadline_seconds
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+
+        async def call(request: Any, context: Any) -> Any:
+            async with self._around(method, context, deadline):
+                return await behavior(request, context)
+
+        async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
+            async with self._around(method, context, deadline):
+                async for response in behavior(request, context):
+                    yield response
+
+        async def unimplemented(_request: Any, context: Any) -> None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented by this service")
+
+        wrapped: Any = call
+        if inspect.isasyncgenfunction(behavior):
+            wrapped = generate
+        elif not inspect.iscoroutinefunction(behavior):
+            # The generated base class's own methods; ours are all asynchronous.
+            wrapped = unimplemented
+        return make(
+            wrapped,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    @asynccontextmanager
+    async def _around(self, method: str, context: Any, deadline_seconds: float) -> AsyncIterator[None]:
+        carrier: dict[str, str] = {}
+        authorization = None
+        for key, value in context.invocation_metadata() or ():
+            if key == "authorization":
+                authorization = value
+            elif key in ("traceparent", "tracestate"):
+                carrier[key] = value
+        observed = _Observed(method, carrier) if telemetry.enabled() else None
+        # gRPC itself cancels the handler at the caller's deadline.
+        limit = asyncio.timeout(deadline_seconds if context.time_remaining() is None else None)
+        try:
+            self._authenticate(authorization)
+            async with limit:
+                yield
+        except RpcError as error:
+            if observed:
+                observed.code = error.code
+            await _abort(context, error)
+        except grpc.aio.AbortError:
+            if observed:
+                observed.code = grpc.StatusCode.UNKNOWN
+            raise
+        except Exception as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                answer: RpcError = DeadlineExceeded(
+                    f"{method} took longer than the {deadline_seconds:g} s it is allowed"
+                )
+            else:
+                _log.exception("bug in the handler of %s", method)
+                answer = _Internal(f"internal error in {method}: {_short(error)}")
+            if observed:
+                observed.code = answer.code
+            await _abort(context, answer)
+        finally:
+            if observed:
+                observed.end()
+
+    def _authenticate(self, authorization: str | bytes | None) -> None:
+        if self._expected is None:
+            return
+        if authorization is None:
+            raise Unauthenticated(
+                "this service wants a token: set RELAXD_TOKEN or RELAXD_TOKEN_FILE "
+                "(grpcurl: -H 'authorization: Bearer ...')"
+            )
+        given = authorization if isinstance(authorization, bytes) else authorization.encode()
+        if not hmac.compare_digest(given, self._expected):
+            raise Unauthenticated("the token is wrong: RELAXD_TOKEN (or RELAXD_TOKEN_FILE) differs from the service's")
+
+
+class _Internal(RpcError):
+    code = grpc.StatusCode.INTERNAL
+
+
+class _Observed:
+    """The span of a call, when its caller is traced, and its time."""
+
+    def __init__(self, method: str, carrier: dict[str, str]) -> None:
+        self.code = grpc.StatusCode.OK
+        self._method = method
+        self._begun = time.perf_counter()
+        self._token = None
+        if carrier:
+            # Calls outside any trace (heartbeats, a person's) begin none: they would bury the groups' traces.
+            parent = telemetry.extract(carrier)
+            self._span = telemetry.tracer().start_span(method.removeprefix("/"), parent, SpanKind.SERVER)
+            self._token = attach(trace.set_span_in_context(self._span))
+
+    def end(self) -> None:
+        status = self.code.name
+        telemetry.record(
+            "rpc.seconds",
+            time.perf_counter() - self._begun,
+            {"rpc.method": self._method, "rpc.grpc.status_code": status},
+        )
+        if self._token is not None:
+            if self.code is not grpc.StatusCode.OK:
+                self._span.set_status(Status(StatusCode.ERROR, status))
+            self._span.end()
+            detach(self._token)
+
+
+async def _abort(context: Any, error: RpcError) -> NoReturn:
+    await context.abort(error.code, error.message, error.trailing_metadata())
+    raise AssertionError("abort returned")
+
+
+def _short(error: Exception) -> str:
+    text = explain(error) if isinstance(error, grpc.RpcError) else str(error)
+    return f"{type(error).__name__}: {text[:200]}"

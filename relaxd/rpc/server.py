@@ -1,0 +1,139 @@
+"""Starting a gRPC server: health, reflection, deadlines, authentication, errors, tracing, limits."""
+
+import errno
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
+from grpc_reflection.v1alpha import reflection
+
+from relaxd.rpc.client import MAX_MESSAGE_BYTES
+from relaxd.rpc.errors import ServerError
+from relaxd.rpc.interceptor import DEFAULT_DEADLINE_SECONDS, DEFAULT_STREAM_DEADLINE_SECONDS, CallInterceptor
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Service(NamedTuple):
+    """One gRPC service to serve. A plain tuple of the same three does as well."""
+
+    add: Callable[[Any, Any], None]
+    """The generated add_<Name>Servicer_to_server."""
+    servicer: Any
+    """Its implementation; handlers are coroutines or asynchronous generators."""
+    name: str
+    """Full name, such as "relaxd.v1.Reward"."""
+
+
+class RunningServer:
+    """A server that listens. Health says NOT_SERVING until set_serving(True)."""
+
+    def __init__(
+        self, server: grpc.aio.Server, host: str, port: int, health: health_aio.HealthServicer, names: Sequence[str]
+    ) -> None:
+        self.server = server
+        self.host = host
+        self.port = port
+        self._health = health
+        self._names = names
+        self.serving = False
+
+    async def set_serving(self, serving: bool) -> None:
+        """Set the health of every service, and of the server as a whole (the empty name)."""
+        self.serving = serving
+        for name in ("", *self._names):
+            await self._health.set(name, _SERVING if serving else _NOT_SERVING)
+
+    async def stop(self, grace_seconds: float = 0.0) -> None:
+        """Accept no more calls, let running ones end for at most grace_seconds, then cancel them."""
+        await self.set_serving(False)
+        await self.server.stop(grace_seconds)
+
+    async def wait(self) -> None:
+        """Wait until the server has stopped."""
+        await self.server.wait_for_termination()
+
+
+async def start_server(
+    services: Sequence[tuple[Callable[[Any, Any], None], Any, str]],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
+    stream_deadline_seconds: float = DEFAULT_STREAM_DEADLINE_SECONDS,
+    max_connection_age_seconds: float = 30.0,
+    serving: bool = False,
+) -> RunningServer:
+    """Start a grpc.aio server with health, reflection and our interceptor.
+
+    Args:
+        services: (add_<Name>Servicer_to_server, servicer, full service name) of each service.
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one (see RunningServer.port).
+        token: bearer token that calls must carry, except health checks; None lets everyone in.
+        max_message_bytes: largest message; a larger one is refused with RESOURCE_EXHAUSTED.
+        deadline_seconds: deadline of a unary call that comes without one; its handler is cancelled then.
+        stream_deadline_seconds: the same for streaming calls.
+        max_connection_age_seconds: connections are renewed after this, so that clients that spread their calls over
+            several replicas see new ones. Running calls are not cut.
+        serving: whether health says SERVING at once.
+
+    Raises ServerError when the port is taken or the address cannot be listened on.
+    """
+    server = grpc.aio.server(
+        interceptors=[
+            CallInterceptor(
+                token=token, deadline_seconds=deadline_seconds, stream_deadline_seconds=stream_deadline_seconds
+            )
+        ],
+        options=[
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            # Two servers on one port would share its connections at random, without a word.
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_connection_age_ms", int(max_connection_age_seconds * 1000)),
+            ("grpc.max_connection_age_grace_ms", int((stream_deadline_seconds + 60) * 1000)),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ],
+    )
+    health = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    names = []
+    for add, servicer, name in services:
+        add(servicer, server)
+        names.append(name)
+    reflection.enable_server_reflection(
+        [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME], server
+    )
+    try:
+        bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    except RuntimeError as error:
+        raise ServerError(_why_not_bound(host, port)) from error
+    await server.start()
+    running = RunningServer(server, host, bound, health, names)
+    await running.set_serving(serving)
+    return running
+
+
+def _why_not_bound(host: str, port: int) -> str:
+    """gRPC only says that binding failed: find out why by trying it ourselves."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} on {host} is taken: stop what uses it, or choose another with --port / RELAXD_PORT"
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        return f"cannot listen on port {port} of {host}: {reason} (--host / RELAXD_HOST, --port / RELAXD_PORT)"
+    return f"port {port} on {host} was taken a moment ago and is free again: try once more"

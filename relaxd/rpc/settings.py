@@ -1,0 +1,184 @@
+"""The settings of a service process: every flag is also an environment variable."""
+
+import argparse
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relaxd import __version__
+
+COORDINATOR_PORT = 50050
+"""Where a coordinator listens unless told otherwise."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings:
+    """How one service process is set up. What it works on comes from the coordinator."""
+
+    role: str
+    """coordinator, trainer, rollout, reward or advantage."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 0
+    """Port to listen on; 0 takes a free one."""
+    advertise: str = ""
+    """host:port at which others reach this process; empty: worked out from host and port."""
+    coordinator: str = f"127.0.0.1:{COORDINATOR_PORT}"
+    """host:port of the coordinator."""
+    redis: str = "redis://127.0.0.1:6379/0"
+    """URL of the Redis that holds the board."""
+    replica_id: str = ""
+    """Unique name of this process."""
+    grace_seconds: float = 20.0
+    """Seconds that draining may take after SIGTERM."""
+    log_level: str = "info"
+    """debug, info, warning or error."""
+    token: str | None = field(default=None, repr=False)
+    """Bearer token that every call must carry; None lets everyone in."""
+
+
+@dataclass(frozen=True)
+class _Flag:
+    name: str
+    kind: Callable[[str], Any]
+    default: Any
+    help: str
+
+    @property
+    def variable(self) -> str:
+        return "RELAXD_" + self.name.upper().replace("-", "_")
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise ValueError
+    return port
+
+
+_port.__name__ = "port (0 to 65535)"
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError
+    return seconds
+
+
+_seconds.__name__ = "number of seconds (0 or more)"
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host:
+        raise ValueError
+    _port(port)
+    return text
+
+
+_address.__name__ = "address (host:port)"
+
+
+def _level(text: str) -> str:
+    if text.lower() not in LOG_LEVELS:
+        raise ValueError
+    return text.lower()
+
+
+_level.__name__ = f"log level ({', '.join(LOG_LEVELS)})"
+
+
+def _redis_url(text: str) -> str:
+    if not text.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError
+    return text
+
+
+_redis_url.__name__ = "Redis URL (redis://host:port/database)"
+
+
+def parse_settings(
+    role: str, arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None
+) -> ServiceSettings:
+    """Read the settings of a service from the command line, then the environment, then the defaults.
+
+    Args:
+        role: coordinator, trainer, rollout, reward or advantage.
+        arguments: instead of sys.argv[1:].
+        environment: instead of os.environ.
+
+    A wrong value ends the process with code 2 and a message that names the flag or the variable, as argparse does.
+    """
+    environment = os.environ if environment is None else environment
+    parser = argparse.ArgumentParser(
+        prog=f"python -m services.{role}",
+        description=f"The {role} service of relaxd {__version__}.",
+        epilog="Traces and metrics are exported when OTEL_EXPORTER_OTLP_ENDPOINT is set; RELAXD_LOG_FORMAT=json writes "
+        "logs as JSON; RELAXD_TOKEN may hold the token itself.",
+    )
+    flags = _flags(role)
+    for flag in flags:
+        parser.add_argument(
+            f"--{flag.name}", type=flag.kind, default=None, help=f"{flag.help} [{flag.variable}, {flag.default!r}]"
+        )
+    given = vars(parser.parse_args(sys.argv[1:] if arguments is None else arguments))
+    values = {}
+    for flag in flags:
+        key = flag.name.replace("-", "_")
+        values[key] = given[key] if given[key] is not None else _from_environment(parser, flag, environment)
+    try:
+        values["token"] = read_token(values.pop("token_file"), environment)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return ServiceSettings(role=role, **values)
+
+
+def read_token(token_file: str = "", environment: Mapping[str, str] | None = None) -> str | None:
+    """The bearer token from a file, else from RELAXD_TOKEN, else from the file named by RELAXD_TOKEN_FILE, else None.
+
+    Raises OSError when the file cannot be read, ValueError when the token is empty or not printable ASCII.
+    """
+    environment = os.environ if environment is None else environment
+    token_file = token_file or ("" if environment.get("RELAXD_TOKEN") else environment.get("RELAXD_TOKEN_FILE", ""))
+    if token_file:
+        token, source = Path(token_file).read_text(encoding="utf-8").strip(), token_file
+    else:
+        token, source = environment.get("RELAXD_TOKEN", "").strip(), "RELAXD_TOKEN"
+        if not token:
+            return None
+    if not token or not token.isascii() or not token.isprintable():
+        raise ValueError(f"the token in {source} is empty or not printable ASCII")
+    return token
+
+
+def _from_environment(parser: argparse.ArgumentParser, flag: _Flag, environment: Mapping[str, str]) -> Any:
+    text = environment.get(flag.variable)
+    if not text:
+        return flag.default
+    try:
+        return flag.kind(text)
+    except ValueError:
+        parser.error(f"environment variable {flag.variable}: invalid {flag.kind.__name__} value: {text!r}")
+
+
+def _flags(role: str) -> list[_Flag]:
+    settings = ServiceSettings(role=role)
+    is_coordinator = role == "coordinator"
+    flags = [
+        _Flag("host", str, settings.host, "address to listen on"),
+        _Flag("port", _port, COORDINATOR_PORT if is_coordinator else 0, "port to listen on; 0 takes a free one"),
+        _Flag("advertise", _address, "", "host:port at which others reach this process"),
+        _Flag("coordinator", _address, settings.coordinator, "host:port of the coordinator"),
+        _Flag("redis", _redis_url, settings.redis, "URL of the Redis that holds the board"),
+        _Flag("replica-id", str, f"{role}-{uuid.uuid4().hex[:8]}", "unique name of this process"),
+        _Flag("grace-seconds", _seconds, settings.grace_seconds, "seconds that draining may take after SIGTERM"),
+        _Flag("log-level", _level, settings.log_level, ", ".join(LOG_LEVELS)),
+        _Flag("token-file", str, "", "file with the bearer token that calls must carry"),
+    ]
+    return [flag for flag in flags if not (is_coordinator and flag.name in ("coordinator", "advertise"))]

@@ -1,0 +1,34 @@
+"""Traces, metrics and logs. Without OTEL_EXPORTER_OTLP_ENDPOINT nothing is recorded and it costs next to nothing."""
+
+from relaxd.telemetry.logs import setup_logging
+from relaxd.telemetry.metrics import METRICS, Metric, record, record_step
+from relaxd.telemetry.setup import enabled, meter, setup, shutdown, tracer
+from relaxd.telemetry.spans import (
+    extract,
+    inject,
+    link_from,
+    open_stage_span,
+    publish_span,
+    root_span,
+    stage_span,
+)
+
+__all__ = [
+    "METRICS",
+    "Metric",
+    "enabled",
+    "extract",
+    "inject",
+    "link_from",
+    "meter",
+    "open_stage_span",
+    "publish_span",
+    "record",
+    "record_step",
+    "root_span",
+    "setup",
+    "setup_logging",
+    "shutdown",
+    "stage_span",
+    "tracer",
+]

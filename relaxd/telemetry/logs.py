@@ -1,0 +1,60 @@
+"""Logging: one line per record on standard error, for people or, with RELAXD_LOG_FORMAT=json, for machines."""
+
+import json
+import logging
+import os
+import sys
+import time
+
+from opentelemetry import trace
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self.service = service
+
+    def _time(self, record: logging.LogRecord) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+class TextFormatter(_Formatter):
+    """`2026-01-01T12:00:00.000Z INFO reward-3f9a message`; a traceback follows on lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record as text."""
+        line = f"{self._time(record)} {record.levelname} {self.service} {record.getMessage()}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(_Formatter):
+    """One JSON object per line: time, level, service, logger, message, and trace_id, span_id, exception if any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record as JSON."""
+        entry = {
+            "time": self._time(record),
+            "level": record.levelname,
+            "service": self.service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        context = trace.get_current_span().get_span_context()
+        if context.is_valid:
+            entry |= {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def setup_logging(service: str, level: str = "info") -> None:
+    """Send every log record of level `level` (debug, info, warning, error) or above to standard error.
+
+    `service` is named in each line: the replica id, or for a child process the replica id and what the child is.
+    """
+    json_lines = os.environ.get("RELAXD_LOG_FORMAT", "").lower() == "json"
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(service) if json_lines else TextFormatter(service))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # Exporters log every failed attempt with its traceback; a collector that is away is worth one line, not a flood.
+    logging.getLogger("opentelemetry").setLevel(logging.ERROR)

@@ -1,0 +1,173 @@
+"""Every metric of relaxd, in one table, and how to record them.
+
+Step metrics are the numbers of one optimizer step: the board's ledger, metrics.jsonl and the live view have them under
+the table's names, OpenTelemetry under "relaxd.step.<name>". The others are recorded where they happen and are known to
+OpenTelemetry alone, as "relaxd.<name>". docs/metrics.md is made from this table: python -m relaxd.telemetry.metrics.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from opentelemetry.util.types import AttributeValue
+
+from relaxd.telemetry.setup import enabled, meter
+
+Kind = Literal["step", "gauge", "counter", "histogram"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the table."""
+
+    name: str
+    kind: Kind
+    unit: str
+    """A UCUM unit, as OpenTelemetry wants it; "1" is a ratio or a plain number, "{token}" counts tokens."""
+    description: str
+    attributes: tuple[str, ...] = ()
+    """What tells several series of the metric apart."""
+    bounds: tuple[float, ...] | None = None
+    """Upper bounds of a histogram's buckets."""
+
+    @property
+    def exported_name(self) -> str:
+        """Its name in OpenTelemetry."""
+        return f"relaxd.step.{self.name}" if self.kind == "step" else f"relaxd.{self.name}"
+
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_REWARDS = (-1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_LENGTHS = tuple(float(2**power) for power in range(18))
+_STALENESS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
+_PER_RUN = ("relaxd.run_id",)
+_PER_STAGE = ("relaxd.run_id", "relaxd.stage")
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric("loss", "step", "1", "Loss of the step, after its normaliser."),
+        Metric("grad_norm", "step", "1", "Global L2 norm of the gradients before clipping."),
+        Metric("lr", "step", "1", "Learning rate that the step used."),
+        Metric("reward_mean", "step", "1", "Mean reward of the step's samples."),
+        Metric("reward_accuracy", "step", "1", "Mean of the reward part `accuracy`: share of right answers."),
+        Metric("reward_format", "step", "1", "Mean of the reward part `format`: share of well-formed answers."),
+        Metric("response_length_mean", "step", "{token}", "Mean number of tokens after the prompt."),
+        Metric("staleness_mean", "step", "{version}", "Mean over tokens of (step - 1) - the version that wrote them."),
+        Metric("staleness_max", "step", "{version}", "Largest staleness of a token of the step."),
+        Metric(
+            "logprob_difference",
+            "step",
+            "1",
+            "Mean absolute difference between the engine's and the trainer's log-probs of the trained tokens, before "
+            "the update; samples that were continued across a weight update are left out.",
+        ),
+        Metric("ratio", "step", "1", "Mean probability ratio of the trained tokens (trainer over old policy)."),
+        Metric("clip_fraction", "step", "1", "Share of trained tokens whose ratio the loss clipped."),
+        Metric("kl", "step", "1", "Mean estimate of the KL divergence to the reference, when the loss has one."),
+        Metric("entropy", "step", "1", "Mean entropy of the policy at the trained tokens, when the loss needs it."),
+        Metric("tokens", "step", "{token}", "Tokens of the step, prompts included."),
+        Metric("samples", "step", "{sample}", "Samples of the step."),
+        Metric("groups", "step", "{group}", "Groups of the step."),
+        Metric("step_seconds", "step", "s", "Wall time from the end of the last step to the end of this one."),
+        Metric("wait_seconds", "step", "s", "Part of step_seconds in which the trainer waited for groups."),
+        Metric("train_seconds", "step", "s", "Part of step_seconds in forward, backward and the optimizer."),
+        Metric("tokens_per_second", "step", "{token}/s", "tokens divided by step_seconds."),
+        Metric("eval_accuracy", "step", "1", "Greedy accuracy on the held-out prompts."),
+        Metric("eval_format", "step", "1", "Share of well-formed greedy answers on the held-out prompts."),
+        Metric("reward", "histogram", "1", "Reward of each trained sample.", _PER_RUN, _REWARDS),
+        Metric(
+            "response_length", "histogram", "{token}", "Response tokens of each trained sample.", _PER_RUN, _LENGTHS
+        ),
+        Metric("staleness", "histogram", "{version}", "Staleness of each trained sample.", _PER_RUN, _STALENESS),
+        Metric("groups.published", "counter", "{group}", "Groups that were published.", _PER_RUN),
+        Metric("groups.trained", "counter", "{group}", "Groups that a committed step trained.", _PER_RUN),
+        Metric("groups.dropped", "counter", "{group}", "Groups that were dropped.", (*_PER_RUN, "relaxd.reason")),
+        Metric("groups.open", "gauge", "{group}", "Groups that are neither trained nor dropped.", _PER_RUN),
+        Metric("queue.waiting", "gauge", "{group}", "Groups that wait before a stage.", _PER_STAGE),
+        Metric("queue.held", "gauge", "{group}", "Groups that a stage's replicas hold.", _PER_STAGE),
+        Metric("queue.wait_seconds", "histogram", "s", "Time a group waited before a stage.", _PER_STAGE, _SECONDS),
+        Metric("stage.seconds", "histogram", "s", "Time a stage worked on a group.", _PER_STAGE, _SECONDS),
+        Metric("generate.tokens", "counter", "{token}", "Tokens that an engine generated.", _PER_RUN),
+        Metric("generate.tokens_per_second", "gauge", "{token}/s", "Tokens per second of an engine.", _PER_RUN),
+        Metric("sync.seconds", "histogram", "s", "Time of one weight synchronisation.", _PER_RUN, _SECONDS),
+        Metric("sync.failures", "counter", "{sync}", "Weight synchronisations that had to be repeated.", _PER_RUN),
+        Metric("replicas", "gauge", "{replica}", "Replicas whose lease holds.", ("relaxd.role",)),
+        Metric(
+            "rpc.seconds",
+            "histogram",
+            "s",
+            "Time a server took to answer a call.",
+            ("rpc.method", "rpc.grpc.status_code"),
+            _SECONDS,
+        ),
+    )
+}
+
+
+def record(name: str, value: float, attributes: Mapping[str, AttributeValue] | None = None) -> None:
+    """Record a value of a metric of the table: a gauge is set, a counter grows by it, a histogram counts it.
+
+    Raises KeyError when the table has no such metric. Does nothing when nothing is exported.
+    """
+    metric = METRICS[name]
+    if enabled():
+        _recorder(metric)(value, attributes)
+
+
+def record_step(run_id: str, step: int, metrics: Mapping[str, float]) -> None:
+    """Export the numbers of a committed step. Names that the table lacks, such as a reward's own parts, go out too."""
+    if not enabled():
+        return
+    attributes = {"relaxd.run_id": run_id}
+    for name, value in {"number": float(step), **metrics}.items():
+        if math.isfinite(value):
+            _recorder(METRICS.get(name) or Metric(name, "step", "1", ""))(value, attributes)
+
+
+@cache
+def _recorder(metric: Metric) -> Any:
+    name, unit, text = metric.exported_name, metric.unit, metric.description
+    if metric.kind == "counter":
+        return meter().create_counter(name, unit, text).add
+    if metric.kind == "histogram":
+        return meter().create_histogram(name, unit, text, explicit_bucket_boundaries_advisory=metric.bounds).record
+    return meter().create_gauge(name, unit, text).set
+
+
+def markdown() -> str:
+    """docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Made from `relaxd/telemetry/metrics.py` by `python -m relaxd.telemetry.metrics > docs/metrics.md`.",
+        "",
+        "## Of a step",
+        "",
+        "In `metrics.jsonl`, in `Run.metrics` and `WatchRun`, and as OpenTelemetry gauges `relaxd.step.<name>` with",
+        "the attribute `relaxd.run_id`. A reward's parts appear as `reward_<part>`; an algorithm may add its own.",
+        "",
+        "| name | unit | what it is |",
+        "| --- | --- | --- |",
+    ]
+    lines += [f"| `{m.name}` | {m.unit} | {m.description} |" for m in METRICS.values() if m.kind == "step"]
+    lines += [
+        "",
+        "## Of the services",
+        "",
+        "Exported by OpenTelemetry when `OTEL_EXPORTER_OTLP_ENDPOINT` is set.",
+        "",
+        "| name | kind | unit | attributes | what it is |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for m in METRICS.values():
+        if m.kind != "step":
+            attributes = ", ".join(f"`{name}`" for name in m.attributes)
+            lines.append(f"| `{m.exported_name}` | {m.kind} | {m.unit} | {attributes} | {m.description} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

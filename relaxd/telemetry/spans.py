@@ -1,0 +1,127 @@
+"""Spans: one trace per group, from publish to train, across services and through Redis.
+
+The publish span is the root. Its context travels with the group as a carrier, a dict such as {"traceparent": "00-..."},
+and the span of every stage is a child of it. A group that is not traced has an empty carrier, and so have all its
+stages. What belongs to a step rather than to a group has a trace of its own, to which the train spans link.
+"""
+
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import Attributes
+
+from relaxd.telemetry.setup import enabled, tracer
+
+SPAN_NAMES = {"rollout": "generate", "reward": "score"}
+"""Spans that are not named as their stage is."""
+
+_propagator = TraceContextTextMapPropagator()
+
+
+def inject(span: Span | None = None) -> dict[str, str]:
+    """The carrier of a span, by default the current one; empty when it isn't recorded."""
+    carrier: dict[str, str] = {}
+    span = trace.get_current_span() if span is None else span
+    if span.get_span_context().is_valid:
+        _propagator.inject(carrier, trace.set_span_in_context(span, Context()))
+    return carrier
+
+
+def extract(carrier: Mapping[str, str]) -> Context:
+    """The context that a carrier describes."""
+    return _propagator.extract(carrier, Context())
+
+
+def link_from(carrier: Mapping[str, str]) -> Link | None:
+    """A link to the span that a carrier describes; None when it describes none."""
+    context = trace.get_current_span(extract(carrier)).get_span_context()
+    return Link(context) if context.is_valid else None
+
+
+@contextmanager
+def publish_span(group_id: str, sample_ratio: float = 1.0, attributes: Attributes = None) -> Iterator[dict[str, str]]:
+    """The root of a group's trace. Yields the carrier to publish with the group: empty when it is not traced.
+
+    Whether a group is traced depends on its id alone, so that a repeated publish decides alike. `sample_ratio` is the
+    share of groups that are, from 0 to 1.
+    """
+    if not enabled() or zlib.crc32(group_id.encode()) >= sample_ratio * 2**32:
+        yield {}
+        return
+    with tracer().start_as_current_span(
+        "publish", Context(), SpanKind.PRODUCER, {**(attributes or {}), "relaxd.group_id": group_id}
+    ) as span:
+        yield inject(span)
+
+
+def open_stage_span(
+    stage: str,
+    carrier: Mapping[str, str],
+    *,
+    waited_seconds: float | None = None,
+    attributes: Attributes = None,
+    links: Iterable[Mapping[str, str]] = (),
+) -> Span:
+    """Start the span of a stage's work on one group; the caller ends it, in any thread.
+
+    Args:
+        stage: the stage (the span of "rollout" is called "generate", that of "reward" "score").
+        carrier: what publish_span yielded. When empty, the span does nothing.
+        waited_seconds: how long the group waited before the stage: an attribute, and a span "wait" beside this one.
+        attributes: further attributes.
+        links: carriers of spans to link to, such as the step's.
+    """
+    if not enabled() or not carrier:
+        return INVALID_SPAN
+    parent = extract(carrier)
+    values = {**(attributes or {}), "relaxd.stage": stage}
+    if waited_seconds is not None:
+        values["relaxd.wait_seconds"] = waited_seconds
+        now = time.time_ns()
+        begun = now - int(waited_seconds * 1e9)
+        tracer().start_span("wait", parent, SpanKind.INTERNAL, {"relaxd.stage": stage}, start_time=begun).end(now)
+    return tracer().start_span(
+        SPAN_NAMES.get(stage, stage),
+        parent,
+        SpanKind.CONSUMER,
+        values,
+        [link for link in map(link_from, links) if link is not None],
+    )
+
+
+@contextmanager
+def stage_span(
+    stage: str,
+    carrier: Mapping[str, str],
+    *,
+    waited_seconds: float | None = None,
+    attributes: Attributes = None,
+    links: Iterable[Mapping[str, str]] = (),
+) -> Iterator[Span]:
+    """The span of a stage's work on one group, current inside the block. See open_stage_span for the arguments.
+
+    An exception that leaves the block is recorded and marks the span as an error.
+    """
+    span = open_stage_span(stage, carrier, waited_seconds=waited_seconds, attributes=attributes, links=links)
+    if span is INVALID_SPAN:
+        yield span
+        return
+    with trace.use_span(span, end_on_exit=True):
+        yield span
+
+
+@contextmanager
+def root_span(name: str, *, attributes: Attributes = None, links: Iterable[Mapping[str, str]] = ()) -> Iterator[Span]:
+    """A span that begins a trace of its own, such as a step's or a weight synchronisation's; `links` are carriers."""
+    if not enabled():
+        yield INVALID_SPAN
+        return
+    found = [link for link in map(link_from, links) if link is not None]
+    with tracer().start_as_current_span(name, Context(), attributes=attributes, links=found) as span:
+        yield span
