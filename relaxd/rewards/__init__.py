@@ -1,0 +1,82 @@
+"""Rewards: one file each, pure functions over a sample. A new one gets a line in `REWARDS`."""
+
+import difflib
+import importlib
+from typing import cast
+
+from relaxd.rewards.addition import addition
+from relaxd.rewards.base import BadRewardError, Reward, RewardInput, RewardOutput, check_output
+from relaxd.rewards.exact_match import exact_match
+from relaxd.rewards.f1 import f1
+from relaxd.rewards.multiple_choice import multiple_choice
+
+__all__ = [
+    "REWARDS",
+    "BadRewardError",
+    "Reward",
+    "RewardInput",
+    "RewardOutput",
+    "UnknownRewardError",
+    "check_name",
+    "check_output",
+    "describe",
+    "resolve",
+]
+
+REWARDS: dict[str, Reward] = {
+    "addition": addition,
+    "exact_match": exact_match,
+    "f1": f1,
+    "multiple_choice": multiple_choice,
+}
+"""The bundled rewards by name."""
+
+
+class UnknownRewardError(ValueError):
+    """There is no reward of that name."""
+
+
+def check_name(name: str) -> None:
+    """Check a reward's name without importing anything: a bundled name, or the form "package.module:function".
+
+    Raises:
+        UnknownRewardError: it is neither; the message has the nearest names.
+    """
+    if name in REWARDS:
+        return
+    module, colon, function = name.partition(":")
+    if colon and function.isidentifier() and all(part.isidentifier() for part in module.split(".")):
+        return
+    near = difflib.get_close_matches(name, REWARDS, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"bundled are {', '.join(sorted(REWARDS))}."
+    raise UnknownRewardError(f'unknown reward "{name}": {hint} Your own is named as "package.module:function"')
+
+
+def resolve(name: str) -> Reward:
+    """Find a reward: a bundled one by name, or "package.module:function", which imports that module.
+
+    Raises:
+        UnknownRewardError: there is none of that name, or the module can't be imported.
+    """
+    check_name(name)
+    if name in REWARDS:
+        return REWARDS[name]
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever a user's module raises while it is imported
+        reason = f"{type(error).__name__}: {error}"
+        raise UnknownRewardError(f'reward "{name}": module {module_name} cannot be imported: {reason}') from error
+    function = getattr(module, function_name, None)
+    if function is None:
+        near = difflib.get_close_matches(function_name, vars(module), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UnknownRewardError(f'reward "{name}": module {module_name} has no {function_name}{hint}')
+    if not callable(function):
+        raise UnknownRewardError(f'reward "{name}": {function_name} is a {type(function).__name__}, not a function')
+    return cast(Reward, function)
+
+
+def describe(name: str) -> str:
+    """First line of a bundled reward's docstring."""
+    return (REWARDS[name].__doc__ or "").strip().partition("\n")[0]

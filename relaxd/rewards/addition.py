@@ -1,0 +1,30 @@
+"""Sums: is the last number in the reply the right one?"""
+
+import re
+from decimal import Decimal
+
+from relaxd.rewards.base import RewardInput
+
+# A sign counts only where it can't be an operator, as in "5-3". Thousands may be separated by commas.
+_NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+
+
+def addition(sample: RewardInput) -> dict[str, float]:
+    """1 if the last number in the reply equals the answer, else 0.
+
+    Parts: accuracy (the same), and format: 1 if the reply is a number and nothing else, right or wrong.
+
+    Raises:
+        ValueError: the answer isn't a number.
+    """
+    expected = _NUMBER.fullmatch(sample.answer.strip())
+    if expected is None:
+        raise ValueError(f"answer is {sample.answer!r}: the reward addition needs a number")
+    numbers = _NUMBER.findall(sample.response)
+    accuracy = float(bool(numbers) and _value(numbers[-1]) == _value(expected.group()))
+    bare = _NUMBER.fullmatch(sample.response.strip()) is not None
+    return {"reward": accuracy, "accuracy": accuracy, "format": float(bare)}
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", ""))

@@ -1,0 +1,33 @@
+"""How many words do reply and answer share? SQuAD's F1 (Rajpurkar et al. 2016, arXiv 1606.05250)."""
+
+import re
+import string
+from collections import Counter
+
+from relaxd.rewards.base import RewardInput
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def f1(sample: RewardInput) -> dict[str, float]:
+    """Harmonic mean of precision and recall over words; case, punctuation and articles left aside.
+
+    Parts: precision, recall. Where reply or answer is "yes", "no" or "noanswer", only equality counts.
+
+    Raises:
+        ValueError: nothing is left of the answer.
+    """
+    answer, response = _words(sample.answer), _words(sample.response)
+    if not answer:
+        raise ValueError(f"answer is {sample.answer!r}: the reward f1 needs words to compare with")
+    closed = (["yes"], ["no"], ["noanswer"])
+    shared = (Counter(answer) & Counter(response)).total()
+    if shared == 0 or (answer != response and (answer in closed or response in closed)):
+        return {"reward": 0.0, "precision": 0.0, "recall": 0.0}
+    precision, recall = shared / len(response), shared / len(answer)
+    return {"reward": 2 * precision * recall / (precision + recall), "precision": precision, "recall": recall}
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
