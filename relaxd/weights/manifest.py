@@ -1,0 +1,127 @@
+"""What a broadcast sends: tensors laid one after the other into flat byte buffers (buckets)."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from relaxd.v1 import sample_pb2, weights_pb2
+
+ELEMENT_TYPES: dict[torch.dtype, "sample_pb2.ElementType.ValueType"] = {
+    torch.uint8: sample_pb2.ELEMENT_TYPE_UINT8,
+    torch.int32: sample_pb2.ELEMENT_TYPE_INT32,
+    torch.int64: sample_pb2.ELEMENT_TYPE_INT64,
+    torch.bfloat16: sample_pb2.ELEMENT_TYPE_BFLOAT16,
+    torch.float16: sample_pb2.ELEMENT_TYPE_FLOAT16,
+    torch.float32: sample_pb2.ELEMENT_TYPE_FLOAT32,
+    torch.float64: sample_pb2.ELEMENT_TYPE_FLOAT64,
+}
+"""Torch's element types and their names on the wire."""
+
+_DTYPES = {element: dtype for dtype, element in ELEMENT_TYPES.items()}
+
+
+class ManifestError(Exception):
+    """A manifest that cannot be followed; the message names the tensor."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor on the wire, with its Hugging Face name."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes on the wire."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel as one flat byte buffer, in order and without padding, from one source rank."""
+
+    tensors: tuple[TensorSpec, ...]
+    source_rank: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat buffer."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, source_rank: int) -> list[Bucket]:
+    """Fill buckets of at most `bucket_bytes` in the given order; a larger tensor gets a bucket of its own."""
+    buckets: list[Bucket] = []
+    current: list[TensorSpec] = []
+    size = 0
+    for spec in specs:
+        if current and size + spec.nbytes > bucket_bytes:
+            buckets.append(Bucket(tuple(current), source_rank))
+            current, size = [], 0
+        current.append(spec)
+        size += spec.nbytes
+    if current:
+        buckets.append(Bucket(tuple(current), source_rank))
+    return buckets
+
+
+def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
+    """Copy a bucket's tensors, converted to their wire types, into a uint8 buffer [>= bucket.nbytes].
+
+    Returns the filled part of the buffer. Raises ManifestError where a tensor is missing or of another shape.
+    """
+    offset = 0
+    for spec in bucket.tensors:
+        tensor = tensors.get(spec.name)
+        if tensor is None:
+            raise ManifestError(f"{spec.name} is to be sent, but there is no such tensor")
+        if tuple(tensor.shape) != spec.shape:
+            raise ManifestError(f"{spec.name} is of shape {tuple(tensor.shape)}; the manifest says {spec.shape}")
+        target = buffer[offset : offset + spec.nbytes]
+        if offset % spec.dtype.itemsize == 0:
+            target.view(spec.dtype).view(spec.shape).copy_(tensor)
+        else:  # torch cannot view unaligned bytes; this only happens where element types are mixed
+            target.copy_(tensor.to(spec.dtype).contiguous().view(-1).view(torch.uint8))
+        offset += spec.nbytes
+    return buffer[:offset]
+
+
+def unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """The tensors of a filled uint8 buffer, as views of it (copies where the bytes are not aligned)."""
+    offset = 0
+    for spec in bucket.tensors:
+        source = buffer[offset : offset + spec.nbytes]
+        if offset % spec.dtype.itemsize:
+            source = source.clone()
+        yield spec, source.view(spec.dtype).view(spec.shape)
+        offset += spec.nbytes
+
+
+def to_proto(buckets: Sequence[Bucket]) -> weights_pb2.WeightManifest:
+    """The manifest of a broadcast of these buckets."""
+    manifest = weights_pb2.WeightManifest()
+    for bucket in buckets:
+        message = manifest.buckets.add(source_rank=bucket.source_rank)
+        for spec in bucket.tensors:
+            message.tensors.add(name=spec.name, dtype=ELEMENT_TYPES[spec.dtype], shape=spec.shape)
+    return manifest
+
+
+def from_proto(manifest: weights_pb2.WeightManifest) -> list[Bucket]:
+    """The buckets of a manifest. Raises ManifestError for an unknown element type or a negative size."""
+    buckets = []
+    for message in manifest.buckets:
+        specs = []
+        for tensor in message.tensors:
+            dtype = _DTYPES.get(tensor.dtype)
+            if dtype is None:
+                raise ManifestError(f"{tensor.name} has the unknown element type {tensor.dtype}")
+            if any(size < 0 for size in tensor.shape):
+                raise ManifestError(f"{tensor.name} has the impossible shape {tuple(tensor.shape)}")
+            specs.append(TensorSpec(tensor.name, dtype, tuple(tensor.shape)))
+        buckets.append(Bucket(tuple(specs), message.source_rank))
+    return buckets

@@ -1,0 +1,119 @@
+"""Weight groups between real processes."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+class Member:
+    """One process of a group."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.weights.member"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def tell(self, **command: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], 60)
+        assert ready, "no answer within 60 s"
+        return dict(json.loads(self.process.stdout.readline()))
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    members = [Member() for _ in range(3)]
+    yield members
+    for member in members:
+        member.process.kill()
+        member.process.wait()
+
+
+def connect(members: list[Member], port: int, name: str, timeout: float = 20) -> list[dict[str, Any]]:
+    for rank, member in enumerate(members):
+        member.tell(
+            do="connect", store_port=port, name=name, rank=rank, world_size=len(members), timeout=timeout
+        )  # fmt: skip
+    return [member.answer() for member in members]
+
+
+def host(member: Member) -> int:
+    member.tell(do="host")
+    return int(member.answer()["port"])
+
+
+def broadcast(members: list[Member], source: int, value: float, elements: int = 1000) -> list[dict[str, Any]]:
+    for rank, member in enumerate(members):
+        own = value if rank == source else 0
+        member.tell(do="broadcast", source=source, value=own, elements=elements, timeout=20)
+    return [member.answer() for member in members]
+
+
+def test_a_group_outlives_the_death_and_the_abort_of_others(members: list[Member]) -> None:
+    """One story, because starting torch three times is most of its cost."""
+    port = host(members[0])
+    assert not any("error" in answer for answer in connect(members, port, "first"))
+    for source, value in ((0, 7.5), (1, -2.0)):
+        for answer in broadcast(members, source, value):
+            assert answer["values"] == [value] * 3
+
+    # The last member dies in the middle of a broadcast: it never joins in, the others are in it.
+    for member in members[:2]:
+        member.tell(do="broadcast", source=0, value=1, elements=50_000_000, timeout=20)
+    members[2].process.kill()
+    failed = members[0].answer()
+    assert "first failed" in failed["error"]
+    assert failed["seconds"] < 10
+    members[1].answer()  # it may have got its copy before the source noticed
+
+    # A group of the rest works, in the same processes and with the same store.
+    rest = members[:2]
+    assert not any("error" in answer for answer in connect(rest, port, "second"))
+    assert [answer["values"][2] for answer in broadcast(rest, 0, 3.0, 1_000_000)] == [3.0, 3.0]
+
+    # A member that waits for a broadcast that never comes leaves when told, long before its deadline.
+    rest[1].tell(do="broadcast", source=0, elements=1000, timeout=15, abort_after=0.3)
+    aborted = rest[1].answer()
+    assert "was aborted" in aborted["error"]
+    assert aborted["seconds"] < 2
+
+    # And at its deadline when nobody tells it.
+    assert not any("error" in answer for answer in connect(rest, port, "third"))
+    rest[1].tell(do="broadcast", source=0, elements=1000, timeout=0.5)
+    late = rest[1].answer()
+    assert "0.5 s" in late["error"] or "500ms" in late["error"]
+    assert late["seconds"] < 3
+
+    # Members that don't come are named; a connecting member can be told to stop as well.
+    rest[1].tell(do="connect", store_port=port, name="fourth", rank=1, world_size=2, timeout=0.5)
+    assert "ranks [0] of 2 did not come within 0.5 s" in rest[1].answer()["error"]
+    rest[1].tell(do="connect", store_port=port, name="fifth", rank=1, world_size=2, timeout=30, abort_after=0.2)
+    stopped = rest[1].answer()
+    assert "aborted while it was being connected" in stopped["error"]
+    assert stopped["seconds"] < 3
+
+    # A name is used once: its keys would let half a group through.
+    rest[0].tell(do="connect", store_port=port, name="third", rank=0, world_size=2, timeout=1)
+    assert "is taken" in rest[0].answer()["error"]
+
+    assert not any("error" in answer for answer in connect(rest, port, "sixth"))
+    assert [answer["values"][0] for answer in broadcast(rest, 0, 9.0)] == [9.0, 9.0]
+
+
+def test_a_store_that_is_not_there_is_named(members: list[Member]) -> None:
+    members[0].tell(do="connect", store_port=9, name="x", rank=0, world_size=2, timeout=1)
+    answer = members[0].answer()
+    assert "store 127.0.0.1:9" in answer["error"]
+    assert answer["seconds"] < 10

@@ -1,0 +1,94 @@
+"""Buckets, manifests and checksums."""
+
+import pytest
+import torch
+
+from relaxd.weights.checksum import checksum
+from relaxd.weights.manifest import (
+    Bucket,
+    ManifestError,
+    TensorSpec,
+    from_proto,
+    pack,
+    plan_buckets,
+    to_proto,
+    unpack,
+)
+
+SPECS = [
+    TensorSpec("a", torch.float32, (3, 5)),
+    TensorSpec("b", torch.bfloat16, (7,)),
+    TensorSpec("c", torch.uint8, (3,)),
+    TensorSpec("d", torch.float32, (2, 2)),  # not aligned: 60 + 14 + 3 bytes come before it
+    TensorSpec("e", torch.int64, ()),
+]
+
+
+def values() -> dict[str, torch.Tensor]:
+    return {spec.name: (torch.randn(spec.shape) * 50).abs().to(spec.dtype) for spec in SPECS}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 80, 1 << 20])
+def test_tensors_come_out_of_their_buckets_bit_for_bit(bucket_bytes: int) -> None:
+    tensors = values()
+    buckets = plan_buckets(SPECS, bucket_bytes, source_rank=1)
+    received = {}
+    for bucket in buckets:
+        assert bucket.source_rank == 1
+        assert bucket.nbytes <= bucket_bytes or len(bucket.tensors) == 1
+        buffer = torch.zeros(4096, dtype=torch.uint8)
+        flat = pack(bucket, tensors, buffer)
+        assert flat.numel() == bucket.nbytes
+        received |= {spec.name: tensor for spec, tensor in unpack(bucket, flat)}
+    assert list(received) == [spec.name for spec in SPECS]
+    for name, tensor in tensors.items():
+        assert received[name].dtype == tensor.dtype
+        assert torch.equal(received[name], tensor)
+
+
+def test_packing_converts_to_the_wire_type() -> None:
+    bucket = Bucket((TensorSpec("w", torch.bfloat16, (4,)),), 0)
+    flat = pack(bucket, {"w": torch.tensor([1.0, 2.0, 3.14159, -0.5])}, torch.zeros(8, dtype=torch.uint8))
+    ((_, tensor),) = unpack(bucket, flat)
+    assert torch.equal(tensor, torch.tensor([1.0, 2.0, 3.14159, -0.5]).bfloat16())
+
+
+def test_manifests_survive_the_wire() -> None:
+    buckets = plan_buckets(SPECS, 64, source_rank=0)
+    assert from_proto(to_proto(buckets)) == buckets
+
+
+def test_what_does_not_fit_is_named() -> None:
+    bucket = Bucket((TensorSpec("model.norm.weight", torch.float32, (4,)),), 0)
+    buffer = torch.zeros(16, dtype=torch.uint8)
+    with pytest.raises(ManifestError, match=r"model\.norm\.weight is to be sent"):
+        pack(bucket, {}, buffer)
+    with pytest.raises(ManifestError, match=r"model\.norm\.weight is of shape \(5,\); the manifest says \(4,\)"):
+        pack(bucket, {"model.norm.weight": torch.zeros(5)}, buffer)
+    manifest = to_proto([bucket])
+    manifest.buckets[0].tensors[0].dtype = 99  # type: ignore[assignment]
+    with pytest.raises(ManifestError, match="unknown element type 99"):
+        from_proto(manifest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+def test_the_checksum_is_its_formula_and_sees_every_change(dtype: torch.dtype) -> None:
+    tensor = (torch.randn(1000) * 50).abs().to(dtype).view(10, 100)
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.view(-1).view(signed).tolist()
+    assert checksum(tensor) == sum(word * (2 * i + 1) for i, word in enumerate(bits)) % 2**64
+    changed = tensor.clone()
+    changed[3, 7] += 1
+    assert checksum(changed) != checksum(tensor)
+    swapped = tensor.clone()
+    swapped.view(-1)[[0, -1]] = torch.tensor([5, 90]).to(dtype)
+    crossed = tensor.clone()
+    crossed.view(-1)[[0, -1]] = torch.tensor([90, 5]).to(dtype)
+    assert checksum(swapped) != checksum(crossed)
+
+
+def test_the_checksum_of_a_large_tensor_does_not_depend_on_its_pieces() -> None:
+    tensor = torch.randn((1 << 20) + 17)
+    words = tensor.view(torch.int32).long()
+    expected = int((words * (2 * torch.arange(words.numel()) + 1)).sum()) % 2**64
+    assert checksum(tensor) == expected
