@@ -1,0 +1,1 @@
+"""The trainer service: a Megatron world that turns groups into optimizer steps."""

@@ -1,0 +1,317 @@
+"""The learner: a Megatron model that accumulates gradients from micro-batches and steps once they are all there."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import services.trainer.megatron_cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relaxd.algorithms import LossInputs, create
+from relaxd.config import AlgorithmConfig, TrainerConfig
+from services.trainer.architecture import read_architecture
+from services.trainer.hf_weights import HFTensorSpec, gather_hf_tensors, hf_tensor_specs, load_hf, save_hf
+from services.trainer.layers import SequenceLayout, rotary_table, sequence_layout
+from services.trainer.logprobs import VocabShard, token_logprobs
+from services.trainer.model import PolicyModel, build_model, padded_vocab, transformer_config
+from services.trainer.optimizer import build_optimizer, build_schedule, clip_and_step
+from services.trainer.packing import MicroBatch, with_padding
+from services.trainer.parallel import initialize
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimizer step did. The same on all ranks."""
+
+    step: int
+    """Which step it was, from 1."""
+    loss: float
+    """Summed loss divided by the normalizer."""
+    grad_norm: float
+    """Norm of the gradient before clipping."""
+    lr: float
+    """Learning rate of this step."""
+    tokens: int
+    """Trained tokens in the step, over all ranks."""
+    metrics: dict[str, float]
+    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), and logprob_difference: the mean
+    |trainer - engine| over compared tokens before the update (absent if there were none)."""
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """A micro-batch as tensors on this rank's device."""
+
+    batch: MicroBatch
+    tokens: Tensor  # int64 [1, T]
+    rotary: Tensor  # [2, T, 1, head_size / 2]
+    layout: SequenceLayout
+    trained: Tensor  # int64 [N]: the tokens with loss_mask 1
+
+
+class Learner:
+    """Model, gradients and optimizer of this rank. All ranks make the same calls in the same order."""
+
+    def __init__(
+        self,
+        model_folder: Path,
+        trainer: TrainerConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        steps: int,
+        seed: int = 0,
+    ) -> None:
+        """Join the Megatron world and load the model.
+
+        Args:
+            model_folder: a Hugging Face folder.
+            trainer: sizes, optimizer, deadlines.
+            algorithm: what to train with.
+            steps: optimizer steps of the whole run, for the learning-rate schedule.
+            seed: seeds every generator.
+
+        Raises:
+            ModelError: the folder can't be used, or not divided like this.
+            ValueError: the world or the optimizer's settings don't fit.
+        """
+        self._folder = model_folder
+        self._config = trainer
+        self._shape = read_architecture(model_folder)
+        self._megatron_config = transformer_config(self._shape, trainer)
+        self.world = initialize(trainer, seed)
+        self._algorithm = create(algorithm)
+        self._frequencies = self._shape.inverse_frequencies().to(self.world.device)
+        rows = padded_vocab(self._shape.vocab_size, self.world.tensor_size) // self.world.tensor_size
+        start = rows * self.world.tensor_rank
+        shared = self.world.tensor_size > 1
+        self._vocab = VocabShard(
+            start=start,
+            size=min(rows, self._shape.vocab_size - start),
+            group=parallel_state.get_tensor_model_parallel_group() if shared else None,
+        )
+        self._policy = build_model(self._shape, self._megatron_config, self.world)
+        load_hf(self._policy, model_folder, self._shape, self.world)
+        self._reference = self._frozen_copy() if self._algorithm.needs_reference else None
+        self._model = DistributedDataParallel(
+            config=self._megatron_config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                # Nothing is reduced before finish(): micro-batches come as a stream and nobody knows the last one.
+                overlap_grad_reduce=False,
+                use_distributed_optimizer=True,
+            ),
+            module=self._policy,
+        )
+        self._optimizer = build_optimizer(self._model, trainer)
+        self._schedule = build_schedule(self._optimizer, trainer, steps)
+        self._step = 0
+        self._sums: dict[str, float] = {}
+        self._model.zero_grad_buffer()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done: the version of the weights."""
+        return self._step
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Run forward and backward and add the gradients of the summed loss to those that are already there.
+
+        May be called any number of times before `finish`. Every data-parallel rank gives the same number of
+        micro-batches per call (filled up with `empty_micro_batch`); ranks of one model give the same ones.
+        """
+        if not micro_batches:
+            return
+        if self._reference is not None:
+            micro_batches = self._with_reference(micro_batches)
+        for sums in self._run(self._model, micro_batches, self._loss, forward_only=False):
+            for name, value in sums.items():
+                self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def finish(self, normalizer: float, before_step: AbstractContextManager[Any] | None = None) -> StepStats:
+        """Add up gradients over ranks, divide them by `normalizer`, clip, update the weights, clear the gradients.
+
+        Args:
+            normalizer: `Algorithm.normalizer` of the whole step over all ranks, > 0.
+            before_step: entered when the gradients are ready and left when the weights have changed: where the caller
+                waits for a running weight broadcast and keeps a new one out.
+
+        Raises:
+            ValueError: the normalizer isn't positive.
+            NonFiniteGradients: the weights are as they were; the accumulated gradients are dropped.
+        """
+        if not normalizer > 0:
+            raise ValueError(f"normalizer is {normalizer}: it must be positive")
+        sums, self._sums = self._total(self._sums), {}
+        try:
+            finalize_model_grads([self._model])
+            if normalizer != 1.0:
+                self._model.scale_gradients(1.0 / normalizer)
+            self._schedule.step(1)
+            lr = float(self._optimizer.param_groups[0]["lr"])
+            with before_step or nullcontext():
+                grad_norm = clip_and_step(self._optimizer, self._config.optimizer.clip_grad)
+                self._step += 1
+        finally:
+            self._model.zero_grad_buffer()
+            self._optimizer.zero_grad()
+        tokens, compared = sums.pop("tokens", 0.0), sums.pop("compared", 0.0)
+        loss, difference = sums.pop("loss", 0.0), sums.pop("logprob_difference", 0.0)
+        metrics = {name: value / max(tokens, 1.0) for name, value in sums.items()}
+        if compared:
+            metrics["logprob_difference"] = difference / compared
+        return StepStats(self._step, loss / normalizer, grad_norm, lr, int(tokens), metrics)
+
+    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
+        """Log-probs of the tokens with loss_mask 1 under the current weights.
+
+        Returns:
+            For each micro-batch float32 [T], 0 where loss_mask is 0. On all ranks of the model.
+        """
+        return self._log_probs(self._model, micro_batches)
+
+    def hf_tensor_specs(self) -> list[HFTensorSpec]:
+        """Every tensor of the model as `iter_hf_tensors` yields it, all stages, in order. Doesn't gather."""
+        dtype = self._megatron_config.params_dtype
+        return hf_tensor_specs(self._shape, dtype, self.world.stages, self.world.expert_size)
+
+    def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """This stage's full tensors under their Hugging Face names; see `gather_hf_tensors`."""
+        return gather_hf_tensors(self._policy, self._shape, self.world)
+
+    def save_hf(self, folder: Path) -> None:
+        """Write the current weights as a Hugging Face folder. All ranks call it together."""
+        save_hf(self._policy, folder, self._folder, self._shape, self.world)
+
+    def _frozen_copy(self) -> PolicyModel:
+        """The initial model, as the reference of the KL term."""
+        reference = build_model(self._shape, self._megatron_config, self.world)
+        load_hf(reference, self._folder, self._shape, self.world)
+        return reference.requires_grad_(False)
+
+    def _with_reference(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        missing = [batch for batch in micro_batches if batch.ref_logprobs is None]
+        computed = iter(self._log_probs(self._reference, missing) if missing else [])
+        return [b if b.ref_logprobs is not None else replace(b, ref_logprobs=next(computed)) for b in micro_batches]
+
+    def _log_probs(self, model: Any, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
+        results = [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
+        if not micro_batches:
+            return results
+        flat = torch.zeros(sum(int(b.loss_mask.sum()) for b in micro_batches), device=self.world.device)
+        with torch.no_grad():
+            outputs = self._run(model, micro_batches, self._evaluate, forward_only=True)
+        if outputs:
+            flat.copy_(torch.cat([output["logprobs"] for output in outputs]))
+        if self.world.stages > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        values, begin = flat.cpu().numpy(), 0
+        for batch, result in zip(micro_batches, results, strict=True):
+            places = np.flatnonzero(batch.loss_mask)
+            result[places] = values[begin : begin + len(places)]
+            begin += len(places)
+        return results
+
+    def _run(
+        self, model: Any, micro_batches: Sequence[MicroBatch], last: Any, *, forward_only: bool
+    ) -> list[dict[str, Any]]:
+        """Run Megatron's schedule; what `last(output weight, inputs, hidden)` reports for each micro-batch, on the last stage."""
+
+        policy: PolicyModel = getattr(model, "module", model)
+
+        def forward(iterator: Iterator[_Inputs], model: Any) -> tuple[Tensor, Any]:
+            inputs = next(iterator)
+            hidden = model(inputs.tokens, inputs.rotary, inputs.layout)
+            return hidden, partial(last, policy.output_weight(), inputs) if self.world.last_stage else None
+
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=map(self._inputs, micro_batches),
+            model=[model],
+            num_microbatches=len(micro_batches),
+            seq_length=0,  # stages tell each other the shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _inputs(self, batch: MicroBatch) -> _Inputs:
+        batch = with_padding(batch, self.world.tensor_size)
+        device = self.world.device
+        positions = torch.from_numpy(batch.positions).to(device)
+        return _Inputs(
+            batch=batch,
+            tokens=torch.from_numpy(batch.tokens).to(device).unsqueeze(0),
+            rotary=rotary_table(positions, self._frequencies, self._megatron_config.params_dtype),
+            layout=sequence_layout(batch.lengths, device),
+            trained=torch.from_numpy(np.flatnonzero(batch.loss_mask)).to(device),
+        )
+
+    def _token_logprobs(self, weight: Tensor, inputs: _Inputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the trained tokens only: no other position's logits are ever computed."""
+        if self._megatron_config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        rows = hidden.squeeze(1).index_select(0, inputs.trained - 1)
+        if self.world.tensor_size > 1 and not self._megatron_config.sequence_parallel:
+            rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
+        temperature = self._column(inputs, inputs.batch.temperature)
+        targets = inputs.tokens[0, inputs.trained]
+        return token_logprobs(rows, weight, targets, temperature, self._vocab)
+
+    def _column(self, inputs: _Inputs, column: NDArray[Any]) -> Tensor:
+        """A per-token column at the trained tokens, float32 [N]."""
+        return torch.from_numpy(column).to(self.world.device).index_select(0, inputs.trained).float()
+
+    def _evaluate(self, weight: Tensor, inputs: _Inputs, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        logprobs, _ = self._token_logprobs(weight, inputs, hidden)
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {"logprobs": logprobs}
+
+    def _loss(self, weight: Tensor, inputs: _Inputs, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+        logprobs, entropy = self._token_logprobs(weight, inputs, hidden)
+        batch = inputs.batch
+        rollout_logprobs = self._column(inputs, batch.rollout_logprobs)
+        reference = batch.ref_logprobs
+        output = self._algorithm.loss(
+            LossInputs(
+                logprobs=logprobs,
+                rollout_logprobs=rollout_logprobs,
+                advantages=self._column(inputs, batch.advantages),
+                mask=torch.ones_like(logprobs),
+                weight=self._column(inputs, batch.weight),
+                ref_logprobs=None if reference is None else self._column(inputs, reference),
+                entropy=entropy,
+            )
+        )
+        compared = self._column(inputs, batch.compared)
+        difference = ((logprobs.detach() - rollout_logprobs).abs() * compared).sum()
+        sums = {
+            "loss": output.loss.detach(),
+            "logprob_difference": difference,
+            "compared": compared.sum(),
+            **output.sums,
+        }
+        reported = {name: float(value) for name, value in sums.items()} | {"tokens": float(logprobs.numel())}
+        return output.loss, torch.zeros((), dtype=torch.int), reported
+
+    def _total(self, sums: dict[str, float]) -> dict[str, float]:
+        """Sums over all ranks, those of one model counted once."""
+        everyone: list[dict[str, float]] = [{}] * self.world.size
+        counts = self.world.last_stage and self.world.tensor_rank == 0
+        dist.all_gather_object(everyone, sums if counts else {})
+        names = sorted({name for one in everyone for name in one})
+        return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}

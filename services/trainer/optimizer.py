@@ -1,0 +1,98 @@
+"""Megatron's distributed optimizer and learning-rate schedule, from the run's configuration."""
+
+import services.trainer.megatron_cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_standard_config_overrides as no_decay_for_norms
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from relaxd.config import TrainerConfig
+
+
+class NonFiniteGradients(ArithmeticError):
+    """The gradient norm is infinite or not a number. The weights have not been touched."""
+
+
+def build_optimizer(model: DistributedDataParallel, config: TrainerConfig) -> MegatronOptimizer:
+    """AdamW (arXiv 1711.05101), its state and main weights sharded over the data-parallel ranks.
+
+    Norms have no weight decay.
+    """
+    settings = config.optimizer
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    megatron_config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.epsilon,
+        clip_grad=settings.clip_grad,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(megatron_config, [model], config_overrides=no_decay_for_norms(megatron_config))
+    for group in optimizer.param_groups:
+        group["fused"] = True  # one pass over memory instead of a dozen
+    return optimizer
+
+
+def build_schedule(optimizer: MegatronOptimizer, config: TrainerConfig, steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up, then constant, linear or cosine decay to `min_lr` at the last step.
+
+    Step it before each optimizer step: step s of 1..steps then warms up to s / warmup_steps, and the last has min_lr.
+
+    Raises:
+        ValueError: settings that contradict each other.
+    """
+    settings = config.optimizer
+    if settings.min_lr > settings.lr:
+        raise ValueError(f"trainer.optimizer.min_lr is {settings.min_lr}: it must not be above lr = {settings.lr}")
+    if settings.warmup_steps >= max(steps, 1) and settings.warmup_steps > 0:
+        raise ValueError(
+            f"trainer.optimizer.warmup_steps is {settings.warmup_steps}: it must be below run.steps = {steps}"
+        )
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(steps, 1),
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=max(steps, 1),
+        wd_incr_style="constant",
+    )
+
+
+def clip_and_step(optimizer: MegatronOptimizer, clip_grad: float) -> float:
+    """Clip the gradients and update the weights; what `MegatronOptimizer.step` does, but refusing bad gradients.
+
+    Args:
+        optimizer: Megatron's chained optimizer.
+        clip_grad: largest norm; 0 doesn't clip.
+
+    Returns:
+        The norm before clipping, over all ranks.
+
+    Raises:
+        NonFiniteGradients: before anything was changed.
+    """
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not torch.isfinite(torch.tensor(norm)):
+        raise NonFiniteGradients(f"the gradient norm is {norm}; the weights were left as they are")
+    for one in optimizer.chained_optimizers:
+        parameters = one.get_parameters()
+        if clip_grad > 0 and parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=norm)
+    optimizer.step_with_ready_grads()
+    return norm

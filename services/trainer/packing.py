@@ -1,0 +1,233 @@
+"""Samples to packed micro-batches: pure functions on numpy arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class PackingError(ValueError):
+    """Samples that can't be packed; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """One trajectory, prompt first. Per-token arrays are [L], aligned to the token that they are about."""
+
+    tokens: NDArray[np.int64]
+    """int64 [L]: token ids of prompt and response."""
+    loss_mask: NDArray[np.uint8]
+    """uint8 [L]: 1 for tokens to train on. 0 for the first token, which nothing predicts."""
+    rollout_logprobs: NDArray[np.float32]
+    """float32 [L]: log-probs that the engine reported."""
+    advantages: NDArray[np.float32]
+    """float32 [L]: advantages."""
+    weight: NDArray[np.float32]
+    """float32 [L]: aggregation weight, from `Algorithm.token_weights`."""
+    compared: NDArray[np.uint8]
+    """uint8 [L]: 1 for tokens whose log-prob may be compared with the engine's."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+
+    @classmethod
+    def from_response(
+        cls,
+        prompt: NDArray[np.integer],
+        response: NDArray[np.integer],
+        *,
+        loss_mask: NDArray[np.uint8],
+        rollout_logprobs: NDArray[np.float32],
+        advantages: NDArray[np.float32],
+        weight: NDArray[np.float32],
+        compared: bool = True,
+        temperature: float = 1.0,
+    ) -> Self:
+        """Make a sample from columns that begin after the prompt, as the board has them.
+
+        Args:
+            prompt: [P] token ids, at least one.
+            response: [R] token ids.
+            loss_mask: uint8 [R].
+            rollout_logprobs: float32 [R].
+            advantages: float32 [R].
+            weight: float32 [R].
+            compared: whether log-probs may be compared with the engine's (not where it went on across an update).
+            temperature: sampling temperature, > 0.
+
+        Raises:
+            PackingError: lengths differ, the prompt is empty, or the temperature isn't positive.
+        """
+        if len(prompt) == 0:
+            raise PackingError("prompt is empty: the first response token has nothing to be predicted from")
+        if not temperature > 0:
+            raise PackingError(f"temperature is {temperature}: it must be positive")
+        columns: dict[str, tuple[NDArray[Any], type]] = {
+            "loss_mask": (loss_mask, np.uint8),
+            "rollout_logprobs": (rollout_logprobs, np.float32),
+            "advantages": (advantages, np.float32),
+            "weight": (weight, np.float32),
+        }
+        padded: dict[str, NDArray[Any]] = {}
+        for name, (column, dtype) in columns.items():
+            if len(column) != len(response):
+                raise PackingError(f"{name} has {len(column)} values for {len(response)} response tokens")
+            padded[name] = np.concatenate([np.zeros(len(prompt), dtype), np.asarray(column, dtype)])
+        return cls(
+            tokens=np.concatenate([np.asarray(prompt, np.int64), np.asarray(response, np.int64)]),
+            compared=padded["loss_mask"] * np.uint8(compared),
+            temperature=temperature,
+            **padded,
+        )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some samples as one row of T tokens, one after the other. Arrays are aligned as in `TrainSample`."""
+
+    tokens: NDArray[np.int64]
+    """int64 [T]."""
+    positions: NDArray[np.int64]
+    """int64 [T]: place of each token in its sample."""
+    cu_seqlens: NDArray[np.int32]
+    """int32 [samples + 1]: where each sample begins, and T."""
+    loss_mask: NDArray[np.uint8]
+    """uint8 [T]."""
+    rollout_logprobs: NDArray[np.float32]
+    """float32 [T]."""
+    advantages: NDArray[np.float32]
+    """float32 [T]."""
+    weight: NDArray[np.float32]
+    """float32 [T]."""
+    compared: NDArray[np.uint8]
+    """uint8 [T]."""
+    temperature: NDArray[np.float32]
+    """float32 [T]."""
+    ref_logprobs: NDArray[np.float32] | None = None
+    """float32 [T]: log-probs under the reference. None: the learner computes them where the algorithm needs them."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        return np.diff(self.cu_seqlens).tolist()
+
+
+def pack(samples: Sequence[TrainSample]) -> MicroBatch:
+    """Put samples into one micro-batch, in this order.
+
+    Raises:
+        PackingError: there are none, or one has arrays of different lengths, no token, or trains on its first token.
+    """
+    if not samples:
+        raise PackingError("a micro-batch needs at least one sample; use empty_micro_batch() to fill up")
+    for i, sample in enumerate(samples):
+        _check(i, sample)
+    lengths = np.array([len(sample.tokens) for sample in samples], np.int32)
+    names = [field.name for field in fields(TrainSample) if field.name != "temperature"]
+    return MicroBatch(
+        positions=np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        temperature=np.repeat(np.array([sample.temperature for sample in samples], np.float32), lengths),
+        **{name: np.concatenate([getattr(sample, name) for sample in samples]) for name in names},
+    )
+
+
+def empty_micro_batch() -> MicroBatch:
+    """A micro-batch that adds nothing, for ranks that have fewer than the others."""
+    zeros = np.zeros(1, np.float32)
+    mask = np.zeros(1, np.uint8)
+    return pack([TrainSample(np.zeros(1, np.int64), mask, zeros, zeros, zeros, mask)])
+
+
+def with_padding(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """Add an untrained sequence at the end, so that T is a multiple of `multiple`."""
+    missing = -len(batch.tokens) % multiple
+    if missing == 0:
+        return batch
+    padded = {
+        field.name: np.concatenate([value, np.zeros(missing, value.dtype)])
+        for field in fields(batch)
+        if (value := getattr(batch, field.name)) is not None and field.name != "cu_seqlens"
+    }
+    padded["positions"][-missing:] = np.arange(missing)
+    padded["temperature"][-missing:] = 1.0
+    cu_seqlens = np.append(batch.cu_seqlens, np.int32(len(batch.tokens) + missing))
+    return replace(batch, cu_seqlens=cu_seqlens, **padded)
+
+
+def assign(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Divide sequences among micro-batches of at most `budget` tokens: first fit, longest first.
+
+    Sequences of similar length come together, which attention on CPU likes.
+
+    Args:
+        lengths: tokens of each sequence.
+        budget: most tokens in a micro-batch.
+
+    Returns:
+        For each micro-batch the indices of its sequences, ascending. The same input gives the same answer.
+
+    Raises:
+        PackingError: a sequence is longer than the budget.
+    """
+    for i, length in enumerate(lengths):
+        if length > budget:
+            raise PackingError(
+                f"sample {i} has {length} tokens, but trainer.micro_batch_tokens is {budget}: "
+                "raise it, or allow shorter prompts and answers only"
+            )
+    batches: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for batch, free in enumerate(room):
+            if lengths[i] <= free:
+                batches[batch].append(i)
+                room[batch] -= lengths[i]
+                break
+        else:
+            batches.append([i])
+            room.append(budget - lengths[i])
+    return [sorted(batch) for batch in batches]
+
+
+def assign_to_ranks(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
+    """Divide sequences among data-parallel ranks and their micro-batches, with about the same work for each rank.
+
+    Args:
+        lengths: tokens of each sequence.
+        budget: most tokens in a micro-batch.
+        ranks: data-parallel ranks.
+
+    Returns:
+        For each rank its micro-batches, each a list of indices; every rank has the same number of them, filled up with
+        empty lists (to be trained as `empty_micro_batch`).
+
+    Raises:
+        PackingError: a sequence is longer than the budget.
+    """
+    if ranks > 1 and lengths:
+        total = sum(lengths)
+        rounds = -(-total // (ranks * budget))
+        budget = min(budget, max(max(lengths), -(-total // (ranks * rounds)))) if max(lengths) <= budget else budget
+    batches = assign(lengths, budget)
+    rounds = -(-len(batches) // ranks)
+    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for batch in sorted(batches, key=lambda batch: -sum(lengths[i] for i in batch)):
+        rank = min((r for r in range(ranks) if len(shares[r]) < rounds), key=lambda r: (loads[r], r))
+        shares[rank].append(batch)
+        loads[rank] += sum(lengths[i] for i in batch)
+    return [share + [[] for _ in range(rounds - len(share))] for share in shares]
+
+
+def _check(index: int, sample: TrainSample) -> None:
+    count = len(sample.tokens)
+    if count == 0:
+        raise PackingError(f"sample {index} has no tokens")
+    for field in fields(sample):
+        value = getattr(sample, field.name)
+        if isinstance(value, np.ndarray) and value.shape != (count,):
+            raise PackingError(f"sample {index}: {field.name} is {list(value.shape)}, but tokens is [{count}]")
+    if sample.loss_mask[0]:
+        raise PackingError(f"sample {index}: loss_mask[0] is 1, but nothing predicts the first token")

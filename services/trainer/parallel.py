@@ -1,0 +1,158 @@
+"""The Megatron world: process groups with deadlines, parallel sizes, seeds."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import services.trainer.megatron_cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from relaxd.config import TrainerConfig
+
+
+@dataclass(frozen=True)
+class GatherGroups:
+    """Process groups on which weights are gathered.
+
+    They are separate from those that training uses, so that a thread can gather while the training thread runs
+    collectives of its own. Only the first data-parallel replica gathers; its ranks with tensor rank 0 are the sources,
+    one per pipeline stage.
+    """
+
+    source: bool
+    """Whether this rank ends up with its stage's full tensors."""
+    dense: dist.ProcessGroup | None
+    """The tensor-parallel ranks that gather dense tensors; None where this rank isn't one of them."""
+    experts: dist.ProcessGroup | None
+    """The tensor- and expert-parallel ranks that gather experts; None where this rank isn't one of them."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place in the Megatron world."""
+
+    rank: int
+    """Global rank."""
+    size: int
+    """Processes."""
+    device: torch.device
+    """Where this rank computes."""
+    tensor_rank: int
+    """Rank among those that share each matrix."""
+    tensor_size: int
+    """Ranks that share each matrix."""
+    stage: int
+    """Pipeline stage."""
+    stages: int
+    """Pipeline stages."""
+    expert_rank: int
+    """Rank among those that share the experts."""
+    expert_size: int
+    """Ranks that share the experts."""
+    data_rank: int
+    """Rank among those that work on different groups."""
+    data_size: int
+    """Ranks that work on different groups."""
+    gather: GatherGroups
+    """Groups for gathering weights."""
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether this rank has the embedding."""
+        return self.stage == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank computes log-probs and the loss."""
+        return self.stage == self.stages - 1
+
+
+def initialize(config: TrainerConfig, seed: int) -> World:
+    """Join the process group (from RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them) and lay it out.
+
+    Every group has `collective_timeout_seconds` as its deadline. gloo without CUDA, nccl with it. Without RANK in the
+    environment the world is this process alone.
+
+    Args:
+        config: parallel sizes, threads and the deadline.
+        seed: seeds torch and Megatron's generators.
+
+    Raises:
+        ValueError: the number of processes isn't `config.ranks`.
+    """
+    timeout = timedelta(seconds=config.collective_timeout_seconds)
+    cuda = torch.cuda.is_available()
+    if not dist.is_initialized():
+        if "RANK" in os.environ:
+            rank, size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
+        else:
+            rank, size, store = 0, 1, dist.HashStore()
+        if size != config.ranks:
+            raise ValueError(f"WORLD_SIZE is {size}, but trainer.ranks is {config.ranks}: they must be the same")
+        if cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+        dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=size, store=store, timeout=timeout)
+    if not cuda:
+        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // config.ranks))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_parallel,
+        pipeline_model_parallel_size=config.pipeline_parallel,
+        context_parallel_size=config.context_parallel,
+        expert_model_parallel_size=config.expert_parallel,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=config.collective_timeout_seconds / 60,
+        create_gloo_process_groups=not cuda,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_size=parallel_state.get_expert_model_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        gather=_gather_groups(timeout),
+    )
+
+
+def shut_down() -> None:
+    """Leave the world, so that another can be initialized in this process."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _gather_groups(timeout: timedelta) -> GatherGroups:
+    """Make the groups. Every rank makes every group, in the same order, as torch demands."""
+    source = (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
+    mine = (
+        source,
+        dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()),
+        dist.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group()),
+    )
+    everyone: list[tuple[bool, list[int], list[int]]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    rank = dist.get_rank()
+    dense = experts = None
+    for is_source, dense_ranks, expert_ranks in everyone:
+        if not is_source:
+            continue
+        dense_group = dist.new_group(dense_ranks, timeout=timeout)
+        expert_group = dist.new_group(expert_ranks, timeout=timeout)
+        dense = dense_group if rank in dense_ranks else dense
+        experts = expert_group if rank in expert_ranks else experts
+    return GatherGroups(source, dense, experts)
