@@ -231,8 +231,11 @@ class Learner:
     def _run(
         self, model: Any, micro_batches: Sequence[MicroBatch], last: Any, *, forward_only: bool
     ) -> list[dict[str, Any]]:
-        """Run Megatron's schedule; what `last(output weight, inputs, hidden)` reports for each micro-batch, on the last stage."""
+        """Run Megatron's schedule.
 
+        Returns:
+            What `last(output weight, inputs, hidden)` reports for each micro-batch; nothing before the last stage.
+        """
         policy: PolicyModel = getattr(model, "module", model)
 
         def forward(iterator: Iterator[_Inputs], model: Any) -> tuple[Tensor, Any]:

@@ -1,8 +1,8 @@
 """Lets megatron-core run on CPU.
 
-megatron-core 0.16.1 names CUDA outright in many places: devices, streams, pinned memory, tensor type names. Where there is
-no CUDA, `install` puts an import hook in front that rewrites those spots in memory while Megatron's modules are
-imported. Neither the installed files nor torch itself change, and on a machine with CUDA the hook isn't installed.
+megatron-core 0.16.1 names CUDA outright in many places: devices, streams, pinned memory, tensor type names. Where
+there is no CUDA, `install` puts an import hook in front that rewrites those spots in memory while Megatron's modules
+are imported. Neither the installed files nor torch itself change, and on a machine with CUDA there is no hook.
 
 Import Megatron only after this module: every module of the trainer that uses Megatron imports this one first.
 """
@@ -55,6 +55,18 @@ _MODULE_REWRITES: dict[str, list[tuple[str, str]]] = {
         ),
     ],
 }
+
+
+_EXPECTED_WARNINGS = (
+    # Said when Transformer Engine and apex aren't there. We never use them.
+    ".*Transformer Engine and Apex are not installed.*",
+    "Apex is not installed. Falling back to Torch Norm",
+    # Said by torch 2.13 to Megatron.
+    ".*torch.distributed.reduce_scatter_tensor.* is deprecated.*",
+    ".*torch.distributed.all_gather_into_tensor.* is deprecated.*",
+    # Megatron's default for CUDA graphs, which are off.
+    "full scope is deprecated.*",
+)
 
 
 class Stream:
@@ -130,8 +142,7 @@ def install() -> bool:
     Raises:
         ImportError: Megatron was imported before, unbridged.
     """
-    # What Megatron says when Transformer Engine and apex aren't there. We never use them.
-    for message in (".*Transformer Engine and Apex are not installed.*", ".*pynvml package is deprecated.*"):
+    for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     if torch.cuda.is_available():
         return False
