@@ -8,84 +8,128 @@ A service implements ReplicaService; run_replica does the rest:
   back: pause_run, resume_run. No run, or one that ended: stop_run.
 - A start_run that fails puts the replica in FAILED with the reason in status.detail and is tried again, after 1 s, 2 s,
   4 s ... at most 30 s, as long as the assignment stays: what failed may be a Redis that is just starting.
+- A drain that is asked for by call or by heartbeat lasts until the replica is given another run.
 - SIGTERM or SIGINT: health says NOT_SERVING, the service drains within grace_seconds, the process ends with code 0. A
   second signal ends it at once, with code 1.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
-from relaxd.config import RunConfig
+from relaxd import PROTOCOL_VERSION, __version__, telemetry
+from relaxd.rpc.assignment import AssignmentFollower
+from relaxd.rpc.client import channel
+from relaxd.rpc.errors import ServerError
+from relaxd.rpc.interceptor import DEFAULT_DEADLINE_SECONDS
+from relaxd.rpc.membership import Membership, Refused
+from relaxd.rpc.server import RunningServer, Service, start_server
+from relaxd.rpc.service import ReplicaService, ServiceStatus
 from relaxd.rpc.settings import ServiceSettings
-from relaxd.v1 import replica_pb2
-from relaxd.v1.coordinator_pb2 import Assignment
+from relaxd.rpc.signals import stop_signals
+from relaxd.telemetry import setup_logging
+from relaxd.v1 import replica_pb2, replica_pb2_grpc
+from relaxd.v1.coordinator_pb2 import Assignment, RegisterRequest
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
+
+__all__ = ["ReplicaService", "ReplicaServicer", "ServiceStatus", "run_replica"]
+
+ANSWER_SECONDS = 0.5
+"""Drain answers this long before its caller's deadline."""
+
+_log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServiceStatus:
-    """What a service says about itself; run_replica adds the rest of GetStatusResponse."""
+class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
+    """relaxd.v1.Replica over two functions: what the status is, and how to drain within some seconds."""
 
-    held_groups: int = 0
-    """Groups held now."""
-    done_groups: int = 0
-    """Groups finished since the process started."""
-    detail: str = ""
-    """One sentence for people."""
-    state: replica_pb2.ReplicaState | None = None
-    """Instead of READY: STARTING, QUARANTINED or FAILED. While the replica is idle, starting, failed or draining by
-    run_replica's own knowledge, this is ignored."""
-    weights: replica_pb2.WeightVersion | None = None
-    """The weights it serves or has trained."""
-    gauges: Mapping[str, float] = field(default_factory=dict)
-    """Numbers worth a look, by name."""
+    def __init__(
+        self, status: Callable[[], replica_pb2.GetStatusResponse], drain: Callable[[float], Awaitable[int]]
+    ) -> None:
+        self._status, self._drain = status, drain
+
+    async def GetStatus(self, request: replica_pb2.GetStatusRequest, context: Any) -> replica_pb2.GetStatusResponse:
+        """See the proto."""
+        return self._status()
+
+    async def Drain(self, request: replica_pb2.DrainRequest, context: Any) -> replica_pb2.DrainResponse:
+        """See the proto."""
+        remaining = context.time_remaining()
+        seconds = DEFAULT_DEADLINE_SECONDS if remaining is None else remaining
+        return replica_pb2.DrainResponse(held_groups=await self._drain(max(0.0, seconds - ANSWER_SECONDS)))
 
 
-class ReplicaService(ABC):
-    """What a service adds to the life that all replicas share.
+class _Life:
+    """Ties a service, its server, its assignment and its membership together."""
 
-    run_replica calls everything here from one event loop, never two of start_run, stop_run, pause_run, resume_run and
-    drain at once (status and drain excepted).
-    """
+    def __init__(self, service: ReplicaService, settings: ServiceSettings) -> None:
+        self.service = service
+        self.settings = settings
+        self.begun = time.monotonic()
+        self.follower = AssignmentFollower(service, self.changed)
+        self.server: RunningServer | None = None
+        self.membership: Membership | None = None
+        self.ending = False
+        self._drains: set[asyncio.Task[int]] = set()
 
-    role: ClassVar[replica_pb2.Role]
-    """The part that the service plays."""
-    engine_ranks: int = 0
-    """Ranks of its engine (rollout)."""
-    gpu_uuids: Sequence[str] = ()
-    """GPUs that it sees."""
+    def status(self) -> replica_pb2.GetStatusResponse:
+        follower = self.follower
+        try:
+            own = self.service.status()
+        except Exception as error:
+            _log.exception("status of the service failed")
+            own = ServiceStatus(
+                state=replica_pb2.REPLICA_STATE_FAILED, detail=f"status failed: {type(error).__name__}: {error}"
+            )
+        state: replica_pb2.ReplicaState.ValueType = follower.state
+        if state == replica_pb2.REPLICA_STATE_READY:
+            state = own.state or state
+        if follower.draining or self.ending:
+            state = replica_pb2.REPLICA_STATE_DRAINING
+        return replica_pb2.GetStatusResponse(
+            replica_id=self.settings.replica_id,
+            role=self.service.role,
+            state=state,
+            run_id=follower.run_id,
+            detail=follower.detail or own.detail,
+            held_groups=own.held_groups,
+            done_groups=own.done_groups,
+            weights=own.weights,
+            uptime_seconds=time.monotonic() - self.begun,
+            package_version=__version__,
+            protocol_version=PROTOCOL_VERSION,
+            gauges=own.gauges,
+        )
 
-    @abstractmethod
-    async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
-        """Prepare for a run and start to work on it; the replica is STARTING until this returns, then READY.
+    def changed(self) -> None:
+        if self.membership:
+            self.membership.tell_soon()
 
-        It is cancelled when the assignment changes or the process ends meanwhile. Whatever it raises is reported as
-        status.detail. In either case stop_run is called before anything else.
-        """
+    async def heard(self, assignment: Assignment, drain: bool) -> None:
+        self.follower.assign(assignment)
+        if drain and not self.follower.draining:
+            task = asyncio.create_task(self.follower.drain(self.settings.grace_seconds))
+            self._drains.add(task)
+            task.add_done_callback(self._drains.discard)
+        if self.server and not self.ending and self.server.serving == self.follower.draining:
+            await self.server.set_serving(not self.follower.draining)
 
-    @abstractmethod
-    async def stop_run(self) -> None:
-        """Let go of the run and of everything that start_run, complete or not, made. Work that is held is released."""
-
-    @abstractmethod
-    async def drain(self, seconds: float) -> int:
-        """Take no new work, finish or hand back what is held within `seconds`. Returns how many groups are still held.
-
-        May be called again. Work is taken again only after the next start_run.
-        """
-
-    @abstractmethod
-    def status(self) -> ServiceStatus:
-        """How the service feels. Must return at once."""
-
-    @abstractmethod
-    async def pause_run(self) -> None:
-        """The run is paused: take no new work. Called only between start_run and stop_run."""
-
-    @abstractmethod
-    async def resume_run(self) -> None:
-        """The pause is over."""
+    def join(self, server: RunningServer, coordinator: CoordinatorStub) -> Membership:
+        self.server = server
+        registration = RegisterRequest(
+            replica_id=self.settings.replica_id,
+            role=self.service.role,
+            address=advertised_address(self.settings, server.port),
+            protocol_version=PROTOCOL_VERSION,
+            package_version=__version__,
+            engine_ranks=self.service.engine_ranks,
+            gpu_uuids=self.service.gpu_uuids,
+        )
+        self.membership = Membership(coordinator, self.settings.coordinator, registration, self.status, self.heard)
+        return self.membership
 
 
 async def run_replica(
@@ -103,4 +147,73 @@ async def run_replica(
     Sets up logging and telemetry. Raises SystemExit(1), the reason being logged, when the port is taken or the
     coordinator refuses this replica (another protocol version, a wrong token).
     """
-    raise NotImplementedError
+    setup_logging(settings.replica_id, settings.log_level)
+    telemetry.setup(settings.role, settings.replica_id)
+    stop = stop_signals()
+    life = _Life(service, settings)
+    own = Service(
+        replica_pb2_grpc.add_ReplicaServicer_to_server,
+        ReplicaServicer(life.status, life.follower.drain),
+        "relaxd.v1.Replica",
+    )
+    try:
+        server = await start_server([own, *services], host=settings.host, port=settings.port, token=settings.token)
+    except ServerError as error:
+        _log.error("%s", error)
+        raise SystemExit(1) from None
+    async with channel(settings.coordinator, token=settings.token) as to_coordinator:
+        membership = life.join(server, CoordinatorStub(to_coordinator))
+        _log.info("listening on %s:%d", settings.host, server.port)
+        stopping = asyncio.create_task(stop.wait())
+        following = asyncio.create_task(life.follower.run())
+        belonging = asyncio.create_task(membership.run())
+        try:
+            await asyncio.wait({stopping, following, belonging}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (following, belonging):
+                if task.done():
+                    task.result()
+        except Refused as error:
+            _log.error("%s", error)
+            raise SystemExit(1) from None
+        finally:
+            await _end(life, server, following, belonging)
+            stopping.cancel()
+
+
+async def _end(
+    life: _Life, server: RunningServer, following: asyncio.Task[None], belonging: asyncio.Task[None]
+) -> None:
+    """Drain, stop the run, stop the server: all within the grace period."""
+    loop = asyncio.get_running_loop()
+    grace = life.settings.grace_seconds
+    end = loop.time() + grace
+    life.ending = True
+    await server.set_serving(False)
+    # Some of the grace is kept for stopping the run and the server once nothing, or too much, is held.
+    held = await life.follower.drain(grace - min(2.0, grace / 4))
+    if held:
+        _log.warning("still holding %d groups after %g s: others get them when their lease ends", held, grace)
+    for task in (following, belonging):
+        task.cancel()
+    await asyncio.wait({following, belonging})
+    await life.follower.stop(max(0.5, end - loop.time()))
+    await server.stop(max(0.0, min(1.0, end - loop.time())))
+    await asyncio.to_thread(telemetry.shutdown)
+    _log.info("ended")
+
+
+def advertised_address(settings: ServiceSettings, port: int) -> str:
+    """host:port under which others reach this process: as told, else the address it listens on, else (when it listens
+    on all of them) the one from which it reaches the coordinator."""
+    if settings.advertise:
+        return settings.advertise
+    if settings.host not in ("0.0.0.0", "::", "[::]", ""):
+        return f"[{settings.host}]:{port}" if ":" in settings.host else f"{settings.host}:{port}"
+    host, _, coordinator_port = settings.coordinator.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # Connecting a datagram socket sends nothing: it only picks the route.
+            probe.connect((host, int(coordinator_port)))
+            return f"{probe.getsockname()[0]}:{port}"
+    except OSError:
+        return f"{socket.gethostname()}:{port}"

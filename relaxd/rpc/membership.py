@@ -1,0 +1,129 @@
+"""Being known to the coordinator: registration and heartbeats, through outages and restarts."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from relaxd.rpc.errors import explain
+from relaxd.v1.coordinator_pb2 import Assignment, HeartbeatRequest, RegisterRequest
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
+from relaxd.v1.replica_pb2 import GetStatusResponse
+
+CALL_SECONDS = 5.0
+"""Deadline of a registration or a heartbeat."""
+RETRY_SECONDS = 0.5
+"""Pause between two attempts while the coordinator is away."""
+PASSING = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+)
+"""Statuses that may be gone at the next attempt."""
+
+_log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """The coordinator will never take this replica as it is; the message says why."""
+
+
+class Membership:
+    """Keeps a replica registered.
+
+    Args:
+        coordinator: stub of the coordinator.
+        address: where the coordinator is, for messages.
+        registration: what to register with.
+        status: what to say in heartbeats.
+        heard: called with every answer: the assignment, and whether to drain.
+    """
+
+    def __init__(
+        self,
+        coordinator: CoordinatorStub,
+        address: str,
+        registration: RegisterRequest,
+        status: Callable[[], GetStatusResponse],
+        heard: Callable[[Assignment, bool], Awaitable[None]],
+    ) -> None:
+        self._coordinator = coordinator
+        self._address = address
+        self._registration = registration
+        self._status = status
+        self._heard = heard
+        self._soon = asyncio.Event()
+        self._away = False
+        self._heartbeat_seconds = 1.0
+
+    def tell_soon(self) -> None:
+        """Send the next heartbeat now: the status has changed."""
+        self._soon.set()
+
+    async def run(self) -> None:
+        """Register and send heartbeats until cancelled. Raises Refused."""
+        while True:
+            await self._register()
+            while await self._heartbeat():
+                await self._pause(self._heartbeat_seconds)
+
+    async def _register(self) -> None:
+        while True:
+            try:
+                answer = await self._coordinator.Register(self._registration, timeout=CALL_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in PASSING:
+                    raise Refused(
+                        f"the coordinator at {self._address} refuses {self._registration.replica_id}: {explain(error)}"
+                    ) from error
+                self._note_away(error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._away = False
+            self._heartbeat_seconds = answer.heartbeat_seconds or 1.0
+            _log.info("registered with the coordinator at %s", self._address)
+            await self._heard(answer.assignment, False)
+            return
+
+    async def _heartbeat(self) -> bool:
+        """Send one heartbeat. Returns whether this replica is still known, as far as anyone can say."""
+        self._soon.clear()
+        request = HeartbeatRequest(replica_id=self._registration.replica_id, status=self._status())
+        try:
+            answer = await self._coordinator.Heartbeat(request, timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                _log.info("the coordinator at %s does not know this replica: registering again", self._address)
+                return False
+            if error.code() not in PASSING:
+                raise Refused(
+                    f"the coordinator at {self._address} refuses {request.replica_id}'s heartbeat: {explain(error)}"
+                ) from error
+            self._note_away(error)
+            return True
+        if self._away:
+            self._away = False
+            _log.info("the coordinator at %s is back", self._address)
+        await self._heard(answer.assignment, answer.drain)
+        return True
+
+    async def _pause(self, seconds: float) -> None:
+        if self._away:
+            # A change of status is no news to nobody: no burst of calls while the coordinator is away.
+            await asyncio.sleep(min(seconds, RETRY_SECONDS))
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self._soon.wait()
+        except TimeoutError:
+            pass
+
+    def _note_away(self, error: grpc.aio.AioRpcError) -> None:
+        if not self._away:
+            _log.warning("the coordinator at %s does not answer, trying on: %s", self._address, explain(error))
+        self._away = True
