@@ -19,6 +19,8 @@ Transport = Literal["gloo", "nccl"]
 
 _POLL_SECONDS = 0.0005
 _RENDEZVOUS_POLL_SECONDS = 0.01
+_ABORT_POLL_SECONDS = 0.2
+_ABORTED = "aborted"
 
 
 class WeightGroupError(Exception):
@@ -83,6 +85,7 @@ class WeightGroup:
         self._store_address = (store_host, store_port)
         self._device = device
         self._lock = threading.Lock()
+        self._store: dist.Store | None = None
         self._group: Any = None
         self._pending: list[Any] = []
 
@@ -104,7 +107,8 @@ class WeightGroup:
                 f"connected within {timeout:g} s: {reason}"
             ) from error
         with self._lock:
-            self._group = group
+            self._store, self._group = store, group
+        threading.Thread(target=self._watch, args=(store,), name=f"watch {self.name}", daemon=True).start()
         if self.aborted.is_set():
             self._let_go()
             raise WeightGroupError(f"weight group {self.name} was aborted while it was being connected")
@@ -135,7 +139,8 @@ class WeightGroup:
         self.start_broadcast(flat, source_rank, timeout).wait()
 
     def abort(self) -> None:
-        """Leave the group now. Unblocks whoever waits in it here. Safe from any thread, and more than once.
+        """Leave the group now, which ends it for every member. Unblocks whoever waits in it, here at once and elsewhere
+        within a moment. Safe from any thread, and more than once.
 
         A gloo receive that is under way cannot be called back: until its own deadline it may still write into its
         tensor, so receive into memory that is given up with the group.
@@ -179,16 +184,34 @@ class WeightGroup:
     def _let_go(self) -> None:
         with self._lock:
             group, self._group = self._group, None
+            store, self._store = self._store, None
             pending, self._pending = self._pending, []
         if group is None:
             return
         if self._transport == "nccl":
             group.abort()
-        threading.Thread(target=_release, args=(group, pending), name=f"release {self.name}", daemon=True).start()
+        threading.Thread(
+            target=_release, args=(store, group, pending), name=f"release {self.name}", daemon=True
+        ).start()
+
+    def _watch(self, store: dist.Store) -> None:
+        """Learn of another member's abort: gloo tells only those who happen to exchange bytes with it."""
+        while not self.aborted.wait(_ABORT_POLL_SECONDS):
+            try:
+                if store.check([_ABORTED]):
+                    self.abort()
+            except RuntimeError:  # the store, and so the trainer, is gone
+                self.abort()
 
 
-def _release(group: Any, pending: list[Any]) -> None:
-    """Hold a group until its last operation is over: its destructor waits for that with the interpreter locked."""
+def _release(store: dist.Store, group: Any, pending: list[Any]) -> None:
+    """Tell the others, then hold the group until its last operation is over.
+
+    Its destructor waits for that with the interpreter locked. All this is in a thread of its own because a store whose
+    host is frozen does not answer.
+    """
+    with contextlib.suppress(RuntimeError):
+        store.set(_ABORTED, "1")
     for work in pending:
         while not work.is_completed():
             time.sleep(0.05)
