@@ -2,7 +2,7 @@
 
 Step metrics are the numbers of one optimizer step: the board's ledger, metrics.jsonl and the live view have them under
 the table's names, OpenTelemetry under "relaxd.step.<name>". The others are recorded where they happen and are known to
-OpenTelemetry alone, as "relaxd.<name>". docs/metrics.md is made from this table: python -m relaxd.telemetry.metrics.
+OpenTelemetry alone, as "relaxd.<name>". docs/metrics.md is made from this table (see relaxd/telemetry/__main__.py).
 """
 
 import math
@@ -142,7 +142,7 @@ def markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "Made from `relaxd/telemetry/metrics.py` by `python -m relaxd.telemetry.metrics > docs/metrics.md`.",
+        "Made from `relaxd/telemetry/metrics.py` by `python -m relaxd.telemetry > docs/metrics.md`.",
         "",
         "## Of a step",
         "",
@@ -167,7 +167,3 @@ def markdown() -> str:
             attributes = ", ".join(f"`{name}`" for name in m.attributes)
             lines.append(f"| `{m.exported_name}` | {m.kind} | {m.unit} | {attributes} | {m.description} |")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

@@ -1,0 +1,5 @@
+"""Prints docs/metrics.md."""
+
+from relaxd.telemetry.metrics import markdown
+
+print(markdown(), end="")

@@ -1,0 +1,300 @@
+"""Our server and client stack over real connections."""
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from conftest import free_port
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from relaxd.rpc.client import channel, sync_channel
+from relaxd.rpc.errors import InvalidArgument, NotFound, ServerError, Violations, explain, field_violations
+from relaxd.rpc.server import RunningServer, Service, start_server
+from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+
+REWARD = "relaxd.v1.Reward"
+GRPCURL = Path(sys.executable).parent / "grpcurl"
+WRONG, HANG = 101, 102
+
+
+class Reward(reward_pb2_grpc.RewardServicer):
+    """Answers by what the request's reward name asks for."""
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+
+    async def Score(self, request, context):
+        match request.reward:
+            case "wrong":
+                violations = Violations()
+                violations.check(request.reward != "wrong", "reward", "must not be 'wrong'")
+                violations.check(request.responses, "responses", "must not be empty")
+                violations.raise_if_any()
+            case "unknown":
+                raise NotFound("no reward called 'unknown'")
+            case "bug":
+                raise ValueError("a bug of ours")
+            case "own timeout":
+                raise TimeoutError("of the handler's own")
+            case "abort":
+                await context.abort(grpc.StatusCode.DATA_LOSS, "by hand")
+            case "hang":
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.cancelled.set()
+        return reward_pb2.ScoreResponse()
+
+
+class Rollout(rollout_pb2_grpc.RolloutServicer):
+    async def Generate(self, request, context):
+        yield rollout_pb2.GenerateResponse()
+        if request.n == WRONG:
+            raise InvalidArgument("n: must not be 101", [("n", "must not be 101")])
+        if request.n == HANG:
+            await asyncio.Event().wait()
+
+
+async def serve(**options) -> RunningServer:
+    return await start_server(
+        [
+            Service(reward_pb2_grpc.add_RewardServicer_to_server, options.pop("reward", Reward()), REWARD),
+            Service(rollout_pb2_grpc.add_RolloutServicer_to_server, Rollout(), "relaxd.v1.Rollout"),
+        ],
+        **options,
+    )
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RunningServer]:
+    running = await serve()
+    yield running
+    await running.stop()
+
+
+async def failure(call) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+def score(address_or_port, reward: str, **options):
+    return reward_pb2_grpc.RewardStub(address_or_port).Score(reward_pb2.ScoreRequest(reward=reward), **options)
+
+
+async def test_health_follows_set_serving_for_each_service(server):
+    async with channel(f"127.0.0.1:{server.port}") as to:
+        health = health_pb2_grpc.HealthStub(to)
+        for name in ("", REWARD, "relaxd.v1.Rollout"):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await server.set_serving(True)
+        for name in ("", REWARD, "relaxd.v1.Rollout"):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        error = await failure(health.Check(health_pb2.HealthCheckRequest(service="relaxd.v1.Nothing")))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def grpcurl(*arguments: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        GRPCURL, "-plaintext", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    async with asyncio.timeout(20):
+        output, _ = await process.communicate()
+    return process.returncode or 0, output.decode()
+
+
+async def test_grpcurl_needs_no_proto_file(server):
+    address = f"127.0.0.1:{server.port}"
+    code, output = await grpcurl(address, "list")
+    assert (code, set(output.split())) == (
+        0,
+        {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", REWARD, "relaxd.v1.Rollout"},
+    )
+    code, output = await grpcurl(address, "describe", "relaxd.v1.Reward.Score")
+    assert code == 0
+    assert "rpc Score ( .relaxd.v1.ScoreRequest ) returns ( .relaxd.v1.ScoreResponse );" in output
+    code, output = await grpcurl(address, "describe", "relaxd.v1.Reward.Nothing")
+    assert code != 0
+    assert "not found" in output.lower()
+    code, output = await grpcurl("-d", json.dumps({"reward": "fine"}), address, "relaxd.v1.Reward/Score")
+    assert (code, json.loads(output)) == (0, {})
+    code, output = await grpcurl("-d", json.dumps({"reward": "wrong"}), address, "relaxd.v1.Reward/Score")
+    assert code != 0
+    assert "InvalidArgument" in output
+    assert "must not be empty" in output
+
+
+async def test_bad_input_is_answered_with_every_field_violation(server):
+    async with channel(f"127.0.0.1:{server.port}") as to:
+        error = await failure(score(to, "wrong"))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert field_violations(error) == [("reward", "must not be 'wrong'"), ("responses", "must not be empty")]
+    assert explain(error) == "INVALID_ARGUMENT: reward: must not be 'wrong'; responses: must not be empty"
+
+
+async def test_errors_without_details_and_aborts_by_hand_pass_through(server):
+    async with channel(f"127.0.0.1:{server.port}") as to:
+        assert explain(await failure(score(to, "unknown"))) == "NOT_FOUND: no reward called 'unknown'"
+        assert explain(await failure(score(to, "abort"))) == "DATA_LOSS: by hand"
+
+
+@pytest.mark.parametrize(("reward", "message"), [("bug", "a bug of ours"), ("own timeout", "of the handler's own")])
+async def test_a_bug_is_internal_and_logged_with_its_traceback(server, caplog, reward, message):
+    async with channel(f"127.0.0.1:{server.port}") as to:
+        error = await failure(score(to, reward))
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert message in error.details()
+    (entry,) = [record for record in caplog.records if record.exc_info]
+    assert entry.levelno == logging.ERROR
+    assert "/relaxd.v1.Reward/Score" in entry.getMessage()
+
+
+async def test_what_a_service_does_not_implement(server):
+    async with channel(f"127.0.0.1:{server.port}") as to:
+        error = await failure(reward_pb2_grpc.RewardStub(to).ListRewards(reward_pb2.ListRewardsRequest()))
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_stream_fails_with_its_details(server):
+    async with channel(f"127.0.0.1:{server.port}") as to:
+        stream = rollout_pb2_grpc.RolloutStub(to).Generate(rollout_pb2.GenerateRequest(n=WRONG))
+        assert await stream.read() == rollout_pb2.GenerateResponse()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.read()
+    assert field_violations(caught.value) == [("n", "must not be 101")]
+
+
+async def test_a_call_without_a_deadline_gets_the_servers():
+    reward = Reward()
+    server = await serve(reward=reward, deadline_seconds=0.2, stream_deadline_seconds=0.3)
+    # Not our channel: it would set a deadline.
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as to:
+        error = await failure(score(to, "hang"))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "longer than the 0.2 s" in error.details()
+        assert reward.cancelled.is_set()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in rollout_pb2_grpc.RolloutStub(to).Generate(rollout_pb2.GenerateRequest(n=HANG)):
+                pass
+        assert "longer than the 0.3 s" in caught.value.details()
+    await server.stop()
+
+
+async def test_a_handler_is_cancelled_at_the_callers_deadline():
+    reward = Reward()
+    server = await serve(reward=reward)
+    async with channel(f"127.0.0.1:{server.port}") as to:
+        error = await failure(score(to, "hang", timeout=0.3))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        async with asyncio.timeout(5):
+            await reward.cancelled.wait()
+    await server.stop()
+
+
+async def test_our_channel_always_sets_a_deadline(monkeypatch):
+    monkeypatch.setattr("relaxd.rpc.client.DEFAULT_DEADLINE_SECONDS", 0.3)
+    server = await serve()
+    async with channel(f"127.0.0.1:{server.port}") as to:
+        assert (await failure(score(to, "hang"))).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await server.stop()
+
+
+async def test_a_taken_port_is_named(server):
+    with pytest.raises(ServerError) as caught:
+        await serve(port=server.port)
+    assert str(caught.value) == (
+        f"port {server.port} on 127.0.0.1 is taken: stop what uses it, or choose another with --port / RELAXD_PORT"
+    )
+
+
+async def test_an_address_that_is_not_ours_is_named():
+    with pytest.raises(ServerError, match=r"cannot listen on port \d+ of 192\.0\.2\.1: Cannot assign"):
+        await serve(host="192.0.2.1", port=free_port())
+
+
+async def test_the_token_is_checked_except_for_health(monkeypatch):
+    server = await serve(token="right", serving=True)
+    address = f"127.0.0.1:{server.port}"
+    async with channel(address) as to:
+        error = await failure(score(to, "fine"))
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "RELAXD_TOKEN" in error.details()
+        health = await health_pb2_grpc.HealthStub(to).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+    async with channel(address, token="wrong") as to:
+        error = await failure(score(to, "fine"))
+        assert explain(error).startswith("UNAUTHENTICATED: the token is wrong")
+    async with channel(address, token="right") as to:
+        await score(to, "fine")
+    monkeypatch.setenv("RELAXD_TOKEN", "right")
+    async with channel(address) as to:
+        await score(to, "fine")
+        assert [answer async for answer in rollout_pb2_grpc.RolloutStub(to).Generate(rollout_pb2.GenerateRequest())]
+    code, output = await grpcurl(address, "list")
+    assert code != 0
+    assert "token" in output
+    code, output = await grpcurl("-H", "authorization: Bearer right", address, "list")
+    assert code == 0
+    await server.stop()
+
+
+async def test_the_sync_channel_does_the_same():
+    server = await serve(token="right")
+    with sync_channel(f"127.0.0.1:{server.port}", token="right") as to:
+        stub = reward_pb2_grpc.RewardStub(to)
+        await asyncio.to_thread(stub.Score, reward_pb2.ScoreRequest(reward="fine"))
+        with pytest.raises(grpc.RpcError) as caught:
+            await asyncio.to_thread(stub.Score, reward_pb2.ScoreRequest(reward="wrong"))
+        future = stub.Score.future(reward_pb2.ScoreRequest(reward="fine"))
+        assert await asyncio.to_thread(future.result, 5) == reward_pb2.ScoreResponse()
+    assert explain(caught.value) == "INVALID_ARGUMENT: reward: must not be 'wrong'; responses: must not be empty"
+    await server.stop()
+
+
+async def test_a_message_over_the_cap_is_refused_and_one_below_is_not():
+    server = await serve(max_message_bytes=1 << 20)
+    async with channel(f"127.0.0.1:{server.port}") as to:
+        await score(to, "x" * ((1 << 20) - 100))
+        error = await failure(score(to, "x" * (1 << 20)))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in error.details()
+    await server.stop()
+
+
+async def test_connections_are_renewed_without_failing_calls():
+    peers = set()
+
+    class Watched(Reward):
+        async def Score(self, request, context):
+            peers.add(context.peer())
+            return reward_pb2.ScoreResponse()
+
+    server = await serve(reward=Watched(), max_connection_age_seconds=0.2)
+    async with channel(f"127.0.0.1:{server.port}") as to:
+        end = time.monotonic() + 10
+        while len(peers) < 3 and time.monotonic() < end:
+            await score(to, "fine")
+    assert len(peers) >= 3
+    await server.stop()
+
+
+async def test_a_restarted_server_is_found_again_soon():
+    port = free_port()
+    server = await serve(port=port)
+    async with channel(f"127.0.0.1:{port}") as to:
+        await score(to, "fine")
+        await server.stop()
+        assert (await failure(score(to, "fine"))).code() is grpc.StatusCode.UNAVAILABLE
+        server = await serve(port=port)
+        begun = time.monotonic()
+        await score(to, "fine", wait_for_ready=True)
+        assert time.monotonic() - begun < 3
+    await server.stop()

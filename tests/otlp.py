@@ -1,0 +1,150 @@
+"""A real OTLP receiver over gRPC: what a collector would get, for tests to look at."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+
+
+@dataclass(frozen=True)
+class ReceivedSpan:
+    """One span as it came over the wire; ids are hex, parent_id is "" for a root, links are (trace_id, span_id)."""
+
+    name: str
+    service: str
+    instance: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start: int
+    end: int
+    error: bool
+    attributes: dict[str, Any]
+    links: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class ReceivedPoint:
+    """One data point of a metric: its value, or a histogram's sum and count."""
+
+    name: str
+    unit: str
+    service: str
+    value: float
+    count: int
+    attributes: dict[str, Any]
+
+
+def _value(value: AnyValue) -> Any:
+    return getattr(value, value.WhichOneof("value") or "string_value")
+
+
+def _attributes(pairs: Sequence[KeyValue]) -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """Collects spans and metric points from any number of processes; `endpoint` goes to OTEL_EXPORTER_OTLP_ENDPOINT."""
+
+    def __init__(self) -> None:
+        self.endpoint = ""
+        self._spans: list[ReceivedSpan] = []
+        self._points: list[ReceivedPoint] = []
+        self._arrived = threading.Condition()
+
+    def environment(self) -> dict[str, str]:
+        """Variables that make a process export here, and soon."""
+        return {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+            "OTEL_METRIC_EXPORT_INTERVAL": "500",
+        }
+
+    def spans(self) -> list[ReceivedSpan]:
+        """Every span so far."""
+        with self._arrived:
+            return list(self._spans)
+
+    def points(self, name: str = "") -> list[ReceivedPoint]:
+        """Every point so far, or those of one metric; the newest last."""
+        with self._arrived:
+            return [point for point in self._points if not name or point.name == name]
+
+    def wait_for(self, condition: Callable[["OtlpReceiver"], Any], timeout: float = 15.0) -> Any:
+        """Wait until condition(self) is true and return it; fails with what has come after `timeout` seconds."""
+        with self._arrived:
+            met = self._arrived.wait_for(lambda: condition(self), timeout)
+        assert met, f"not received within {timeout} s; spans: {[(s.service, s.name) for s in self.spans()]}"
+        return met
+
+    def Export(self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any) -> Any:
+        spans = [
+            ReceivedSpan(
+                name=span.name,
+                service=resource["service.name"],
+                instance=resource.get("service.instance.id", ""),
+                trace_id=span.trace_id.hex(),
+                span_id=span.span_id.hex(),
+                parent_id=span.parent_span_id.hex(),
+                start=span.start_time_unix_nano,
+                end=span.end_time_unix_nano,
+                error=span.status.code == 2,
+                attributes=_attributes(span.attributes),
+                links=tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
+            )
+            for group in request.resource_spans
+            for resource in [_attributes(group.resource.attributes)]
+            for scope in group.scope_spans
+            for span in scope.spans
+        ]
+        with self._arrived:
+            self._spans += spans
+            self._arrived.notify_all()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def add_metrics(self, request: metrics_service_pb2.ExportMetricsServiceRequest) -> None:
+        """Keep the points of one export."""
+        points = []
+        for group in request.resource_metrics:
+            service = _attributes(group.resource.attributes)["service.name"]
+            for metric in (metric for scope in group.scope_metrics for metric in scope.metrics):
+                for point in getattr(metric, metric.WhichOneof("data")).data_points:
+                    histogram = hasattr(point, "bucket_counts")
+                    value = point.sum if histogram else getattr(point, point.WhichOneof("value"))
+                    count = point.count if histogram else 1
+                    attributes = _attributes(point.attributes)
+                    points.append(ReceivedPoint(metric.name, metric.unit, service, value, count, attributes))
+        with self._arrived:
+            self._points += points
+            self._arrived.notify_all()
+
+
+class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
+    def __init__(self, receiver: OtlpReceiver) -> None:
+        self._receiver = receiver
+
+    def Export(self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: Any) -> Any:
+        self._receiver.add_metrics(request)
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+
+@contextmanager
+def otlp_receiver() -> Iterator[OtlpReceiver]:
+    """A receiver that listens on a free port of loopback while the block runs."""
+    receiver = OtlpReceiver()
+    server = grpc.server(ThreadPoolExecutor(4))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Metrics(receiver), server)
+    receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield receiver
+    finally:
+        server.stop(0.2).wait()
