@@ -1,0 +1,101 @@
+"""`relaxd config check`: whether the parts of a configuration fit each other, the model and the data."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from relaxd.config import RunConfig
+from relaxd.config.load import Problem
+from relaxd.data.dataset import load_data
+from relaxd.data.errors import DataError
+from relaxd.data.models import resolve_model
+
+
+def check(config: RunConfig) -> list[Problem]:
+    """Everything that would keep a run from working, found without starting one. Reads the model's folder and the data."""
+    problems = _check_sizes(config)
+    try:
+        folder = resolve_model(config.model.path, weights=False)
+    except DataError as error:
+        return [*problems, Problem(error.field, error.message)]
+    problems += _check_model(config, folder)
+    try:
+        data = load_data(config)
+    except DataError as error:
+        return [*problems, Problem(error.field, error.message)]
+    if config.eval.prompts and data.held_out is None:
+        problems.append(Problem("eval.prompts", f"= {config.eval.prompts}, but nothing is held out: set data.eval_path"))
+    elif data.held_out is not None and config.eval.prompts > len(data.held_out):
+        held_out = len(data.held_out)
+        problems.append(Problem("eval.prompts", f"= {config.eval.prompts}, but only {held_out} prompts are held out"))
+    return problems
+
+
+def _check_sizes(config: RunConfig) -> list[Problem]:
+    problems = []
+    trainer, rollout, algorithm = config.trainer, config.rollout, config.algorithm
+    if trainer.groups_per_step % trainer.data_parallel:
+        problems.append(
+            Problem(
+                "trainer.groups_per_step",
+                f"= {trainer.groups_per_step} does not divide among {trainer.data_parallel} data-parallel ranks "
+                f"(ranks {trainer.ranks} / (tensor x pipeline x context parallel)): use a multiple",
+            )
+        )
+    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    if longest > trainer.micro_batch_tokens:
+        problems.append(
+            Problem(
+                "trainer.micro_batch_tokens",
+                f"= {trainer.micro_batch_tokens} is too small for one sample: data.max_prompt_tokens + "
+                f"rollout.max_new_tokens = {longest}",
+            )
+        )
+    if algorithm.drop_zero_variance and rollout.samples_per_prompt == 1:
+        problems.append(
+            Problem(
+                "rollout.samples_per_prompt",
+                "= 1 gives every group zero variance, so that algorithm.drop_zero_variance drops them all: use 2 or more",
+            )
+        )
+    if config.trainer.optimizer.warmup_steps >= config.run.steps and config.trainer.optimizer.warmup_steps:
+        problems.append(
+            Problem(
+                "trainer.optimizer.warmup_steps",
+                f"= {trainer.optimizer.warmup_steps} is not less than run.steps = {config.run.steps}",
+            )
+        )
+    if trainer.optimizer.min_lr > trainer.optimizer.lr:
+        problems.append(
+            Problem("trainer.optimizer.min_lr", f"= {trainer.optimizer.min_lr} is above lr = {trainer.optimizer.lr}")
+        )
+    return problems
+
+
+def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
+    file = folder / "config.json"
+    try:
+        model: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        return [Problem("model.path", f"= {str(folder)!r} is no model folder: {file}: {error}")]
+    problems = []
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    context = model.get("max_position_embeddings")
+    if isinstance(context, int) and longest > context:
+        problems.append(
+            Problem(
+                "rollout.max_new_tokens",
+                f"+ data.max_prompt_tokens = {longest}, but the model's context has only {context} tokens",
+            )
+        )
+    sizes = {
+        "num_attention_heads": ("tensor_parallel", config.trainer.tensor_parallel),
+        "num_key_value_heads": ("tensor_parallel", config.trainer.tensor_parallel),
+        "num_hidden_layers": ("pipeline_parallel", config.trainer.pipeline_parallel),
+    }
+    for key, (setting, ranks) in sizes.items():
+        if isinstance(count := model.get(key), int) and count % ranks:
+            problems.append(
+                Problem(f"trainer.{setting}", f"= {ranks} does not divide the model's {key} = {count}")
+            )
+    return problems

@@ -1,0 +1,106 @@
+"""Calls to the coordinator, with errors that a person understands."""
+
+import time
+from collections.abc import Iterator
+from typing import Any, Self
+
+import grpc
+
+from relaxd.cli.errors import CliError
+from relaxd.rpc.client import sync_channel
+from relaxd.rpc.errors import explain, field_violations
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
+
+ENDED = (pb.RUN_STATE_STOPPED, pb.RUN_STATE_FAILED)
+"""States in which nothing more happens."""
+AWAY_SECONDS = 60.0
+"""How long watching goes on while no coordinator answers: one that restarts is back long before."""
+
+
+def state_name(state: "pb.RunState.ValueType") -> str:
+    """A run's state as people read it, such as "running"."""
+    return pb.RunState.Name(state).removeprefix("RUN_STATE_").lower()
+
+
+class Coordinator:
+    """The coordinator at one address. A context manager."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = sync_channel(address)
+        self._stub = CoordinatorStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._channel.close()
+
+    def start_run(self, config_toml: str, run_id: str = "") -> pb.Run:
+        """Start a run; checking its data takes a moment."""
+        request = pb.StartRunRequest(run_id=run_id, config_toml=config_toml)
+        return self._call(self._stub.StartRun, request, seconds=120).run
+
+    def run(self, run_id: str = "") -> pb.Run:
+        """A run, or the newest one."""
+        return self._call(self._stub.GetRun, pb.GetRunRequest(run_id=run_id)).run
+
+    def runs(self) -> list[pb.Run]:
+        """All runs, newest first."""
+        return list(self._call(self._stub.ListRuns, pb.ListRunsRequest()).runs)
+
+    def stop_run(self, run_id: str, reason: str) -> pb.Run:
+        """End a run early."""
+        return self._call(self._stub.StopRun, pb.StopRunRequest(run_id=run_id, reason=reason)).run
+
+    def samples(self, run_id: str = "", step: int = 0, limit: int = 16) -> list[pb.TrainedSample]:
+        """What the model wrote, newest first."""
+        request = pb.ListSamplesRequest(run_id=run_id, step=step, limit=limit)
+        return list(self._call(self._stub.ListSamples, request).samples)
+
+    def replicas(self) -> list[pb.ReplicaInfo]:
+        """The replicas whose lease holds."""
+        return list(self._call(self._stub.ListReplicas, pb.ListReplicasRequest()).replicas)
+
+    def watch(self, run_id: str = "") -> Iterator[pb.WatchRunResponse]:
+        """What happens in a run, until it ends, about once a second. Goes on when the coordinator restarts.
+
+        Raises CliError when no coordinator answers for AWAY_SECONDS.
+        """
+        token, last_heard = "", time.monotonic()
+        while True:
+            request = pb.WatchRunRequest(run_id=run_id, resume_token=token, max_seconds=60)
+            try:
+                for response in self._stub.WatchRun(request, timeout=75):
+                    token, last_heard = response.resume_token, time.monotonic()
+                    yield response
+                    if response.run.state in ENDED:
+                        return
+            except grpc.RpcError as error:
+                again = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+                if error.code() not in again or time.monotonic() - last_heard > AWAY_SECONDS:
+                    raise self._explained(error) from error
+                time.sleep(0.5)
+
+    def _call(self, method: Any, request: Any, seconds: float = 30.0) -> Any:
+        try:
+            return method(request, timeout=seconds)
+        except grpc.RpcError as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: grpc.RpcError) -> CliError:
+        code = error.code()
+        if code == grpc.StatusCode.UNAVAILABLE:
+            return CliError(
+                f"no coordinator answers at {self.address}",
+                "relaxd up starts the services here; --coordinator HOST:PORT names others",
+            )
+        if code == grpc.StatusCode.UNAUTHENTICATED:
+            return CliError(f"the coordinator at {self.address} wants another token", "set RELAXD_TOKEN")
+        if violations := field_violations(error):
+            problems = "\n".join(f"  {field.removeprefix('config_toml.')}: {text}" for field, text in violations)
+            return CliError(f"the coordinator refuses this:\n{problems}")
+        if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EXISTS):
+            return CliError(error.details() or explain(error))
+        return CliError(f"the coordinator at {self.address} answers: {explain(error)}")
