@@ -73,14 +73,14 @@ class PromptDataset:
         (tokens,) = self._tokenizer.encode([example])
         return Prompt(tokens, example.text, example.answer, example.metadata, index)
 
-    def read(self, cursor: Cursor, count: int) -> tuple[list[Prompt], Cursor]:
-        """The next `count` prompts from a cursor on, and the cursor after them."""
-        prompts = []
-        for _ in range(count):
-            prompts.append(self.prompt(int(self._epoch_order(cursor.epoch)[cursor.position])))
-            last = cursor.position + 1 == len(self)
-            cursor = Cursor(cursor.epoch + 1, 0) if last else Cursor(cursor.epoch, cursor.position + 1)
-        return prompts, cursor
+    def at(self, cursor: Cursor) -> Prompt:
+        """The prompt at a place of the endless sequence."""
+        return self.prompt(int(self._epoch_order(cursor.epoch)[cursor.position]))
+
+    def after(self, cursor: Cursor) -> Cursor:
+        """The place after a place."""
+        last = cursor.position + 1 == len(self)
+        return Cursor(cursor.epoch + 1, 0) if last else Cursor(cursor.epoch, cursor.position + 1)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:

@@ -36,6 +36,8 @@ class ServiceSettings:
     """Unique name of this process."""
     grace_seconds: float = 20.0
     """Seconds that draining may take after SIGTERM."""
+    lease_seconds: float = 6.0
+    """Coordinator: a replica is dead after so many seconds without a heartbeat; it is asked for six in that time."""
     log_level: str = "info"
     """debug, info, warning or error."""
     token: str | None = field(default=None, repr=False)
@@ -178,7 +180,9 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("redis", _redis_url, settings.redis, "URL of the Redis that holds the board"),
         _Flag("replica-id", str, f"{role}-{uuid.uuid4().hex[:8]}", "unique name of this process"),
         _Flag("grace-seconds", _seconds, settings.grace_seconds, "seconds that draining may take after SIGTERM"),
+        _Flag("lease-seconds", _seconds, settings.lease_seconds, "a replica is dead after so long without a heartbeat"),
         _Flag("log-level", _level, settings.log_level, ", ".join(LOG_LEVELS)),
         _Flag("token-file", str, "", "file with the bearer token that calls must carry"),
     ]
-    return [flag for flag in flags if not (is_coordinator and flag.name in ("coordinator", "advertise"))]
+    others = ("coordinator", "advertise") if is_coordinator else ("lease-seconds",)
+    return [flag for flag in flags if flag.name not in others]

@@ -110,26 +110,30 @@ def test_a_model_without_template_gets_the_plain_prompt(model_folder: Path, tmp_
         tokenizer.encode([Example([{"role": "user", "content": "hi"}], place="x line 1")])
 
 
-@given(count=st.integers(1, 9), cuts=st.lists(st.integers(1, 7), min_size=1, max_size=6), seed=st.integers(0, 3))
-def test_reading_in_any_cuts_gives_the_same_sequence(count: int, cuts: list[int], seed: int) -> None:
+@given(count=st.integers(1, 9), stops=st.lists(st.integers(1, 7), min_size=1, max_size=6), seed=st.integers(0, 3))
+def test_going_on_from_a_cursor_gives_the_same_sequence(count: int, stops: list[int], seed: int) -> None:
     class Plain(PromptTokenizer):
         def __init__(self) -> None: ...
 
         def encode(self, examples):
             return [np.asarray([1], dtype=np.int32) for _ in examples]
 
-    def dataset() -> PromptDataset:
-        return PromptDataset([Example(str(i)) for i in range(count)], Plain(), shuffle=True, seed=seed)
+    def read(cursor: Cursor, many: int) -> tuple[list[int], Cursor]:
+        dataset = PromptDataset([Example(str(i)) for i in range(count)], Plain(), shuffle=True, seed=seed)
+        indices = []
+        for _ in range(many):
+            indices.append(dataset.at(cursor).index)
+            cursor = dataset.after(cursor)
+        return indices, cursor
 
-    whole, end = dataset().read(Cursor(), sum(cuts))
+    whole, end = read(Cursor(), sum(stops))
     cursor, parts = Cursor(), []
-    for cut in cuts:  # a new data set each time: a restarted coordinator has only the cursor
-        prompts, cursor = dataset().read(Cursor.from_json(cursor.to_json()), cut)
-        parts += prompts
-    assert [p.index for p in parts] == [p.index for p in whole]
-    assert cursor == end
-    for epoch in range(sum(cuts) // count):
-        assert sorted(p.index for p in whole[epoch * count : (epoch + 1) * count]) == list(range(count))
+    for many in stops:  # a new data set each time: a restarted coordinator has only the cursor
+        indices, cursor = read(Cursor.from_json(cursor.to_json()), many)
+        parts += indices
+    assert (parts, cursor) == (whole, end)
+    for epoch in range(sum(stops) // count):
+        assert sorted(whole[epoch * count : (epoch + 1) * count]) == list(range(count))
 
 
 def test_jsonl_keeps_answer_and_metadata(tmp_path: Path) -> None:

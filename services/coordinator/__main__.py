@@ -1,0 +1,70 @@
+"""`python -m services.coordinator`: start the coordinator, and end it cleanly."""
+
+import asyncio
+import logging
+import sys
+import time
+
+from relaxd import telemetry
+from relaxd.board import Fenced
+from relaxd.rpc.errors import ServerError
+from relaxd.rpc.settings import ServiceSettings, parse_settings
+from services.coordinator.service import Coordinator
+from services.coordinator.store import Store, StoreUnavailable, Superseded
+
+logger = logging.getLogger(__name__)
+
+REDIS_WAIT_SECONDS = 30.0
+"""How long a Redis that is not up yet is waited for."""
+
+
+class CannotStart(Exception):
+    """The coordinator can't start; the message says why."""
+
+
+def connect(redis_url: str) -> Store:
+    """Wait for Redis, and begin this coordinator's epoch. Raises CannotStart."""
+    store = Store(redis_url)
+    deadline = time.monotonic() + REDIS_WAIT_SECONDS
+    where = redis_url.rpartition("@")[2]  # without the password
+    warned = False
+    while True:
+        try:
+            store.take_over()
+            return store
+        except StoreUnavailable as error:
+            if time.monotonic() > deadline:
+                raise CannotStart(
+                    f"no Redis at {where} within {REDIS_WAIT_SECONDS:.0f} s: start one, or name another with --redis "
+                    f"/ RELAXD_REDIS ({error})"
+                ) from error
+            if not warned:
+                logger.warning("waiting for Redis at %s", where)
+            warned = True
+            time.sleep(0.5)
+
+
+async def serve(settings: ServiceSettings) -> None:
+    """Run until SIGTERM or SIGINT."""
+    store = await asyncio.to_thread(connect, settings.redis)
+    coordinator = Coordinator(settings, store)
+    await coordinator.run()
+
+
+def main() -> int:
+    """Run the service; returns the exit code."""
+    settings = parse_settings("coordinator")
+    telemetry.setup_logging(settings.replica_id, settings.log_level)
+    telemetry.setup("coordinator", settings.replica_id)
+    try:
+        asyncio.run(serve(settings))
+    except (CannotStart, ServerError, Superseded, Fenced) as error:
+        print(f"coordinator: {error}", file=sys.stderr)
+        return 1
+    finally:
+        telemetry.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""All runs: the active one with its task, the earlier ones from their records."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from relaxd.board import Board, BoardUnavailable, stages_for
+from relaxd.config import RunConfig
+from relaxd.data.dataset import load_data
+from relaxd.data.errors import DataError
+from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
+from relaxd.v1 import coordinator_pb2 as pb
+from services.coordinator.records import Phase, RunRecord
+from services.coordinator.run_files import RunFiles
+from services.coordinator.runs import ActiveRun, Context
+from services.coordinator.starting import prepare
+from services.coordinator.store import AnotherRunActive, RunIdTaken
+from services.coordinator.view import run_message, run_state
+
+logger = logging.getLogger(__name__)
+
+
+Result = TypeVar("Result")
+
+
+async def read_board(read: Callable[..., Result], *arguments: Any) -> Result:
+    """Read the board in a thread, for a caller. Raises Unavailable: Redis doesn't answer."""
+    try:
+        return await asyncio.to_thread(read, *arguments)
+    except BoardUnavailable as error:
+        raise Unavailable(str(error)) from error
+
+
+class RunManager:
+    """Starts runs, takes up the one that an earlier coordinator left, and finds runs by id."""
+
+    def __init__(self, context: Context, on_error: Callable[[BaseException], None]) -> None:
+        """`on_error` is told when the active run's task ends by an error that is not the run's own."""
+        self._context = context
+        self._on_error = on_error
+        self._starting = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._boards: dict[str, Board] = {}
+        self.active: ActiveRun | None = None
+
+    # --- starting, ending -----------------------------------------------------------------------------------------
+
+    async def start(self, run_id: str, config_toml: str) -> ActiveRun:
+        """Check everything and start a run.
+
+        Raises InvalidArgument, AlreadyExists, FailedPrecondition.
+        """
+        async with self._starting:
+            if run_id and await asyncio.to_thread(self._context.store.run, run_id) is not None:
+                raise AlreadyExists(f"a run {run_id!r} exists: choose another run_id")
+            if self.active is not None:
+                raise self._busy(self.active.record.run_id)
+            prepared = await asyncio.to_thread(prepare, run_id, config_toml)
+            try:
+                await asyncio.to_thread(self._context.store.create_run, prepared.record)
+            except RunIdTaken as error:
+                raise AlreadyExists(f"a run {error} exists: choose another run_id") from error
+            except AnotherRunActive as error:
+                raise self._busy(str(error)) from error
+            if prepared.data.skipped:
+                logger.warning("%d prompts are left out: they are too long", prepared.data.skipped)
+            active = ActiveRun(self._context, prepared.record, prepared.config, prepared.data, prepared.files)
+            self._go(active)
+            return active
+
+    async def take_up(self) -> None:
+        """Go on with the run that an earlier coordinator left, if there is one."""
+        run_id = await asyncio.to_thread(self._context.store.active_run_id)
+        record = await asyncio.to_thread(self._context.store.run, run_id) if run_id else None
+        if record is None:
+            return
+        config = RunConfig.model_validate_json(record.config_json)
+        try:
+            data = await asyncio.to_thread(load_data, config)
+        except DataError as error:
+            failed = record.model_copy(update={"phase": Phase.FAILED, "reason": f"after a restart: {error}"})
+            await asyncio.to_thread(self._context.store.save_run, failed)
+            logger.error("run %s can't go on: %s", run_id, error)
+            return
+        logger.info("going on with run %s (%s)", run_id, record.phase.value.lower())
+        self._go(ActiveRun(self._context, record, config, data, RunFiles(Path(record.folder))))
+
+    async def close(self) -> None:
+        """End the active run's task; the run itself goes on with the next coordinator."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def _go(self, active: ActiveRun) -> None:
+        self.active = active
+        self._boards[active.record.run_id] = active.board
+        self._task = asyncio.create_task(active.main())
+        self._task.add_done_callback(self._ended)
+        self._context.registry.changed.fire()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.active = None
+        self._context.registry.changed.fire()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_error(error)
+
+    def _busy(self, run_id: str) -> FailedPrecondition:
+        return FailedPrecondition(f"run {run_id!r} is active, and one run is active at a time: stop it, or wait")
+
+    # --- finding --------------------------------------------------------------------------------------------------
+
+    def require_active(self, run_id: str) -> ActiveRun:
+        """The active run; `run_id`, where given, must be its id. Raises FailedPrecondition, NotFound."""
+        if self.active is None:
+            raise FailedPrecondition("no run is active")
+        if run_id and run_id != self.active.record.run_id:
+            raise FailedPrecondition(f"run {run_id!r} is not active: {self.active.record.run_id!r} is")
+        return self.active
+
+    async def record(self, run_id: str) -> RunRecord:
+        """A run's record; without an id, the newest run's. Raises NotFound."""
+        if self.active is not None and run_id in ("", self.active.record.run_id):
+            return self.active.record
+        if not run_id:
+            run_ids = await asyncio.to_thread(self._context.store.run_ids)
+            if not run_ids:
+                raise NotFound("there is no run yet")
+            run_id = run_ids[0]
+        record = await asyncio.to_thread(self._context.store.run, run_id)
+        if record is None:
+            raise NotFound(f"there is no run {run_id!r}")
+        return record
+
+    async def all(self) -> list[RunRecord]:
+        """Every run, newest first."""
+        run_ids = await asyncio.to_thread(self._context.store.run_ids)
+        return [await self.record(run_id) for run_id in run_ids]
+
+    def board(self, record: RunRecord) -> Board:
+        """The board of a run."""
+        if record.run_id not in self._boards:
+            config = RunConfig.model_validate_json(record.config_json)
+            self._boards[record.run_id] = Board(
+                self._context.redis_url, record.run_id, stages_for(config), config.board
+            )
+        return self._boards[record.run_id]
+
+    async def message(self, record: RunRecord) -> pb.Run:
+        """A run as it is now. Raises Unavailable."""
+        steps = RunConfig.model_validate_json(record.config_json).run.steps
+        active = self.active
+        oldest = active.oldest_version() if active is not None and active.record.run_id == record.run_id else None
+        return await read_board(run_message, record, steps, self.board(record), oldest)
+
+    def assignment(self) -> pb.Assignment:
+        """What the replicas have to work on."""
+        if self.active is None:
+            return pb.Assignment()
+        record = self.active.record
+        return pb.Assignment(
+            run_id=record.run_id, config_json=record.config_json, state=run_state(record), folder=record.folder
+        )

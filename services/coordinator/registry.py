@@ -1,0 +1,171 @@
+"""Who is there: replicas by id, with leases that heartbeats renew."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from google.protobuf import json_format
+
+from relaxd.v1.coordinator_pb2 import RegisterRequest
+from relaxd.v1.replica_pb2 import (
+    REPLICA_STATE_READY,
+    GetStatusResponse,
+    Role,
+)
+from services.coordinator.changes import Signal
+from services.coordinator.records import Member, ReplicaRecord
+from services.coordinator.store import Store
+
+logger = logging.getLogger(__name__)
+
+Version = tuple[int, int]
+"""(epoch, version)."""
+
+
+@dataclass
+class Replica:
+    """One replica whose lease holds."""
+
+    registration: RegisterRequest
+    registered_at: float
+    seen: float
+    """Time of the last heartbeat, by the monotonic clock."""
+    status: GetStatusResponse
+    """Its last word; empty until the first heartbeat."""
+    draining: bool = False
+    """Asked to drain."""
+    synced: Version | None = None
+    """The version that the last synchronisation left on it, until a heartbeat says so itself."""
+    synced_at: float = 0.0
+
+    @property
+    def replica_id(self) -> str:
+        """Its unique name."""
+        return self.registration.replica_id
+
+    @property
+    def member(self) -> Member:
+        """It as a member of a weight group."""
+        return Member(
+            replica_id=self.replica_id,
+            registered_at=self.registered_at,
+            address=self.registration.address,
+            ranks=max(1, self.registration.engine_ranks),
+        )
+
+    @property
+    def version(self) -> Version | None:
+        """What it serves; None before its first synchronisation, and while it can't serve."""
+        if self.status.state != REPLICA_STATE_READY:
+            return None
+        weights = self.status.weights
+        told = (weights.epoch, weights.version) if weights.epoch else None
+        if self.synced is not None:
+            return max(told, self.synced) if told else self.synced
+        return told
+
+
+class Registry:
+    """All replicas. Lives in the event loop; registrations are also kept in Redis."""
+
+    def __init__(self, store: Store, *, lease_seconds: float, heartbeat_seconds: float) -> None:
+        self._store = store
+        self._replicas: dict[str, Replica] = {}
+        self.lease_seconds = lease_seconds
+        self.heartbeat_seconds = heartbeat_seconds
+        self.changed = Signal()
+
+    def load(self, records: dict[str, ReplicaRecord]) -> None:
+        """Take over the registrations that an earlier coordinator knew; each has a whole lease to show itself."""
+        for record in records.values():
+            registration = json_format.Parse(record.registration_json, RegisterRequest())
+            self._add(registration, record.registered_at, draining=record.draining)
+
+    async def register(self, registration: RegisterRequest) -> None:
+        """Make a replica known, in the place of an earlier one of the same id."""
+        now = time.time()
+        record = ReplicaRecord(registration_json=json_format.MessageToJson(registration), registered_at=now)
+        await asyncio.to_thread(self._store.save_replica, registration.replica_id, record)
+        self._add(registration, now)
+        logger.info("%s registered from %s", registration.replica_id, registration.address)
+        self.changed.fire()
+
+    def heartbeat(self, replica_id: str, status: GetStatusResponse) -> Replica | None:
+        """Renew a lease; None if the replica isn't known."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return None
+        replica.seen = time.monotonic()
+        # A status that was written before the end of a synchronisation may arrive after it.
+        if replica.synced is not None and replica.seen - replica.synced_at > 2 * self.heartbeat_seconds:
+            replica.synced = None
+        before = (replica.status.state, replica.status.run_id, replica.status.weights)
+        replica.status = status
+        if before != (status.state, status.run_id, status.weights):
+            self.changed.fire()
+        return replica
+
+    def mark_synced(self, member: Member, version: Version) -> None:
+        """A synchronisation has left a version on an engine."""
+        replica = self._replicas.get(member.replica_id)
+        if replica is not None and replica.registered_at == member.registered_at:
+            replica.synced, replica.synced_at = version, time.monotonic()
+            replica.status.state = REPLICA_STATE_READY
+            self.changed.fire()
+
+    async def drain(self, replica: Replica) -> None:
+        """Remember that a replica was asked to drain; its heartbeats tell it again."""
+        replica.draining = True
+        record = ReplicaRecord(
+            registration_json=json_format.MessageToJson(replica.registration),
+            registered_at=replica.registered_at,
+            draining=True,
+        )
+        await asyncio.to_thread(self._store.save_replica, replica.replica_id, record)
+        self.changed.fire()
+
+    def get(self, replica_id: str) -> Replica | None:
+        """A replica by id."""
+        return self._replicas.get(replica_id)
+
+    def holds(self, member: Member) -> bool:
+        """Whether this very registration is still there."""
+        replica = self._replicas.get(member.replica_id)
+        return replica is not None and replica.registered_at == member.registered_at
+
+    def of_role(self, role: "Role.ValueType", run_id: str | None = None) -> list[Replica]:
+        """The replicas of a role, oldest first; with `run_id` only those that work on that run."""
+        found: Iterable[Replica] = (r for r in self._replicas.values() if r.registration.role == role)
+        if run_id is not None:
+            found = (r for r in found if r.status.run_id == run_id)
+        return sorted(found, key=lambda replica: replica.registered_at)
+
+    def all(self) -> list[Replica]:
+        """Every replica, by role and id."""
+        return sorted(self._replicas.values(), key=lambda r: (r.registration.role, r.replica_id))
+
+    async def expire_forever(self) -> None:
+        """Remove replicas whose lease is over."""
+        tick = self.heartbeat_seconds / 4
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(tick)
+            now = time.monotonic()
+            if now - last > self.lease_seconds / 2:  # we were frozen ourselves, so nobody could renew
+                for replica in self._replicas.values():
+                    replica.seen = now
+            last = now
+            expired = [r.replica_id for r in self._replicas.values() if now - r.seen > self.lease_seconds]
+            if expired:
+                for replica_id in expired:
+                    del self._replicas[replica_id]
+                    logger.warning("%s is gone: no heartbeat for %.1f s", replica_id, self.lease_seconds)
+                self.changed.fire()
+                await asyncio.to_thread(self._store.remove_replicas, expired)
+
+    def _add(self, registration: RegisterRequest, registered_at: float, *, draining: bool = False) -> None:
+        self._replicas[registration.replica_id] = Replica(
+            registration, registered_at, seen=time.monotonic(), status=GetStatusResponse(), draining=draining
+        )

@@ -1,0 +1,67 @@
+"""The files that the coordinator writes into a run's folder."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from relaxd.config import RunConfig
+from services.coordinator.records import Evaluation
+
+Steps = Iterable[tuple[int, Mapping[str, float]]]
+"""(step, metrics), in order."""
+
+
+class RunFiles:
+    """config.json, config.toml, metrics.jsonl and summary.json of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.last_step = 0
+        """The last step in metrics.jsonl."""
+
+    def create(self, config_toml: str, config: RunConfig) -> None:
+        """Make the folder and keep the configuration. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.toml").write_text(config_toml)
+        (self.folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+
+    def rewrite_metrics(self, steps: Steps, evaluations: Iterable[Evaluation]) -> None:
+        """Write metrics.jsonl anew: a line per step, with the evaluation of that step in it, and one for step 0.
+
+        Done when an evaluation comes in, and after a restart: the file may then end in half a line.
+        """
+        lines: dict[int, dict[str, Any]] = {step: {"step": step, **metrics} for step, metrics in steps}
+        for evaluation in evaluations:
+            lines.setdefault(evaluation.step, {"step": evaluation.step}).update(evaluation.metrics)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _replace(self.folder / "metrics.jsonl", "".join(_line(lines[step]) for step in sorted(lines)))
+        self.last_step = max(lines, default=0)
+
+    def append_metrics(self, steps: Steps) -> None:
+        """Add the lines of new steps."""
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            for step, metrics in steps:
+                file.write(_line({"step": step, **metrics}))
+                self.last_step = step
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json."""
+        _replace(self.folder / "summary.json", json.dumps(_finite(summary), indent=2) + "\n")
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(values)) + "\n"
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has neither NaN nor infinity: such a number becomes null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

@@ -1,0 +1,350 @@
+"""One run, from pending to its end."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import grpc
+
+from relaxd import telemetry
+from relaxd.board import Board, BoardUnavailable, Counts, stages_for
+from relaxd.config import RunConfig
+from relaxd.data.dataset import RunData
+from relaxd.rpc.errors import explain
+from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest
+from services.coordinator.evaluation import EvaluationFailed, Evaluator
+from services.coordinator.fleet import Fleet
+from services.coordinator.peers import Peers
+from services.coordinator.publisher import Publisher
+from services.coordinator.records import Evaluation, Phase, RunRecord
+from services.coordinator.registry import Registry
+from services.coordinator.run_files import RunFiles
+from services.coordinator.store import Store, StoreUnavailable
+from services.coordinator.weight_sync import WeightSync
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+WATCH_SECONDS = 0.3
+"""How often the board is asked how far the run is."""
+EXPORT_SECONDS = 600.0
+TRAINER_WAIT_SECONDS = 120.0
+"""How long the end of a run waits for a trainer that is restarting."""
+LET_GO_SECONDS = 30.0
+"""How long the trainer has to let go of the groups of a run that is stopped early."""
+EXPORT_FOLDER = "model"
+
+
+class RunFailed(Exception):
+    """The run can't go on."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every run works with."""
+
+    store: Store
+    registry: Registry
+    peers: Peers
+    redis_url: str
+
+
+class ActiveRun:
+    """The run that is under way. `main` takes it from whatever phase its record says to its end."""
+
+    def __init__(self, context: Context, record: RunRecord, config: RunConfig, data: RunData, files: RunFiles) -> None:
+        self.record = record
+        self.config = config
+        self._context = context
+        self._files = files
+        self._changed = context.registry.changed
+        self.board = Board(context.redis_url, record.run_id, stages_for(config), config.board)
+        self.fleet = Fleet(context.registry, record.run_id)
+        self.sync = WeightSync(context.store, context.store.weights(), self.fleet, context.peers, config.weights)
+        self._evaluator = Evaluator(config, data, self.fleet, context.peers)
+        self._publisher = Publisher(
+            self.board,
+            record.run_id,
+            context.store.epoch,
+            config,
+            data.train,
+            oldest_version=self.oldest_version,
+            wanted=lambda: self.record.phase == Phase.RUNNING and self.record.paused is None,
+            changed=self._changed,
+        )
+        self._saving = asyncio.Lock()
+
+    def oldest_version(self) -> int | None:
+        """The oldest version on any engine that takes prompts."""
+        announced = self.sync.announced
+        return self.fleet.oldest_version(announced.epoch) if announced else None
+
+    # --- what people ask for ------------------------------------------------------------------------------------
+
+    async def pause(self, reason: str) -> None:
+        """Publish nothing more until `resume`."""
+        await self._save(paused=reason or "paused")
+        logger.warning("run %s is paused: %s", self.record.run_id, reason)
+
+    async def resume(self) -> None:
+        """End a pause; drops in a row so far are forgiven."""
+        counts = await self._patiently(self.board.counts)
+        await self._save(paused=None, forgiven_drops=counts.consecutive_drops)
+
+    async def stop(self, reason: str) -> None:
+        """End the run early."""
+        await self._save(stop_reason=reason or "stopped", paused=None)
+
+    # --- the phases -----------------------------------------------------------------------------------------------
+
+    async def main(self) -> None:
+        """Do the whole run; returns once its end is recorded. Raises Superseded, Fenced."""
+        helpers = [asyncio.create_task(self.sync.run_forever()), asyncio.create_task(self._publisher.run_forever())]
+        phases = asyncio.create_task(self._phases())
+        try:
+            # A helper ends only by an error that it can't handle: then so does the run's task.
+            done, _ = await asyncio.wait([phases, *helpers], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (phases, *helpers):
+                task.cancel()
+            await asyncio.gather(phases, *helpers, return_exceptions=True)
+
+    async def _phases(self) -> None:
+        try:
+            await self._patiently(self.board.create, self._context.store.epoch)
+            await self._rewrite_metrics()
+            if self.record.phase == Phase.PENDING:
+                await self._gather()
+            if self.record.phase == Phase.RUNNING:
+                await self._train()
+            await self._finish()
+        except (RunFailed, EvaluationFailed) as error:
+            await self._fail(str(error))
+
+    async def _gather(self) -> None:
+        """Wait for the replicas and the first weights, and evaluate the model as it comes."""
+        while not self._stopping():
+            self._check_failure()
+            missing = self.fleet.missing()
+            if missing:
+                reason = f"waiting for {', '.join(missing)}"
+            elif not self.sync.up_to_date():
+                trouble = f": {self.sync.last_failure}" if self.sync.last_failure else ""
+                reason = f"waiting for the first weight synchronisation{trouble}"
+            else:
+                break
+            await self._say(reason)
+            await self._changed.wait(WATCH_SECONDS)
+        if not self._stopping():
+            await self._evaluate(0, "evaluating before the first step")
+            await self._save(phase=Phase.RUNNING, reason="")
+
+    async def _train(self) -> None:
+        """Watch over the run until its last step."""
+        while True:
+            counts = await self._patiently(self.board.counts)
+            if counts.last_step > self._files.last_step:
+                await self._append_metrics()
+            if counts.last_step >= self.config.run.steps or self._stopping():
+                break
+            self._check_failure()
+            await self._check_drops(counts)
+            missing = self.fleet.missing()
+            await self._say(f"waiting for {', '.join(missing)}" if missing else "")
+            await self._changed.wait(WATCH_SECONDS)
+
+    async def _finish(self) -> None:
+        """Last synchronisation, last evaluation, export, summary."""
+        reason = self.record.stop_reason or "completed"
+        await self._save(phase=Phase.STOPPING, reason=reason, paused=None)
+        await self._clear_board()
+        steps = (await self._patiently(self.board.counts)).last_step
+        model = ""
+        if steps:
+            await self._append_metrics()
+            if await self._last_sync(steps):
+                try:
+                    await self._evaluate(steps, f"{reason}; evaluating after the last step")
+                except EvaluationFailed as error:
+                    await self._note(f"the evaluation after the last step failed: {error}")
+            await self._say(f"{reason}; exporting the model")
+            model = await self._export()
+        await self._end(Phase.STOPPED, reason, model)
+
+    async def _fail(self, reason: str) -> None:
+        logger.error("run %s failed: %s", self.record.run_id, reason)
+        await self._drop_open("run_failed")
+        await self._end(Phase.FAILED, reason, model="")
+
+    async def _end(self, phase: Phase, reason: str, model: str) -> None:
+        counts = await self._patiently(self.board.counts)
+        record = self.record.model_copy(update={"phase": phase, "reason": reason, "end_time": datetime.now(UTC)})
+        await asyncio.to_thread(self._files.write_summary, summarise(record, counts, model))
+        with contextlib.suppress(StoreUnavailable):  # the group's name is unique: leaving it is only tidy
+            await self.sync.close()
+        await self._save(phase=phase, reason=reason, end_time=record.end_time)
+        logger.info("run %s has ended after %d steps: %s", record.run_id, counts.last_step, reason)
+
+    # --- parts of the phases --------------------------------------------------------------------------------------
+
+    def _stopping(self) -> bool:
+        return bool(self.record.stop_reason)
+
+    def _check_failure(self) -> None:
+        failure = self.fleet.failure()
+        if failure is not None:
+            raise RunFailed(failure)
+
+    async def _check_drops(self, counts: Counts) -> None:
+        """Pause when nothing but drops comes out of the stages."""
+        if counts.consecutive_drops < self.record.forgiven_drops:
+            await self._save(forgiven_drops=0)
+        most = self.config.board.max_consecutive_drops
+        if self.record.paused is None and counts.consecutive_drops - self.record.forgiven_drops > most:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.dropped_by_reason.items()))
+            await self.pause(
+                f"more than board.max_consecutive_drops = {most} groups were dropped in a row without a trained step; "
+                f"dropped so far: {reasons}"
+            )
+
+    async def _evaluate(self, step: int, reason: str) -> None:
+        """Evaluate the weights of a step, unless that was done before a restart."""
+        if not self._evaluator.wanted or any(evaluation.step == step for evaluation in self.record.evaluations):
+            return
+        await self._say(reason)
+        announced = self.sync.announced
+        if announced is None or announced.version != step:
+            raise EvaluationFailed(f"version {step} is not on the engines")
+        metrics = await self._evaluator.evaluate((announced.epoch, step))
+        logger.info("evaluation of version %d: %s", step, metrics)
+        await self._save(evaluations=(*self.record.evaluations, Evaluation(step=step, metrics=metrics)))
+        telemetry.record_step(self.record.run_id, step, metrics)
+        await self._rewrite_metrics()
+
+    async def _last_sync(self, version: int) -> bool:
+        """Wait until the engines serve the last version. False, and a note, if they don't come to."""
+        weights = self.config.weights
+        seconds = 2 * (weights.connect_timeout_seconds + weights.timeout_seconds) + TRAINER_WAIT_SECONDS
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    announced = self.sync.announced
+                    if announced is not None and announced.version == version and self.sync.up_to_date():
+                        return True
+                    if (failure := self.fleet.failure()) is not None:
+                        await self._note(f"no last weight synchronisation: {failure}")
+                        return False
+                    await self._changed.wait(WATCH_SECONDS)
+        except TimeoutError:
+            await self._note(f"the engines don't serve the last version: {self.sync.last_failure or 'none is there'}")
+            return False
+
+    async def _export(self) -> str:
+        """Let the trainer write the model; returns its path, or "" with a note."""
+        problem = "no trainer is ready"
+        deadline = asyncio.get_running_loop().time() + TRAINER_WAIT_SECONDS
+        while asyncio.get_running_loop().time() < deadline and self.fleet.failure() is None:
+            trainer = self.fleet.trainer()
+            if trainer is not None:
+                try:
+                    stub = self._context.peers.trainer(trainer.registration.address)
+                    request = ExportHuggingFaceRequest(folder=EXPORT_FOLDER)
+                    return (await stub.ExportHuggingFace(request, timeout=EXPORT_SECONDS)).path
+                except grpc.aio.AioRpcError as error:
+                    problem = explain(error)
+                    if error.code() != grpc.StatusCode.UNAVAILABLE:
+                        break
+            await asyncio.sleep(1.0)
+        await self._note(f"the model was not exported: {self.fleet.failure() or problem}")
+        return ""
+
+    async def _clear_board(self) -> None:
+        """Drop what is still open, once the trainer has let go of it."""
+        deadline = asyncio.get_running_loop().time() + LET_GO_SECONDS
+        while asyncio.get_running_loop().time() < deadline:
+            trainer = self.fleet.trainer()
+            open_groups = (await self._patiently(self.board.counts)).open
+            if not open_groups or trainer is None or not trainer.status.held_groups:
+                break
+            await self._changed.wait(WATCH_SECONDS)
+        await self._drop_open("run_ended")
+
+    async def _drop_open(self, reason: str) -> None:
+        await self._patiently(self.board.set_gate, epoch=self._context.store.epoch, oldest_version=None, open=False)
+        for group_id in await self._patiently(self.board.open_groups):
+            await self._patiently(self.board.drop, group_id, reason=reason)
+
+    # --- keeping and telling --------------------------------------------------------------------------------------
+
+    async def _say(self, reason: str) -> None:
+        if reason != self.record.reason:
+            logger.info("run %s: %s", self.record.run_id, reason or "training")
+            await self._save(reason=reason)
+
+    async def _note(self, note: str) -> None:
+        logger.warning("run %s: %s", self.record.run_id, note)
+        await self._save(notes=(*self.record.notes, note))
+
+    async def _save(self, **changes: Any) -> None:
+        """Change the record, in Redis first."""
+        async with self._saving:
+            record = self.record.model_copy(update=changes)
+            await self._patiently(self._context.store.save_run, record)
+            self.record = record
+        self._changed.fire()
+
+    async def _rewrite_metrics(self) -> None:
+        ledger = await self._patiently(self.board.ledger)
+        steps = [(entry.step, entry.metrics) for entry in ledger]
+        await asyncio.to_thread(self._files.rewrite_metrics, steps, self.record.evaluations)
+
+    async def _append_metrics(self) -> None:
+        ledger = await self._patiently(self.board.ledger, self._files.last_step)
+        steps = [(entry.step, entry.metrics) for entry in ledger]
+        await asyncio.to_thread(self._files.append_metrics, steps)
+
+    async def _patiently(self, operation: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
+        """Do something in Redis, in a thread, as soon as Redis is there."""
+        attempt = 0
+        while True:
+            try:
+                return await asyncio.to_thread(operation, *arguments, **named)
+            except (StoreUnavailable, BoardUnavailable) as error:
+                if attempt % 20 == 0:
+                    logger.warning("run %s waits for Redis: %s", self.record.run_id, error)
+                attempt += 1
+                await asyncio.sleep(0.5)
+
+
+def summarise(record: RunRecord, counts: Counts, model: str) -> dict[str, Any]:
+    """The content of summary.json."""
+    before = next((e.metrics for e in record.evaluations if e.step == 0), {})
+    after = next((e.metrics for e in reversed(record.evaluations) if e.step > 0), {})
+    assert record.end_time is not None
+    return {
+        "run_id": record.run_id,
+        "state": record.phase.value.lower(),
+        "reason": record.reason,
+        "accuracy_before": before.get("eval_accuracy"),
+        "accuracy_after": after.get("eval_accuracy"),
+        "format_before": before.get("eval_format"),
+        "format_after": after.get("eval_format"),
+        "steps": counts.last_step,
+        "wall_seconds": round((record.end_time - record.create_time).total_seconds(), 3),
+        "published": counts.published,
+        "trained": counts.trained,
+        "dropped": counts.dropped,
+        "dropped_by_reason": counts.dropped_by_reason,
+        "in_flight": counts.open,
+        "started": record.create_time.isoformat(),
+        "ended": record.end_time.isoformat(),
+        "model": model,
+        "evaluations": [{"step": e.step, **e.metrics} for e in record.evaluations],
+        "notes": list(record.notes),
+    }

@@ -1,0 +1,114 @@
+"""The coordinator as a process: its parts put together, and their life."""
+
+import asyncio
+import logging
+from typing import Any
+
+from relaxd import PROTOCOL_VERSION, __version__, telemetry
+from relaxd.rpc.replica import ReplicaServicer
+from relaxd.rpc.server import Service, start_server
+from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.signals import stop_signals
+from relaxd.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ROLE_COORDINATOR, GetStatusResponse, Role
+from relaxd.v1.replica_pb2_grpc import add_ReplicaServicer_to_server
+from services.coordinator.manager import RunManager
+from services.coordinator.peers import Peers
+from services.coordinator.registry import Registry
+from services.coordinator.runs import Context
+from services.coordinator.server import CoordinatorService
+from services.coordinator.store import Store, Superseded
+
+logger = logging.getLogger(__name__)
+
+HEARTBEATS_PER_LEASE = 6
+HOUSEKEEPING_SECONDS = 1.0
+
+
+class Coordinator:
+    """One coordinator process."""
+
+    def __init__(self, settings: ServiceSettings, store: Store) -> None:
+        self._settings = settings
+        self._store = store
+        self._registry = Registry(
+            store,
+            lease_seconds=settings.lease_seconds,
+            heartbeat_seconds=settings.lease_seconds / HEARTBEATS_PER_LEASE,
+        )
+        self._peers = Peers()
+        context = Context(store, self._registry, self._peers, settings.redis)
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._manager = RunManager(context, self._fail)
+        self._started = asyncio.get_running_loop().time()
+
+    async def run(self) -> None:
+        """Serve until a signal. Raises Superseded, Fenced: another coordinator has taken over; ServerError."""
+        stop = stop_signals()
+        services = [
+            Service(
+                add_CoordinatorServicer_to_server,
+                CoordinatorService(self._manager, self._registry, self._peers),
+                "relaxd.v1.Coordinator",
+            ),
+            Service(add_ReplicaServicer_to_server, ReplicaServicer(self._status, self._drain), "relaxd.v1.Replica"),
+        ]
+        self._registry.load(await asyncio.to_thread(self._store.replicas))
+        server = await start_server(
+            services, host=self._settings.host, port=self._settings.port, token=self._settings.token
+        )
+        logger.info("coordinator %s, epoch %d, on %s:%d", __version__, self._store.epoch, server.host, server.port)
+        tasks: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(self._registry.expire_forever()),
+            asyncio.ensure_future(self._keep_house()),
+            asyncio.ensure_future(stop.wait()),
+        ]
+        try:
+            await self._manager.take_up()
+            await server.set_serving(True)
+            done, _ = await asyncio.wait([*tasks, self._failed], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await server.stop(min(1.0, self._settings.grace_seconds))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._manager.close()
+            await self._peers.close()
+            self._store.close()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def _keep_house(self) -> None:
+        """Close channels to replicas that are gone, count those that are there, notice a successor."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            replicas = self._registry.all()
+            await self._peers.forget({replica.registration.address for replica in replicas})
+            for role in Role.values():
+                count = sum(replica.registration.role == role for replica in replicas)
+                telemetry.record("replicas", count, {"relaxd.role": Role.Name(role).removeprefix("ROLE_").lower()})
+            if self._store.superseded:
+                raise Superseded("another coordinator has taken over")
+
+    def _status(self) -> GetStatusResponse:
+        active = self._manager.active
+        return GetStatusResponse(
+            replica_id=self._settings.replica_id,
+            role=ROLE_COORDINATOR,
+            state=REPLICA_STATE_READY,
+            run_id=active.record.run_id if active else "",
+            detail=f"epoch {self._store.epoch}",
+            uptime_seconds=asyncio.get_running_loop().time() - self._started,
+            package_version=__version__,
+            protocol_version=PROTOCOL_VERSION,
+        )
+
+    def _drain(self, seconds: float) -> "asyncio.Future[int]":
+        """There is nothing to hand back: all state is in Redis."""
+        drained: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        drained.set_result(0)
+        return drained

@@ -1,0 +1,156 @@
+"""The coordinator's state in Redis. Every write carries the coordinator's epoch: an older coordinator that wakes up
+again changes nothing."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from relaxd.rpc.errors import Unavailable
+from services.coordinator.records import ReplicaRecord, RunRecord, WeightsRecord
+
+PREFIX = "relaxd:coordinator:"
+EPOCH = PREFIX + "epoch"
+RUNS = PREFIX + "runs"
+ACTIVE = PREFIX + "active"
+REPLICAS = PREFIX + "replicas"
+WEIGHTS = PREFIX + "weights"
+
+# KEYS: epoch. ARGV: the writer's epoch, commands as JSON.
+_GUARDED = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'FENCED' end
+for _, command in ipairs(cjson.decode(ARGV[2])) do redis.call(unpack(command)) end
+return 'OK'
+"""
+
+# KEYS: epoch, the run, active, runs. ARGV: the writer's epoch, run id, record, creation time.
+_CREATE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'FENCED' end
+if redis.call('EXISTS', KEYS[2]) == 1 then return 'EXISTS' end
+local active = redis.call('GET', KEYS[3])
+if active then return 'ACTIVE ' .. active end
+redis.call('SET', KEYS[2], ARGV[3])
+redis.call('SET', KEYS[3], ARGV[2])
+redis.call('ZADD', KEYS[4], ARGV[4], ARGV[2])
+return 'OK'
+"""
+
+
+class StoreUnavailable(Unavailable):
+    """Redis doesn't answer; a caller is told so."""
+
+
+class Superseded(Unavailable):
+    """A newer coordinator has taken over; this one must end."""
+
+
+class RunIdTaken(Exception):
+    """A run of this id exists."""
+
+
+class AnotherRunActive(Exception):
+    """One run is active at a time; the message is the active run's id."""
+
+
+def run_key(run_id: str) -> str:
+    """Key of a run's record."""
+    return f"relaxd:{run_id}:run"
+
+
+class Store:
+    """Reads and writes records. Synchronous and thread-safe; call it from threads."""
+
+    def __init__(self, redis_url: str, *, timeout_seconds: float = 3.0) -> None:
+        self._redis = redis.Redis.from_url(
+            redis_url,
+            decode_responses=True,
+            socket_timeout=timeout_seconds,
+            socket_connect_timeout=timeout_seconds,
+            retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), retries=2),
+            health_check_interval=15,
+        )
+        self._guarded = self._redis.register_script(_GUARDED)
+        self._create = self._redis.register_script(_CREATE)
+        self.epoch = 0
+        self.superseded = False
+        """A newer coordinator works on this Redis."""
+
+    def take_over(self) -> int:
+        """Begin a new epoch: from now on every older coordinator is refused."""
+        self.epoch = int(self._call(lambda: self._redis.incr(EPOCH)))
+        return self.epoch
+
+    def create_run(self, run: RunRecord) -> None:
+        """Make a run known and active. Raises RunIdTaken, AnotherRunActive."""
+        keys = [EPOCH, run_key(run.run_id), ACTIVE, RUNS]
+        arguments: list[str | float] = [self.epoch, run.run_id, run.model_dump_json(), run.create_time.timestamp()]
+        answer = self._call(lambda: self._create(keys=keys, args=arguments))
+        if answer == "EXISTS":
+            raise RunIdTaken(run.run_id)
+        if answer.startswith("ACTIVE "):
+            raise AnotherRunActive(answer.removeprefix("ACTIVE "))
+        self._check(answer)
+
+    def save_run(self, run: RunRecord) -> None:
+        """Replace a run's record; a run that has ended is not active any more."""
+        commands: list[list[str]] = [["SET", run_key(run.run_id), run.model_dump_json()]]
+        if run.phase.ended:
+            commands.append(["DEL", ACTIVE])
+        self._write(commands)
+
+    def run(self, run_id: str) -> RunRecord | None:
+        """A run's record."""
+        text = self._call(lambda: self._redis.get(run_key(run_id)))
+        return RunRecord.model_validate_json(text) if text else None
+
+    def run_ids(self) -> list[str]:
+        """Ids of all runs, newest first."""
+        return list(self._call(lambda: self._redis.zrevrange(RUNS, 0, -1)))
+
+    def active_run_id(self) -> str | None:
+        """Id of the active run."""
+        return self._call(lambda: self._redis.get(ACTIVE))
+
+    def save_replica(self, replica_id: str, record: ReplicaRecord) -> None:
+        """Remember a registration."""
+        self._write([["HSET", REPLICAS, replica_id, record.model_dump_json()]])
+
+    def remove_replicas(self, replica_ids: Sequence[str]) -> None:
+        """Forget registrations."""
+        self._write([["HDEL", REPLICAS, *replica_ids]])
+
+    def replicas(self) -> dict[str, ReplicaRecord]:
+        """All registrations by replica id."""
+        stored = self._call(lambda: self._redis.hgetall(REPLICAS))
+        return {key: ReplicaRecord.model_validate_json(value) for key, value in stored.items()}
+
+    def save_weights(self, record: WeightsRecord) -> None:
+        """Remember what weight synchronisation is about to do or has done."""
+        self._write([["SET", WEIGHTS, record.model_dump_json()]])
+
+    def weights(self) -> WeightsRecord:
+        """The state of weight synchronisation."""
+        text = self._call(lambda: self._redis.get(WEIGHTS))
+        return WeightsRecord.model_validate_json(text) if text else WeightsRecord()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._redis.close()
+
+    def _write(self, commands: list[list[str]]) -> None:
+        self._check(self._call(lambda: self._guarded(keys=[EPOCH], args=[self.epoch, json.dumps(commands)])))
+
+    def _check(self, answer: str) -> None:
+        if answer != "OK":
+            self.superseded = True
+            raise Superseded(f"a newer coordinator works on this Redis (this one has epoch {self.epoch})")
+
+    @staticmethod
+    def _call(operation: Callable[[], Any]) -> Any:
+        try:
+            return operation()
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            raise StoreUnavailable(f"Redis doesn't answer: {error}") from error

@@ -1,0 +1,56 @@
+"""Watching a run: a bounded stream that goes on where the last one ended."""
+
+import time
+from collections.abc import AsyncIterator
+
+from relaxd.rpc.errors import Violations
+from relaxd.v1 import coordinator_pb2 as pb
+from services.coordinator.changes import Signal
+from services.coordinator.manager import RunManager, read_board
+from services.coordinator.starting import check_run_id
+from services.coordinator.view import step_messages
+
+MOST_SECONDS = 300.0
+DEFAULT_SECONDS = 60.0
+TICK_SECONDS = 0.25
+SILENCE_SECONDS = 1.0
+"""There is a message at least this often."""
+STEPS_AT_ONCE = 200
+"""Most steps in one message, so that a watcher who was away for long doesn't get one that is too large."""
+
+
+async def watch(
+    manager: RunManager, changed: Signal, request: pb.WatchRunRequest
+) -> AsyncIterator[pb.WatchRunResponse]:
+    """Yield the run now, at every change that people see, and at least every second, until the time or the run is over.
+
+    The resume token is the last step that was told.
+    """
+    violations = Violations()
+    check_run_id(request.run_id, violations)
+    token = request.resume_token
+    violations.check(not token or token.isdigit(), "resume_token", "must be empty, or come from an earlier message")
+    violations.check(0 <= request.max_seconds <= MOST_SECONDS, "max_seconds", f"must be 0 to {MOST_SECONDS:.0f}")
+    violations.raise_if_any()
+    record = await manager.record(request.run_id)
+    board = manager.board(record)
+    end = time.monotonic() + (request.max_seconds or DEFAULT_SECONDS)
+    told: int | None = int(token) if token else None
+    shown, silent_since = None, 0.0
+    while True:
+        record = await manager.record(record.run_id)
+        run = await manager.message(record)
+        if told is None:
+            told = run.step
+        face = (run.state, run.reason, run.step)
+        over = record.phase.ended or time.monotonic() >= end
+        if face != shown or over or time.monotonic() - silent_since >= SILENCE_SECONDS - TICK_SECONDS:
+            steps = await read_board(step_messages, board, told) if run.step > told else []
+            steps = steps[:STEPS_AT_ONCE]
+            told = steps[-1].step if steps else told
+            yield pb.WatchRunResponse(resume_token=str(told), run=run, steps=steps)
+            shown, silent_since = face, time.monotonic()
+            if over and told >= run.step:
+                return
+        if told >= run.step:
+            await changed.wait(TICK_SECONDS)

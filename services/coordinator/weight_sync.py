@@ -1,0 +1,174 @@
+"""Bringing the trainer's weights to the engines: one synchronisation at a time, none of which can hang.
+
+The sequence is: pause the engines; where the membership changed, leave the old weight group and connect a new one;
+broadcast and receive at once; resume. When a member dies or is late, everybody leaves the group (which aborts what
+they are in), the engines to blame are set aside for a while, and the next attempt goes on without them.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from relaxd import telemetry
+from relaxd.config import WeightsConfig
+from services.coordinator.fleet import Fleet
+from services.coordinator.peers import Peers
+from services.coordinator.records import Announcement, GroupRecord, Member, WeightsRecord
+from services.coordinator.store import Store, StoreUnavailable
+from services.coordinator.weight_calls import SyncFailed, WeightCalls
+
+logger = logging.getLogger(__name__)
+
+SET_ASIDE_SECONDS = 5.0
+"""How long an engine is left out after its first failure; doubles with each further one."""
+MOST_SET_ASIDE_SECONDS = 60.0
+IDLE_SECONDS = 0.5
+MOST_RETRY_SECONDS = 2.0
+
+
+class WeightSync:
+    """Drives the synchronisations of one run."""
+
+    def __init__(self, store: Store, record: WeightsRecord, fleet: Fleet, peers: Peers, config: WeightsConfig) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._registry = fleet.registry
+        self._calls = WeightCalls(fleet.registry, peers, config)
+        self._saving = asyncio.Lock()
+        self._blame: dict[Member, tuple[int, float]] = {}
+        """Failures in a row of an engine, and until when it is left out."""
+        self.record = record
+        self.last_failure = ""
+        """Why the last attempt failed, for people; empty after a success."""
+
+    @property
+    def announced(self) -> Announcement | None:
+        """The newest version that this run's trainer announced."""
+        announced = self.record.announced
+        return announced if announced is not None and announced.run_id == self._fleet.run_id else None
+
+    async def announce(self, announcement: Announcement) -> None:
+        """Remember a new version; the synchronisation follows by itself."""
+        await self._save(announced=announcement)
+        self._registry.changed.fire()
+
+    def up_to_date(self) -> bool:
+        """Whether every engine that is not set aside, and at least one, serves the announced version."""
+        announced = self.announced
+        engines = [engine for engine in self._fleet.engines() if engine.replica_id not in self._fleet.set_aside]
+        if announced is None or not engines:
+            return False
+        return all(engine.version == (announced.epoch, announced.version) for engine in engines)
+
+    async def run_forever(self) -> None:
+        """Synchronise whenever an engine doesn't serve what is announced."""
+        delay = 0.0
+        while True:
+            self._fleet.set_aside = self._set_aside()
+            trainer, announced = self._fleet.trainer(), self.announced
+            engines = [engine for engine in self._fleet.engines() if engine.replica_id not in self._fleet.set_aside]
+            # What an earlier trainer announced can't be fetched any more: its successor announces when it has replayed.
+            able = trainer is not None and announced is not None and announced.replica_id == trainer.replica_id
+            if not able or self.up_to_date() or not engines:
+                await self._registry.changed.wait(IDLE_SECONDS)
+            else:
+                assert trainer is not None  # `able` says so, but not to mypy
+                assert announced is not None
+                delay = await self._attempt(trainer.member, [engine.member for engine in engines], announced, delay)
+                await asyncio.sleep(delay)
+
+    async def _attempt(self, trainer: Member, engines: list[Member], announced: Announcement, delay: float) -> float:
+        """Synchronise once; returns how long to wait before the next attempt."""
+        blamed: frozenset[Member] = frozenset()
+        try:
+            if self.record.running:
+                await self._abort_recorded()
+            await self._synchronise(trainer, engines, announced)
+            self.last_failure = ""
+            return 0.0
+        except SyncFailed as error:
+            self.last_failure, blamed = str(error), error.blamed
+        except StoreUnavailable as error:
+            self.last_failure = str(error)
+        telemetry.record("sync.failures", 1, {"relaxd.run_id": self._fleet.run_id})
+        logger.warning("weight synchronisation %d failed: %s", self.record.last_sync_id, self.last_failure)
+        self._blame_for(blamed)
+        # Without those to blame the next attempt is another one, so it can begin at once.
+        return 0.0 if blamed else min(MOST_RETRY_SECONDS, 2 * delay + 0.1)
+
+    async def _synchronise(self, trainer: Member, engines: list[Member], announced: Announcement) -> None:
+        started = time.monotonic()
+        await self._save(last_sync_id=self.record.last_sync_id + 1, running=True)
+        sync_id, version = self.record.last_sync_id, (announced.epoch, announced.version)
+        attributes = {"relaxd.sync_id": sync_id, "relaxd.version": announced.version, "relaxd.engines": len(engines)}
+        with telemetry.root_span("sync_weights", attributes=attributes):
+            try:
+                await self._calls.pause(sync_id, engines)
+                group = await self._connected(sync_id, trainer, engines)
+                await self._calls.transfer(sync_id, group, version)
+                await self._calls.resume(sync_id, engines)
+            except SyncFailed as error:
+                silent = await self._calls.abort(sync_id, self.record.group, engines)
+                await self._save(running=False, group=None)
+                blamed = error.blamed | silent
+                if trainer in blamed or (len(engines) > 1 and blamed.issuperset(engines)):
+                    blamed = frozenset()  # the trainer is gone, or everybody at once: no engine is to blame
+                raise SyncFailed(str(error), tuple(blamed)) from error
+        seconds = time.monotonic() - started
+        for engine in engines:
+            self._blame.pop(engine, None)
+            self._registry.mark_synced(engine, version)
+        await self._save(running=False, last_sync_seconds=seconds)
+        telemetry.record("sync.seconds", seconds, {"relaxd.run_id": self._fleet.run_id})
+        logger.info("version %d is on %d engines after %.2f s", announced.version, len(engines), seconds)
+
+    async def _connected(self, sync_id: int, trainer: Member, engines: list[Member]) -> GroupRecord:
+        """The weight group of these members: the one that is, or a new one."""
+        old = self.record.group
+        if old is not None and old.trainer == trainer and old.engines == tuple(engines):
+            return old
+        if old is not None:
+            await self._calls.leave(sync_id, old)
+        manifest = await self._calls.manifest(trainer)
+        name = f"{self._fleet.run_id}-{self._store.epoch}-{sync_id}"
+        group = GroupRecord(name=name, trainer=trainer, engines=tuple(engines))
+        await self._save(group=group)
+        await self._calls.join(sync_id, group, manifest)
+        return group
+
+    async def _abort_recorded(self) -> None:
+        """End what an earlier coordinator, or one without Redis, was in the middle of."""
+        group = self.record.group
+        logger.info("aborting synchronisation %d, which did not end", self.record.last_sync_id)
+        await self._save(last_sync_id=self.record.last_sync_id + 1)
+        engines = [engine.member for engine in self._fleet.engines()]
+        await self._calls.abort(self.record.last_sync_id, group, engines)
+        await self._save(running=False, group=None)
+
+    async def close(self) -> None:
+        """Leave the weight group: the run is over."""
+        group = self.record.group
+        if group is not None:
+            await self._calls.abort(self.record.last_sync_id, group, group.engines)
+            await self._save(group=None)
+
+    def _set_aside(self) -> frozenset[str]:
+        now = time.monotonic()
+        return frozenset(member.replica_id for member, (_, until) in self._blame.items() if until > now)
+
+    def _blame_for(self, members: Iterable[Member]) -> None:
+        for member in members:
+            failures = self._blame.get(member, (0, 0.0))[0] + 1
+            seconds = min(SET_ASIDE_SECONDS * 2 ** (failures - 1), MOST_SET_ASIDE_SECONDS)
+            self._blame[member] = (failures, time.monotonic() + seconds)
+            logger.warning("%s is left out of weight synchronisation for %.0f s", member.replica_id, seconds)
+        self._blame = {member: value for member, value in self._blame.items() if self._registry.holds(member)}
+
+    async def _save(self, **changes: Any) -> None:
+        """Change the record, in Redis first."""
+        async with self._saving:  # an announcement may come in at any time
+            record = self.record.model_copy(update=changes)
+            await asyncio.to_thread(self._store.save_weights, record)
+            self.record = record
