@@ -42,12 +42,12 @@ class AssignmentFollower:
         self._paused = False
         self._attempts = 0
 
-    def assign(self, assignment: Assignment) -> None:
-        """What to work on from now on. A new run ends a drain."""
+    def assign(self, assignment: Assignment, drain: bool = False) -> None:
+        """What to work on from now on. A new run ends a drain, unless `drain` says to go on with it."""
         if assignment == self._wanted:
             return
         if assignment.run_id != self._wanted.run_id:
-            self.draining = False
+            self.draining = drain
             self._attempts = 0
         self._wanted = assignment
         self._interrupt()
@@ -70,11 +70,10 @@ class AssignmentFollower:
         """Follow the assignment until cancelled."""
         while True:
             self._wake.clear()
-            target = self._target()
-            if self.run_id and self.run_id != target:
+            if self.run_id and self.run_id != self._target():
                 await self.stop()
             retry_seconds = None
-            if target and self.state in (replica_pb2.REPLICA_STATE_IDLE, replica_pb2.REPLICA_STATE_FAILED):
+            if self._target() and self.state in (replica_pb2.REPLICA_STATE_IDLE, replica_pb2.REPLICA_STATE_FAILED):
                 retry_seconds = await self._start(self._wanted)
             if self.state == replica_pb2.REPLICA_STATE_READY:
                 await self._follow_pause()

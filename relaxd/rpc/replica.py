@@ -109,8 +109,9 @@ class _Life:
             self.membership.tell_soon()
 
     async def heard(self, assignment: Assignment, drain: bool) -> None:
-        self.follower.assign(assignment)
-        if drain and not self.follower.draining:
+        begin = drain and not self.follower.draining
+        self.follower.assign(assignment, drain)
+        if begin:
             task = asyncio.create_task(self.follower.drain(self.settings.grace_seconds))
             self._drains.add(task)
             task.add_done_callback(self._drains.discard)

@@ -1,0 +1,61 @@
+"""A replica process for tests: run_replica with a service that prints what is asked of it, one word pair per line.
+
+FAIL_STARTS: number of start_run calls that fail. SLOW_START: start_run takes for ever when the run id begins with it.
+HELD: groups that it holds until it is drained; draining takes DRAIN_SECONDS for all but STUCK of them.
+"""
+
+import asyncio
+import os
+
+from relaxd.config import RunConfig
+from relaxd.rpc.replica import ReplicaService, ServiceStatus, run_replica
+from relaxd.rpc.settings import parse_settings
+from relaxd.v1 import replica_pb2
+from relaxd.v1.coordinator_pb2 import Assignment
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+class Talkative(ReplicaService):
+    role = replica_pb2.ROLE_REWARD
+
+    def __init__(self) -> None:
+        self.failures = int(os.environ.get("FAIL_STARTS", "0"))
+        self.held = int(os.environ.get("HELD", "0"))
+        self.stuck = int(os.environ.get("STUCK", "0"))
+        self.drain_seconds = float(os.environ.get("DRAIN_SECONDS", "0"))
+
+    async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
+        say("start", assignment.run_id)
+        if assignment.run_id.startswith("slow"):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                say("cancelled", assignment.run_id)
+        if self.failures:
+            self.failures -= 1
+            raise OSError("the disk is full")
+
+    async def stop_run(self) -> None:
+        say("stop")
+
+    async def pause_run(self) -> None:
+        say("pause")
+
+    async def resume_run(self) -> None:
+        say("resume")
+
+    async def drain(self, seconds: float) -> int:
+        say("drain")
+        await asyncio.sleep(self.drain_seconds)
+        self.held = self.stuck
+        return self.held
+
+    def status(self) -> ServiceStatus:
+        return ServiceStatus(held_groups=self.held, detail="talking", gauges={"pid": os.getpid()})
+
+
+if __name__ == "__main__":
+    asyncio.run(run_replica(Talkative(), parse_settings("reward")))
