@@ -99,7 +99,8 @@ def load_hf(model: torch.nn.Module, folder: Path, shape: Architecture, world: Wo
     parameters = dict(model.named_parameters())
     for entry in entries(shape, world.stage, world.stages, world.expert_size):
         mine = entry.parts[world.expert_rank if entry.expert else 0]
-        rank, size = (0, 1) if entry.expert else (world.tensor_rank, world.tensor_size)
+        dense, expert = (world.tensor_rank, world.tensor_size), (world.expert_tensor_rank, world.expert_tensor_size)
+        rank, size = expert if entry.expert else dense
         tensors = [source.read(part.name, part.shape) for part in mine]
         parameters.pop(entry.megatron).copy_(entry.layout.shard(tensors, rank, size, shape))
     if parameters:
@@ -130,9 +131,9 @@ def gather_hf_tensors(model: torch.nn.Module, shape: Architecture, world: World)
             dist.gather(parameter, shards or None, group=group, group_dst=0)
         if not world.gather.source:
             continue
-        owners = [[shard] for shard in shards] if entry.expert else [shards]
-        for parts, owned in zip(entry.parts, owners, strict=True):
-            merged = entry.layout.merge(owned, [part.shape for part in parts], shape)
+        each = world.expert_tensor_size if entry.expert else len(shards)
+        for i, parts in enumerate(entry.parts):
+            merged = entry.layout.merge(shards[i * each : (i + 1) * each], [part.shape for part in parts], shape)
             yield from zip((part.name for part in parts), merged, strict=True)
 
 

@@ -177,6 +177,11 @@ class Learner:
             metrics["logprob_difference"] = difference / compared
         return StepStats(self._step, loss / normalizer, grad_norm, lr, int(tokens), metrics)
 
+    def discard(self) -> None:
+        """Forget the gradients that were accumulated since the last `finish`."""
+        self._sums = {}
+        self._model.zero_grad_buffer()
+
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
         """Log-probs of the tokens with loss_mask 1 under the current weights.
 

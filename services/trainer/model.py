@@ -5,7 +5,6 @@ import services.trainer.megatron_cpu as megatron_cpu  # must come before Megatro
 # isort: split
 import torch
 import torch.nn.functional as functional
-from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from relaxd.config import TrainerConfig
 from services.trainer.architecture import Architecture, ModelError
 from services.trainer.layers import SequenceLayout, block_spec
-from services.trainer.parallel import World
+from services.trainer.parallel import World, expert_tensor_parallel
 
 
 def transformer_config(shape: Architecture, config: TrainerConfig) -> TransformerConfig:
@@ -40,7 +39,6 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> Transforme
             # Softmax over the chosen experts only is the same as normalising the chosen ones' weights.
             "moe_router_pre_softmax": not experts.normalize,
             "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
         }
     return TransformerConfig(
         num_layers=shape.layers,
@@ -61,16 +59,21 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> Transforme
         pipeline_model_parallel_size=config.pipeline_parallel,
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=expert_tensor_parallel(config),
         sequence_parallel=config.tensor_parallel > 1,
         # Micro-batches differ in length, so stages tell each other the shapes.
         variable_seq_lengths=config.pipeline_parallel > 1,
+        moe_token_dispatcher_type="alltoall",  # the one that allows it
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         # The loss is a sum; the learner divides once, at the end.
         calculate_per_token_loss=True,
-        perform_initialization=False,
+        # Weights are loaded, so nothing is drawn; Megatron must still walk through its initialisation, where it marks
+        # the parameters that ranks share (the gradient norm counts the others once).
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         **fusions_off,
         **moe,
     )
@@ -120,9 +123,11 @@ def build_model(shape: Architecture, config: TransformerConfig, world: World) ->
         post_process=world.last_stage,
         share_embeddings_and_output_weights=shape.tied_embeddings,
     )
-    for parameter in model.parameters():
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model.to(world.device)
+
+
+def _leave(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _check_divisible(shape: Architecture, config: TrainerConfig) -> None:
@@ -133,8 +138,12 @@ def _check_divisible(shape: Architecture, config: TrainerConfig) -> None:
         ("tensor_parallel", config.tensor_parallel, "key-value heads", shape.kv_heads),
         ("tensor_parallel", config.tensor_parallel, "MLP columns", shape.ffn_size),
         ("pipeline_parallel", config.pipeline_parallel, "layers", shape.layers),
-        ("expert_parallel", config.expert_parallel, "experts", shape.experts.count if shape.experts else 1),
     ]
+    if shape.experts is None:
+        counts.append(("expert_parallel", config.expert_parallel, "expert (it is a dense model)", 1))
+    else:
+        counts.append(("expert_parallel", config.expert_parallel, "experts", shape.experts.count))
+        counts.append(("tensor_parallel", expert_tensor_parallel(config), "expert columns", shape.experts.ffn_size))
     for field, size, what, count in counts:
         if count % size:
             raise ModelError(f"trainer.{field} is {size}: it must divide the model's {count} {what}")

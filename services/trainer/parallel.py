@@ -54,6 +54,10 @@ class World:
     """Rank among those that share the experts."""
     expert_size: int
     """Ranks that share the experts."""
+    expert_tensor_rank: int
+    """Rank among those that share each expert's matrices."""
+    expert_tensor_size: int
+    """Ranks that share each expert's matrices."""
     data_rank: int
     """Rank among those that work on different groups."""
     data_size: int
@@ -104,7 +108,7 @@ def initialize(config: TrainerConfig, seed: int) -> World:
         pipeline_model_parallel_size=config.pipeline_parallel,
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=expert_tensor_parallel(config),
         distributed_timeout_minutes=config.collective_timeout_seconds / 60,
         create_gloo_process_groups=not cuda,
     )
@@ -120,10 +124,21 @@ def initialize(config: TrainerConfig, seed: int) -> World:
         stages=parallel_state.get_pipeline_model_parallel_world_size(),
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
         expert_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         gather=_gather_groups(timeout),
     )
+
+
+def expert_tensor_parallel(config: TrainerConfig) -> int:
+    """Ranks that share each expert's matrices: either whole experts are divided among ranks, or each one is cut.
+
+    Megatron counts experts as ordinary parameters where nobody shares them whole, and so wouldn't add up the gradients
+    of experts that tensor-parallel ranks have uncut.
+    """
+    return config.tensor_parallel if config.expert_parallel == 1 else 1
 
 
 def shut_down() -> None:

@@ -1,0 +1,149 @@
+"""Two gloo processes, divided in every way, against one process and against transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from services.trainer.packing import pack
+from tests.conftest import free_port
+from tests.integration.trainer.trainer_worlds import KINDS, Job, make_model, make_samples, run_job, run_world
+
+TP, PP, DP, EP = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {}, {"expert_parallel": 2}
+WAYS: dict[str, dict[str, int]] = {"TP2": TP, "PP2": PP, "DP2": DP, "EP2": EP}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    made = {kind: make_model(root / kind, kind) for kind in KINDS}
+    return made | {"llama_tied": make_model(root / "llama_tied", "llama", tied=True)}
+
+
+@pytest.fixture(scope="module")
+def jobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Job]:
+    """(model, way) -> job. Three steps each, a gather beside the first ones, a save at the end of untrained ones."""
+    saved = tmp_path_factory.mktemp("saved")
+    train = {"steps": 3, "pieces": 2, "gather_beside": True, "algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}}
+    made = {(model, way): Job(models[model], WAYS[way], **train) for model in ("llama_tied", "qwen3") for way in WAYS}
+    made |= {("qwen3_moe", way): Job(models["qwen3_moe"], WAYS[way], **train) for way in ("TP2", "EP2", "DP2")}
+    made = {key: job for key, job in made.items() if key[1] != "EP2" or key[0] == "qwen3_moe"}
+    for model in (*KINDS, "llama_tied"):
+        made[model, "TP2 untrained"] = Job(models[model], TP, logits=True, save=saved / f"{model}-tp")
+        made[model, "PP2 untrained"] = Job(models[model], PP, logits=True, save=saved / f"{model}-pp")
+    made["qwen3_moe", "EP2 untrained"] = Job(models["qwen3_moe"], EP, save=saved / "moe-ep")
+    return made
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    jobs: dict[tuple[str, str], Job], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    results = run_world(list(jobs.values()), 2, tmp_path_factory.mktemp("world"), free_port())
+    return dict(zip(jobs, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def one_rank(models: dict[str, Path], jobs: dict[tuple[str, str], Job]) -> dict[str, dict[str, Any]]:
+    trained = ("llama_tied", "qwen3", "qwen3_moe")
+    algorithm = jobs["qwen3", "TP2"].algorithm
+    return {model: run_job(Job(models[model], steps=3, pieces=3, algorithm=algorithm)) for model in trained}
+
+
+def test_three_steps_are_the_same_however_the_ranks_are_arranged(
+    two_ranks: dict[tuple[str, str], list[dict[str, Any]]], one_rank: dict[str, dict[str, Any]]
+) -> None:
+    trained = [key for key, results in two_ranks.items() if results[0]["trajectory"]]
+    assert len(trained) == 9
+    for key in trained:
+        expected = one_rank[key[0]]["trajectory"]
+        for rank in two_ranks[key]:
+            for ours, theirs in zip(rank["trajectory"], expected, strict=True):
+                assert ours.loss == pytest.approx(theirs.loss, abs=1e-4, rel=1e-4), key
+                assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4), key
+                assert (ours.lr, ours.tokens, ours.step) == (theirs.lr, theirs.tokens, theirs.step), key
+                assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-4), key
+
+
+def test_trained_weights_are_the_same_too(
+    two_ranks: dict[tuple[str, str], list[dict[str, Any]]], one_rank: dict[str, dict[str, Any]]
+) -> None:
+    for key, results in two_ranks.items():
+        if results[0]["trajectory"]:
+            gathered = {name: tensor for rank in results for name, tensor in rank["tensors"].items()}
+            expected = one_rank[key[0]]["tensors"]
+            assert gathered.keys() == expected.keys()
+            for name, tensor in gathered.items():
+                np.testing.assert_allclose(tensor, expected[name], atol=2e-3, err_msg=f"{key} {name}")
+
+
+def test_gathering_beside_training_sees_the_weights_before_the_step(
+    models: dict[str, Path], two_ranks: dict[tuple[str, str], list[dict[str, Any]]], jobs: dict[tuple[str, str], Job]
+) -> None:
+    for key, results in two_ranks.items():
+        if jobs[key].gather_beside:
+            # "beside" holds the last step's gather: after two steps, so not the initial weights, nor the final ones.
+            gathered = {name: tensor for rank in results for name, tensor in rank["beside"].items()}
+            final = {name: tensor for rank in results for name, tensor in rank["tensors"].items()}
+            initial = load_file(models[key[0]] / "model.safetensors")
+            assert gathered.keys() == initial.keys()
+            for name, tensor in gathered.items():
+                assert not np.array_equal(tensor, initial[name].numpy()), (key, name)
+                assert not np.array_equal(tensor, final[name]), (key, name)
+
+
+def test_specs_foretell_what_is_gathered_and_by_whom(two_ranks: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+    for key, results in two_ranks.items():
+        for rank in results:
+            expected = [spec for spec in rank["specs"] if spec[3] == rank["stage"] and rank["source"]]
+            assert [(name, t.shape) for name, t in rank["tensors"].items()] == [(s[0], s[2]) for s in expected], key
+        assert results[0]["specs"] == results[1]["specs"]
+
+
+def test_logits_equal_those_of_transformers(
+    models: dict[str, Path], two_ranks: dict[tuple[str, str], list[dict[str, Any]]]
+) -> None:
+    samples = make_samples()
+    for model, folder in models.items():
+        with torch.no_grad():
+            reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            expected = torch.cat([reference(torch.from_numpy(s.tokens)[None]).logits[0] for s in samples]).numpy()
+        alone = run_job(Job(folder, logits=True))["logits"]
+        np.testing.assert_allclose(alone, expected, atol=1e-4)
+        for way in ("TP2", "PP2"):
+            results = two_ranks[model, f"{way} untrained"]
+            ours = [rank["logits"] for rank in results if rank["logits"].size]
+            assert len(ours) == (2 if way == "TP2" else 1)
+            for logits in ours:
+                np.testing.assert_allclose(logits, expected, atol=1e-4, err_msg=f"{model} {way}")
+
+
+def test_log_probs_reach_every_rank(
+    models: dict[str, Path], two_ranks: dict[tuple[str, str], list[dict[str, Any]]]
+) -> None:
+    expected = run_job(Job(models["qwen3"]))["logprobs"]
+    for way in ("TP2", "PP2"):
+        for rank in two_ranks["qwen3", f"{way} untrained"]:
+            for ours, theirs in zip(rank["logprobs"], expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_a_round_trip_changes_no_bit_and_transformers_loads_it(
+    models: dict[str, Path], jobs: dict[tuple[str, str], Job], two_ranks: dict[tuple[str, str], list[dict[str, Any]]]
+) -> None:
+    batch = torch.from_numpy(pack(make_samples()).tokens)[None]
+    for (model, way), job in jobs.items():
+        if job.save is None:
+            continue
+        original = load_file(models[model] / "model.safetensors")
+        saved = {name: t for file in job.save.glob("*.safetensors") for name, t in load_file(file).items()}
+        assert saved.keys() == original.keys(), (model, way)
+        assert all(torch.equal(saved[name], original[name]) for name in original), (model, way)
+        with torch.no_grad():
+            ours = transformers.AutoModelForCausalLM.from_pretrained(job.save)(batch).logits
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(models[model])(batch).logits
+        assert torch.equal(ours, theirs), (model, way)

@@ -1,0 +1,223 @@
+"""Worlds of real processes for the trainer's tests: jobs that run on every rank, in one process or in several.
+
+A process costs seconds of imports, so one spawn does a list of jobs, one after the other.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relaxd.config import AlgorithmConfig, TrainerConfig
+
+KINDS = ("llama", "qwen3", "qwen3_moe")
+VOCAB = 259
+"""Odd, so that two tensor-parallel ranks have to pad it."""
+
+
+def make_model(folder: Path, kind: str, *, tied: bool = False) -> Path:
+    """A random fp32 model with sharp logits and norms that aren't all ones, so that a mix-up can't hide."""
+    import torch
+    import transformers
+
+    torch.manual_seed(1)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": tied,
+    }
+    if kind == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    elif kind == "qwen3":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings))
+    else:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**settings, **experts))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_samples(count: int = 7, seed: int = 0, temperature: float = 1.3) -> list[Any]:
+    """Samples of different lengths; in every second response a few tokens are the environment's."""
+    from services.trainer.packing import TrainSample
+
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(count):
+        length = int(rng.integers(3, 12))
+        mask = np.ones(length, np.uint8)
+        if i % 2:
+            mask[1:2] = 0
+        samples.append(
+            TrainSample.from_response(
+                rng.integers(0, VOCAB, int(rng.integers(2, 20))),
+                rng.integers(0, VOCAB, length),
+                loss_mask=mask,
+                rollout_logprobs=rng.normal(-5, 0.5, length).astype(np.float32),
+                advantages=rng.normal(0, 1, length).astype(np.float32),
+                weight=mask.astype(np.float32),
+                temperature=temperature,
+            )
+        )
+    return samples
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do with one learner on every rank."""
+
+    model: Path
+    parallel: dict[str, int] = field(default_factory=dict)
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    steps: int = 0
+    pieces: int = 1
+    """Micro-batches per data-parallel rank and step."""
+    gather_beside: bool = False
+    """Gather weights in a thread while the gradients are accumulated."""
+    logits: bool = False
+    save: Path | None = None
+
+
+def trainer_config(ranks: int = 1, **parallel: int) -> TrainerConfig:
+    """A fp32 configuration with a learning rate large enough to see differences grow."""
+    optimizer = {"lr": 1e-2, "min_lr": 1e-3, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.1}
+    settings = {"ranks": ranks, "threads": 1, "collective_timeout_seconds": 60.0, "optimizer": optimizer, **parallel}
+    return TrainerConfig.model_validate(settings)
+
+
+def make_learner(job: Job, ranks: int = 1) -> Any:
+    """The learner of a job, in whatever world this process is in."""
+    from services.trainer.learner import Learner
+
+    algorithm = AlgorithmConfig.model_validate({"clip_low": 0.5, "clip_high": 5.0, **job.algorithm})
+    return Learner(job.model, trainer_config(ranks, **job.parallel), algorithm, steps=4, seed=3)
+
+
+def full_logits(learner: Any, batch: Any) -> np.ndarray:
+    """All logits of a micro-batch, [T, vocabulary], on the last stage (elsewhere an empty array)."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import tensor_parallel
+
+    def last(weight: Any, inputs: Any, hidden: Any) -> Any:
+        if learner.world.tensor_size > 1:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+        mine = hidden.squeeze(1) @ weight.t()
+        shards = [torch.empty_like(mine) for _ in range(learner.world.tensor_size)]
+        dist.all_gather(shards, mine, group=learner._vocab.group) if len(shards) > 1 else shards[0].copy_(mine)
+        logits = torch.cat(shards, -1)[: len(batch.tokens), :VOCAB]
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {"logits": logits}
+
+    with torch.no_grad():
+        outputs = learner._run(learner._model, [batch], last, forward_only=True)
+    return outputs[0]["logits"].numpy() if outputs else np.zeros(0, np.float32)
+
+
+def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
+    """Run one job on this rank."""
+    from services.trainer.packing import assign_to_ranks, empty_micro_batch, pack
+
+    learner = make_learner(job, ranks)
+    samples = make_samples()
+    result: dict[str, Any] = {"trajectory": [], "stage": learner.world.stage, "source": learner.world.gather.source}
+    everything = [pack(samples[:3]), pack(samples[3:])]
+    result["logprobs"] = learner.log_probs(everything)
+    if job.logits:
+        result["logits"] = full_logits(learner, pack(samples))
+    for _ in range(job.steps):
+        data_size = learner.world.data_size
+        total = sum(len(sample.tokens) for sample in samples)
+        shares = assign_to_ranks([len(s.tokens) for s in samples], -(-total // (job.pieces * data_size)) + 8, data_size)
+        mine = shares[learner.world.data_rank]
+        batches = [pack([samples[i] for i in indices]) if indices else empty_micro_batch() for indices in mine]
+        beside: dict[str, Any] = {}
+        thread = threading.Thread(target=lambda into=beside: into.update(copied(learner)))
+        if job.gather_beside:
+            thread.start()
+        # In two calls, as micro-batches of a stream come.
+        learner.accumulate(batches[:1])
+        learner.accumulate(batches[1:])
+        if job.gather_beside:
+            thread.join(60)
+            result["beside"] = beside
+        stats = learner.finish(float(sum(int(sample.loss_mask.sum()) for sample in samples)))
+        result["trajectory"].append(stats)
+    result["specs"] = [(s.name, str(s.dtype), s.shape, s.stage) for s in learner.hf_tensor_specs()]
+    result["tensors"] = copied(learner)
+    if job.save:
+        learner.save_hf(job.save)
+    from megatron.core import parallel_state  # only now: Megatron is imported after the bridge
+
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+def copied(learner: Any) -> dict[str, np.ndarray]:
+    """This rank's gathered tensors."""
+    return {name: tensor.float().numpy().copy() for name, tensor in learner.iter_hf_tensors()}
+
+
+def run_world(jobs: list[Job], ranks: int, folder: Path, port: int, timeout: float = 120) -> list[list[dict[str, Any]]]:
+    """Run jobs in a world of `ranks` gloo processes.
+
+    Returns:
+        For each job the results of each rank.
+    """
+    (folder / "jobs.pickle").write_bytes(pickle.dumps(jobs))
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.integration.trainer.trainer_worlds", str(folder)]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**environment, "RANK": str(rank), "WORLD_SIZE": str(ranks)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, process in enumerate(processes):
+        assert process.returncode == 0, f"rank {rank} failed:\n{outputs[rank]}"
+    by_rank = [pickle.loads((folder / f"rank-{rank}.pickle").read_bytes()) for rank in range(ranks)]
+    return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def main() -> None:
+    """One rank."""
+    folder = Path(sys.argv[1])
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    jobs: list[Job] = pickle.loads((folder / "jobs.pickle").read_bytes())
+    results = [run_job(job, ranks) for job in jobs]
+    (folder / f"rank-{rank}.pickle").write_bytes(pickle.dumps(results))
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # Under its own name, or the pickled jobs would be of another class than __main__'s.
+    from tests.integration.trainer import trainer_worlds
+
+    trainer_worlds.main()
