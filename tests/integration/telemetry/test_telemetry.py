@@ -1,0 +1,106 @@
+"""Traces and metrics of real processes, as a real OTLP receiver gets them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from otlp import OtlpReceiver, otlp_receiver
+
+
+@pytest.fixture(scope="module")
+def receiver():
+    with otlp_receiver() as running:
+        yield running
+
+
+def play(role: str, environment: dict[str, str], *words: str) -> str:
+    process = subprocess.run(
+        [sys.executable, Path(__file__).parent / "group_main.py", role, *words],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def group(receiver: OtlpReceiver) -> dict[str, str]:
+    """A group that went through four processes; its carrier."""
+    carrier = play("coordinator", receiver.environment())
+    for role in ("rollout", "reward", "trainer"):
+        play(role, receiver.environment(), carrier)
+    return json.loads(carrier)
+
+
+def test_a_group_is_one_trace_across_services(receiver, group):
+    spans = receiver.wait_for(lambda r: {s.name for s in r.spans()} >= {"publish", "train", "step"} and r.spans())
+    trace = [span for span in spans if span.trace_id in group["traceparent"]]
+    (publish,) = [span for span in trace if not span.parent_id]
+    assert publish.attributes["relaxd.group_id"] == "g1"
+    assert all(span.parent_id == publish.span_id for span in trace if span is not publish)
+    by_name = {span.name: span for span in trace if span.name != "wait"}
+    assert {name: span.service for name, span in by_name.items()} == {
+        "publish": "relaxd-coordinator",
+        "generate": "relaxd-rollout",
+        "score": "relaxd-reward",
+        "train": "relaxd-trainer",
+    }
+    assert by_name["generate"].instance == "rollout-1"
+    assert by_name["score"].attributes["samples"] == 8
+    assert by_name["score"].attributes["relaxd.wait_seconds"] == 0.25
+    waits = {span.attributes["relaxd.stage"]: (span.end - span.start) / 1e9 for span in trace if span.name == "wait"}
+    assert waits == {"rollout": pytest.approx(0.5), "reward": pytest.approx(0.25)}
+    (step,) = [span for span in spans if span.name == "step"]
+    assert step.trace_id != publish.trace_id
+    assert by_name["train"].links == ((step.trace_id, step.span_id),)
+
+
+def test_calls_join_their_callers_trace_and_begin_none(receiver, group):
+    spans = receiver.wait_for(lambda r: {s.name for s in r.spans()} >= {"evaluate"} and r.spans())
+    (evaluate,) = [span for span in spans if span.name == "evaluate"]
+    calls = [span for span in spans if span.name.startswith("relaxd.v1.")]
+    assert [(span.name, span.parent_id, span.error) for span in calls] == [
+        ("relaxd.v1.Reward/Score", evaluate.span_id, False),
+        ("relaxd.v1.Reward/Score", evaluate.span_id, True),
+    ]
+
+
+def test_metrics_arrive_with_unit_and_attributes(receiver, group):
+    receiver.wait_for(lambda r: {"relaxd.step.loss", "relaxd.rpc.seconds"} <= {p.name for p in r.points()})
+    (loss,) = receiver.points("relaxd.step.loss")[-1:]
+    assert (loss.value, loss.service, loss.attributes) == (0.5, "relaxd-trainer", {"relaxd.run_id": "run"})
+    assert receiver.points("relaxd.step.number")[-1].value == 7
+    assert receiver.points("relaxd.step.reward_own")[-1].value == 1.0
+    assert not receiver.points("relaxd.step.kl")  # it was not a number
+    assert receiver.points("relaxd.queue.waiting")[-1].value == 3
+    wait = receiver.points("relaxd.queue.wait_seconds")[-1]
+    assert (wait.value, wait.count, wait.unit) == (0.25, 1, "s")
+    counts = {
+        (p.attributes["rpc.method"], p.attributes["rpc.grpc.status_code"]): p.count
+        for p in receiver.points("relaxd.rpc.seconds")
+    }
+    assert counts[("/relaxd.v1.Reward/Score", "OK")] == 1
+    assert counts[("/relaxd.v1.Reward/Score", "NOT_FOUND")] == 1
+
+
+def test_nothing_is_exported_and_groups_are_not_traced_without_an_endpoint():
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": ""}
+    assert play("coordinator", environment) == "{}"
+    play("reward", environment, "{}")
+    play("trainer", environment, "{}")
+
+
+def test_a_collector_that_is_away_does_not_hold_up_the_end():
+    begun = time.monotonic()
+    play(
+        "reward",
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"},
+        '{"traceparent": "00-' + "1" * 32 + "-" + "2" * 16 + '-01"}',
+    )
+    assert time.monotonic() - begun < 15

@@ -1,0 +1,74 @@
+"""The settings of a service process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from relaxd.rpc.settings import parse_settings, read_token
+
+
+def test_defaults():
+    settings = parse_settings("reward", [], {})
+    assert (settings.host, settings.port, settings.coordinator) == ("127.0.0.1", 0, "127.0.0.1:50050")
+    assert settings.redis == "redis://127.0.0.1:6379/0"
+    assert settings.replica_id.startswith("reward-")
+    assert settings.replica_id != parse_settings("reward", [], {}).replica_id
+    assert settings.token is None
+    assert parse_settings("coordinator", [], {}).port == 50050
+
+
+def test_the_environment_sets_and_flags_win():
+    environment = {
+        "RELAXD_PORT": "50051",
+        "RELAXD_GRACE_SECONDS": "5",
+        "RELAXD_REPLICA_ID": "r1",
+        "RELAXD_LOG_LEVEL": "DEBUG",
+        "RELAXD_HOST": "",
+    }
+    settings = parse_settings("reward", ["--port", "50052"], environment)
+    assert (settings.port, settings.grace_seconds, settings.replica_id) == (50052, 5.0, "r1")
+    assert (settings.log_level, settings.host) == ("debug", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["--port", "70000"], {}, "argument --port: invalid port (0 to 65535) value: '70000'"),
+        ([], {"RELAXD_PORT": "x"}, "environment variable RELAXD_PORT: invalid port (0 to 65535) value: 'x'"),
+        (["--coordinator", "50050"], {}, "argument --coordinator: invalid address (host:port) value: '50050'"),
+        (["--redis", "localhost"], {}, "invalid Redis URL (redis://host:port/database) value: 'localhost'"),
+        (["--grace-seconds", "inf"], {}, "invalid number of seconds (0 or more) value: 'inf'"),
+        ([], {"RELAXD_LOG_LEVEL": "loud"}, "invalid log level (debug, info, warning, error) value: 'loud'"),
+        ([], {"RELAXD_TOKEN": "a\tb"}, "the token in RELAXD_TOKEN is empty or not printable ASCII"),
+        (["--token-file", "/no/such/file"], {}, "No such file or directory: '/no/such/file'"),
+    ],
+)
+def test_what_is_wrong_is_named(capsys, arguments, environment, message):
+    with pytest.raises(SystemExit) as caught:
+        parse_settings("reward", arguments, environment)
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_token_comes_from_a_file_or_the_environment(tmp_path):
+    (tmp_path / "token").write_text("from-file\n")
+    file = str(tmp_path / "token")
+    assert parse_settings("reward", ["--token-file", file], {"RELAXD_TOKEN": "other"}).token == "from-file"
+    assert parse_settings("reward", [], {"RELAXD_TOKEN_FILE": file}).token == "from-file"
+    assert read_token(environment={"RELAXD_TOKEN": "direct", "RELAXD_TOKEN_FILE": file}) == "direct"
+    assert "direct" not in repr(parse_settings("reward", [], {"RELAXD_TOKEN": "direct"}))
+
+
+def test_help_names_every_variable(capsys):
+    with pytest.raises(SystemExit):
+        parse_settings("reward", ["--help"], {})
+    shown = capsys.readouterr().out
+    for name in ("HOST", "PORT", "ADVERTISE", "COORDINATOR", "REDIS", "REPLICA_ID", "GRACE_SECONDS", "TOKEN_FILE"):
+        assert f"RELAXD_{name}" in shown
+
+
+def test_the_library_of_a_service_needs_no_torch():
+    code = "import relaxd.rpc.replica, relaxd.telemetry, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": "."})
