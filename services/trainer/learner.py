@@ -30,7 +30,7 @@ from services.trainer.hf_weights import HFTensorSpec, gather_hf_tensors, hf_tens
 from services.trainer.layers import SequenceLayout, rotary_table, sequence_layout
 from services.trainer.logprobs import VocabShard, token_logprobs
 from services.trainer.model import PolicyModel, build_model, padded_vocab, transformer_config
-from services.trainer.optimizer import build_optimizer, build_schedule, clip_and_step
+from services.trainer.optimizer import NonFiniteGradients, build_optimizer, build_schedule, clip_and_step
 from services.trainer.packing import MicroBatch, with_padding
 from services.trainer.parallel import initialize
 
@@ -167,6 +167,9 @@ class Learner:
             with before_step or nullcontext():
                 grad_norm = clip_and_step(self._optimizer, self._config.optimizer.clip_grad)
                 self._step += 1
+        except NonFiniteGradients:
+            self._schedule.step(-1)
+            raise
         finally:
             self._model.zero_grad_buffer()
             self._optimizer.zero_grad()

@@ -1,0 +1,241 @@
+"""The learner in one process: independent of the cut, exact, repeatable, refusing what can't be."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from services.trainer.architecture import ModelError
+from services.trainer.learner import Learner
+from services.trainer.optimizer import NonFiniteGradients
+from services.trainer.packing import MicroBatch, TrainSample, assign, empty_micro_batch, pack
+from services.trainer.parallel import shut_down
+from tests.conftest import free_port
+from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples, run_world
+
+MakeLearner = Callable[..., Learner]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", tied=True)
+
+
+@pytest.fixture
+def learner(model: Path) -> Iterator[MakeLearner]:
+    def make(folder: Path = model, **changes: Any) -> Learner:
+        with contextlib.suppress(AssertionError):
+            shut_down()
+        return make_learner(Job(folder, **changes))
+
+    yield make
+    shut_down()
+
+
+def cut(samples: list[TrainSample], pieces: int) -> list[MicroBatch]:
+    return [pack([samples[i] for i in part]) for part in np.array_split(np.arange(len(samples)), pieces)]
+
+
+def gradients(learner: Learner) -> torch.Tensor:
+    """The accumulated gradients, flat."""
+    return torch.cat([p.main_grad.flatten() for p in learner._model.parameters()]).double().clone()
+
+
+def test_gradients_do_not_depend_on_the_cut(learner: MakeLearner) -> None:
+    samples = make_samples(28)
+    made = learner(algorithm={"kl_coef": 0.1, "entropy_coef": 0.01})
+    found = {}
+    for pieces in (1, 2, 7):
+        made.accumulate(cut(samples, pieces))
+        found[pieces] = gradients(made)
+        made._model.zero_grad_buffer()
+    for pieces in (2, 7):
+        assert (found[pieces] - found[1]).norm() / found[1].norm() <= 1e-6
+    # And not on the order of a stream, nor on empty micro-batches in it.
+    for batch in [*reversed(cut(samples, 7)), empty_micro_batch()]:
+        made.accumulate([batch])
+    assert (gradients(made) - found[1]).norm() / found[1].norm() <= 1e-6
+
+
+def test_gradient_equals_transformers_with_a_float64_loss(learner: MakeLearner, model: Path) -> None:
+    samples = make_samples(6, temperature=0.8)
+    made = learner(algorithm={"old_logprobs": "current"})
+    made.accumulate([pack(samples)])
+    ours = {name: p.main_grad.clone() for name, p in made._policy.named_parameters()}
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    loss = torch.zeros((), dtype=torch.float64)
+    for sample in samples:
+        logits = reference(torch.from_numpy(sample.tokens)[None]).logits[0] / sample.temperature
+        logprobs = logits.log_softmax(-1)[:-1].gather(-1, torch.from_numpy(sample.tokens)[1:, None])[:, 0]
+        factor = torch.from_numpy(sample.advantages * sample.loss_mask)[1:].double()
+        loss = loss - (logprobs * factor).sum()  # the gradient of PPO's objective where the ratio is 1
+    loss.backward()
+    pairs = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "decoder.layers.1.mlp.linear_fc2.weight": "model.layers.1.mlp.down_proj.weight",
+        "decoder.layers.0.self_attention.q_layernorm.weight": "model.layers.0.self_attn.q_norm.weight",
+        "decoder.layers.0.self_attention.linear_proj.weight": "model.layers.0.self_attn.o_proj.weight",
+    }
+    theirs = dict(reference.named_parameters())
+    for megatron, hugging_face in pairs.items():
+        expected = theirs[hugging_face].grad
+        assert (ours[megatron].double() - expected).norm() / expected.norm() < 1e-5, megatron
+
+
+def test_packed_log_probs_equal_unpacked_ones_and_transformers(learner: MakeLearner, model: Path) -> None:
+    samples = [*make_samples(9), *make_samples(1, seed=5)]
+    long = TrainSample.from_response(
+        np.arange(60),
+        np.arange(40),
+        loss_mask=np.ones(40, np.uint8),
+        **{name: np.zeros(40, np.float32) for name in ("rollout_logprobs", "advantages", "weight")},
+    )
+    samples.insert(2, long)  # so that attention needs several blocks
+    made = learner()
+    (packed,) = made.log_probs([pack(samples)])
+    apart = np.concatenate(made.log_probs([pack([sample]) for sample in samples]))
+    np.testing.assert_allclose(packed, apart, atol=2e-5)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    expected = []
+    for sample in samples:
+        with torch.no_grad():
+            logits = reference(torch.from_numpy(sample.tokens)[None]).logits[0] / sample.temperature
+        exact = logits.log_softmax(-1)[:-1].gather(-1, torch.from_numpy(sample.tokens)[1:, None])[:, 0].numpy()
+        expected.append(np.concatenate([[0.0], exact]) * sample.loss_mask)
+    np.testing.assert_allclose(packed, np.concatenate(expected), atol=1e-4)
+
+
+def test_log_prob_difference_counts_compared_tokens_only(learner: MakeLearner) -> None:
+    samples = make_samples(4)
+    made = learner()
+    batch = pack(samples)
+    exact = made.log_probs([batch])[0]
+    off = exact + np.where(batch.compared, np.float32(0.25), np.float32(9)).astype(np.float32)
+    samples_apart = replace(batch, rollout_logprobs=off)
+    made.accumulate([samples_apart])
+    stats = made.finish(1.0)
+    assert stats.metrics["logprob_difference"] == pytest.approx(0.25, abs=1e-5)
+    assert stats.tokens == int(batch.loss_mask.sum())
+    made.accumulate([replace(batch, compared=np.zeros_like(batch.compared))])
+    assert "logprob_difference" not in made.finish(1.0).metrics
+
+
+def test_the_reference_stays_the_initial_model(learner: MakeLearner) -> None:
+    made = learner(algorithm={"kl_coef": 0.5})
+    batches = cut(make_samples(), 2)
+    made.accumulate(batches)
+    assert made.finish(10.0).metrics["kl"] == pytest.approx(0.0, abs=1e-6)
+    made.accumulate(batches)
+    assert made.finish(10.0).metrics["kl"] > 1e-4
+
+
+def test_replay_in_fresh_processes_gives_identical_weights(model: Path, tmp_path: Path) -> None:
+    jobs = [Job(model, steps=3, pieces=3, algorithm={"kl_coef": 0.1})]
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    first, second = (run_world(jobs, 1, folder, free_port())[0][0] for folder in folders)
+    assert first["trajectory"] == second["trajectory"]
+    for name, tensor in first["tensors"].items():
+        assert np.array_equal(tensor, second["tensors"][name]), name
+
+
+def test_before_step_guards_exactly_the_change_of_the_weights(learner: MakeLearner) -> None:
+    made = learner()
+    seen: dict[str, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def guard() -> Iterator[None]:
+        seen["before"] = dict(made.iter_hf_tensors())["model.norm.weight"].clone()
+        yield
+        seen["after"] = dict(made.iter_hf_tensors())["model.norm.weight"].clone()
+
+    initial = dict(made.iter_hf_tensors())["model.norm.weight"].clone()
+    made.accumulate(cut(make_samples(), 1))
+    made.finish(5.0, before_step=guard())
+    assert torch.equal(seen["before"], initial)
+    assert not torch.equal(seen["after"], initial)
+    assert torch.equal(dict(made.iter_hf_tensors())["model.norm.weight"], seen["after"])
+
+
+def test_gradients_that_are_not_finite_leave_the_weights_alone(learner: MakeLearner) -> None:
+    made = learner()
+    before = {name: tensor.clone() for name, tensor in made.iter_hf_tensors()}
+    batch = pack(make_samples())
+    made.accumulate([replace(batch, advantages=np.full_like(batch.advantages, np.inf))])
+    with pytest.raises(NonFiniteGradients, match="the weights were left as they are"):
+        made.finish(1.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.iter_hf_tensors())
+    assert made.step == 0
+    made.accumulate([batch])
+    stats = made.finish(1.0)
+    assert (stats.step, stats.lr) == (1, 1e-2)  # the failed one didn't count for the schedule either
+
+
+def test_a_step_without_a_trained_token_changes_nothing_but_decay(learner: MakeLearner) -> None:
+    made = learner()
+    made.accumulate([empty_micro_batch()])
+    stats = made.finish(1.0)
+    assert (stats.loss, stats.grad_norm, stats.tokens) == (0.0, 0.0, 0)
+    with pytest.raises(ValueError, match="normalizer is 0: it must be positive"):
+        made.finish(0)
+
+
+def test_bfloat16_trains_with_float32_main_weights(learner: MakeLearner, tmp_path: Path) -> None:
+    made = learner(parallel={"dtype": "bfloat16"})
+    batches = cut(make_samples(), 2)
+    losses = []
+    for _ in range(3):
+        made.accumulate(batches)
+        losses.append(made.finish(30.0).loss)
+    assert losses[2] < losses[0]
+    made.save_hf(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {t.dtype for t in load_file(tmp_path / "saved" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_large_models_are_saved_and_loaded_in_several_files(
+    learner: MakeLearner, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.trainer.hf_weights.MAX_FILE_BYTES", 100_000)
+    (model / "tokenizer.json").write_text("{}")
+    learner().save_hf(tmp_path / "cut")
+    files = sorted(path.name for path in (tmp_path / "cut").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert (tmp_path / "cut" / "tokenizer.json").exists()
+    learner(tmp_path / "cut").save_hf(tmp_path / "again")
+    original = load_file(model / "model.safetensors")
+    again = {n: t for file in (tmp_path / "again").glob("*.safetensors") for n, t in load_file(file).items()}
+    assert again.keys() == original.keys()
+    assert all(torch.equal(again[name], original[name]) for name in original)
+
+
+def test_folders_and_divisions_that_do_not_fit_are_refused(learner: MakeLearner, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"trainer.tensor_parallel is 3: it must divide the model's 4 query heads"):
+        make_learner(Job(model, {"tensor_parallel": 3}), ranks=3)
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 1, but trainer.ranks is 2"):
+        make_learner(Job(model), ranks=2)
+    tensors = load_file(model / "model.safetensors")
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    with pytest.raises(ModelError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
+        learner(tmp_path)
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"has no tensor model.norm.weight"):
+        learner(tmp_path)
+    save_file({**tensors, "model.norm.weight": norm[:10].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model.norm.weight is \[10\], but config.json makes it \[64\]"):
+        learner(tmp_path)
+
+
+def test_the_demos_batch_fits_the_budget() -> None:
+    assert len(assign([38] * 32, 4096)) == 1

@@ -1,0 +1,84 @@
+"""Chunked log-probs and entropies against float64 formulas, forward and backward."""
+
+import pytest
+import torch
+
+from services.trainer.logprobs import VocabShard, token_logprobs
+
+ROWS, VOCAB, HIDDEN, COUNT = 53, 50, 16, 11
+
+
+@pytest.fixture
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return (
+        torch.randn(COUNT, HIDDEN, dtype=torch.float64) * 2,
+        torch.randn(ROWS, HIDDEN, dtype=torch.float64),
+        torch.randint(0, VOCAB, (COUNT,)),
+        torch.rand(COUNT, dtype=torch.float64) + 0.5,
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11, 100])
+def test_values_and_gradients_equal_the_formula(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], chunk: int
+) -> None:
+    hidden, weight, tokens, temperature = inputs
+    for entropy_share in (0.0, 0.7):
+        exact_hidden, exact_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logits = exact_hidden @ exact_weight[:VOCAB].T / temperature[:, None]
+        exact = torch.log_softmax(logits, -1)
+        exact_logprobs = exact.gather(-1, tokens[:, None])[:, 0]
+        exact_entropy = -(exact.exp() * exact).sum(-1)
+        factors = torch.linspace(-1, 2, COUNT, dtype=torch.float64)
+        (exact_logprobs * factors + entropy_share * exact_entropy).sum().backward()
+
+        ours_hidden = hidden.float().requires_grad_()
+        ours_weight = weight.float().requires_grad_()
+        shard = VocabShard(start=0, size=VOCAB, group=None)
+        logprobs, entropy = token_logprobs(ours_hidden, ours_weight, tokens, temperature.float(), shard, chunk)
+        (logprobs * factors.float() + entropy_share * entropy).sum().backward()
+
+        torch.testing.assert_close(logprobs.double(), exact_logprobs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(entropy.double(), exact_entropy, atol=1e-5, rtol=1e-5)
+        assert exact_hidden.grad is not None
+        assert exact_weight.grad is not None
+        torch.testing.assert_close(ours_hidden.grad.double(), exact_hidden.grad, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(ours_weight.grad.double(), exact_weight.grad, atol=1e-5, rtol=1e-4)
+        assert not ours_weight.grad[VOCAB:].any()
+
+
+def test_extreme_logits_stay_finite(inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    hidden, weight, tokens, temperature = (x.float() if x.is_floating_point() else x for x in inputs)
+    hidden = (hidden * 1000).requires_grad_()
+    logprobs, entropy = token_logprobs(hidden, weight, tokens, temperature, VocabShard(0, VOCAB, None))
+    (logprobs + entropy).sum().backward()
+    assert logprobs.isfinite().all()
+    assert (entropy >= 0).all()
+    assert hidden.grad.isfinite().all()
+
+
+def test_bfloat16_gives_float32_results(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    hidden, weight, tokens, temperature = inputs
+    ours_hidden = hidden.bfloat16().requires_grad_()
+    ours_weight = weight.bfloat16().requires_grad_()
+    logprobs, entropy = token_logprobs(
+        ours_hidden, ours_weight, tokens, temperature.float(), VocabShard(0, VOCAB, None), 4
+    )
+    logprobs.sum().backward()
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    exact = torch.log_softmax(hidden @ weight[:VOCAB].T / temperature[:, None], -1).gather(-1, tokens[:, None])[:, 0]
+    assert (logprobs.double() - exact).abs().mean() < 0.2
+    assert ours_weight.grad.dtype == torch.bfloat16
+
+
+def test_no_tokens_give_no_values_but_a_gradient() -> None:
+    hidden, weight = torch.zeros(0, HIDDEN, requires_grad=True), torch.randn(ROWS, HIDDEN, requires_grad=True)
+    logprobs, _ = token_logprobs(
+        hidden, weight, torch.zeros(0, dtype=torch.int64), torch.zeros(0), VocabShard(0, VOCAB, None)
+    )
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,)
+    assert not weight.grad.any()
