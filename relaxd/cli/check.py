@@ -12,7 +12,7 @@ from relaxd.data.models import resolve_model
 
 
 def check(config: RunConfig) -> list[Problem]:
-    """Everything that would keep a run from working, found without starting one. Reads the model's folder and the data."""
+    """Everything that would keep a run from working. Reads the model's folder and the data, starts nothing."""
     problems = _check_sizes(config)
     try:
         folder = resolve_model(config.model.path, weights=False)
@@ -24,7 +24,9 @@ def check(config: RunConfig) -> list[Problem]:
     except DataError as error:
         return [*problems, Problem(error.field, error.message)]
     if config.eval.prompts and data.held_out is None:
-        problems.append(Problem("eval.prompts", f"= {config.eval.prompts}, but nothing is held out: set data.eval_path"))
+        problems.append(
+            Problem("eval.prompts", f"= {config.eval.prompts}, but nothing is held out: set data.eval_path")
+        )
     elif data.held_out is not None and config.eval.prompts > len(data.held_out):
         held_out = len(data.held_out)
         problems.append(Problem("eval.prompts", f"= {config.eval.prompts}, but only {held_out} prompts are held out"))
@@ -55,7 +57,7 @@ def _check_sizes(config: RunConfig) -> list[Problem]:
         problems.append(
             Problem(
                 "rollout.samples_per_prompt",
-                "= 1 gives every group zero variance, so that algorithm.drop_zero_variance drops them all: use 2 or more",
+                "= 1 gives every group zero variance, and algorithm.drop_zero_variance drops those: use 2 or more",
             )
         )
     if config.trainer.optimizer.warmup_steps >= config.run.steps and config.trainer.optimizer.warmup_steps:
@@ -95,7 +97,5 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
     }
     for key, (setting, ranks) in sizes.items():
         if isinstance(count := model.get(key), int) and count % ranks:
-            problems.append(
-                Problem(f"trainer.{setting}", f"= {ranks} does not divide the model's {key} = {count}")
-            )
+            problems.append(Problem(f"trainer.{setting}", f"= {ranks} does not divide the model's {key} = {count}"))
     return problems

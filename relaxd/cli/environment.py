@@ -7,6 +7,6 @@ import relaxd
 
 
 def python_path() -> str:
-    """A PYTHONPATH with which child processes find relaxd and the services, also in a source tree that isn't installed."""
+    """A PYTHONPATH with which child processes find relaxd and the services, installed or in a source tree."""
     source = str(Path(relaxd.__file__).parents[1])
     return os.pathsep.join(path for path in (source, os.environ.get("PYTHONPATH", "")) if path)

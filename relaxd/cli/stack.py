@@ -83,7 +83,9 @@ def make_plan(
 def up(folder: StateFolder, plan: Plan, say: Callable[[str], None]) -> StackState:
     """Start the supervisor and return once every service has registered. Raises CliError, with everything stopped."""
     if folder.is_up():
-        raise CliError(f"services are already up (in {folder.path})", "relaxd status shows them, relaxd down stops them")
+        raise CliError(
+            f"services are already up (in {folder.path})", "relaxd status shows them, relaxd down stops them"
+        )
     folder.create()
     for log in folder.logs.glob("*.log"):
         log.unlink()

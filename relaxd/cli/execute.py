@@ -1,0 +1,191 @@
+"""One run from the start to its report: on services that are up, or on services brought up for it."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from relaxd.cli import fetch, stack
+from relaxd.cli.check import check
+from relaxd.cli.coordinator import Coordinator
+from relaxd.cli.errors import CliError
+from relaxd.cli.follow import follow
+from relaxd.cli.ports import LOOPBACK, is_free
+from relaxd.cli.report import read_result, save_samples, write_report
+from relaxd.cli.state import StateFolder
+from relaxd.config import RunConfig
+from relaxd.config.load import ConfigError, dump
+
+REPORT_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Where:
+    """The services that a run uses."""
+
+    folder: StateFolder
+    """Where services of our own leave their state."""
+    address: str | None = None
+    """The coordinator of services that are up already; None brings services up for this run."""
+    replicas: Mapping[str, int] = field(default_factory=dict)
+    """Replicas of each role, where we bring them up."""
+    keep_up: bool = False
+    """Leave the services up that we brought up."""
+
+
+def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> Path:
+    """Run `config` to its end and write the report; returns the run's folder. Raises CliError, ConfigError."""
+    say = _sayer(console)
+    if where.address is not None and not where.address.startswith((LOOPBACK, "localhost")):
+        # Paths are those of the coordinator's machine, and so is the run's folder.
+        with Coordinator(where.address) as coordinator:
+            return _train(coordinator, config, run_id, where, console)
+    prepare_model(config, say)
+    if problems := check(config):
+        raise ConfigError(problems)
+    config = _with_absolute_paths(config)
+    if where.address is not None:
+        with Coordinator(where.address) as coordinator:
+            return _train(coordinator, config, run_id, where, console)
+    return _on_own_services(config, run_id, where, console, say)
+
+
+def prepare_model(config: RunConfig, say: Callable[[str], None]) -> None:
+    """Fetch the model if it is one that `relaxd model fetch` knows and neither a folder nor fetched."""
+    name = config.model.path
+    if name in fetch.MODELS and not fetch.is_fetched(name) and not Path(name).is_dir():
+        fetch.fetch(name, say)
+
+
+def _on_own_services(
+    config: RunConfig, run_id: str, where: Where, console: Console, say: Callable[[str], None]
+) -> Path:
+    folder = where.folder
+    # A run of its own gets a Redis of its own, unless the services stay.
+    redis_data = folder.redis_data if where.keep_up else folder.path / f"redis-{run_id}"
+    port = stack.COORDINATOR_PORT if is_free(stack.COORDINATOR_PORT) else 0
+    if folder.is_up():
+        raise CliError(f"services are already up (in {folder.path})", "relaxd run uses them, relaxd down stops them")
+    plan = stack.make_plan(
+        folder, port=port, replicas=where.replicas, redis_data=redis_data, stop_with_parent=not where.keep_up
+    )
+    stay = False
+    try:
+        say("starting Redis and the services")
+        state = stack.up(folder, plan, say)
+        say(f"up: {', '.join(f'{service.name} ({service.pid})' for service in state.services)}")
+        with Coordinator(plan.coordinator) as coordinator:
+            run_folder = _train(coordinator, config, run_id, where, console)
+        stay = where.keep_up
+        return run_folder
+    finally:
+        if stay:
+            say(f"the services stay up at {plan.coordinator}; relaxd down stops them")
+        else:
+            if folder.is_up():
+                say("stopping the services")
+            stack.down(folder)
+            if not where.keep_up:
+                shutil.rmtree(redis_data, ignore_errors=True)
+
+
+def _train(coordinator: Coordinator, config: RunConfig, run_id: str, where: Where, console: Console) -> Path:
+    ours = where.address is None
+
+    def healthy() -> None:
+        if ours:
+            if not where.folder.is_up():
+                raise stack.failure(where.folder, "supervisor", "the supervisor of the services is gone")
+            stack.raise_if_failed(where.folder, where.folder.read())
+
+    run = coordinator.start_run(dump(config), run_id)
+    try:
+        view = follow(coordinator, run.run_id, console, healthy=healthy, fail_when_paused=ours)
+        samples = coordinator.samples(run.run_id, limit=REPORT_SAMPLES)
+    except KeyboardInterrupt:
+        console.print(f"\nstopping run {run.run_id}")
+        if not ours:
+            coordinator.stop_run(run.run_id, "stopped from the command line")
+        raise typer.Exit(130) from None
+    except CliError as error:
+        raise _with_log(error, where) if ours else error from None
+    run_folder = Path(view.run.folder)
+    if not run_folder.is_dir():
+        console.print(f"the run's files are on the coordinator's machine, in {run_folder}")
+        return run_folder
+    save_samples(run_folder, samples)
+    if ours:
+        shutil.copytree(where.folder.logs, run_folder / "logs", dirs_exist_ok=True)
+    write_report(run_folder)
+    console.print(result_table(run_folder))
+    return run_folder
+
+
+def _with_log(error: CliError, where: Where) -> CliError:
+    """The same error with the last lines of the service that it is about."""
+    state = where.folder.read()
+    for service in state.services if state else ():
+        if service.role != "redis" and service.name in error.message and where.folder.log_tail(service.name):
+            return (
+                error if "last lines of" in error.message else stack.failure(where.folder, service.name, error.message)
+            )
+    return error if error.hint else CliError(error.message, f"all logs are in {where.folder.logs}")
+
+
+def result_table(folder: Path) -> Table:
+    """What a run came to, for the terminal."""
+    summary = read_result(folder).summary
+    table = Table(title=f"run {summary.get('run_id')}", title_justify="left", show_header=True, header_style="dim")
+    for title in ("", "before", "after", "change"):
+        table.add_column(title, justify="right" if title else "left")
+    for name in ("accuracy", "format"):
+        before, after = summary.get(f"{name}_before"), summary.get(f"{name}_after")
+        if before is not None and after is not None:
+            style = "bold green" if after > before else ""
+            table.add_row(f"held-out {name}", f"{before:.2f}", f"{after:.2f}", Text(f"{after - before:+.2f}", style))
+    table.add_section()
+    table.add_row("steps", "", str(summary.get("steps")), "")
+    table.add_row("wall time", "", f"{summary.get('wall_seconds', 0):.0f} s", "")
+    for name in ("published", "trained", "dropped", "in_flight"):
+        table.add_row(f"groups {name.replace('_', ' ')}", "", str(summary.get(name)), "")
+    table.add_section()
+    for name, path in (
+        ("report", "report.html"),
+        ("curve", "curve.png"),
+        ("model", "model"),
+        ("summary", "summary.json"),
+    ):
+        if (folder / path).exists():
+            table.add_row(name, "", str(_shown(folder / path)), "")
+    return table
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The same configuration, independent of the folder in which the coordinator was started."""
+
+    def absolute(path: Path | None) -> Path | None:
+        return path.expanduser().resolve() if path is not None else None
+
+    model_folder = Path(config.model.path).expanduser()
+    model = {"path": str(model_folder.resolve())} if model_folder.is_dir() else {}
+    data = {"path": absolute(config.data.path), "eval_path": absolute(config.data.eval_path)}
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"folder": absolute(config.run.folder)}),
+            "model": config.model.model_copy(update=model),
+            "data": config.data.model_copy(update=data),
+        }
+    )
+
+
+def _sayer(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,94 @@
+"""Watching a run until it ends."""
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.live import Live
+
+from relaxd.cli.coordinator import Coordinator, state_name
+from relaxd.cli.errors import CliError
+from relaxd.cli.view import RunView, evaluation_line, render, step_line
+from relaxd.v1 import coordinator_pb2 as pb
+
+STALLED_SECONDS = 900.0
+"""A run in which nothing at all changes for this long is given up."""
+SHOWN_SAMPLES = 4
+
+
+def follow(
+    coordinator: Coordinator,
+    run_id: str,
+    console: Console,
+    *,
+    healthy: Callable[[], None] = lambda: None,
+    fail_when_paused: bool = False,
+) -> RunView:
+    """Show a run until it ends; live on a terminal, a line a step elsewhere.
+
+    `healthy` is called about once a second and raises CliError when there is no point in going on. With
+    `fail_when_paused` a run that pauses itself is an error, because nobody is there to resume it.
+    Raises CliError: the run failed, paused, or stalled; the coordinator is gone.
+    """
+    view = RunView()
+    if console.is_terminal:
+        with Live(render(view), console=console, refresh_per_second=4, transient=False) as live:
+            _loop(coordinator, run_id, view, lambda: live.update(render(view)), healthy, fail_when_paused)
+    else:
+        _loop(coordinator, run_id, view, _Lines(view, console).print_news, healthy, fail_when_paused)
+    if view.run.state == pb.RUN_STATE_FAILED:
+        raise CliError(f"run {view.run.run_id} failed: {view.run.reason}")
+    return view
+
+
+def _loop(
+    coordinator: Coordinator,
+    run_id: str,
+    view: RunView,
+    show: Callable[[], None],
+    healthy: Callable[[], None],
+    fail_when_paused: bool,
+) -> None:
+    last, changed = "", time.monotonic()
+    for response in coordinator.watch(run_id):
+        if view.update(response):
+            view.samples = coordinator.samples(run_id, limit=SHOWN_SAMPLES)
+        show()
+        healthy()
+        run = view.run
+        if fail_when_paused and run.state == pb.RUN_STATE_PAUSED:
+            raise CliError(f"run {run.run_id} paused: {run.reason}")
+        now = time.monotonic()
+        if (seen := str(run)) != last:
+            last, changed = seen, now
+        elif now - changed > STALLED_SECONDS and run.state != pb.RUN_STATE_PAUSED:
+            raise CliError(f"nothing has happened in run {run.run_id} for {STALLED_SECONDS:.0f} s: giving it up")
+
+
+class _Lines:
+    """Prints what is new, for logs and pipes."""
+
+    def __init__(self, view: RunView, console: Console) -> None:
+        self._view, self._console = view, console
+        self._printed: set[int] = set()
+        self._state = ""
+        self._evaluation: dict[str, float] = {}
+
+    def print_news(self) -> None:
+        """Print the steps, the evaluation and the state that weren't printed yet."""
+        run = self._view.run
+        for step in sorted(self._view.steps.keys() - self._printed):
+            self._print(step_line(step, run.steps, self._view.steps[step]))
+            self._printed.add(step)
+        evaluation = {name: value for name, value in run.metrics.items() if name.startswith("eval_")}
+        if evaluation != self._evaluation and "eval_accuracy" in evaluation:
+            when = "before training" if not self._evaluation and not run.step else f"after step {run.step}"
+            self._print(evaluation_line(evaluation, when))
+            self._evaluation = evaluation
+        state = state_name(run.state) + (f": {run.reason}" if run.reason else "")
+        if state != self._state:
+            self._print(f"run {run.run_id} is {state}")
+            self._state = state
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)

