@@ -1,0 +1,177 @@
+"""One rank of the Megatron world, as a child process: python -m services.trainer.rank, started by the trainer service.
+
+Its place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, everything else from the parent's
+"start". Training runs in a thread of its own; requests are answered beside it.
+"""
+
+import logging
+import os
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from relaxd import telemetry
+from relaxd.algorithms import create
+from relaxd.board import Board, stages_for
+from relaxd.config import RunConfig
+from relaxd.data.models import resolve_model
+from relaxd.rpc.child_server import ChildServer, HandlerError
+from relaxd.weights.group import WeightGroupError, host_store
+from relaxd.weights.manifest import to_proto
+from services.trainer.broadcast import Broadcaster, result_to_json, weight_buckets
+from services.trainer.crew import Crew
+from services.trainer.following import follow
+from services.trainer.intake import Intake
+from services.trainer.learner import Learner
+from services.trainer.rounds import RoundRunner
+from services.trainer.training import Controls, Training
+from services.trainer.weights_hold import HoldRefused, WeightsHold
+
+logger = logging.getLogger(__name__)
+
+
+class Rank:
+    """This process: what it was told, and the threads that work on it."""
+
+    def __init__(self) -> None:
+        self._number = int(os.environ.get("RANK", "0"))
+        self._controls = Controls(paused=False)
+        self._broadcaster: Broadcaster | None = None
+        self._weights: WeightsHold | None = None
+        self._server = ChildServer(
+            {
+                "start": self._start,
+                "pause": lambda _: self._controls.paused.set(),
+                "resume": lambda _: self._controls.paused.clear(),
+                "drain": self._drain,
+                "hold": self._hold,
+                "release": self._release,
+                "join_group": self._join_group,
+                "leave_group": self._leave_group,
+                "broadcast": self._broadcast,
+                "export": self._export,
+            }
+        )
+
+    def serve(self) -> None:
+        """Answer the parent until it is gone."""
+        self._server.serve()
+
+    def _start(self, params: dict[str, Any]) -> None:
+        if params["paused"]:
+            self._controls.paused.set()
+        telemetry.setup_logging(f"{params['replica_id']}/rank{self._number}", params["log_level"])
+        telemetry.setup("trainer", params["replica_id"])
+        threading.Thread(target=self._work, args=(params,), name="training", daemon=True).start()
+
+    def _work(self, params: dict[str, Any]) -> None:
+        """The training thread. Whatever goes wrong ends the process: the parent starts the world anew."""
+        try:
+            self._train(params)
+        except BaseException as error:
+            logger.exception("rank %d ends", self._number)
+            self._server.emit("failed", {"reason": f"{type(error).__name__}: {error}"})
+            telemetry.shutdown()
+            os._exit(1)
+
+    def _train(self, params: dict[str, Any]) -> None:
+        config = RunConfig.model_validate_json(params["config"])
+        run_folder = Path(params["folder"])
+        learner = Learner(
+            resolve_model(config.model.path),
+            config.trainer,
+            config.algorithm,
+            steps=config.run.steps,
+            seed=config.run.seed,
+        )
+        crew = Crew(config.trainer.collective_timeout_seconds)
+        algorithm = create(config.algorithm)
+        buckets = weight_buckets(learner, config.weights.bucket_bytes)
+        self._broadcaster = Broadcaster(learner, buckets)
+        board = Board(params["redis"], params["run_id"], stages_for(config), config.board)
+        gather = learner.world.gather
+        has_part = gather.dense is not None or gather.experts is not None
+        self._server.emit("loaded", {"source": gather.source, "stage": learner.world.stage, "gathers": has_part})
+        if self._number != 0:
+            runner = RoundRunner(learner, algorithm, config.rollout.temperature)
+            patience = config.trainer.collective_timeout_seconds / 2
+            follow(
+                crew=crew, learner=learner, runner=runner, board=board, run_folder=run_folder, patience_seconds=patience
+            )
+        store = host_store()
+        epoch = board.new_trainer_epoch()
+        self._weights = WeightsHold(epoch)
+        manifest = MessageToDict(to_proto(buckets))
+        self._server.emit(
+            "epoch",
+            {"epoch": epoch, "manifest": manifest, "source_ranks": learner.world.stages, "store_port": store.port},
+        )
+        intake = Intake(
+            board,
+            params["replica_id"],
+            groups_per_step=config.trainer.groups_per_step,
+            max_staleness=config.board.max_staleness,
+            max_sample_tokens=config.trainer.micro_batch_tokens,
+            lease_seconds=config.board.lease_seconds,
+        )
+        Training(
+            config=config,
+            run_id=params["run_id"],
+            run_folder=run_folder,
+            epoch=epoch,
+            board=board,
+            intake=intake,
+            learner=learner,
+            algorithm=algorithm,
+            crew=crew,
+            weights=self._weights,
+            controls=self._controls,
+            emit=self._server.emit,
+        ).run()
+
+    def _drain(self, params: dict[str, Any]) -> bool:
+        self._controls.draining.set()
+        return self._controls.drained.wait(params["seconds"])
+
+    def _hold(self, params: dict[str, Any]) -> int:
+        if self._weights is None:
+            raise HandlerError("the trainer has no weights yet", kind="HoldRefused")
+        try:
+            return self._weights.acquire(params["epoch"], params["version"], params["seconds"])
+        except HoldRefused as error:
+            raise HandlerError(str(error)) from error
+
+    def _release(self, params: dict[str, Any]) -> bool:
+        return self._weights is not None and self._weights.release(params["hold"])
+
+    def _join_group(self, params: dict[str, Any]) -> None:
+        try:
+            self._sender().join(**params)
+        except WeightGroupError as error:
+            raise HandlerError(str(error), kind="WeightGroupError") from error
+
+    def _leave_group(self, params: dict[str, Any]) -> None:
+        self._sender().leave(params["name"])
+
+    def _broadcast(self, params: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return result_to_json(self._sender().broadcast(**params))
+        except WeightGroupError as error:
+            raise HandlerError(str(error), kind="WeightGroupError") from error
+
+    def _export(self, params: dict[str, Any]) -> int:
+        answer: Future[int] = Future()
+        self._controls.exports.put((Path(params["folder"]), answer))
+        return answer.result(params["seconds"])
+
+    def _sender(self) -> Broadcaster:
+        if self._broadcaster is None:
+            raise HandlerError("this rank has no model yet", kind="WeightGroupError")
+        return self._broadcaster
+
+
+if __name__ == "__main__":
+    Rank().serve()

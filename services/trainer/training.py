@@ -1,0 +1,254 @@
+"""Rank 0's training thread: take, accumulate, close, finish, commit, announce."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from relaxd import telemetry
+from relaxd.algorithms import Algorithm
+from relaxd.board import Board, BoardUnavailable
+from relaxd.config import RunConfig
+from services.trainer.crew import TICK_SECONDS, Crew
+from services.trainer.intake import Intake
+from services.trainer.learner import Learner, StepStats
+from services.trainer.metrics import group_metrics, record_samples, shown_samples
+from services.trainer.open_step import OpenStep
+from services.trainer.optimizer import NonFiniteGradients
+from services.trainer.plan import Packer, Plan, Round
+from services.trainer.rounds import RoundRunner
+from services.trainer.step_file import read_committed, step_file_path, write_step_file
+from services.trainer.weights_hold import WeightsHold
+
+logger = logging.getLogger(__name__)
+
+Emit = Callable[[str, dict[str, Any]], None]
+
+
+class Controls:
+    """What other threads ask of the training thread."""
+
+    def __init__(self, paused: bool) -> None:
+        self.paused = threading.Event()
+        self.draining = threading.Event()
+        self.drained = threading.Event()
+        self.exports: queue.SimpleQueue[tuple[Path, Future[int]]] = queue.SimpleQueue()
+        if paused:
+            self.paused.set()
+
+
+class Training:
+    """Drives the world through the steps of a run. Made and run by rank 0; the other ranks follow its commands."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_id: str,
+        run_folder: Path,
+        epoch: int,
+        board: Board,
+        intake: Intake,
+        learner: Learner,
+        algorithm: Algorithm,
+        crew: Crew,
+        weights: WeightsHold,
+        controls: Controls,
+        emit: Emit,
+    ) -> None:
+        """`emit` tells the parent: "progress" (detail, held, done), "version" (epoch, version, trace)."""
+        self._config = config
+        self._run_id = run_id
+        self._run_folder = run_folder
+        self._epoch = epoch
+        self._board = board
+        self._intake = intake
+        self._learner = learner
+        self._algorithm = algorithm
+        self._runner = RoundRunner(learner, algorithm, config.rollout.temperature)
+        self._crew = crew
+        self._weights = weights
+        self._controls = controls
+        self._emit = emit
+        self._told: dict[str, Any] = {}
+        self._done_groups = 0
+        self._last_end = time.monotonic()
+
+    def run(self) -> None:
+        """Bring the weights back, train every step of the run, then only serve. Never returns."""
+        self._replay()
+        self._announce({})
+        while self._learner.step < self._config.run.steps:
+            with telemetry.root_span("step", attributes={"relaxd.step": self._learner.step + 1}) as span:
+                opened = self._fill(OpenStep(self._learner.step + 1, self._packer(), telemetry.inject(span)))
+                if opened is None:
+                    continue
+                plan = opened.plan(self._epoch, self._config.run.seed, self._algorithm)
+                columns = {group_id: group.columns for group_id, group in opened.groups.items()}
+                write_step_file(step_file_path(self._run_folder, plan.step), plan, columns)
+                began = time.monotonic()
+                stats, held_back = self._finish(opened, plan)
+                opened.worked += time.monotonic() - began - held_back
+                self._commit(opened, plan, stats)
+                self._announce(telemetry.inject(span))
+        while True:
+            self._between_rounds(f"all {self._config.run.steps} steps are done")
+            time.sleep(0.05)
+
+    def _fill(self, opened: OpenStep) -> OpenStep | None:
+        """Take groups and train on them as they come, until the step may close. None: it was given up."""
+        away = False
+        while True:
+            if not self._between_rounds(f"step {opened.number}: {len(opened.members)} groups"):
+                self._discard(opened)
+                return None
+            try:
+                selection = self._intake.select(opened.number, opened.members)
+                opened.add(selection.chosen)
+                while (entry := opened.packer.full_round()) is not None:
+                    self._accumulate(opened, entry)
+                if selection.may_close:
+                    if (entry := opened.packer.rest()) is not None:
+                        self._accumulate(opened, entry)
+                    if self._controls.paused.is_set():
+                        continue
+                    if lost := self._intake.lost(opened.members):
+                        logger.warning("step %d begins anew: %s was closed", opened.number, ", ".join(lost))
+                        self._intake.forget(lost)
+                        self._discard(opened)
+                        return None
+                    return opened
+                began = time.monotonic()
+                self._intake.take(TICK_SECONDS)
+                opened.waited += time.monotonic() - began
+                away = False
+            except BoardUnavailable as error:
+                if not away:
+                    logger.warning("the board is away; waiting for it: %s", error)
+                away = True
+                time.sleep(TICK_SECONDS)
+
+    def _accumulate(self, opened: OpenStep, entry: Round) -> None:
+        """Forward and backward of one round, on all ranks."""
+        began = time.monotonic()
+        needed = {piece.group_id for rank in entry.micro_batches for micro_batch in rank for piece in micro_batch}
+        deliveries = [asdict(opened.members[group_id].delivery) for group_id in sorted(needed)]
+        self._crew.send({"do": "round", "round": entry.to_json(), "deliveries": deliveries})
+        self._runner.run(entry, opened.groups)
+        opened.rounds.append(entry)
+        opened.worked += time.monotonic() - began
+
+    def _finish(self, opened: OpenStep, plan: Plan) -> tuple[StepStats, float]:
+        """Update the weights on all ranks, once no broadcast reads them. Returns also the seconds that this waited."""
+        with self._weights.changing(self._crew.tick, TICK_SECONDS) as held_back:
+            self._crew.send({"do": "finish", "normalizer": plan.normalizer})
+            try:
+                return self._learner.finish(plan.normalizer), held_back
+            except NonFiniteGradients:
+                # The schedule has moved on and the weights have not: start anew, without the groups that did it.
+                for taken in opened.members.values():
+                    self._board.drop(taken.delivery, reason="non_finite_gradients")
+                raise
+
+    def _commit(self, opened: OpenStep, plan: Plan, stats: StepStats) -> None:
+        """Enter the step into the ledger."""
+        groups = list(opened.groups.values())
+        now = time.monotonic()
+        seconds, self._last_end = now - self._last_end, now
+        metrics = group_metrics(groups, plan.step)
+        metrics |= {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, **stats.metrics}
+        metrics |= {
+            "step_seconds": seconds,
+            "wait_seconds": opened.waited,
+            "train_seconds": opened.worked,
+            "tokens_per_second": metrics["tokens"] / max(seconds, 1e-9),
+        }
+        samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step)
+        while True:
+            try:
+                self._board.commit_step(
+                    epoch=self._epoch, step=plan.step, plan=plan.to_json(), metrics=metrics, samples=samples
+                )
+                break
+            except BoardUnavailable as error:
+                logger.warning("step %d can't be committed yet: %s", plan.step, error)
+                self._crew.tick()
+                time.sleep(TICK_SECONDS)
+        opened.end_spans()
+        self._intake.forget(plan.groups)
+        self._done_groups += len(groups)
+        record_samples(self._run_id, groups, plan.step)
+        logger.info(
+            "step %d: reward %.3f, loss %.4g, gradient norm %.3g, %d groups in %.1f s",
+            *(plan.step, metrics["reward_mean"], stats.loss, stats.grad_norm, len(groups), seconds),
+        )
+
+    def _announce(self, trace: dict[str, str]) -> None:
+        """The version is there: it may be sent, and the coordinator is told."""
+        self._weights.publish(self._learner.step)
+        self._emit("version", {"epoch": self._epoch, "version": self._learner.step, "trace": trace})
+
+    def _replay(self) -> None:
+        """Repeat the steps that the ledger has, from their files."""
+        for entry in self._board.ledger():
+            self._tell(f"replaying step {entry.step}")
+            file = read_committed(self._run_folder, entry.step, entry.plan)
+            self._crew.send({"do": "replay", "step": entry.step})
+            stats = self._runner.replay(file)
+            was = entry.metrics.get("grad_norm")
+            if was is not None and abs(stats.grad_norm - was) > 1e-3 * abs(was):
+                logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, stats.grad_norm, was)
+        self._last_end = time.monotonic()
+
+    def _between_rounds(self, detail: str) -> bool:
+        """Do what others ask; wait while paused or draining. Returns whether the step that is open may go on."""
+        go_on = True
+        while True:
+            self._tell(detail)
+            self._crew.tick()
+            self._export()
+            if self._controls.draining.is_set():
+                if not self._controls.drained.is_set():
+                    self._intake.release_all()
+                    self._controls.drained.set()
+                    self._tell("drained")
+                go_on = False
+            elif not self._controls.paused.is_set():
+                return go_on
+            else:
+                self._tell("paused")
+            time.sleep(0.05)
+
+    def _export(self) -> None:
+        """Write the model where somebody asked for it."""
+        while not self._controls.exports.empty():
+            folder, answer = self._controls.exports.get()
+            try:
+                self._crew.send({"do": "save", "folder": str(folder)})
+                self._learner.save_hf(folder)
+                answer.set_result(self._learner.step)
+            except OSError as error:
+                answer.set_exception(error)
+                raise  # the other ranks wait for this one
+
+    def _discard(self, opened: OpenStep) -> None:
+        """Forget what the step has; its groups are taken again."""
+        opened.end_spans()
+        self._crew.send({"do": "discard"})
+        self._learner.discard()
+
+    def _packer(self) -> Packer:
+        trainer = self._config.trainer
+        return Packer(trainer.micro_batch_tokens, trainer.data_parallel, trainer.pipeline_parallel)
+
+    def _tell(self, detail: str) -> None:
+        """Tell the parent how things are, if that changed."""
+        now = {"detail": detail, "held": self._intake.held, "done": self._done_groups}
+        if now != self._told:
+            self._told = now
+            self._emit("progress", now)
