@@ -76,6 +76,11 @@ def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return load(text, overrides, name=str(path))
 
 
+def explain(error: ValidationError, section: Place = ()) -> list[Problem]:
+    """What is wrong in a section that was validated by itself, such as ("algorithm",), setting by setting."""
+    return [_problem({**details, "loc": (*section, *details["loc"])}, {}) for details in error.errors()]
+
+
 def dump(config: RunConfig) -> str:
     """Write the resolved configuration as TOML; `load(dump(config)) == config`. Settings that are None are left out."""
     lines: list[str] = []

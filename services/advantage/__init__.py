@@ -1,0 +1,1 @@
+"""The advantage service: turns rewards into advantages."""

@@ -1,0 +1,66 @@
+"""Rewards that go wrong in every way that rewards do; what one does is the text of the response."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def by_response(sample) -> object:
+    """Do as the response says."""
+    action, _, argument = sample.response.partition(" ")
+    return ACTIONS[action](argument)
+
+
+def hang_in_c(_: str) -> None:
+    """Hold the interpreter's lock for ever: no signal handler, no other thread runs any more."""
+    ctypes.PyDLL(None).sleep(3600)
+
+
+def hang_with_child(path: str) -> None:
+    """Leave the id of a process that was started for the sample, then hang."""
+    child = subprocess.Popen(["sleep", "3600"])
+    Path(path).write_text(str(child.pid))
+    time.sleep(3600)
+
+
+def alarm(_: str) -> float:
+    """Use a signal, which works in the main thread only."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    return float(threading.current_thread() is threading.main_thread())
+
+
+def shout(_: str) -> float:
+    """Write where the protocol might be."""
+    print("words" * 1000)
+    os.write(1, b"bytes")
+    print("more", file=sys.stderr)
+    return 1.0
+
+
+ACTIONS: Mapping[str, object] = {
+    "one": lambda _: 1,
+    "parts": lambda _: {"reward": 0.5, "style": 0.25},
+    "raise": lambda text: [][int(text)],
+    "nan": lambda _: float("nan"),
+    "inf": lambda _: {"reward": float("inf")},
+    "string": lambda _: "0.7",
+    "none": lambda _: None,
+    "sys.exit": lambda _: sys.exit(0),
+    "os._exit": lambda _: os._exit(3),
+    "abort": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
+    "hang": lambda _: time.sleep(3600),
+    "hang-in-c": hang_in_c,
+    "hang-with-child": hang_with_child,
+    "pid": lambda _: os.getpid(),
+    "sleep": lambda seconds: time.sleep(float(seconds)) or 1.0,
+    "alarm": alarm,
+    "shout": shout,
+    "recurse": lambda text: ACTIONS["recurse"](text),
+    "torch": lambda _: float(bool({"torch", "transformers"} & set(sys.modules))),
+}

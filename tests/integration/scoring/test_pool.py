@@ -1,0 +1,141 @@
+"""The pool of reward workers, with real processes and rewards that go wrong in every way."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from relaxd.rewards import RewardInput, RewardOutput
+from services.reward.pool import Failure, PoolClosedError, WorkerPool
+
+BAD = "bad_rewards:by_response"
+
+
+@pytest.fixture
+async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerPool]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+async def score(pool: WorkerPool, *responses: str, timeout_seconds: float = 10.0) -> list[RewardOutput | Failure]:
+    samples = [RewardInput(prompt="", response=response) for response in responses]
+    return await pool.score(BAD, samples, timeout_seconds)
+
+
+async def gone(pid: int) -> None:
+    async with asyncio.timeout(10):
+        while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+            await asyncio.sleep(0.01)
+
+
+async def test_scores_come_back_in_order(pool):
+    answers = ["40", "41", "42", "43"]
+    samples = [RewardInput(prompt="", response=str(n), answer="42") for n in answers]
+    outputs = await pool.score("addition", samples, 10.0)
+    assert [output.reward for output in outputs] == [0, 0, 1, 0]
+    assert outputs[2] == RewardOutput(1.0, {"accuracy": 1.0, "format": 1.0})
+
+
+async def test_what_goes_wrong_is_the_failure_of_its_sample_alone(pool):
+    expected = {
+        "one": RewardOutput(1.0),
+        "raise 5": "IndexError: list index out of range (bad_rewards.py, line",
+        "nan": "the reward is nan: it must be finite",
+        "inf": "the reward is inf: it must be finite",
+        "string": "the reward is '0.7' (str): it must be a number",
+        "none": "the reward is None (NoneType): it must be a number",
+        "sys.exit": "SystemExit: 0",
+        "recurse": "RecursionError",
+        "os._exit": "the process that ran the reward died: exit code 3",
+        "abort": "the process that ran the reward died: killed by signal 11",
+        "shout": RewardOutput(1.0),
+        "alarm": RewardOutput(1.0),
+        "torch": RewardOutput(0.0),
+        "parts": RewardOutput(0.5, {"style": 0.25}),
+    }
+    for response, outcome in zip(expected, await score(pool, *expected), strict=True):
+        if isinstance(expected[response], RewardOutput):
+            assert outcome == expected[response]
+        else:
+            assert isinstance(outcome, Failure), response
+            assert outcome.reason.startswith(expected[response]), response
+
+
+async def test_a_reward_that_hangs_is_killed_at_its_deadline(pool):
+    await score(pool, "one", "one")  # starting the workers is not part of the deadline
+    begun = time.monotonic()
+    outcomes = await score(pool, "hang", "hang-in-c", "one", "one", timeout_seconds=0.5)
+    assert time.monotonic() - begun < 8
+    late = Failure("scoring a sample took longer than 0.5 s; its process was killed")
+    assert outcomes == [late, late, RewardOutput(1.0), RewardOutput(1.0)]
+
+
+async def test_what_a_reward_started_is_killed_with_it(pool, tmp_path):
+    (outcome,) = await score(pool, f"hang-with-child {tmp_path / 'pid'}", timeout_seconds=1.0)
+    assert isinstance(outcome, Failure)
+    await gone(int((tmp_path / "pid").read_text()))
+
+
+async def test_waiting_for_a_worker_is_not_part_of_the_deadline(pool):
+    outcomes = await score(pool, *["sleep 0.3"] * 8, timeout_seconds=1.0)
+    assert outcomes == [RewardOutput(1.0)] * 8
+
+
+async def test_workers_are_reused_and_replaced_only_when_they_die(pool):
+    first = {output.reward for output in await score(pool, *["pid"] * 20)}
+    assert 1 <= len(first) <= 2
+    await score(pool, "os._exit", "os._exit")
+    second = {output.reward for output in await score(pool, *["pid"] * 20)}
+    assert 1 <= len(second) <= 2
+    assert not first & second
+
+
+async def test_a_worker_that_was_killed_while_idle_costs_no_sample(pool):
+    await score(pool, "one", "one", "one")
+    children = [worker.child for worker in pool._workers if worker.child]
+    for child in children:
+        os.kill(child.pid, 9)
+        await child.exited
+    assert await score(pool, "one", "one", "one") == [RewardOutput(1.0)] * 3
+
+
+async def test_cancelled_work_stops(pool):
+    (output,) = await score(pool, "pid")
+    task = asyncio.create_task(score(pool, "hang", "hang", "hang", timeout_seconds=3600))
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await score(pool, "one", "one") == [RewardOutput(1.0)] * 2
+    await gone(int(output.reward))
+
+
+async def test_closing_kills_the_workers_and_blames_no_sample(pool):
+    pids = {int(output.reward) for output in await score(pool, "pid", "pid")}
+    task = asyncio.create_task(score(pool, "hang", "hang", "one", timeout_seconds=3600))
+    await asyncio.sleep(0.2)
+    pool.close()
+    with pytest.raises(PoolClosedError):
+        await task
+    for pid in pids:
+        await gone(pid)
+    with pytest.raises(PoolClosedError):
+        await score(pool, "one")
+
+
+async def test_loading_says_what_is_wrong_with_a_name(pool):
+    assert await pool.load(BAD) is None
+    assert await pool.load("addition") is None
+    for name, reason in [
+        ("bad_rewards:by_respons", "has no by_respons; did you mean by_response?"),
+        ("no_such_module:f", "ModuleNotFoundError"),
+        ("additon", "did you mean addition?"),
+    ]:
+        failure = await pool.load(name)
+        assert isinstance(failure, Failure)
+        assert reason in failure.reason
