@@ -117,7 +117,7 @@ class _SyncCall(_Call):
         return self._call.future(request, timeout=timeout, metadata=self._metadata(metadata), **options)
 
 
-# gRPC's own client interceptors would do, at twice the price: each call gets a task and an intercepted call object.
+# gRPC's own client interceptors would do, but cost every call a task and a call object of its own.
 
 
 class _AsyncChannel(grpc.aio.Channel):
