@@ -1,0 +1,1 @@
+"""Inference engines. Each runs in a child process of the rollout service."""

@@ -1,0 +1,88 @@
+"""Choosing tokens from logits."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from services.rollout.engines.base import EngineError, Sampling
+
+_Choose = Callable[[torch.Tensor, list[Sampling], torch.Tensor], torch.Tensor]
+"""(log-probs [rows, vocabulary], the rows' sampling, uniform float64 [rows]) -> token ids [rows]."""
+
+
+def sample_generator(seed: int, sample: int) -> torch.Generator:
+    """The random numbers of sample `sample` of a request with `seed`; independent for different pairs."""
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def choose_tokens(
+    logits: torch.Tensor, sampling: Sequence[Sampling], generators: Sequence[torch.Generator]
+) -> tuple[list[int], list[float]]:
+    """One token per row of logits [rows, vocabulary], and its log-probability.
+
+    A row uses one uniform number from its own generator and the inverse of its cumulative distribution, so that what
+    is chosen does not depend on the other rows. The log-probability is that under the row's temperature (under 1 for
+    a greedy row), before top-k and top-p. Raises EngineError when a row has no finite distribution.
+    """
+    logits = logits.float()
+    temperatures = [each.temperature for each in sampling]
+    if any(temperature not in (0.0, 1.0) for temperature in temperatures):
+        divisors = torch.tensor([temperature or 1.0 for temperature in temperatures], device=logits.device)
+        logits = logits / divisors[:, None]
+    logprobs = logits.log_softmax(-1)
+    tokens = torch.empty(len(sampling), dtype=torch.long, device=logits.device)
+    for rows, choose in _by_method(sampling):
+        uniform = [float(torch.rand((), generator=generators[row], dtype=torch.float64)) for row in rows]
+        # One method for every row is the usual case: no copy then.
+        of_rows = logprobs if len(rows) == len(sampling) else logprobs[rows]
+        numbers = torch.tensor(uniform, dtype=torch.float64, device=logits.device)
+        tokens[rows] = choose(of_rows, [sampling[row] for row in rows], numbers)
+    chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+    if not bool(torch.isfinite(chosen).all()):
+        raise EngineError("the model's logits are not finite: its weights or its input are broken")
+    return tokens.tolist(), chosen.tolist()
+
+
+def _by_method(sampling: Sequence[Sampling]) -> list[tuple[list[int], _Choose]]:
+    greedy, plain, filtered = [], [], []
+    for row, each in enumerate(sampling):
+        if each.temperature == 0:
+            greedy.append(row)
+        elif each.top_k == 0 and each.top_p >= 1:
+            plain.append(row)
+        else:
+            filtered.append(row)
+    methods: list[tuple[list[int], _Choose]] = [(greedy, _greedy), (plain, _plain), (filtered, _filtered)]
+    return [(rows, choose) for rows, choose in methods if rows]
+
+
+def _greedy(logprobs: torch.Tensor, sampling: list[Sampling], uniform: torch.Tensor) -> torch.Tensor:
+    return logprobs.argmax(-1)
+
+
+def _plain(logprobs: torch.Tensor, sampling: list[Sampling], uniform: torch.Tensor) -> torch.Tensor:
+    return _invert(logprobs.exp(), uniform)
+
+
+def _filtered(logprobs: torch.Tensor, sampling: list[Sampling], uniform: torch.Tensor) -> torch.Tensor:
+    """Top-k first, then top-p of what is left: the smallest set of the likeliest tokens that reaches top_p."""
+    probabilities, order = logprobs.exp().sort(dim=-1, descending=True, stable=True)
+    vocabulary = logprobs.shape[-1]
+    top_k = torch.tensor([each.top_k or vocabulary for each in sampling], device=logprobs.device)
+    ranks = torch.arange(vocabulary, device=logprobs.device)
+    probabilities = probabilities.masked_fill(ranks[None, :] >= top_k[:, None], 0.0)
+    probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    top_p = torch.tensor([each.top_p for each in sampling], device=logprobs.device, dtype=torch.float64)
+    before = probabilities.cumsum(-1, dtype=torch.float64) - probabilities
+    probabilities = probabilities.masked_fill(before >= top_p[:, None], 0.0)
+    return order.gather(-1, _invert(probabilities, uniform)[:, None]).squeeze(-1)
+
+
+def _invert(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The first index at which the cumulative sum exceeds uniform times the total."""
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    targets = uniform[:, None] * cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
+    return found.clamp(max=probabilities.shape[-1] - 1)
