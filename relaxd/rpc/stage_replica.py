@@ -1,23 +1,15 @@
 """A replica whose work is one stage of the board, such as reward and advantage."""
 
 import asyncio
-import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import ClassVar
 
-from relaxd.board import Board, Column, Delivery, Drop, StageWorker, stages_for
+from relaxd.board import Board, StageWorker, stages_for
+from relaxd.board.worker import Process
 from relaxd.config import RunConfig
 from relaxd.rpc.service import ReplicaService, ServiceStatus
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1.coordinator_pb2 import Assignment
-
-Result = Mapping[str, Column] | Drop
-"""The columns that a stage writes, or why the group is not to go on."""
-
-Process = Callable[[Delivery, dict[str, Column]], "Result | Future[Result]"]
-"""What a stage does with a group: gets its columns, returns the result or a future of it."""
 
 
 class StageReplica(ReplicaService):
@@ -54,8 +46,7 @@ class StageReplica(ReplicaService):
             await asyncio.to_thread(worker.stop)
             self._done_before += worker.done
         if board is not None:
-            with contextlib.suppress(Exception):
-                await asyncio.to_thread(board.close)
+            await asyncio.to_thread(board.close)
 
     async def pause_run(self) -> None:
         """See ReplicaService."""
@@ -69,7 +60,10 @@ class StageReplica(ReplicaService):
 
     async def drain(self, seconds: float) -> int:
         """See ReplicaService."""
-        return await asyncio.to_thread(self._worker.drain, seconds) if self._worker is not None else 0
+        if self._worker is None:
+            return 0
+        await asyncio.to_thread(self._worker.drain, seconds)
+        return self._worker.held if self._worker is not None else 0
 
     def status(self) -> ServiceStatus:
         """See ReplicaService."""

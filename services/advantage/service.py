@@ -10,10 +10,11 @@ from pydantic import TypeAdapter, ValidationError
 from relaxd.algorithms import Algorithm, Drop, create
 from relaxd.board import Column, Delivery
 from relaxd.board import Drop as DropGroup
+from relaxd.board.worker import Process, Result
 from relaxd.config import AlgorithmConfig, RunConfig
 from relaxd.config.load import explain
 from relaxd.rpc.errors import InvalidArgument, Violations
-from relaxd.rpc.stage_replica import Process, StageReplica
+from relaxd.rpc.stage_replica import StageReplica
 from relaxd.v1 import advantage_pb2, advantage_pb2_grpc, replica_pb2
 
 CONCURRENCY = 8
@@ -51,7 +52,7 @@ class AdvantageService(StageReplica, advantage_pb2_grpc.AdvantageServicer):
         """Make the run's algorithm."""
         algorithm = create(config.algorithm)
 
-        def process(delivery: Delivery, columns: dict[str, Column]) -> dict[str, Column] | DropGroup:
+        def process(delivery: Delivery, columns: dict[str, Column]) -> Result:
             result = algorithm.advantages(np.asarray(columns["reward"]), np.asarray(columns["lengths"]))
             if isinstance(result, Drop):
                 return DropGroup(result.reason)

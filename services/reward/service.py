@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from relaxd.board import Column, Delivery, Drop
+from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
 from relaxd.rewards import REWARDS, RewardInput, RewardOutput, UnknownRewardError, check_name, describe
 from relaxd.rpc.errors import InvalidArgument, Unavailable, Violations
 from relaxd.rpc.settings import ServiceSettings
-from relaxd.rpc.stage_replica import Process, StageReplica
+from relaxd.rpc.stage_replica import StageReplica
 from relaxd.v1 import replica_pb2, reward_pb2, reward_pb2_grpc
 from services.reward.pool import Failure, PoolClosedError, WorkerPool
 
@@ -67,7 +68,7 @@ class RewardService(StageReplica, reward_pb2_grpc.RewardServicer):
             raise UnknownRewardError(failure.reason)
         loop = asyncio.get_running_loop()
 
-        def process(delivery: Delivery, columns: dict[str, Column]) -> "Future[dict[str, Column] | Drop]":
+        def process(delivery: Delivery, columns: dict[str, Column]) -> Future[Result]:
             return asyncio.run_coroutine_threadsafe(self._score_group(config, delivery, columns), loop)
 
         # Two groups more than needed to keep every worker busy: one ends while the other's samples fill the gaps.
@@ -77,9 +78,7 @@ class RewardService(StageReplica, reward_pb2_grpc.RewardServicer):
         """Kill the workers."""
         self._pool.close()
 
-    async def _score_group(
-        self, config: RunConfig, delivery: Delivery, columns: dict[str, Column]
-    ) -> "dict[str, Column] | Drop":
+    async def _score_group(self, config: RunConfig, delivery: Delivery, columns: dict[str, Column]) -> Result:
         outcomes = await self._pool.score(config.reward.name, samples_of(columns), config.reward.timeout_seconds)
         failures = [(number, outcome) for number, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
         if failures:
