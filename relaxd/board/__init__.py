@@ -1,0 +1,55 @@
+"""The sample board: groups flow from stage to stage through Redis, nothing lost and nothing twice."""
+
+from relaxd.board.board import Board
+from relaxd.board.columns import decode_columns, encode_columns
+from relaxd.board.errors import (
+    BoardError,
+    BoardUnavailable,
+    ColumnError,
+    Fenced,
+    GateClosed,
+    RunExists,
+    RunMissing,
+    StepConflict,
+)
+from relaxd.board.stages import STAGES, Stage, stages_for
+from relaxd.board.types import (
+    JSON,
+    Column,
+    Counts,
+    Delivery,
+    DroppedGroup,
+    LedgerEntry,
+    NewGroup,
+    QueueDepth,
+    Retry,
+)
+from relaxd.board.worker import Drop, StageWorker
+
+__all__ = [
+    "JSON",
+    "STAGES",
+    "Board",
+    "BoardError",
+    "BoardUnavailable",
+    "Column",
+    "ColumnError",
+    "Counts",
+    "Delivery",
+    "Drop",
+    "DroppedGroup",
+    "Fenced",
+    "GateClosed",
+    "LedgerEntry",
+    "NewGroup",
+    "QueueDepth",
+    "Retry",
+    "RunExists",
+    "RunMissing",
+    "Stage",
+    "StageWorker",
+    "StepConflict",
+    "decode_columns",
+    "encode_columns",
+    "stages_for",
+]

@@ -1,0 +1,140 @@
+"""What the three sides of the board share: the connection, the run's keys, its stages."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+
+from relaxd.board import payloads
+from relaxd.board.columns import decode_columns
+from relaxd.board.connection import Connection, script_hash
+from relaxd.board.errors import BoardError, RunMissing
+from relaxd.board.stages import PUBLISH, Stage, producers
+from relaxd.board.types import Counts, DroppedGroup, QueueDepth
+from relaxd.config import BoardConfig
+
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+WORKERS = "workers"
+WRITES = 3
+"""How often payloads that expired before their script ran are written again."""
+
+
+class BoardCore:
+    """A run's board, as far as every side needs it. Thread-safe."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        run_id: str,
+        stages: Sequence[Stage],
+        limits: BoardConfig,
+        *,
+        timeout_seconds: float = 5.0,
+        retry_seconds: float = 10.0,
+        orphan_seconds: float = 60.0,
+    ) -> None:
+        if not RUN_ID.fullmatch(run_id) or run_id == "coordinator":
+            raise ValueError(f"run id {run_id!r}: it must be letters, digits, '.', '_' and '-', and not 'coordinator'")
+        self.run_id = run_id
+        self.prefix = f"relaxd:{run_id}:"
+        self.stages = tuple(stages)
+        self.limits = limits
+        self.orphan_seconds = orphan_seconds
+        self._connection = Connection(redis_url, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds)
+        self._by_name = {stage.name: stage for stage in self.stages}
+        self._producers = producers(self.stages)
+        self._routes = json.dumps([[stage.name, self._writers(stage)] for stage in self.stages])
+
+    def counts(self) -> Counts:
+        """The terms of the conservation law, read at one moment. Raises RunMissing."""
+        names = ("published", "trained", "dropped", "last_step", "consecutive_drops")
+
+        def commands(pipe: redis.client.Pipeline) -> None:
+            pipe.hmget(f"{self.prefix}state", names)
+            pipe.scard(f"{self.prefix}open")
+            pipe.hgetall(f"{self.prefix}drops")
+
+        state, open_groups, reasons = self._connection.pipeline(commands, atomic=True)
+        if state[0] is None:
+            raise RunMissing(f"run {self.run_id} is not on the board")
+        values = {name: int(value) for name, value in zip(names, state, strict=True)}
+        by_reason = {reason.decode(): int(count) for reason, count in reasons.items()}
+        return Counts(open=open_groups, dropped_by_reason=by_reason, **values)
+
+    def open_groups(self) -> list[str]:
+        """Ids of the groups that are open, sorted."""
+        members = self._connection.run(lambda client: client.smembers(f"{self.prefix}open"))
+        return sorted(member.decode() for member in members)
+
+    def consecutive_drops(self) -> int:
+        """Groups dropped since the last committed step. Raises RunMissing."""
+        return int(self._state("consecutive_drops"))
+
+    def dropped(self, limit: int = 100) -> list[DroppedGroup]:
+        """What is kept of the groups dropped last, newest first (at most the last few hundred). Raises ColumnError."""
+        entries = self._connection.run(lambda client: client.xrevrange(f"{self.prefix}dropped", count=limit))
+        return [
+            DroppedGroup(
+                group_id=fields[b"group"].decode(),
+                reason=fields[b"reason"].decode(),
+                stage=fields[b"stage"].decode(),
+                attempt=int(fields[b"attempt"]),
+                time=float(fields[b"time"]),
+                retried=fields[b"retried"] == b"1",
+                columns=decode_columns(fields[b"columns"]) if fields[b"columns"] else {},
+            )
+            for _, fields in entries
+        ]
+
+    def queues(self) -> list[QueueDepth]:
+        """How many groups wait for each stage and are held in it, in the stages' order. Raises RunMissing."""
+
+        def commands(pipe: redis.client.Pipeline) -> None:
+            for stage in self.stages:
+                pipe.xlen(self._stream(stage.name))
+                pipe.xpending(self._stream(stage.name), WORKERS)
+
+        replies = self._connection.pipeline(commands, atomic=True)
+        depths = []
+        for stage, length, pending in zip(self.stages, replies[::2], replies[1::2], strict=True):
+            depths.append(QueueDepth(stage.name, waiting=length - pending["pending"], held=pending["pending"]))
+        return depths
+
+    def close(self) -> None:
+        """Close the connections to Redis."""
+        self._connection.close()
+
+    def _stream(self, stage: str) -> str:
+        if stage not in self._by_name:
+            raise ValueError(f"stage {stage!r} is not in run {self.run_id}, which has {', '.join(self._by_name)}")
+        return f"{self.prefix}stage:{stage}"
+
+    def _writers(self, stage: Stage) -> list[str]:
+        """Who writes what a stage needs."""
+        return sorted({self._producers.get(column, PUBLISH) for column in stage.needs} or {PUBLISH})
+
+    def _state(self, field: str) -> bytes:
+        value: bytes | None = self._connection.run(lambda client: client.hget(f"{self.prefix}state", field))
+        if value is None:
+            raise RunMissing(f"run {self.run_id} is not on the board")
+        return value
+
+    def _write_and_run(self, attempts: Sequence[payloads.Attempt], script: str, *arguments: Any) -> Any:
+        """Write payloads and run the script that points to them, in one round trip."""
+
+        def commands(pipe: redis.client.Pipeline) -> None:
+            payloads.write(pipe, attempts, self.orphan_seconds)
+            pipe.evalsha(script_hash(script), 1, self.prefix, *arguments)
+
+        for _ in range(WRITES):
+            try:
+                reply = self._connection.pipeline(commands)[-1]
+            except BoardError as error:
+                if str(error) != "EXPIRED":
+                    raise
+                continue
+            if not (isinstance(reply, list) and -1 in reply):
+                return reply
+        raise BoardError(f"payloads expired {WRITES} times before they were kept: orphan_seconds is too short")

@@ -1,0 +1,19 @@
+-- Take over what consumers that died or stalled held. ARGV: stage, consumer, count, lease in ms, max_deliveries.
+-- Answers entries: id, fields, deliveries under this entry.
+if call('EXISTS', stream_key(ARGV[1])) == 0 then return fail('RUNMISSING the run is not on the board') end
+local stage, consumer, lease, max_deliveries = ARGV[1], ARGV[2], ARGV[4], tonumber(ARGV[5])
+local taken = {}
+for _, pending in ipairs(call('XPENDING', stream_key(stage), WORKERS, 'IDLE', lease, '-', '+', ARGV[3])) do
+  local entry = call('XCLAIM', stream_key(stage), WORKERS, consumer, lease, pending[1])[1]
+  if entry then -- else it was deleted
+    local fields = {}
+    for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+    local before = tonumber(fields.attempts) + pending[4]
+    if before >= max_deliveries then
+      drop(fields.group, read_group(fields.group), 'poison', stage, before, false, 0)
+    else
+      taken[#taken + 1] = { entry[1], entry[2], pending[4] + 1 }
+    end
+  end
+end
+return taken

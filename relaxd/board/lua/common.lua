@@ -1,0 +1,146 @@
+#!lua flags=allow-oom
+-- What every script starts with. KEYS[1] is the prefix of the run's keys, "relaxd:<run>:".
+--
+--   state            hash: counters, epochs, gate, data cursor
+--   open             set: ids of the groups that are neither trained nor dropped
+--   begun            hash: group id -> oldest weight version in it, once its generation has begun
+--   group:<id>       hash of an open group:
+--                      trace, retries, bytes
+--                      @<writer>          pointer to the columns that a stage (or "publish") wrote
+--                      entry:<stage>      its entry in the stage's stream; set once it was offered
+--                      attempts:<stage>   deliveries under earlier entries
+--   stage:<name>     stream, consumer group "workers": group, trace, attempts, @<writer> ...
+--   columns:<attempt>[:<column>]  payloads; a pointer is "<attempt>[,<large column>...]"
+--   ledger           stream, id "<step>-0"      samples   stream, id "<step>-<i>"
+--   drops            hash: reason -> count      dropped   stream: what is kept of dropped groups
+--   retries          hash: group id -> "<retries>|<pointer>" of prompts that wait for another try
+local P = KEYS[1]
+local STATE, OPEN, BEGUN, RETRIES = P .. 'state', P .. 'open', P .. 'begun', P .. 'retries'
+local WORKERS = 'workers'
+local KEPT_GROUPS, KEPT_BYTES = 256, 65536
+local call = redis.call
+
+local function group_key(id) return P .. 'group:' .. id end
+local function stream_key(stage) return P .. 'stage:' .. stage end
+
+local function fail(message) return redis.error_reply(message) end
+
+-- The group as a table; nil when it is closed (or was never published).
+local function read_group(id)
+  local flat = call('HGETALL', group_key(id))
+  if #flat == 0 then return nil end
+  local group = {}
+  for i = 1, #flat, 2 do group[flat[i]] = flat[i + 1] end
+  return group
+end
+
+-- Keys of the payloads that a pointer names.
+local function payload_keys(pointer)
+  local keys, attempt = {}, nil
+  for part in string.gmatch(pointer, '[^,]+') do
+    if attempt then
+      keys[#keys + 1] = P .. 'columns:' .. attempt .. ':' .. part
+    else
+      attempt = part
+      keys[1] = P .. 'columns:' .. attempt
+    end
+  end
+  return keys
+end
+
+-- Keep an attempt's payloads, which expire by themselves until a script says this. False: they are gone already.
+local function keep(pointer)
+  for _, key in ipairs(payload_keys(pointer)) do
+    if call('PERSIST', key) == 0 and call('EXISTS', key) == 0 then return false end
+  end
+  return true
+end
+
+-- Put the group into a stage's stream.
+local function offer(id, group, stage, attempts)
+  local entry = { 'group', id, 'trace', group.trace, 'attempts', attempts }
+  for name, value in pairs(group) do
+    if string.byte(name) == 64 then -- "@"
+      entry[#entry + 1] = name
+      entry[#entry + 1] = value
+    end
+  end
+  local entry_id = call('XADD', stream_key(stage), '*', unpack(entry))
+  group['entry:' .. stage] = entry_id
+  return entry_id
+end
+
+-- Offer the group to every stage whose needs are met and which has not been offered it yet, and add what changed to `changes`.
+-- `stages` is a list of { name, { the writers it needs } }.
+local function offer_ready(id, group, stages, changes)
+  for _, stage in ipairs(stages) do
+    local name = stage[1]
+    if not group['entry:' .. name] then
+      local ready = true
+      for _, writer in ipairs(stage[2]) do ready = ready and group['@' .. writer] ~= nil end
+      if ready then
+        changes[#changes + 1] = 'entry:' .. name
+        changes[#changes + 1] = offer(id, group, name, 0)
+      end
+    end
+  end
+end
+
+local function remove_entry(stage, entry_id)
+  call('XACK', stream_key(stage), WORKERS, entry_id)
+  call('XDEL', stream_key(stage), entry_id)
+end
+
+-- Remove every trace of an open group but the counters. `spare`: a pointer whose payloads stay.
+local function close(id, group, spare)
+  for name, value in pairs(group) do
+    if string.byte(name) == 64 then
+      if value ~= spare then call('UNLINK', unpack(payload_keys(value))) end
+    elseif string.sub(name, 1, 6) == 'entry:' then
+      local stage = string.sub(name, 7)
+      if not group['@' .. stage] then remove_entry(stage, value) end
+    end
+  end
+  call('DEL', group_key(id))
+  call('SREM', OPEN, id)
+  call('HDEL', BEGUN, id)
+  call('HINCRBY', STATE, 'expected_bytes', -tonumber(group.bytes))
+end
+
+-- Close a group as dropped. With `retry`, its prompt waits to be published again, at most max_retries times.
+local function drop(id, group, reason, stage, attempt, retry, max_retries)
+  local pointer = group['@publish']
+  retry = retry and tonumber(group.retries) < max_retries
+  if retry then call('HSET', RETRIES, id, group.retries .. '|' .. pointer) end
+  local prompt = payload_keys(pointer)[1]
+  local kept = ''
+  if call('STRLEN', prompt) <= KEPT_BYTES then kept = call('GET', prompt) or '' end
+  local time = call('TIME')
+  call('XADD', P .. 'dropped', 'MAXLEN', '~', KEPT_GROUPS, '*', 'group', id, 'reason', reason, 'stage', stage,
+    'attempt', attempt, 'time', time[1] .. '.' .. string.format('%06d', time[2]), 'retried', retry and 1 or 0, 'columns', kept)
+  close(id, group, retry and pointer or nil)
+  call('HINCRBY', STATE, 'dropped', 1)
+  call('HINCRBY', STATE, 'consecutive_drops', 1)
+  call('HINCRBY', P .. 'drops', reason, 1)
+end
+
+-- Whether this very delivery still holds the group: same entry, same consumer, not delivered again since.
+local function held(id, stage, entry_id, consumer, attempt)
+  local entry = call('HMGET', group_key(id), 'entry:' .. stage, 'attempts:' .. stage)
+  if entry[1] ~= entry_id then return false end
+  local pending = call('XPENDING', stream_key(stage), WORKERS, entry_id, entry_id, 1)[1]
+  return pending ~= nil and pending[2] == consumer and pending[4] + tonumber(entry[2] or 0) == tonumber(attempt)
+end
+
+-- Give the group back: a new entry at the end of the stage's queue, or the end of a group that was delivered too often.
+local function hand_back(id, group, stage, attempt, counts, max_deliveries)
+  if counts and attempt >= max_deliveries then
+    drop(id, group, 'poison', stage, attempt, false, 0)
+    return
+  end
+  remove_entry(stage, group['entry:' .. stage])
+  local before = counts and attempt or attempt - 1
+  local entry_id = offer(id, group, stage, before)
+  call('HSET', group_key(id), 'entry:' .. stage, entry_id, 'attempts:' .. stage, before)
+end
+

@@ -1,0 +1,11 @@
+-- A new trainer takes the place of the last one: it gets the next epoch, and what the last one held is free again.
+-- ARGV: name of the train stage, max_deliveries.
+if call('EXISTS', STATE) == 0 then return fail('RUNMISSING the run is not on the board') end
+local stage = ARGV[1]
+for _, pending in ipairs(call('XPENDING', stream_key(stage), WORKERS, '-', '+', 100000)) do
+  local entry = call('XRANGE', stream_key(stage), pending[1], pending[1])[1]
+  local fields = {}
+  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+  hand_back(fields.group, read_group(fields.group), stage, fields.attempts + pending[4], true, tonumber(ARGV[2]))
+end
+return call('HINCRBY', STATE, 'trainer_epoch', 1)

@@ -1,0 +1,197 @@
+"""What a stage does on the board: take groups, load their columns, keep the hold, commit what it made of them."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import redis
+
+from relaxd.board import payloads
+from relaxd.board.core import WORKERS, BoardCore
+from relaxd.board.errors import BoardError
+from relaxd.board.stages import PUBLISH, VERSIONS
+from relaxd.board.types import Column, Delivery
+
+LONGEST_CLAIM_INTERVAL = 5.0
+
+
+class StageSide(BoardCore):
+    """Taking, holding, committing and dropping groups. Every operation may be repeated without harm."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._next_claim: dict[str, float] = {}
+
+    def take(self, stage: str, consumer: str, *, count: int, block_seconds: float) -> list[Delivery]:
+        """At most `count` groups, held by `consumer` for limits.lease_seconds; waits up to block_seconds for the first.
+
+        First those whose holder let its lease run out (looked for four times a lease), then new ones. A group that was
+        delivered limits.max_deliveries times without success is dropped as poison. Raises RunMissing, BoardUnavailable.
+        """
+        deadline = time.monotonic() + block_seconds
+        stream = self._stream(stage)
+        interval = min(self.limits.lease_seconds / 4, LONGEST_CLAIM_INTERVAL)
+        while True:
+            taken: list[Delivery] = []
+            now = time.monotonic()
+            if now >= self._next_claim.get(stage, 0.0):
+                self._next_claim[stage] = now + interval
+                taken = self._claim(stage, consumer, count)
+            if len(taken) < count:
+                wait = min(deadline - now, self._next_claim[stage] - now, self._connection.timeout_seconds / 2)
+                block = None if taken or wait <= 0 else max(1, int(wait * 1000))
+                taken += self._read(stream, stage, consumer, count - len(taken), block)
+            if taken or time.monotonic() >= deadline:
+                return taken
+
+    def begin(self, delivery: Delivery, version: int) -> bool:
+        """Generation starts with this weight version (what `open_versions` tells); a retry overwrites it.
+
+        False: the group is not held by this delivery any more.
+        """
+        arguments = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
+        return bool(self._connection.script("begin", self.prefix, *arguments, version))
+
+    def load(self, deliveries: Sequence[Delivery], columns: Sequence[str]) -> list[dict[str, Column] | None]:
+        """The columns of each delivery's group; None for a group that was closed meanwhile (forget it).
+
+        Arrays are read-only views. Raises BoardError for a column that is not written yet, ColumnError for a broken
+        one.
+        """
+        pointers = self._pointers(deliveries, columns)
+        places: list[dict[str, str] | None] = [
+            None
+            if found is None
+            else {column: payloads.key_of(self.prefix, found[self._writer(column)], column) for column in columns}
+            for found in pointers
+        ]
+        keys = list(dict.fromkeys(key for place in places if place is not None for key in place.values()))
+        loaded = self._connection.run(lambda client: dict(payloads.read(client, keys))) if keys else {}
+        result: list[dict[str, Column] | None] = []
+        for place in places:
+            if place is None or any(loaded[key] is None for key in place.values()):
+                result.append(None)
+            else:
+                result.append({column: (loaded[key] or {})[column] for column, key in place.items()})
+        return result
+
+    def renew(self, stage: str, consumer: str, deliveries: Sequence[Delivery]) -> set[str]:
+        """Start the leases anew. Returns the ids of the groups still held; the others went to somebody else."""
+        if not deliveries:
+            return set()
+        arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
+        held = self._connection.script("renew", self.prefix, stage, consumer, *arguments)
+        return {group_id.decode() for group_id in held}
+
+    def release(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, failed: bool = False) -> int:
+        """Hand groups back, so that others get them at once. Returns how many were still held.
+
+        With `failed`, the delivery counts towards limits.max_deliveries; otherwise it is as if it had not happened.
+        """
+        if not deliveries:
+            return 0
+        arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
+        settings = (stage, consumer, int(failed), self.limits.max_deliveries)
+        return int(self._connection.script("release", self.prefix, *settings, *arguments))
+
+    def commit(self, items: Sequence[tuple[Delivery, Mapping[str, Column]]]) -> list[bool]:
+        """Commit columns, exactly those that each delivery's stage writes, and let the groups move on; one round trip.
+
+        For each True, or False when another attempt was first or the group is closed; both end the hold. Raises
+        ColumnError, and ValueError when columns are missing or unknown.
+        """
+        if not items:
+            return []
+        attempts: list[payloads.Attempt] = []
+        arguments: list[str | int] = []
+        for delivery, columns in items:
+            writes = self._by_name[delivery.stage].writes
+            if set(columns) != set(writes):
+                raise ValueError(
+                    f"stage {delivery.stage!r} writes columns {', '.join(sorted(writes))}; "
+                    f"got {', '.join(sorted(columns)) or 'none'}"
+                )
+            attempt = payloads.Attempt(self.prefix, delivery.group_id, columns)
+            attempts.append(attempt)
+            versions = columns.get(VERSIONS)
+            version = int(versions.min()) if isinstance(versions, np.ndarray) and versions.size else ""
+            arguments += [delivery.group_id, delivery.stage, delivery.entry_id, attempt.pointer, version]
+        return [result == 1 for result in self._write_and_run(attempts, "commit", self._routes, *arguments)]
+
+    def drop(self, target: Delivery | str, *, reason: str, retry: bool = False) -> bool:
+        """Close a group as dropped, held by this delivery (or by whomever, when given its id).
+
+        With `retry`, its prompt waits to be published again, at most limits.max_retries times. False: it was closed
+        already, or the delivery does not hold it any more.
+        """
+        settings = (reason, int(retry), self.limits.max_retries)
+        if isinstance(target, str):
+            return bool(self._connection.script("drop", self.prefix, target, *settings))
+        hold = (target.stage, target.entry_id, target.consumer, target.attempt)
+        return bool(self._connection.script("drop", self.prefix, target.group_id, *settings, *hold))
+
+    def _writer(self, column: str) -> str:
+        return "@" + self._producers.get(column, PUBLISH)
+
+    def _claim(self, stage: str, consumer: str, count: int) -> list[Delivery]:
+        lease = max(1, int(self.limits.lease_seconds * 1000))
+        entries = self._connection.script(
+            "claim", self.prefix, stage, consumer, count, lease, self.limits.max_deliveries
+        )
+        return [_delivery(stage, consumer, id, fields, deliveries) for id, fields, deliveries in entries]
+
+    def _read(self, stream: str, stage: str, consumer: str, count: int, block: int | None) -> list[Delivery]:
+        """New entries; `block` in milliseconds."""
+        arguments: list[Any] = ["XREADGROUP", "GROUP", WORKERS, consumer, "COUNT", count]
+        if block is not None:
+            arguments += ["BLOCK", block]
+
+        def operation(client: redis.Redis) -> Any:
+            return client.execute_command(*arguments, "STREAMS", stream, ">")
+
+        reply = self._connection.run(operation)
+        return [
+            _delivery(stage, consumer, entry_id, fields, 1)
+            for _, entries in reply or ()
+            for entry_id, fields in entries
+        ]
+
+    def _pointers(self, deliveries: Sequence[Delivery], columns: Sequence[str]) -> list[dict[str, str] | None]:
+        """Each group's pointers: those that came with the delivery, or the group's own where they came later."""
+        writers = list(dict.fromkeys(self._writer(column) for column in columns))
+        incomplete = [d for d in deliveries if any(writer not in d.pointers for writer in writers)]
+        looked_up: dict[str, dict[str, str] | None] = {}
+        if incomplete:
+
+            def commands(pipe: redis.client.Pipeline) -> None:
+                for delivery in incomplete:
+                    pipe.hmget(f"{self.prefix}group:{delivery.group_id}", ["trace", *writers])
+
+            for delivery, (trace, *found) in zip(incomplete, self._connection.pipeline(commands), strict=True):
+                if trace is None:
+                    looked_up[delivery.group_id] = None
+                    continue
+                if None in found:
+                    missing = writers[found.index(None)].removeprefix("@")
+                    raise BoardError(f"group {delivery.group_id} has no columns of {missing!r} yet")
+                looked_up[delivery.group_id] = dict(zip(writers, (f.decode() for f in found), strict=True))
+        return [looked_up.get(d.group_id, d.pointers) for d in deliveries]
+
+
+def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries: int) -> Delivery:
+    """A stream entry as a delivery. Fields come as pairs in a flat list, or as a dict."""
+    if not isinstance(fields, dict):
+        fields = dict(zip(fields[::2], fields[1::2], strict=True))
+    offered = int(entry_id.split(b"-", 1)[0]) / 1000
+    return Delivery(
+        group_id=fields[b"group"].decode(),
+        entry_id=entry_id.decode(),
+        stage=stage,
+        consumer=consumer,
+        attempt=int(fields[b"attempts"]) + deliveries,
+        trace=json.loads(fields[b"trace"]),
+        waited_seconds=max(0.0, time.time() - offered),
+        pointers={name.decode(): value.decode() for name, value in fields.items() if name[:1] == b"@"},
+    )

@@ -1,0 +1,85 @@
+"""What the trainer does on the board. Its writes carry its epoch: a trainer that was replaced commits nothing."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relaxd.board.core import BoardCore
+from relaxd.board.stages import TRAIN
+from relaxd.board.types import LedgerEntry
+
+
+class TrainerSide(BoardCore):
+    """The step ledger, and what the trainer must know to close a step."""
+
+    def new_trainer_epoch(self) -> int:
+        """Take the trainer's place: the next epoch (from 1). What the last one held is free again. Raises RunMissing."""
+        return int(self._connection.script("trainer", self.prefix, TRAIN, self.limits.max_deliveries))
+
+    def trainer_epoch(self) -> int:
+        """The epoch of the trainer that may commit; 0 before the first. Raises RunMissing."""
+        return int(self._state("trainer_epoch"))
+
+    def open_versions(self) -> dict[str, int]:
+        """Id -> oldest weight version, of the open groups whose generation has begun.
+
+        Until the rollout commits, that is the version that generation began with; then the oldest of the tokens'.
+        """
+        begun = self._connection.run(lambda client: client.hgetall(f"{self.prefix}begun"))
+        return {group_id.decode(): int(version) for group_id, version in begun.items()}
+
+    def commit_step(
+        self,
+        *,
+        epoch: int,
+        step: int,
+        plan: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        samples: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Enter a step into the ledger, close its groups as trained and free their columns, all at once.
+
+        `plan["groups"]` lists the groups' ids in order; `plan` and `metrics` must be JSON. Saying the same again (same
+        epoch, step and plan) does nothing. Raises Fenced when another trainer has taken over, StepConflict when the
+        step is not the last plus one or a group is not open.
+        """
+        groups = list(plan["groups"])
+        self._connection.script(
+            "commit_step",
+            self.prefix,
+            epoch,
+            step,
+            json.dumps(plan, sort_keys=True),
+            json.dumps(metrics),
+            len(groups),
+            *groups,
+            *(json.dumps(sample) for sample in samples),
+        )
+
+    def last_step(self) -> int:
+        """The last committed step; 0 before the first. Raises RunMissing."""
+        return int(self._state("last_step"))
+
+    def ledger(self, after_step: int = 0, limit: int | None = None) -> list[LedgerEntry]:
+        """The committed steps after `after_step`, in order."""
+        key = f"{self.prefix}ledger"
+        entries = self._connection.run(lambda client: client.xrange(key, min=f"{after_step + 1}-0", count=limit))
+        return [
+            LedgerEntry(
+                step=int(entry_id.split(b"-")[0]),
+                time=float(fields[b"time"]),
+                epoch=int(fields[b"epoch"]),
+                plan=json.loads(fields[b"plan"]),
+                metrics=json.loads(fields[b"metrics"]),
+            )
+            for entry_id, fields in entries
+        ]
+
+    def samples(self, step: int | None = None, limit: int = 100) -> list[dict[str, Any]]:
+        """Samples that were kept with a step, or the newest of all steps; in order, each with its "step"."""
+        key = f"{self.prefix}samples"
+        if step is None:
+            entries = self._connection.run(lambda client: client.xrevrange(key, count=limit))[::-1]
+        else:
+            entries = self._connection.run(lambda client: client.xrange(key, min=f"{step}", max=f"{step}", count=limit))
+        return [json.loads(fields[b"sample"]) | {"step": int(id.split(b"-")[0])} for id, fields in entries]

@@ -1,0 +1,120 @@
+"""What the board hands out and takes in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+JSON: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
+"""A value that JSON can express."""
+
+Column: TypeAlias = np.ndarray | JSON
+"""A column's value: an array, or any JSON value. Arrays that were loaded are read-only views."""
+
+
+@dataclass(frozen=True)
+class NewGroup:
+    """A prompt to publish."""
+
+    group_id: str
+    """Unique in the run, for ever; printable, without spaces."""
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    """The prompt's columns. Not used when `retry_of` is given: the prompt is on the board already."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """Trace context of the publish span; every stage's delivery carries it."""
+    expected_bytes: int = 0
+    """How large the group will be once all its columns are written; the gate counts it while the group is open."""
+    retry_of: str | None = None
+    """The dropped group (one of `Board.retries()`) whose prompt this group tries again."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A group that a consumer holds at a stage."""
+
+    group_id: str
+    entry_id: str
+    """The stream entry; changes when a group is handed back and taken again."""
+    stage: str
+    consumer: str
+    attempt: int
+    """1 for the first delivery of this group at this stage."""
+    trace: dict[str, str]
+    """Trace context of the publish span."""
+    waited_seconds: float
+    """From the offer (or the hand-back) to the delivery."""
+    pointers: dict[str, str] = field(repr=False, compare=False)
+    """Where the columns lie (the board's own)."""
+
+
+@dataclass(frozen=True)
+class Retry:
+    """A dropped group whose prompt waits for another try."""
+
+    group_id: str
+    retries: int
+    """How often its prompt was tried again before; the next is number retries + 1."""
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """A committed step."""
+
+    step: int
+    time: float
+    """Seconds since the epoch of Unix, by Redis's clock."""
+    epoch: int
+    """The trainer epoch that committed it."""
+    plan: dict[str, Any]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The conservation law's terms, read at one moment."""
+
+    published: int
+    open: int
+    """The cardinality of the set of open groups: counted, not derived."""
+    trained: int
+    dropped: int
+    dropped_by_reason: dict[str, int]
+    last_step: int
+    consecutive_drops: int
+    """Drops since the last committed step."""
+
+    def check(self) -> None:
+        """Raise AssertionError unless published = open + trained + dropped."""
+        if self.published != self.open + self.trained + self.dropped:
+            raise AssertionError(
+                f"groups were lost or doubled: published {self.published} is not open {self.open} + trained "
+                f"{self.trained} + dropped {self.dropped}"
+            )
+
+
+@dataclass(frozen=True)
+class QueueDepth:
+    """How many groups wait for a stage and are held in it."""
+
+    stage: str
+    waiting: int
+    held: int
+
+
+@dataclass(frozen=True)
+class DroppedGroup:
+    """What is kept of a dropped group."""
+
+    group_id: str
+    reason: str
+    stage: str
+    """The stage that dropped it; empty when it was dropped by its id."""
+    attempt: int
+    """Deliveries at that stage."""
+    time: float
+    """Seconds since the epoch of Unix."""
+    retried: bool
+    """Its prompt is (or was) tried again."""
+    columns: dict[str, Column]
+    """The prompt's columns, where they were small enough to keep (64 KiB)."""

@@ -1,0 +1,310 @@
+"""The loop of a stage: take groups, work on several at once, keep their holds, commit in batches, outlive outages."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+from opentelemetry import trace
+
+from relaxd.board.board import Board
+from relaxd.board.errors import BoardError, BoardUnavailable, ColumnError, RunMissing
+from relaxd.board.types import Column, Delivery
+from relaxd.telemetry import open_stage_span
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+TAKE_SECONDS = 0.5
+"""How long one read waits for groups; a pause or stop takes effect after at most this."""
+BATCH = 256
+"""Most groups in one commit."""
+OUTAGE_PAUSE_SECONDS = 0.5
+MOST_THREADS = 256
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A stage's result for a group that must not go on, and why (a short word, counted on the board)."""
+
+    reason: str
+
+
+Result: TypeAlias = Mapping[str, Column] | Drop
+"""What a stage makes of a group: the columns it writes, or why the group ends here."""
+
+Process: TypeAlias = Callable[[Delivery, dict[str, Column]], Result | Future[Result]]
+
+
+class StageWorker:
+    """Runs `process(delivery, columns)` on the groups of a stage, at most `concurrency` at once.
+
+    `process` runs in a thread, inside the stage's span of the group's trace, and gets the columns that the stage needs
+    (or `columns`, where given). It returns the columns to commit or a Drop, or a future of either. When it raises, the group is
+    handed back for another try, which counts towards board.max_deliveries; a cancelled future is handed back uncounted.
+    While Redis is away, work goes on and results wait.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        stage: str,
+        consumer: str,
+        process: Process,
+        *,
+        concurrency: int | Callable[[], int],
+        columns: Sequence[str] | None = None,
+    ) -> None:
+        self._board = board
+        self._stage = stage
+        self._consumer = consumer
+        self._process = process
+        self._concurrency = concurrency if callable(concurrency) else lambda: concurrency
+        self._columns = tuple(columns or next(s for s in board.stages if s.name == stage).needs)
+        self._held: dict[str, Delivery] = {}
+        self._finished: queue.SimpleQueue[tuple[str, Result | BaseException] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._paused = False
+        self._stop = threading.Event()
+        self._outage = False
+        self._done = 0
+        most = concurrency if isinstance(concurrency, int) else MOST_THREADS
+        self._pool = ThreadPoolExecutor(most, thread_name_prefix=stage)
+        self._threads = {
+            name: threading.Thread(target=self._guarded, args=(loop,), name=f"{stage}-{name}", daemon=True)
+            for name, loop in (("read", self._read), ("commit", self._commit), ("renew", self._renew))
+        }
+
+    @property
+    def held(self) -> int:
+        """Groups held now."""
+        return len(self._held)
+
+    @property
+    def done(self) -> int:
+        """Groups that this worker committed or dropped."""
+        return self._done
+
+    def start(self) -> None:
+        """Start taking groups (unless paused before)."""
+        for thread in self._threads.values():
+            thread.start()
+
+    def pause(self) -> None:
+        """Take no more groups; work on those held goes on."""
+        self._set_paused(True)
+
+    def resume(self) -> None:
+        """Take groups again."""
+        self._set_paused(False)
+
+    def drain(self, seconds: float) -> int:
+        """Take no more, finish what is held within `seconds`, hand the rest back, stop.
+
+        Returns how many were handed back.
+        """
+        self.pause()
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while self._held and time.monotonic() < deadline and not self._stop.is_set():
+                self._changed.wait(min(0.2, max(0.0, deadline - time.monotonic())))
+        return self.stop()
+
+    def stop(self) -> int:
+        """Commit what is finished, hand the rest back at once, end the threads. Returns how many were handed back."""
+        self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._finished.put(None)
+        for thread in self._threads.values():
+            if thread.is_alive():
+                thread.join()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            left = list(self._held.values())
+            self._held.clear()
+        try:
+            self._board.release(self._stage, self._consumer, left)
+        except BoardError as error:
+            logger.warning("%d held groups could not be handed back; their leases run out: %s", len(left), error)
+        return len(left)
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        while not self._stop.is_set():
+            with self._changed:
+                free = 0 if self._paused else self._concurrency() - len(self._held)
+                if free <= 0:
+                    self._changed.wait(TAKE_SECONDS)
+                    continue
+            taken = self._patiently(
+                lambda free=free: self._board.take(self._stage, self._consumer, count=free, block_seconds=TAKE_SECONDS)
+            )
+            if taken:
+                self._admit(taken)
+
+    def _admit(self, taken: list[Delivery]) -> None:
+        """Start work on groups that were just taken."""
+        if self._paused or self._stop.is_set():
+            self._patiently(lambda: self._board.release(self._stage, self._consumer, taken))
+            return
+        with self._changed:
+            # A group whose lease ran out while it was worked on here may come back here: the work goes on under the new
+            # hold.
+            fresh = [delivery for delivery in taken if delivery.group_id not in self._held]
+            self._held.update({delivery.group_id: delivery for delivery in taken})
+        for delivery, columns in self._load(fresh):
+            if columns is None:  # closed meanwhile
+                self._forget([delivery.group_id])
+            else:
+                self._pool.submit(self._work, delivery, columns)
+
+    def _load(self, deliveries: list[Delivery]) -> list[tuple[Delivery, dict[str, Column] | None]]:
+        """The columns of groups; one whose columns are broken fails alone."""
+        try:
+            loaded = self._patiently(lambda: self._board.load(deliveries, self._columns))
+            return list(zip(deliveries, loaded, strict=True)) if loaded is not None else []
+        except BoardError as error:
+            if len(deliveries) > 1:
+                return [pair for delivery in deliveries for pair in self._load([delivery])]
+            self._finished.put((deliveries[0].group_id, error))
+            return []
+
+    # --- working ------------------------------------------------------------------------------------------------
+
+    def _work(self, delivery: Delivery, columns: dict[str, Column]) -> None:
+        span = open_stage_span(
+            self._stage,
+            delivery.trace,
+            waited_seconds=delivery.waited_seconds,
+            attributes={"relaxd.group_id": delivery.group_id, "relaxd.attempt": delivery.attempt},
+        )
+
+        def finish(outcome: Result | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                span.record_exception(outcome)
+                span.set_status(trace.StatusCode.ERROR, str(outcome))
+            span.end()
+            self._finished.put((delivery.group_id, outcome))
+
+        def finish_future(future: Future[Result]) -> None:
+            if future.cancelled():
+                finish(CancelledError())
+            else:
+                finish(future.exception() or future.result())
+
+        with trace.use_span(span):
+            try:
+                result = self._process(delivery, columns)
+            except Exception as error:  # whatever a reward or engine raises: the group fails, the worker goes on
+                finish(error)
+                return
+        if isinstance(result, Future):
+            result.add_done_callback(finish_future)
+        else:
+            finish(result)
+
+    # --- committing ---------------------------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        while True:
+            batch = [self._finished.get()]
+            while len(batch) < BATCH and not self._finished.empty():
+                batch.append(self._finished.get())
+            self._settle([item for item in batch if item is not None])
+            if None in batch:
+                return
+
+    def _settle(self, finished: list[tuple[str, Result | BaseException]]) -> None:
+        """Tell the board what became of groups, each of which another attempt may have settled before."""
+        with self._changed:
+            held = [(self._held[id], outcome) for id, outcome in finished if id in self._held]
+        commits = [(delivery, outcome) for delivery, outcome in held if isinstance(outcome, Mapping)]
+        settled = self._commit_columns(commits)
+        for delivery, outcome in held:
+            if isinstance(outcome, Drop):
+                dropped = self._patiently(partial(self._board.drop, delivery, reason=outcome.reason))
+                self._done += bool(dropped)
+                settled += [delivery.group_id] if dropped is not None else []
+            elif isinstance(outcome, CancelledError):
+                settled += self._hand_back(delivery, failed=False)
+            elif not isinstance(outcome, Mapping):
+                logger.error(
+                    "stage %s failed on group %s (attempt %d): %s",
+                    *(self._stage, delivery.group_id, delivery.attempt, outcome),
+                    exc_info=outcome if isinstance(outcome, BaseException) else None,
+                )
+                settled += self._hand_back(delivery, failed=True)
+        self._forget(settled)
+
+    def _commit_columns(self, commits: list[tuple[Delivery, Mapping[str, Column]]]) -> list[str]:
+        """Commit; a group whose columns cannot be stored fails alone. Returns the ids of the groups that are settled."""
+        try:
+            results = self._patiently(lambda: self._board.commit(commits))
+        except (ColumnError, ValueError) as error:
+            if len(commits) > 1:
+                return [id for commit in commits for id in self._commit_columns([commit])]
+            delivery = commits[0][0]
+            logger.error(
+                "stage %s made columns of group %s that cannot be stored: %s", self._stage, delivery.group_id, error
+            )
+            return self._hand_back(delivery, failed=True)
+        self._done += sum(results or ())
+        return [delivery.group_id for delivery, _ in commits] if results is not None else []
+
+    def _hand_back(self, delivery: Delivery, *, failed: bool) -> list[str]:
+        released = self._patiently(lambda: self._board.release(self._stage, self._consumer, [delivery], failed=failed))
+        return [delivery.group_id] if released is not None else []
+
+    # --- holding ------------------------------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        while not self._stop.wait(self._board.limits.lease_seconds / 4):
+            with self._changed:
+                deliveries = list(self._held.values())
+            held = self._patiently(partial(self._board.renew, self._stage, self._consumer, deliveries))
+            if held is not None and len(held) < len(deliveries):
+                logger.debug("stage %s: %d holds went to others", self._stage, len(deliveries) - len(held))
+
+    def _forget(self, group_ids: Sequence[str]) -> None:
+        with self._changed:
+            for group_id in group_ids:
+                self._held.pop(group_id, None)
+            self._changed.notify_all()
+
+    def _set_paused(self, paused: bool) -> None:
+        with self._changed:
+            self._paused = paused
+            self._changed.notify_all()
+
+    def _patiently(self, operation: Callable[[], T]) -> T | None:
+        """Do it as soon as Redis is there and has the run; None when the worker is stopped before."""
+        while True:
+            try:
+                result = operation()
+            except (BoardUnavailable, RunMissing) as error:
+                if not self._outage:
+                    self._outage = True
+                    logger.warning("stage %s waits for the board: %s", self._stage, error)
+                if self._stop.wait(OUTAGE_PAUSE_SECONDS):
+                    return None
+            else:
+                if self._outage:
+                    self._outage = False
+                    logger.warning("stage %s: the board is back", self._stage)
+                return result
+
+    def _guarded(self, loop: Callable[[], None]) -> None:
+        """Run a thread; should it fail, stop all of them, so that the leases run out and others get the groups."""
+        try:
+            loop()
+        except Exception:
+            logger.exception("the worker of stage %s ends", self._stage)
+            self._stop.set()
+            raise
