@@ -66,8 +66,9 @@ class Coordinator:
     def watch(self, run_id: str = "") -> Iterator[pb.WatchRunResponse]:
         """What happens in a run, until it ends, about once a second. Goes on when the coordinator restarts.
 
-        Raises CliError when no coordinator answers for AWAY_SECONDS.
+        Raises CliError when no coordinator answers at first, or later for AWAY_SECONDS.
         """
+        run_id = self.run(run_id).run_id
         token, last_heard = "", time.monotonic()
         while True:
             request = pb.WatchRunRequest(run_id=run_id, resume_token=token, max_seconds=60)

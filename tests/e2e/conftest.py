@@ -1,0 +1,100 @@
+"""A tiny run: a random model, a reward of the test's own, and the real command on real services."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.models import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+# A random model never adds right: reward something that differs between samples.
+REWARD = """
+def even_bytes(sample):
+    data = sample.response.encode()
+    share = sum(byte % 2 == 0 for byte in data) / max(len(data), 1)
+    return {"reward": share, "accuracy": float(share > 0.5), "format": float(len(data) > 2)}
+"""
+CONFIG = """
+[run]
+steps = {steps}
+
+[model]
+path = "{model}"
+
+[data]
+source = "addition"
+digits = 1
+max_prompt_tokens = 128
+
+[reward]
+name = "tiny_reward:even_bytes"
+workers = 1
+
+[rollout]
+samples_per_prompt = 4
+max_new_tokens = 12
+threads = 1
+
+[trainer]
+groups_per_step = 2
+threads = 1
+
+[trainer.optimizer]
+lr = 1e-3
+
+[eval]
+prompts = 4
+"""
+
+
+@dataclass
+class Workplace:
+    """A folder with a configuration in which the command is run."""
+
+    folder: Path
+    processes: list["subprocess.Popen[str]"] = field(default_factory=list)
+
+    def start(self, *words: str, **environment: str) -> "subprocess.Popen[str]":
+        """Start `relaxd WORDS` without waiting for it."""
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("RELAXD_")}
+        clean.pop("REDIS_URL", None)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "relaxd.cli", *words],
+            cwd=self.folder,
+            env=clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CI": "1"} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def relaxd(self, *words: str, timeout: float = 120, **environment: str) -> tuple[int, str]:
+        """Run `relaxd WORDS`; returns its exit code and what it printed."""
+        process = self.start(*words, **environment)
+        output, _ = process.communicate(timeout=timeout)
+        return process.returncode, output
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, tiny_model: Path):
+    (tmp_path / "tiny_reward.py").write_text(REWARD)
+    (tmp_path / "tiny.toml").write_text(CONFIG.format(model=tiny_model, steps=3))
+    place = Workplace(tmp_path)
+    yield place
+    for process in place.processes:
+        if process.poll() is None:
+            process.terminate()  # its supervisor goes with it
+            process.wait(timeout=60)
+    code, output = place.relaxd("down")
+    assert code == 0, output

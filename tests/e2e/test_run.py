@@ -1,0 +1,141 @@
+"""The whole loop, from the command line: five real services train a tiny random model."""
+
+import json
+import math
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from relaxd.cli.state import StateFolder
+from tests.e2e.conftest import Workplace
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def check_books(summary: dict[str, Any], steps: int, groups_per_step: int = 2) -> None:
+    assert summary["steps"] == steps
+    assert summary["trained"] == steps * groups_per_step
+    assert summary["in_flight"] == 0
+    assert summary["published"] == summary["trained"] + summary["dropped"]
+
+
+@pytest.mark.timeout(240)
+def test_one_command_trains_and_leaves_everything(workplace: Workplace, tiny_model: Path) -> None:
+    code, output = workplace.relaxd("run", "tiny.toml", "--run-id", "tiny", "--run.seed", "3", timeout=200)
+    assert code == 0, output
+    folder = workplace.folder / "runs" / "tiny"
+    summary = read_summary(folder)
+    check_books(summary, steps=3)
+    for name in ("accuracy_before", "accuracy_after", "format_before", "format_after"):
+        assert 0 <= summary[name] <= 1
+    assert 0 < summary["wall_seconds"] < 200
+
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    for line in lines[1:]:
+        assert 0 <= line["staleness_max"] <= 1
+        assert math.isfinite(line["loss"])
+        assert line["grad_norm"] > 0
+        assert line["logprob_difference"] < 1e-3
+    for name in ("config.toml", "curve.png", "report.html", "samples.jsonl", "logs/trainer.log"):
+        assert (folder / name).stat().st_size > 0
+    assert len(list((folder / "steps").glob("step-*.safetensors"))) == 3
+    for line in ("step 1/3", "step 3/3", "held-out, before training", "held-out accuracy"):
+        assert line in output
+    assert not StateFolder(workplace.folder / ".relaxd").is_up()
+
+    before = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    after = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    names = dict(before.named_parameters()).keys()
+    assert dict(after.named_parameters()).keys() == names
+    assert any(not torch.equal(before.get_parameter(name), after.get_parameter(name)) for name in names)
+    assert AutoTokenizer.from_pretrained(folder / "model").decode([1]) == "<|im_start|>"
+
+
+@pytest.mark.timeout(300)
+def test_a_run_survives_the_death_of_services(workplace: Workplace) -> None:
+    process = workplace.start("run", "tiny.toml", "--run-id", "deaths", "--run.steps", "12")
+    state = StateFolder(workplace.folder / ".relaxd")
+    assert process.stdout is not None
+    output = []
+    killed: list[str] = []
+    victims = {2: "coordinator", 4: "reward", 6: "rollout", 8: "advantage"}
+    for line in process.stdout:
+        output.append(line)
+        step = re.match(r"step +(\d+)/12", line)
+        if step and (name := victims.get(int(step[1]))):
+            services = state.read().services
+            os.kill(next(s.pid for s in services if s.name == name), signal.SIGKILL)
+            killed.append(name)
+    assert process.wait(timeout=60) == 0, "".join(output)
+    assert killed == ["coordinator", "reward", "rollout", "advantage"]
+    folder = workplace.folder / "runs" / "deaths"
+    check_books(read_summary(folder), steps=12)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(13))
+    supervisor_log = (folder / "logs" / "supervisor.log").read_text()
+    for name in killed:
+        assert f"restarted {name}" in supervisor_log
+    assert "restarted trainer" not in supervisor_log
+
+
+@pytest.mark.timeout(240)
+def test_up_run_look_down(workplace: Workplace) -> None:
+    code, output = workplace.relaxd("up", "--port", "0", "--reward", "2")
+    assert code == 0, output
+    code, output = workplace.relaxd("up", "--port", "0")
+    assert code == 1
+    assert "services are already up" in output
+
+    code, output = workplace.relaxd("run", "tiny.toml", "--run-id", "first", timeout=150)
+    assert code == 0, output
+    check_books(read_summary(workplace.folder / "runs" / "first"), steps=3)
+
+    code, output = workplace.relaxd("status")
+    assert code == 0, output
+    for expected in ("reward-1", "reward-2", "trainer", "first", "stopped", "3/3"):
+        assert expected in output
+    code, output = workplace.relaxd("samples", "first", "--json", "--limit", "3")
+    assert code == 0, output
+    samples = [json.loads(line) for line in output.splitlines()]
+    assert len(samples) == 3
+    assert all(sample["step"] in (1, 2, 3) and "What is" in sample["prompt"] for sample in samples)
+    code, output = workplace.relaxd("watch", "first")
+    assert code == 0, output
+    assert "run first is stopped" in output
+
+    code, output = workplace.relaxd("run", "tiny.toml", "--run-id", "first")
+    assert code == 1
+    assert "first" in output
+    pids = [service.pid for service in StateFolder(workplace.folder / ".relaxd").read().services]
+    code, output = workplace.relaxd("down")
+    assert (code, output) == (0, "down\n")
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_stops_everything(workplace: Workplace) -> None:
+    process = workplace.start("run", "tiny.toml", "--run-id", "long", "--run.steps", "1000")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    pids = [service.pid for service in StateFolder(workplace.folder / ".relaxd").read().services]
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 130, rest
+    assert "Traceback" not in rest
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,127 @@
+"""The command as a person uses it: what it says when something is wrong, without services."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from relaxd.cli.main import app
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "addition.toml"
+
+
+def relaxd(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith("RELAXD_") and name != "REDIS_URL"
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "relaxd.cli", *words],
+        cwd=cwd,
+        env=clean | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_help_teaches() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.output).split())
+    for expected in ("relaxd demo", "relaxd run my.toml", "relaxd up --rollout 2", "relaxd config show my.toml"):
+        assert expected in words
+    for command in ("demo", "run", "up", "down", "status", "watch", "samples", "config", "model"):
+        assert re.search(rf"│ {command} ", result.output)
+        assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+
+
+def test_config_show_is_a_configuration() -> None:
+    result = CliRunner().invoke(app, ["config", "show", str(EXAMPLE), "--rollout.top_p", "0.5", "--run.steps=3"])
+    assert result.exit_code == 0
+    assert "top_p = 0.5" in result.output
+    assert "steps = 3" in result.output
+    assert "max_consecutive_drops" in result.output
+
+
+def test_a_wrong_setting_is_one_clear_sentence(tmp_path: Path) -> None:
+    done = relaxd("run", str(EXAMPLE), "--run.stps", "3", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "error: --run.stps: run.stps is no setting of relaxd; did you mean run.steps?\n"
+    assert done.stdout == ""
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    done = relaxd("run", "missing.toml", cwd=tmp_path, RELAXD_DEBUG="1")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["status"], "no coordinator answers at 127.0.0.1:"),
+        (["watch"], "no coordinator answers at"),
+        (["samples"], "relaxd up starts the services here"),
+        (["run", "missing.toml"], "missing.toml: cannot read the configuration"),
+        (["run", "a.toml", "b.toml"], "expected one configuration file, found a.toml and b.toml"),
+        (["model", "fetch", "gpt-5"], "no model 'gpt-5' to fetch: there are smollm2-135m"),
+    ],
+)
+def test_what_cannot_be_done_is_said(words: list[str], expected: str, tmp_path: Path) -> None:
+    with socket.socket() as unused:  # bound, not listening: nobody answers there
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        done = relaxd(*words, cwd=tmp_path, RELAXD_COORDINATOR=address)
+    assert done.returncode == 1
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_down_without_up_says_so(tmp_path: Path) -> None:
+    done = relaxd("down", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"nothing is up (in {tmp_path.resolve() / '.relaxd'})\n")
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = relaxd("up", "--port", str(port), cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"port {port} on 127.0.0.1 is taken" in done.stderr
+
+
+def test_a_given_redis_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    done = relaxd("up", "--port", "0", cwd=tmp_path, REDIS_URL="redis://:secret@127.0.0.1:1/0")
+    assert done.returncode == 1
+    assert "Redis at redis://127.0.0.1:1/0 does not answer" in done.stderr
+    assert "secret" not in done.stderr
+
+
+def test_config_check_finds_what_does_not_fit(tmp_path: Path, tiny_model: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(
+        EXAMPLE.read_text().replace('"smollm2-135m"', f'"{tiny_model}"').replace("_tokens = 64", "_tokens = 256")
+    )
+    assert relaxd("config", "check", str(path), cwd=tmp_path).stdout == f"{path} is fine\n"
+    overrides = "--rollout.max_new_tokens 5000 --trainer.ranks 3 --trainer.tensor_parallel 3 --eval.prompts 99999"
+    done = relaxd("config", "check", str(path), *overrides.split(), cwd=tmp_path)
+    assert done.returncode == 1
+    for expected in (
+        "the model's context has only 512 tokens",
+        "trainer.tensor_parallel = 3 does not divide the model's num_attention_heads = 4",
+        "trainer.micro_batch_tokens = 2048 is too small for one sample",
+        "eval.prompts = 99999, but only",
+    ):
+        assert expected in done.stderr
+    done = relaxd("config", "check", str(path), "--model.path", "nothing/here/at-all", cwd=tmp_path)
+    assert "model.path" in done.stderr
+    done = relaxd("config", "check", str(path), "--data.source", "jsonl", "--data.path", "no.jsonl", cwd=tmp_path)
+    assert "no.jsonl" in done.stderr
