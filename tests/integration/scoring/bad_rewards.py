@@ -29,6 +29,21 @@ def hang_with_child(path: str) -> None:
     time.sleep(3600)
 
 
+def hang_unless(path: str) -> float:
+    """Hang unless the file is there."""
+    if not Path(path).exists():
+        time.sleep(3600)
+    return 1.0
+
+
+def hang_once(path: str) -> float:
+    """Leave this process's id and hang, with the interpreter's lock held, unless another did so before."""
+    if not Path(path).exists():
+        Path(path).write_text(str(os.getpid()))
+        hang_in_c("")
+    return 1.0
+
+
 def alarm(_: str) -> float:
     """Use a signal, which works in the main thread only."""
     signal.signal(signal.SIGALRM, lambda *_: None)
@@ -57,6 +72,8 @@ ACTIONS: Mapping[str, object] = {
     "hang": lambda _: time.sleep(3600),
     "hang-in-c": hang_in_c,
     "hang-with-child": hang_with_child,
+    "hang-unless": hang_unless,
+    "hang-once": hang_once,
     "pid": lambda _: os.getpid(),
     "sleep": lambda seconds: time.sleep(float(seconds)) or 1.0,
     "alarm": alarm,

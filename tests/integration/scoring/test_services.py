@@ -1,0 +1,222 @@
+"""The reward and advantage services as real processes: calls, stages, ends and restarts."""
+
+import asyncio
+import json
+import math
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from relaxd.rpc.errors import field_violations
+from relaxd.v1.advantage_pb2 import ComputeRequest
+from relaxd.v1.advantage_pb2_grpc import AdvantageStub
+from relaxd.v1.reward_pb2 import ListRewardsRequest, ScoreRequest
+from relaxd.v1.reward_pb2_grpc import RewardStub
+from tests.integration.scoring.processes import ROOT, Bench, bench, run_config
+
+BAD = "bad_rewards:by_response"
+
+
+@pytest.fixture
+async def here(tmp_path: Path, redis_url: str) -> AsyncIterator[Bench]:
+    async with bench(tmp_path, redis_url) as made:
+        yield made
+
+
+async def violations(call) -> dict[str, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    return dict(field_violations(caught.value))
+
+
+# --- calls --------------------------------------------------------------------------------------------------------
+
+
+async def test_the_reward_calls(here):
+    async with here.service("reward", "reward-1") as process:
+        stub = RewardStub(process.to)
+        await here.coordinator.hears("reward-1", "IDLE")
+        infos = (await stub.ListRewards(ListRewardsRequest())).rewards
+        assert [info.name for info in infos] == ["addition", "exact_match", "f1", "multiple_choice"]
+        assert all(info.description for info in infos)
+
+        request = ScoreRequest(reward="addition", answer="46", responses=["It is 46", "47"])
+        scores = (await stub.Score(request)).scores
+        assert [(s.reward, dict(s.parts), s.error) for s in scores] == [
+            (1.0, {"accuracy": 1.0, "format": 0.0}, ""),
+            (0.0, {"accuracy": 0.0, "format": 1.0}, ""),
+        ]
+        request = ScoreRequest(reward=BAD, responses=["one", "nan", "none", "raise 1", "os._exit"])
+        scores = (await stub.Score(request)).scores
+        assert scores[0].reward == 1.0
+        assert not scores[0].error
+        assert all(score.error and score.reward == 0.0 for score in scores[1:])
+        request = ScoreRequest(reward="addition", answer="two", responses=["2"])
+        assert "needs a number" in (await stub.Score(request)).scores[0].error
+
+        bad = ScoreRequest(reward="additon", metadata_json="[1]", finish_reasons=["stop", "bored"])
+        found = await violations(stub.Score(bad))
+        assert set(found) == {"reward", "responses", "finish_reasons", "finish_reasons[1]", "metadata_json"}
+        assert "did you mean addition?" in found["reward"]
+        found = await violations(stub.Score(ScoreRequest(reward="absent:f", responses=["1"], metadata_json="{")))
+        assert "is not JSON" in found["metadata_json"]
+        found = await violations(stub.Score(ScoreRequest(reward="absent:f", responses=["1"])))
+        assert "No module named 'absent'" in found["reward"]
+
+
+async def test_the_advantage_call(here):
+    async with here.service("advantage", "advantage-1") as process:
+        stub = AdvantageStub(process.to)
+        await here.coordinator.hears("advantage-1", "IDLE")
+
+        def compute(rewards, lengths, **settings):
+            return stub.Compute(ComputeRequest(algorithm_json=json.dumps(settings), rewards=rewards, lengths=lengths))
+
+        response = await compute([0.0, 1.0, 0.0], [2, 0, 1], name="grpo", std_epsilon=1e-9)
+        expected = -1 / 3 / math.sqrt(1 / 3)
+        assert [list(sample.values) for sample in response.advantages] == [
+            pytest.approx([expected] * 2),
+            [],
+            pytest.approx([expected]),
+        ]
+        assert response.drop_reason == ""
+        response = await compute([0.1 + 0.2] * 7, [1] * 7)
+        assert (list(response.advantages), response.drop_reason) == ([], "zero_variance")
+
+        assert "did you mean 'grpo'" in (await violations(compute([1, 0], [1, 1], name="gpro")))["algorithm_json"]
+        found = await violations(compute([1, 0], [1, 1], clip_hihg=0.3))
+        assert "did you mean algorithm.clip_high?" in found["algorithm_json"]
+        found = await violations(compute([1, math.nan], [1, -1, 1]))
+        assert set(found) == {"rewards[1]", "lengths", "lengths[1]"}
+        assert set(await violations(compute([], []))) == {"rewards"}
+        assert set(await violations(compute([1, 0], [2**30, 2**30]))) == {"lengths"}
+        found = await violations(compute([1e300, -1e300], [1, 1], normalize_std=False))
+        assert "too large" in found["rewards"]
+        assert set(await violations(stub.Compute(ComputeRequest(rewards=[1], lengths=[1])))) == {"algorithm_json"}
+
+
+# --- stages -------------------------------------------------------------------------------------------------------
+
+
+async def test_the_stages_score_and_drop(here):
+    """Good groups arrive at the trainer as the formulas want them; not one with a made-up reward."""
+    here.start_run(run_config())
+    async with here.service("reward", "reward-1"), here.service("advantage", "advantage-1"):
+        bad = ["raise 1", "nan", "inf", "string", "none", "hang", "hang-in-c", "os._exit", "abort", "sys.exit"]
+        failing = here.generate(*[["one", "parts", response] for response in bad])
+        good = here.generate(["parts", "one", "parts"], ["parts", "parts"], ["shout", "parts"])
+        columns = await here.trained(2)
+        assert await here.dropped(11) == {**dict.fromkeys(failing, "reward_failed"), good[1]: "zero_variance"}
+    assert set(columns) == {good[0], good[2]}
+    first = columns[good[0]]
+    np.testing.assert_array_equal(first["reward"], [0.5, 1.0, 0.5])
+    assert first["reward"].dtype == np.float64
+    assert first["reward_parts"] == {}  # only some samples have the part
+    per_sample = (np.array([0.5, 1, 0.5]) - 2 / 3) / (np.std([0.5, 1, 0.5], ddof=1) + 1e-6)
+    np.testing.assert_allclose(first["advantages"], np.repeat(per_sample, [1, 2, 3]), rtol=1e-6)
+    assert first["advantages"].dtype == np.float32
+    assert here.board.counts().dropped_by_reason == {"reward_failed": 10, "zero_variance": 1}
+
+
+async def test_a_run_whose_reward_does_not_exist_says_so(here):
+    here.start_run(run_config(reward={"name": "additon"}))
+    async with here.service("reward", "reward-1"):
+        status = await here.coordinator.hears("reward-1", "FAILED")
+        assert "did you mean addition?" in status.detail
+        here.coordinator.assign(run_config(reward={"name": "bad_rewards:by_respnse"}), "other")
+        async with asyncio.timeout(20):
+            while "did you mean by_response?" not in here.coordinator.statuses["reward-1"].detail:
+                await asyncio.sleep(0.02)
+
+
+# --- ends and restarts --------------------------------------------------------------------------------------------
+
+
+async def test_sigterm_finishes_what_can_be_finished(here):
+    here.start_run(run_config(reward={"timeout_seconds": 60}))
+    async with here.service("reward", "reward-1", grace_seconds=20) as process:
+        await here.coordinator.hears("reward-1", "READY")
+        here.generate(["sleep 0.5", "one"])
+        await here.coordinator.hears("reward-1", "READY", held_groups=1)
+        assert await process.ends(signal.SIGTERM) == 0
+    (depth,) = [queue for queue in here.board.queues() if queue.stage == "advantage"]
+    assert depth.waiting == 1
+    assert "Traceback" not in process.log
+
+
+async def test_sigterm_hands_back_what_cannot_and_the_next_process_does_it(here, tmp_path):
+    here.start_run(run_config(reward={"timeout_seconds": 600}, board={"lease_seconds": 600}))
+    flag = tmp_path / "flag"
+    async with here.service("reward", "reward-1", grace_seconds=1) as process:
+        await here.coordinator.hears("reward-1", "READY")
+        (group,) = here.generate(["one", f"hang-unless {flag}"])
+        await here.coordinator.hears("reward-1", "READY", held_groups=1)
+        assert await process.ends(signal.SIGTERM) == 0
+    assert "Traceback" not in process.log
+    flag.touch()
+    # Handed back, not left to its lease of ten minutes; and the name may be used again.
+    async with here.service("reward", "reward-1"), here.service("advantage", "advantage-1"):
+        assert await here.dropped(1) == {group: "zero_variance"}
+
+
+async def test_the_groups_of_a_killed_process_go_to_another_and_its_workers_die(here, tmp_path):
+    here.start_run(run_config(reward={"timeout_seconds": 600}))
+    path = tmp_path / "pid"
+    async with here.service("reward", "reward-1") as process:
+        await here.coordinator.hears("reward-1", "READY")
+        (group,) = here.generate(["parts", f"hang-once {path}"])
+        async with asyncio.timeout(20):
+            while not path.exists() or not path.read_text():
+                await asyncio.sleep(0.02)
+        await process.ends(signal.SIGKILL)
+        worker = Path(f"/proc/{path.read_text()}/status")
+        async with asyncio.timeout(10):
+            while worker.exists() and "State:\tZ" not in worker.read_text():
+                await asyncio.sleep(0.02)
+    async with here.service("reward", "reward-2"), here.service("advantage", "advantage-1"):
+        assert set(await here.trained(1)) == {group}
+
+
+async def test_nothing_is_lost_and_nothing_scored_twice_while_processes_die(here):
+    """Two of each service, one of them killed and started anew four times, while groups flow."""
+    here.start_run(run_config(reward={"timeout_seconds": 5}))
+    expected: list[str] = []
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str):
+            return await stack.enter_async_context(here.service(name.split("-")[0], name))
+
+        processes = {name: await start(name) for name in ("reward-1", "advantage-1", "reward-2", "advantage-2")}
+        for victim in ("reward-1", "advantage-1", "reward-2", "advantage-2"):
+            await here.coordinator.hears(victim, "READY")
+            expected += here.generate(*[["one", "parts", "sleep 0.02"]] * 10)
+            await processes[victim].ends(signal.SIGKILL)
+            processes[victim] = await start(victim)
+        columns = await here.trained(len(expected))
+    assert sorted(columns) == sorted(expected)
+    for group in columns.values():
+        np.testing.assert_array_equal(group["reward"], [1.0, 0.5, 1.0])
+    counts = here.board.counts()
+    assert (counts.published, counts.open, counts.dropped) == (len(expected), len(expected), 0)
+
+
+# --- what they import ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["services.reward", "services.advantage"])
+def test_help_and_no_torch(module):
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "--coordinator" in done.stdout
+    assert "RELAXD_REDIS" in done.stdout
+    code = f"import sys, {module}.__main__; assert not {{'torch', 'transformers', 'megatron'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)
