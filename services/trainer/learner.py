@@ -171,8 +171,7 @@ class Learner:
             self._schedule.step(-1)
             raise
         finally:
-            self._model.zero_grad_buffer()
-            self._optimizer.zero_grad()
+            self.discard()
         tokens, compared = sums.pop("tokens", 0.0), sums.pop("compared", 0.0)
         loss, difference = sums.pop("loss", 0.0), sums.pop("logprob_difference", 0.0)
         metrics = {name: value / max(tokens, 1.0) for name, value in sums.items()}
@@ -184,6 +183,12 @@ class Learner:
         """Forget the gradients that were accumulated since the last `finish`."""
         self._sums = {}
         self._model.zero_grad_buffer()
+
+    def discard(self) -> None:
+        """Drop what was accumulated since the last `finish`. All ranks call it together."""
+        self._sums = {}
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
         """Log-probs of the tokens with loss_mask 1 under the current weights.

@@ -180,6 +180,18 @@ def test_gradients_that_are_not_finite_leave_the_weights_alone(learner: MakeLear
     assert (stats.step, stats.lr) == (1, 1e-2)  # the failed one didn't count for the schedule either
 
 
+def test_discarded_gradients_leave_no_trace(learner: MakeLearner) -> None:
+    batches = cut(make_samples(), 2)
+    made = learner()
+    made.accumulate(batches)
+    expected = made.finish(10.0)
+    made = learner()
+    made.accumulate(batches[:1])
+    made.discard()
+    made.accumulate(batches)
+    assert made.finish(10.0) == expected
+
+
 def test_a_step_without_a_trained_token_changes_nothing_but_decay(learner: MakeLearner) -> None:
     made = learner()
     made.accumulate([empty_micro_batch()])
