@@ -27,6 +27,7 @@ class Gate:
         """What was committed last."""
         self.quarantined = False
         """Whether the model is neither the old nor the new version."""
+        self._abort_asked = False
         self._lease_end = 0.0
         self._at_rest = False
         self._updating = False
@@ -40,6 +41,7 @@ class Gate:
         deadline = time.monotonic() + timeout
         with self.changed:
             self.mode = mode
+            self._abort_asked = mode == "abort"
             self._lease_end = time.monotonic() + lease_seconds
             self._at_rest = False  # it has to see this pause, also when it rests already
             self.changed.notify_all()
@@ -94,6 +96,11 @@ class Gate:
     def may_admit(self) -> bool:
         """Whether new samples may begin."""
         return self._serves() and self.mode is None
+
+    def take_abort(self) -> bool:
+        """Whether to end all requests now; true once for a pause, as requests that come later wait for its end."""
+        asked, self._abort_asked = self._abort_asked, False
+        return asked
 
     def rest(self) -> None:
         """The generating thread waits here for a change, `changed` held, or for the end of the lease."""

@@ -26,8 +26,8 @@ from services.rollout.engines.batch import Batch, Sample
 from services.rollout.engines.gate import Gate
 from services.rollout.engines.sampling import choose_tokens, sample_generator
 
-PREFILL_TOKENS = 8192
-"""Most prompt tokens, padding included, that are run at once; a longer prompt is run alone."""
+PREFILL_TOKENS = 1024
+"""Most prompt tokens, padding included, that are run at once: a pause waits for them. A longer prompt is run alone."""
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class TransformersEngine:
             while not self._stopping:
                 gate.end_lease()
                 self._drop_cancelled()
-                if gate.mode == "abort":
+                if gate.take_abort():
                     self._abort_all()
                 if (self._batch is not None and gate.may_run()) or (self._waiting and gate.may_admit()):
                     gate.leave_rest()

@@ -1,0 +1,198 @@
+"""relaxd.v1.Rollout: Generate, and the calls of weight synchronisation."""
+
+import base64
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.rpc.errors import (
+    Aborted,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    RpcError,
+    Unavailable,
+    Violations,
+)
+from relaxd.v1 import replica_pb2, rollout_pb2, rollout_pb2_grpc
+from services.rollout.engine import Engine, RequestFailed
+from services.rollout.engines.base import Output, Version
+from services.rollout.requests import PAUSE_MODES, parse_generate
+from services.rollout.service import RolloutService
+
+REPLY_SECONDS = 0.3
+"""The engine is given up this long before the caller gives up, so that the caller learns why."""
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
+    """Passes calls on to the engine, in the order that synchronisation ids demand."""
+
+    def __init__(self, service: RolloutService) -> None:
+        self._service = service
+        self._last_sync_id = 0
+
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        """See the proto."""
+        engine = self._engine()
+        prompt, n, sampling = parse_generate(request, engine.vocabulary, engine.context)
+        if not engine.serving:
+            why = "a weight synchronisation broke halfway" if engine.quarantined else "it has not been given any yet"
+            raise Unavailable(f"the engine has no weights to serve: {why}")
+        with _answering("generate"):
+            async with aclosing(engine.generate(prompt, n, sampling, stream=True)) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    yield _response(output)
+
+    async def PauseGeneration(
+        self, request: rollout_pb2.PauseGenerationRequest, context: Any
+    ) -> rollout_pb2.PauseGenerationResponse:
+        """See the proto."""
+        violations = Violations()
+        violations.check(request.mode in PAUSE_MODES, "mode", f"is {request.mode}: no such PauseMode")
+        lease = request.lease_seconds
+        violations.check(0 < lease < float("inf"), "lease_seconds", f"is {lease:g}: it must be positive")
+        violations.raise_if_any()
+        engine = self._engine()
+        self._take_sync_id(request.sync_id)
+        remaining = context.time_remaining()
+        timeout = max(min(lease, lease if remaining is None else remaining - REPLY_SECONDS), 0.1)
+        with _answering("pause"):
+            paused = await engine.pause(PAUSE_MODES[request.mode], lease, timeout)
+        return rollout_pb2.PauseGenerationResponse(paused_samples=paused)
+
+    async def ResumeGeneration(
+        self, request: rollout_pb2.ResumeGenerationRequest, context: Any
+    ) -> rollout_pb2.ResumeGenerationResponse:
+        """See the proto."""
+        engine = self._engine()
+        self._take_sync_id(request.sync_id)
+        with _answering("resume"):
+            await engine.resume()
+        self._service.weights_changed()
+        weights = engine.weights
+        if weights is None:
+            return rollout_pb2.ResumeGenerationResponse()
+        return rollout_pb2.ResumeGenerationResponse(
+            weights=replica_pb2.WeightVersion(epoch=weights.epoch, version=weights.version)
+        )
+
+    async def JoinWeightGroup(
+        self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
+    ) -> rollout_pb2.JoinWeightGroupResponse:
+        """See the proto."""
+        group = request.group
+        violations = Violations()
+        violations.check(group.name, "group.name", "is empty")
+        violations.check(group.world_size >= 2, "group.world_size", f"is {group.world_size}: it must be at least 2")
+        violations.check(
+            0 < request.rank < group.world_size,
+            "rank",
+            f"is {request.rank}: it must be 1 to world_size - 1, the trainer's ranks come first",
+        )
+        violations.check(0 < group.store_port < 65536, "group.store_port", f"is {group.store_port}: no such port")
+        violations.check(group.store_host, "group.store_host", "is empty")
+        violations.check(
+            group.transport == "gloo", "group.transport", f'is "{group.transport}": this engine is on a CPU, use "gloo"'
+        )
+        timeout = group.timeout_seconds
+        violations.check(0 < timeout < float("inf"), "group.timeout_seconds", f"is {timeout:g}: it must be positive")
+        violations.check(request.manifest.buckets, "manifest", "is empty")
+        violations.raise_if_any()
+        engine = self._engine()
+        self._take_sync_id(request.sync_id)
+        member = {
+            "name": group.name,
+            "transport": group.transport,
+            "store_host": group.store_host,
+            "store_port": group.store_port,
+            "rank": request.rank,
+            "world_size": group.world_size,
+            "manifest": base64.b64encode(request.manifest.SerializeToString()).decode(),
+        }
+        with _answering(f"join weight group {group.name}"):
+            await engine.join(member, timeout)
+        return rollout_pb2.JoinWeightGroupResponse()
+
+    async def ReceiveWeights(
+        self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
+    ) -> rollout_pb2.ReceiveWeightsResponse:
+        """See the proto."""
+        timeout = request.timeout_seconds
+        weights = Version(request.weights.epoch, request.weights.version)
+        violations = Violations()
+        violations.check(0 < timeout < float("inf"), "timeout_seconds", f"is {timeout:g}: it must be positive")
+        violations.check(weights.epoch >= 1, "weights.epoch", f"is {weights.epoch}: a trainer's epoch is at least 1")
+        violations.check(weights.version >= 0, "weights.version", f"is {weights.version}: it must not be negative")
+        violations.raise_if_any()
+        engine = self._engine()
+        self._take_sync_id(request.sync_id)
+        if engine.weights is not None and weights.epoch < engine.weights.epoch:
+            raise FailedPrecondition(
+                f"weights of epoch {weights.epoch} are offered, but those of epoch {engine.weights.epoch} are served"
+            )
+        with _answering(f"receive version {weights.version}"):
+            result = await engine.receive(request.group_name, weights, timeout, checksum=request.checksum)
+        self._service.weights_changed()
+        return rollout_pb2.ReceiveWeightsResponse(seconds=result["seconds"], checksums=result["checksums"])
+
+    async def LeaveWeightGroup(
+        self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
+    ) -> rollout_pb2.LeaveWeightGroupResponse:
+        """See the proto."""
+        if request.sync_id:
+            self._take_sync_id(request.sync_id)
+        engine = self._service.engine
+        if engine is None:
+            return rollout_pb2.LeaveWeightGroupResponse()
+        with _answering("leave"):
+            quarantined = await engine.leave(request.group_name)
+        self._service.weights_changed()
+        return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
+
+    def _engine(self) -> Engine:
+        engine = self._service.engine
+        if engine is None:
+            raise Unavailable("there is no engine (yet): " + (self._service.status().detail or "no run is assigned"))
+        return engine
+
+    def _take_sync_id(self, sync_id: int) -> None:
+        if sync_id < self._last_sync_id:
+            raise FailedPrecondition(f"sync_id is {sync_id}, but {self._last_sync_id} was seen: it is over")
+        self._last_sync_id = sync_id
+
+
+def _response(output: Output) -> rollout_pb2.GenerateResponse:
+    return rollout_pb2.GenerateResponse(
+        sample=output.sample,
+        tokens=output.tokens,
+        logprobs=output.logprobs,
+        versions=output.versions,
+        finish_reason=output.finish_reason or "",
+        text=output.text,
+    )
+
+
+@contextmanager
+def _answering(what: str) -> Iterator[None]:
+    """Turn what the engine says into statuses."""
+    try:
+        yield
+    except ChildRequestError as error:
+        raise _status(what, error) from error
+    except ChildTimeout as error:
+        raise DeadlineExceeded(f"could not {what}: {error}") from error
+    except ChildError as error:
+        raise Unavailable(f"could not {what}: {error}") from error
+    except RequestFailed as error:
+        raise Aborted(f"could not {what}: {error}") from error
+
+
+def _status(what: str, error: ChildRequestError) -> RpcError:
+    if error.kind == "ManifestMismatch":
+        return InvalidArgument(f"could not {what}: {error}", [("manifest", str(error))])
+    if error.kind == "WeightGroupError":
+        return Aborted(f"could not {what}: {error}")
+    return FailedPrecondition(f"could not {what}: {error}")

@@ -1,0 +1,188 @@
+"""The life of the rollout service: an engine per run, fed by the board, restarted when it dies."""
+
+import asyncio
+import contextlib
+import logging
+
+import psutil
+
+from relaxd import telemetry
+from relaxd.board import Board, StageWorker, stages_for
+from relaxd.config import RunConfig
+from relaxd.data.models import resolve_model
+from relaxd.rpc.child import ChildError, ChildExit
+from relaxd.rpc.service import ReplicaService, ServiceStatus
+from relaxd.rpc.settings import ServiceSettings
+from relaxd.v1 import replica_pb2
+from relaxd.v1.coordinator_pb2 import Assignment
+from services.rollout.engine import Engine
+from services.rollout.stage import GroupGenerator
+
+FIRST_RESTART_SECONDS = 0.5
+MOST_RESTART_SECONDS = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutService(ReplicaService):
+    """Owns the engine. It takes groups while the engine serves a committed version and the run is not paused."""
+
+    role = replica_pb2.ROLE_ROLLOUT
+    engine_ranks = 1
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._settings = settings
+        self._config: RunConfig | None = None
+        self._board: Board | None = None
+        self._worker: StageWorker | None = None
+        self._engine: Engine | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._detail = ""
+        self._run_id = ""
+        self._run_paused = False
+        self._done_before = 0
+        self._process = psutil.Process()
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, once its model is loaded; None while there is none."""
+        return self._engine if self._engine is not None and self._engine.alive else None
+
+    def weights_changed(self) -> None:
+        """The engine serves other weights, or none: take groups accordingly."""
+        self._open_or_close()
+
+    async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
+        """See ReplicaService."""
+        self._config, self._run_paused = config, False
+        self._run_id = assignment.run_id
+        self._engine = await self._start_engine(config)
+        self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
+        generator = GroupGenerator(config, self._board, lambda: self.engine, self._open_or_close)
+        worker = StageWorker(
+            self._board,
+            "rollout",
+            self._settings.replica_id,
+            generator.process,
+            concurrency=lambda: generator.room(worker.held),
+        )
+        worker.pause()  # until there are weights
+        self._worker = worker
+        await asyncio.to_thread(worker.start)
+        self._open_or_close()
+
+    async def stop_run(self) -> None:
+        """See ReplicaService."""
+        worker, engine, board, restarting = self._worker, self._engine, self._board, self._restarting
+        self._worker = self._engine = self._board = self._restarting = self._config = None
+        self._detail = ""
+        if restarting is not None:
+            restarting.cancel()
+            await asyncio.wait({restarting})
+        if worker is not None:
+            await asyncio.to_thread(worker.stop)
+            self._done_before += worker.done
+        if engine is not None:
+            await engine.stop()
+        if board is not None:
+            await asyncio.to_thread(board.close)
+
+    async def pause_run(self) -> None:
+        """See ReplicaService."""
+        self._run_paused = True
+        self._open_or_close()
+
+    async def resume_run(self) -> None:
+        """See ReplicaService."""
+        self._run_paused = False
+        self._open_or_close()
+
+    async def drain(self, seconds: float) -> int:
+        """See ReplicaService. What isn't done in time goes back to the board, so nothing is held afterwards."""
+        worker = self._worker
+        if worker is None:
+            return 0
+        handed_back = await asyncio.to_thread(worker.drain, seconds)
+        if handed_back:
+            logger.info("%d groups were handed back unfinished", handed_back)
+        return worker.held
+
+    def status(self) -> ServiceStatus:
+        """See ReplicaService."""
+        worker, engine = self._worker, self.engine
+        state: replica_pb2.ReplicaState.ValueType | None = None
+        weights, detail = None, self._detail
+        if engine is None:
+            state = replica_pb2.REPLICA_STATE_STARTING
+        elif engine.quarantined:
+            state = replica_pb2.REPLICA_STATE_QUARANTINED
+            detail = "a weight synchronisation broke halfway: serving nothing until the next one succeeds"
+        elif engine.weights is None:
+            detail = "waiting for weights"
+        else:
+            weights = replica_pb2.WeightVersion(epoch=engine.weights.epoch, version=engine.weights.version)
+        gauges = dict(engine.gauges) if engine is not None else {}
+        return ServiceStatus(
+            held_groups=worker.held if worker else 0,
+            done_groups=self._done_before + (worker.done if worker else 0),
+            detail=detail,
+            state=state,
+            weights=weights,
+            gauges={**gauges, "rss_bytes": float(self._process.memory_info().rss)},
+        )
+
+    def _open_or_close(self) -> None:
+        worker, engine = self._worker, self.engine
+        if worker is None:
+            return
+        if engine is not None and engine.serving and not self._run_paused:
+            worker.resume()  # also wakes it up to see that there is room
+        else:
+            worker.pause()
+
+    async def _start_engine(self, config: RunConfig) -> Engine:
+        folder = await asyncio.to_thread(resolve_model, config.model.path)
+        self._detail = f"loading {folder.name}"
+        engine = await Engine.start(
+            folder,
+            config.rollout,
+            name=self._settings.replica_id,
+            log_level=self._settings.log_level,
+            on_exit=self._engine_died,
+            on_tokens=self._record_tokens,
+        )
+        self._detail = ""
+        logger.info("%s is loaded (process %d), waiting for weights", folder.name, engine.pid)
+        return engine
+
+    def _record_tokens(self, count: int, per_second: float) -> None:
+        telemetry.record("generate.tokens", count, {"relaxd.run_id": self._run_id})
+        telemetry.record("generate.tokens_per_second", per_second, {"relaxd.run_id": self._run_id})
+
+    def _engine_died(self, ended: ChildExit) -> None:
+        if self._engine is None or self._config is None:
+            return  # it never finished loading: whoever waits for that is told
+        how = f"was killed by signal {-ended.exit_code}" if ended.exit_code < 0 else f"exited with {ended.exit_code}"
+        self._detail = f"the engine {how}: starting another"
+        logger.error("%s", self._detail)
+        self._engine = None
+        self._open_or_close()  # before its groups are released, or they would come straight back
+        self._restarting = asyncio.create_task(self._restart(self._config), name="restart the engine")
+
+    async def _restart(self, config: RunConfig) -> None:
+        """Start engines until one stays; the coordinator brings it weights when it sees that it has none."""
+        delay = FIRST_RESTART_SECONDS
+        while True:
+            try:
+                self._engine = await self._start_engine(config)
+                return
+            except (ChildError, OSError) as error:
+                self._detail = f"the engine can't be started: {error}"
+                logger.error("%s; trying again in %g s", self._detail, delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MOST_RESTART_SECONDS)
+
+    async def close(self) -> None:
+        """Leave nothing behind."""
+        with contextlib.suppress(ChildError):
+            await self.stop_run()
