@@ -85,8 +85,8 @@ DEFAULT_STATE = Path(".relaxd")
 
 
 def _console() -> Console:
-    # In CI a live picture would be a flood of control characters.
-    return Console(force_terminal=False if os.environ.get("CI") else None, highlight=False)
+    # In CI a live picture would be a flood of control characters. What models write may look like markup.
+    return Console(force_terminal=False if os.environ.get("CI") else None, highlight=False, markup=False)
 
 
 def _version(show: bool) -> None:

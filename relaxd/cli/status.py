@@ -2,6 +2,7 @@
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from relaxd.cli.coordinator import Coordinator, state_name
 from relaxd.cli.errors import CliError
@@ -44,8 +45,8 @@ def _processes(stack: StackState) -> Table:
         "restarts",
     )
     for service in stack.services:
-        style = {"running": "green", "failed": "bold red", "restarting": "yellow"}.get(service.phase)
-        phase = f"[{style}]{service.phase}[/]" if style else service.phase
+        style = {"running": "green", "failed": "bold red", "restarting": "yellow"}.get(service.phase, "")
+        phase = Text(service.phase, style)
         table.add_row(service.name, phase, str(service.pid or ""), str(service.restarts))
     return table
 
