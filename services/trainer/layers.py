@@ -6,6 +6,7 @@ Attention keeps the sequences apart; everything else doesn't see them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import services.trainer.megatron_cpu  # noqa: F401  must come before Megatron
@@ -26,6 +27,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from services.trainer.packing import MicroBatch
+
 MOST_PADDING = 0.25
 """Sequences share one padded attention call while padding adds at most this share to their tokens."""
 
@@ -35,26 +38,61 @@ class SequenceLayout:
     """Where the sequences of a packed micro-batch are, in the forms that attention needs."""
 
     cu_seqlens: Tensor
-    """int32 [sequences + 1]: where each sequence begins, and T."""
+    """int32 [sequences + 1]: where each sequence begins in the spread-out tokens, and their number."""
     longest: int
     """Tokens of the longest sequence."""
     blocks: tuple[tuple[int, int], ...]
-    """(sequences, padded length) of each padded attention call."""
-    pad: Tensor | None
-    """int64 [P]: the token that goes to each place of the padded blocks (any token where it is padding). None when
-    the sequences, as they lie, already are one block without padding."""
-    unpad: Tensor | None
-    """int64 [T]: where each token is in the padded blocks. None together with `pad`."""
+    """(sequences, padded length) of each padded attention call; empty where the variable-length kernel is used."""
+    as_packed: bool
+    """Whether the spread-out tokens are the packed ones as they lie, and nothing has to be moved."""
+    spread: Tensor
+    """int64 [P]: the token that goes to each place of the spread-out tokens, in which every sequence is whole, shared
+    prompts repeated, and padded to its block (with any of its tokens)."""
+    home: Tensor
+    """int64 [T]: the place of each token in there; of a shared prompt's tokens the first."""
+    shared: bool
+    """Whether a token is in more than one sequence."""
 
 
-def sequence_layout(lengths: Sequence[int], device: torch.device) -> SequenceLayout:
-    """Lay out sequences of these lengths, in tokens, packed one after the other.
+def sequence_layout(batch: MicroBatch, device: torch.device, *, varlen: bool) -> SequenceLayout:
+    """Lay out the sequences of a micro-batch.
 
-    Sequences of similar length are put into one block, so that a CPU does one attention call and not one per sequence.
+    Args:
+        batch: the micro-batch.
+        device: where to put the indices.
+        varlen: for torch's variable-length kernel, which needs no padding. Otherwise sequences of similar length come
+            into one padded block, so that there is one attention call and not one per sequence.
     """
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
+    own = list(pairwise(batch.cu_seqlens.tolist()))
+    prompts = [range(start, start + length) for start, length in batch.prefixes.tolist()]
+    members = [[*prompt, *range(*span)] for prompt, span in zip(prompts, own, strict=True) if span[0] < span[1]]
+    lengths = [len(member) for member in members]
+    shared = sum(lengths) > len(batch.tokens)
+    blocks = [] if varlen else _blocks(lengths)
+    order = range(len(members)) if varlen else [i for block in blocks for i in block]
+    width_of = {i: lengths[block[0]] for block in blocks for i in block}
+    spread: list[int] = []
+    home = [-1] * len(batch.tokens)
+    cu_seqlens = [0]
+    for i in order:
+        for place, token in enumerate(members[i], len(spread)):
+            home[token] = place if home[token] < 0 else home[token]
+        spread += members[i]
+        cu_seqlens.append(len(spread))
+        spread += members[i][:1] * (width_of.get(i, 0) - lengths[i])
+    return SequenceLayout(
+        torch.tensor(cu_seqlens, dtype=torch.int32, device=device),
+        max(lengths),
+        tuple((len(block), lengths[block[0]]) for block in blocks),
+        spread == list(range(len(batch.tokens))),
+        torch.tensor(spread, dtype=torch.int64, device=device),
+        torch.tensor(home, dtype=torch.int64, device=device),
+        shared,
+    )
+
+
+def _blocks(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of sequences of similar length, the longest first; equal ones in their order."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     blocks: list[list[int]] = []
     for i in order:
@@ -65,24 +103,7 @@ def sequence_layout(lengths: Sequence[int], device: torch.device) -> SequenceLay
                 blocks[-1].append(i)
                 continue
         blocks.append([i])
-    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
-    if len(blocks) == 1 and min(lengths) == lengths[order[0]]:
-        return SequenceLayout(cu_seqlens, lengths[0], ((len(lengths), lengths[0]),), None, None)
-    pad: list[int] = []
-    unpad = [0] * starts[-1]
-    for block in blocks:
-        width = lengths[block[0]]
-        for i in block:
-            unpad[starts[i] : starts[i + 1]] = range(len(pad), len(pad) + lengths[i])
-            pad.extend(range(starts[i], starts[i + 1]))
-            pad.extend([starts[i]] * (width - lengths[i]))
-    return SequenceLayout(
-        cu_seqlens,
-        lengths[order[0]],
-        tuple((len(block), lengths[block[0]]) for block in blocks),
-        torch.tensor(pad, dtype=torch.int64, device=device),
-        torch.tensor(unpad, dtype=torch.int64, device=device),
-    )
+    return blocks
 
 
 def rotary_table(positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,19 +128,41 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-class _Pad(torch.autograd.Function):
-    """x[pad]. Padding comes last in its sequence and attention is causal, so no gradient flows into padding, and the
-    backward pass is a plain lookup too, not a slow scattered sum."""
+class _Spread(torch.autograd.Function):
+    """x[spread], with a backward pass that looks up where it can.
+
+    Padding comes last in its sequence and attention is causal, so no gradient comes back from there. Only tokens that
+    are in several sequences have gradients to be added up.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pad: Tensor, unpad: Tensor) -> Tensor:
-        ctx.save_for_backward(unpad)
-        return x.index_select(0, pad)
+    def forward(ctx: Any, x: Tensor, layout: SequenceLayout, add_up: bool) -> Tensor:
+        ctx.layout, ctx.add_up, ctx.shape = layout, add_up, x.shape
+        return x.flatten(1).index_select(0, layout.spread).view(-1, *x.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (unpad,) = ctx.saved_tensors
-        return grads[0].index_select(0, unpad), None, None
+        layout: SequenceLayout = ctx.layout
+        grad = grads[0].flatten(1)
+        if ctx.add_up:
+            total = grad.new_zeros(ctx.shape[0], grad.shape[1]).index_add_(0, layout.spread, grad)
+        else:
+            total = grad.index_select(0, layout.home)
+        return total.view(ctx.shape), None, None
+
+
+class _Home(torch.autograd.Function):
+    """x[home]: the tokens back in their packed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: SequenceLayout) -> Tensor:
+        ctx.layout, ctx.shape = layout, x.shape
+        return x.flatten(1).index_select(0, layout.home).view(-1, *x.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].flatten(1)
+        return grad.new_zeros(ctx.shape[0], grad.shape[1]).index_copy_(0, ctx.layout.home, grad).view(ctx.shape), None
 
 
 class RMSNorm(torch.nn.Module):
@@ -146,16 +189,21 @@ class PackedAttention(MegatronModule):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout) -> Tensor:
         """query [T, heads, size], key and value [T, kv_heads, size] -> [T, heads, size]."""
-        if query.is_cuda and query.dtype != torch.float32:
-            from torch.nn.attention.varlen import varlen_attn
+        if not layout.as_packed:
+            # Repeated queries are computed for nothing: their output isn't read and their gradient is zero.
+            query = _Spread.apply(query, layout, False)
+            key, value = (_Spread.apply(x, layout, layout.shared) for x in (key, value))
+        output = self._blocks(query, key, value, layout) if layout.blocks else self._varlen(query, key, value, layout)
+        return output if layout.as_packed else _Home.apply(output, layout)
 
-            cu, longest = layout.cu_seqlens, layout.longest
-            output: Any = varlen_attn(
-                query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=(-1, 0)
-            )
-            return output
-        if layout.pad is not None:
-            query, key, value = (_Pad.apply(x, layout.pad, layout.unpad) for x in (query, key, value))
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        cu, longest = layout.cu_seqlens, layout.longest
+        output: Any = varlen_attn(query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=(-1, 0))
+        return output
+
+    def _blocks(self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout) -> Tensor:
         outputs, begin = [], 0
         for count, width in layout.blocks:
             end = begin + count * width
@@ -165,8 +213,7 @@ class PackedAttention(MegatronModule):
             )
             outputs.append(block.transpose(1, 2).reshape(count * width, *query.shape[1:]))
             begin = end
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return output if layout.unpad is None else output.index_select(0, layout.unpad)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
         """Nothing to save."""

@@ -63,6 +63,7 @@ class _Inputs:
     rotary: Tensor  # [2, T, 1, head_size / 2]
     layout: SequenceLayout
     trained: Tensor  # int64 [N]: the tokens with loss_mask 1
+    predicting: Tensor  # int64 [N]: the token before each of them
 
 
 class Learner:
@@ -183,11 +184,6 @@ class Learner:
         """Forget the gradients that were accumulated since the last `finish`."""
         self._sums = {}
         self._model.zero_grad_buffer()
-
-    def discard(self) -> None:
-        """Drop what was accumulated since the last `finish`. All ranks call it together."""
-        self._sums = {}
-        self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
@@ -268,21 +264,22 @@ class Learner:
 
     def _inputs(self, batch: MicroBatch) -> _Inputs:
         batch = with_padding(batch, self.world.tensor_size)
-        device = self.world.device
+        device, trained = self.world.device, np.flatnonzero(batch.loss_mask)
         positions = torch.from_numpy(batch.positions).to(device)
         return _Inputs(
             batch=batch,
             tokens=torch.from_numpy(batch.tokens).to(device).unsqueeze(0),
             rotary=rotary_table(positions, self._frequencies, self._megatron_config.params_dtype),
-            layout=sequence_layout(batch.lengths, device),
-            trained=torch.from_numpy(np.flatnonzero(batch.loss_mask)).to(device),
+            layout=sequence_layout(batch, device, varlen=device.type == "cuda" and self._config.dtype == "bfloat16"),
+            trained=torch.from_numpy(trained).to(device),
+            predicting=torch.from_numpy(batch.previous[trained]).to(device),
         )
 
     def _token_logprobs(self, weight: Tensor, inputs: _Inputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the trained tokens only: no other position's logits are ever computed."""
         if self._megatron_config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        rows = hidden.squeeze(1).index_select(0, inputs.trained - 1)
+        rows = hidden.squeeze(1).index_select(0, inputs.predicting)
         if self.world.tensor_size > 1 and not self._megatron_config.sequence_parallel:
             rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
         temperature = self._column(inputs, inputs.batch.temperature)

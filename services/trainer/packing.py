@@ -30,6 +30,8 @@ class TrainSample:
     """uint8 [L]: 1 for tokens whose log-prob may be compared with the engine's."""
     temperature: float = 1.0
     """Sampling temperature."""
+    prompt_length: int = 0
+    """The first so many tokens are a prompt, which `pack` keeps once for neighbours that share it. 0: nothing is."""
 
     @classmethod
     def from_response(
@@ -78,20 +80,28 @@ class TrainSample:
             tokens=np.concatenate([np.asarray(prompt, np.int64), np.asarray(response, np.int64)]),
             compared=padded["loss_mask"] * np.uint8(compared),
             temperature=temperature,
+            prompt_length=len(prompt),
             **padded,
         )
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some samples as one row of T tokens, one after the other. Arrays are aligned as in `TrainSample`."""
+    """Some samples as one row of T tokens, one after the other. Arrays are aligned as in `TrainSample`.
+
+    A prompt that neighbours share is there once, as the beginning of the first of them; the others are their responses.
+    """
 
     tokens: NDArray[np.int64]
     """int64 [T]."""
     positions: NDArray[np.int64]
     """int64 [T]: place of each token in its sample."""
     cu_seqlens: NDArray[np.int32]
-    """int32 [samples + 1]: where each sample begins, and T."""
+    """int32 [samples + 1]: where the tokens of each sample begin, and T."""
+    prefixes: NDArray[np.int32]
+    """int32 [samples, 2]: where the shared prompt before a sample's own tokens begins, and its length (0: none)."""
+    previous: NDArray[np.int64]
+    """int64 [T]: the token that comes before each one in its sample, and so predicts it; -1 before the first."""
     loss_mask: NDArray[np.uint8]
     """uint8 [T]."""
     rollout_logprobs: NDArray[np.float32]
@@ -107,14 +117,16 @@ class MicroBatch:
     ref_logprobs: NDArray[np.float32] | None = None
     """float32 [T]: log-probs under the reference. None: the learner computes them where the algorithm needs them."""
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sample."""
-        return np.diff(self.cu_seqlens).tolist()
 
-
-def pack(samples: Sequence[TrainSample]) -> MicroBatch:
+def pack(samples: Sequence[TrainSample], *, share_prompts: bool = True) -> MicroBatch:
     """Put samples into one micro-batch, in this order.
+
+    The samples of a group begin with the same prompt. Causal attention makes its hidden states the same for all of
+    them, so it is computed once, and its gradient is the sum of theirs: the same numbers for a fraction of the work.
+
+    Args:
+        samples: at least one; those that share a prompt next to each other.
+        share_prompts: keep the prompts of neighbours once.
 
     Raises:
         PackingError: there are none, or one has arrays of different lengths, no token, or trains on its first token.
@@ -123,13 +135,33 @@ def pack(samples: Sequence[TrainSample]) -> MicroBatch:
         raise PackingError("a micro-batch needs at least one sample; use empty_micro_batch() to fill up")
     for i, sample in enumerate(samples):
         _check(i, sample)
-    lengths = np.array([len(sample.tokens) for sample in samples], np.int32)
-    names = [field.name for field in fields(TrainSample) if field.name != "temperature"]
+    starts, prefixes, previous, positions = [0], [], [], []
+    owner = 0
+    for i, sample in enumerate(samples):
+        shared = share_prompts and i > owner and _same_prompt(samples[owner], sample)
+        owner = owner if shared else i
+        prefix = (starts[owner], sample.prompt_length) if shared else (0, 0)
+        begin, own = starts[-1], len(sample.tokens) - prefix[1]
+        before = np.arange(begin - 1, begin + own - 1, dtype=np.int64)
+        before[:1] = prefix[0] + prefix[1] - 1
+        starts.append(begin + own)
+        prefixes.append(prefix)
+        previous.append(before)
+        positions.append(np.arange(prefix[1], len(sample.tokens), dtype=np.int64))
+    columns = {
+        field.name: np.concatenate(
+            [getattr(sample, field.name)[skipped:] for sample, (_, skipped) in zip(samples, prefixes, strict=True)]
+        )
+        for field in fields(TrainSample)
+        if field.name not in ("temperature", "prompt_length")
+    }
     return MicroBatch(
-        positions=np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        temperature=np.repeat(np.array([sample.temperature for sample in samples], np.float32), lengths),
-        **{name: np.concatenate([getattr(sample, name) for sample in samples]) for name in names},
+        positions=np.concatenate(positions),
+        cu_seqlens=np.array(starts, np.int32),
+        prefixes=np.array(prefixes, np.int32),
+        previous=np.concatenate(previous),
+        temperature=np.repeat(np.array([sample.temperature for sample in samples], np.float32), np.diff(starts)),
+        **columns,
     )
 
 
@@ -148,12 +180,15 @@ def with_padding(batch: MicroBatch, multiple: int) -> MicroBatch:
     padded = {
         field.name: np.concatenate([value, np.zeros(missing, value.dtype)])
         for field in fields(batch)
-        if (value := getattr(batch, field.name)) is not None and field.name != "cu_seqlens"
+        if (value := getattr(batch, field.name)) is not None and field.name not in ("cu_seqlens", "prefixes")
     }
     padded["positions"][-missing:] = np.arange(missing)
+    padded["previous"][-missing:] = np.arange(missing) + len(batch.tokens) - 1
+    padded["previous"][-missing] = -1
     padded["temperature"][-missing:] = 1.0
     cu_seqlens = np.append(batch.cu_seqlens, np.int32(len(batch.tokens) + missing))
-    return replace(batch, cu_seqlens=cu_seqlens, **padded)
+    prefixes = np.concatenate([batch.prefixes, np.zeros((1, 2), np.int32)])
+    return replace(batch, cu_seqlens=cu_seqlens, prefixes=prefixes, **padded)
 
 
 def assign(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -221,6 +256,11 @@ def assign_to_ranks(lengths: Sequence[int], budget: int, ranks: int) -> list[lis
     return [share + [[] for _ in range(rounds - len(share))] for share in shares]
 
 
+def _same_prompt(first: TrainSample, second: TrainSample) -> bool:
+    length = first.prompt_length
+    return 0 < length == second.prompt_length and bool((first.tokens[:length] == second.tokens[:length]).all())
+
+
 def _check(index: int, sample: TrainSample) -> None:
     count = len(sample.tokens)
     if count == 0:
@@ -229,5 +269,7 @@ def _check(index: int, sample: TrainSample) -> None:
         value = getattr(sample, field.name)
         if isinstance(value, np.ndarray) and value.shape != (count,):
             raise PackingError(f"sample {index}: {field.name} is {list(value.shape)}, but tokens is [{count}]")
+    if sample.loss_mask[: sample.prompt_length].any():
+        raise PackingError(f"sample {index}: loss_mask is 1 within the prompt, whose tokens aren't trained on")
     if sample.loss_mask[0]:
         raise PackingError(f"sample {index}: loss_mask[0] is 1, but nothing predicts the first token")

@@ -65,6 +65,23 @@ def test_gradients_do_not_depend_on_the_cut(learner: MakeLearner) -> None:
     assert (gradients(made) - found[1]).norm() / found[1].norm() <= 1e-6
 
 
+def test_a_shared_prompt_is_computed_once_with_the_same_result(learner: MakeLearner) -> None:
+    samples = make_samples(9)
+    shared, apart = pack(samples), pack(samples, share_prompts=False)
+    assert len(shared.tokens) == len(apart.tokens) - 2 * sum(samples[i].prompt_length for i in (0, 3, 6))
+    made = learner()
+    np.testing.assert_allclose(
+        made.log_probs([shared])[0][shared.loss_mask == 1],
+        made.log_probs([apart])[0][apart.loss_mask == 1],
+        atol=2e-5,
+    )
+    made.accumulate([shared])
+    ours = gradients(made)
+    made.discard()
+    made.accumulate([apart])
+    assert (gradients(made) - ours).norm() / ours.norm() <= 1e-6
+
+
 def test_gradient_equals_transformers_with_a_float64_loss(learner: MakeLearner, model: Path) -> None:
     samples = make_samples(6, temperature=0.8)
     made = learner(algorithm={"old_logprobs": "current"})
@@ -100,7 +117,7 @@ def test_packed_log_probs_equal_unpacked_ones_and_transformers(learner: MakeLear
     )
     samples.insert(2, long)  # so that attention needs several blocks
     made = learner()
-    (packed,) = made.log_probs([pack(samples)])
+    (packed,) = made.log_probs([pack(samples, share_prompts=False)])
     apart = np.concatenate(made.log_probs([pack([sample]) for sample in samples]))
     np.testing.assert_allclose(packed, apart, atol=2e-5)
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)

@@ -55,19 +55,21 @@ def make_model(folder: Path, kind: str, *, tied: bool = False) -> Path:
 
 
 def make_samples(count: int = 7, seed: int = 0, temperature: float = 1.3) -> list[Any]:
-    """Samples of different lengths; in every second response a few tokens are the environment's."""
+    """Samples of different lengths, three to a prompt; in every second response a token is the environment's."""
     from services.trainer.packing import TrainSample
 
     rng = np.random.default_rng(seed)
-    samples = []
+    samples: list[TrainSample] = []
+    prompt = np.zeros(1, np.int64)
     for i in range(count):
+        prompt = rng.integers(0, VOCAB, int(rng.integers(2, 20))) if i % 3 == 0 else prompt
         length = int(rng.integers(3, 12))
         mask = np.ones(length, np.uint8)
         if i % 2:
             mask[1:2] = 0
         samples.append(
             TrainSample.from_response(
-                rng.integers(0, VOCAB, int(rng.integers(2, 20))),
+                prompt,
                 rng.integers(0, VOCAB, length),
                 loss_mask=mask,
                 rollout_logprobs=rng.normal(-5, 0.5, length).astype(np.float32),
@@ -140,7 +142,7 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     everything = [pack(samples[:3]), pack(samples[3:])]
     result["logprobs"] = learner.log_probs(everything)
     if job.logits:
-        result["logits"] = full_logits(learner, pack(samples))
+        result["logits"] = full_logits(learner, pack(samples, share_prompts=False))
     for _ in range(job.steps):
         data_size = learner.world.data_size
         total = sum(len(sample.tokens) for sample in samples)

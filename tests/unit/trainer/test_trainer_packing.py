@@ -1,5 +1,7 @@
 """Packing: every token once, within the budget, clear refusals."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -65,16 +67,30 @@ def test_pack_aligns_columns_with_the_tokens_they_are_about() -> None:
     assert batch.tokens.tolist() == [0, 1, 2, 0, 1, 0, 0, 1, 2]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
     assert batch.cu_seqlens.tolist() == [0, 5, 9]
-    assert batch.lengths == [5, 4]
+    assert batch.previous.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6, 7]
+    assert not batch.prefixes.any()
     assert batch.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1, 0, 1]
     assert batch.compared.tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 0]
     assert batch.rollout_logprobs.tolist() == [0, 0, 0, 0, 1, 0, 0, 1, 2]
     assert batch.temperature.tolist() == [1.0] * 5 + [0.5] * 4
 
 
+def test_neighbours_share_a_prompt() -> None:
+    samples = [sample(3, 2), sample(3, 0), sample(3, 3), sample(2, 1), sample(3, 1)]
+    batch = pack(samples)
+    assert batch.tokens.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 0, 0, 1, 2, 0]
+    assert batch.cu_seqlens.tolist() == [0, 5, 5, 8, 11, 15]
+    assert batch.prefixes.tolist() == [[0, 0], [0, 3], [0, 3], [0, 0], [0, 0]]
+    assert batch.previous.tolist() == [-1, 0, 1, 2, 3, 2, 5, 6, -1, 8, 9, -1, 11, 12, 13]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2, 0, 1, 2, 3]
+    assert batch.rollout_logprobs.tolist() == [0, 0, 0, 0, 1, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0]
+    assert len(pack(samples, share_prompts=False).tokens) == sum(len(one.tokens) for one in samples)
+
+
 def test_padding_is_a_sequence_of_its_own_without_effect() -> None:
     batch = with_padding(pack([sample(3, 2)]), 4)
-    assert batch.lengths == [5, 3]
+    assert batch.cu_seqlens.tolist() == [0, 5, 8]
+    assert batch.previous[5:].tolist() == [-1, 5, 6]
     assert batch.positions[5:].tolist() == [0, 1, 2]
     assert batch.loss_mask[5:].tolist() == [0, 0, 0]
     assert len(batch.tokens) == len(batch.temperature) == len(batch.weight) == 8
@@ -100,5 +116,7 @@ def test_micro_batches_that_make_no_sense_are_refused() -> None:
         pack([])
     first = sample(1, 2)
     first.loss_mask[0] = 1
-    with pytest.raises(PackingError, match=r"sample 0: loss_mask\[0\] is 1"):
+    with pytest.raises(PackingError, match="sample 0: loss_mask is 1 within the prompt"):
         pack([first])
+    with pytest.raises(PackingError, match=r"sample 0: loss_mask\[0\] is 1"):
+        pack([replace(first, prompt_length=0)])
