@@ -2,8 +2,8 @@
 
 What one commit writes is an attempt with a name of its own: its small columns share a payload, a large one gets its
 own, so that a stage that needs only the text does not fetch megabytes. A pointer names the attempt and its large
-columns: "<attempt>[,<large column>...]". Payloads expire until a script that sets the pointer keeps them, so what a dead
-process left behind sweeps itself.
+columns: "<attempt>[,<large column>...]". Payloads expire until a script that sets the pointer keeps them, so what a
+dead process left behind sweeps itself.
 """
 
 import secrets

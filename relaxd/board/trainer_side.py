@@ -13,7 +13,10 @@ class TrainerSide(BoardCore):
     """The step ledger, and what the trainer must know to close a step."""
 
     def new_trainer_epoch(self) -> int:
-        """Take the trainer's place: the next epoch (from 1). What the last one held is free again. Raises RunMissing."""
+        """Take the trainer's place: the next epoch (from 1). What the last one held is free again.
+
+        Raises RunMissing.
+        """
         return int(self._connection.script("trainer", self.prefix, TRAIN, self.limits.max_deliveries))
 
     def trainer_epoch(self) -> int:

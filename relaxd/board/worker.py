@@ -45,9 +45,9 @@ class StageWorker:
     """Runs `process(delivery, columns)` on the groups of a stage, at most `concurrency` at once.
 
     `process` runs in a thread, inside the stage's span of the group's trace, and gets the columns that the stage needs
-    (or `columns`, where given). It returns the columns to commit or a Drop, or a future of either. When it raises, the group is
-    handed back for another try, which counts towards board.max_deliveries; a cancelled future is handed back uncounted.
-    While Redis is away, work goes on and results wait.
+    (or `columns`, where given). It returns the columns to commit or a Drop, or a future of either. When it raises, the
+    group is handed back for another try, which counts towards board.max_deliveries; a cancelled future is handed back
+    uncounted. While Redis is away, work goes on and results wait.
     """
 
     def __init__(
@@ -143,9 +143,8 @@ class StageWorker:
                 if free <= 0:
                     self._changed.wait(TAKE_SECONDS)
                     continue
-            taken = self._patiently(
-                lambda free=free: self._board.take(self._stage, self._consumer, count=free, block_seconds=TAKE_SECONDS)
-            )
+            take = partial(self._board.take, self._stage, self._consumer, count=free, block_seconds=TAKE_SECONDS)
+            taken = self._patiently(take)
             if taken:
                 self._admit(taken)
 
@@ -244,7 +243,7 @@ class StageWorker:
         self._forget(settled)
 
     def _commit_columns(self, commits: list[tuple[Delivery, Mapping[str, Column]]]) -> list[str]:
-        """Commit; a group whose columns cannot be stored fails alone. Returns the ids of the groups that are settled."""
+        """Commit; a group whose columns cannot be stored fails alone. Returns the ids of what is settled."""
         try:
             results = self._patiently(lambda: self._board.commit(commits))
         except (ColumnError, ValueError) as error:

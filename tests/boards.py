@@ -1,0 +1,118 @@
+"""Boards for tests: a small dataflow with two stages that run side by side, and what must always hold on any board."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from relaxd.board import Board, Column, Delivery, NewGroup, Stage
+from relaxd.config import BoardConfig
+
+STAGES = (
+    Stage("rollout", needs=("prompt_tokens",), writes=("tokens", "versions")),
+    Stage("reward", needs=("tokens", "prompt"), writes=("reward",)),
+    Stage("critic", needs=("tokens",), writes=("values",)),
+    Stage("advantage", needs=("reward", "values"), writes=("advantages",)),
+    Stage("train", needs=("prompt", "tokens", "advantages"), writes=()),
+)
+LARGE = 20_000
+"""Tokens of a sample whose columns are too large to share a payload."""
+
+
+def make_board(url: str, *, run_id: str = "run", groups_per_step: int = 4, steps: int = 100, **settings: Any) -> Board:
+    """A board that was created by epoch 1, its gate open for version 0."""
+    timing = {name: settings.pop(name) for name in ("timeout_seconds", "retry_seconds") if name in settings}
+    board = Board(url, run_id, STAGES, BoardConfig(**settings), **timing)
+    board.create(epoch=1, groups_per_step=groups_per_step, steps=steps)
+    board.set_gate(epoch=1, oldest_version=0, open=True)
+    return board
+
+
+def group(group_id: str, **fields: Any) -> NewGroup:
+    """A prompt."""
+    columns = {"prompt_tokens": np.arange(4, dtype=np.int32), "prompt": {"text": f"prompt of {group_id}"}}
+    return NewGroup(group_id, columns, {"traceparent": f"trace-of-{group_id}"}, expected_bytes=1000, **fields)
+
+
+def output(stage: str, *, version: int = 0, tokens: int = 3) -> dict[str, Column]:
+    """What a stage writes."""
+    return {
+        "rollout": {
+            "tokens": np.arange(tokens, dtype=np.int32),
+            "versions": np.full(tokens, version, dtype=np.int64),
+        },
+        "reward": {"reward": np.ones(1)},
+        "critic": {"values": np.zeros(tokens, dtype=np.float32)},
+        "advantage": {"advantages": np.zeros(tokens, dtype=np.float32)},
+    }[stage]
+
+
+def take(board: Board, stage: str, consumer: str = "worker", count: int = 100) -> list[Delivery]:
+    """What waits, and what any holder let go, now."""
+    board._next_claim.clear()
+    return board.take(stage, consumer, count=count, block_seconds=0)
+
+
+def end_leases(board: Board, stage: str, consumer: str | None = None) -> None:
+    """Make all leases (or a consumer's) run out, as time would."""
+    client, stream = board._connection.client, f"{board.prefix}stage:{stage}"
+    for pending in client.xpending_range(stream, "workers", "-", "+", 1000):
+        if consumer is None or pending["consumer"].decode() == consumer:
+            owner, entry = pending["consumer"], pending["message_id"]
+            client.xclaim(stream, "workers", owner, 0, [entry], idle=10**9, justid=True)
+
+
+def advance(board: Board, stages: Sequence[str], **settings: Any) -> None:
+    """Commit what waits at each of these stages."""
+    for stage in stages:
+        assert all(board.commit([(delivery, output(stage, **settings)) for delivery in take(board, stage)]))
+
+
+def audit(board: Board) -> None:
+    """What must hold after every operation, read from Redis itself."""
+    client, prefix = board._connection.client, board.prefix
+    counts = board.counts()
+    counts.check()
+    stages = [stage.name for stage in board.stages]
+    streams = {s: dict(client.xrange(f"{prefix}stage:{s}")) for s in stages}
+    pending = {s: client.xpending_range(f"{prefix}stage:{s}", "workers", "-", "+", 10_000) for s in stages}
+    open_groups = set(board.open_groups())
+    groups = {id: client.hgetall(f"{prefix}group:{id}") for id in open_groups}
+
+    # Every open group is somewhere: at each stage it was offered and that has not committed, as exactly one entry.
+    expected_entries: dict[str, dict[bytes, bytes]] = {stage: {} for stage in stages}
+    for id, fields in groups.items():
+        assert fields, f"open group {id} has no hash"
+        at = [s for s in stages if f"entry:{s}".encode() in fields and f"@{s}".encode() not in fields]
+        assert at, f"open group {id} is at no stage: {fields}"
+        for stage in at:
+            expected_entries[stage][fields[f"entry:{stage}".encode()]] = id.encode()
+    for stage in stages:
+        assert {entry: f[b"group"] for entry, f in streams[stage].items()} == expected_entries[stage]
+        assert {p["message_id"] for p in pending[stage]} <= set(streams[stage]), "a hold on nothing"
+
+    # No group in two steps, none both trained and open.
+    trained = Counter(id for entry in board.ledger() for id in entry.plan["groups"])
+    assert all(times == 1 for times in trained.values()), "a group was trained twice"
+    assert counts.trained == trained.total()
+    assert not open_groups & set(trained)
+    assert counts.dropped == sum(counts.dropped_by_reason.values())
+    assert [entry.step for entry in board.ledger()] == list(range(1, counts.last_step + 1))
+
+    # Every column that is pointed to is there for good; every other one expires.
+    pointers = [value for fields in groups.values() for name, value in fields.items() if name.startswith(b"@")]
+    pointers += [value.split(b"|", 1)[1] for value in client.hgetall(f"{prefix}retries").values()]
+    wanted = set()
+    for pointer in pointers:
+        name, *large = pointer.decode().split(",")
+        wanted |= {f"{prefix}columns:{name}", *(f"{prefix}columns:{name}:{column}" for column in large)}
+    keys = [key.decode() for key in client.keys(f"{prefix}columns:*")]
+    lasting = {key for key in keys if client.ttl(key) == -1}
+    assert lasting == wanted, f"lost {wanted - lasting}, leaked {lasting - wanted}"
+
+    assert set(board.open_versions()) <= open_groups
+    state = client.hgetall(f"{prefix}state")
+    assert int(state[b"expected_bytes"]) == sum(int(fields[b"bytes"]) for fields in groups.values())
+    hashes = {key.decode().removeprefix(f"{prefix}group:") for key in client.keys(f"{prefix}group:*")}
+    assert hashes == open_groups, "a closed group left its hash behind"

@@ -1,0 +1,472 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+import redis
+
+from relaxd.board import (
+    STAGES,
+    Board,
+    BoardError,
+    BoardUnavailable,
+    Fenced,
+    GateClosed,
+    NewGroup,
+    Retry,
+    RunExists,
+    RunMissing,
+    StepConflict,
+    stages_for,
+)
+from relaxd.config import BoardConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
+from tests.boards import LARGE, advance, audit, end_leases, group, make_board, output, take
+
+
+def held_by_stage(board):
+    return {depth.stage: (depth.waiting, depth.held) for depth in board.queues()}
+
+
+def train_all(board, epoch, step, **arguments):
+    """Commit a step of everything that waits for the trainer."""
+    groups = [delivery.group_id for delivery in take(board, "train", "trainer")]
+    board.commit_step(epoch=epoch, step=step, plan={"groups": groups}, metrics={"loss": 0.5}, **arguments)
+    return groups
+
+
+# --- the way of a group ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [3, LARGE])
+def test_a_group_goes_from_publish_to_the_ledger(redis_url, tokens):
+    board = make_board(redis_url)
+    assert board.publish(epoch=1, groups=[group("a"), group("b")], cursor={"index": 2}) == ["a", "b"]
+    assert board.cursor() == {"index": 2}
+    (first, second) = take(board, "rollout")
+    assert (first.group_id, first.attempt, first.trace) == ("a", 1, {"traceparent": "trace-of-a"})
+    assert 0 <= first.waited_seconds < 10
+    loaded = board.load([first, second], ["prompt_tokens", "prompt"])
+    np.testing.assert_array_equal(loaded[1]["prompt_tokens"], np.arange(4))
+    assert loaded[1]["prompt"] == {"text": "prompt of b"}
+
+    assert board.commit([(d, output("rollout", tokens=tokens)) for d in (first, second)]) == [True, True]
+    assert held_by_stage(board) == {
+        "rollout": (0, 0),
+        "reward": (2, 0),
+        "critic": (2, 0),
+        "advantage": (0, 0),
+        "train": (0, 0),
+    }
+    advance(board, ["reward"])
+    assert held_by_stage(board)["advantage"] == (0, 0)  # it also needs values
+    audit(board)
+    advance(board, ["critic", "advantage"], tokens=tokens)
+    epoch = board.new_trainer_epoch()
+    (delivery, _) = deliveries = take(board, "train", "trainer")
+    assert delivery.trace == {"traceparent": "trace-of-a"}
+    columns = board.load(deliveries, ["prompt", "tokens", "advantages", "reward"])[0]
+    assert columns["tokens"].shape == columns["advantages"].shape == (tokens,)
+    plan = {"groups": ["b", "a"], "micro_batches": [[0], [1]]}
+    board.commit_step(epoch=epoch, step=1, plan=plan, metrics={"loss": 0.5}, samples=[{"text": "x"}, {"text": "y"}])
+
+    (entry,) = board.ledger()
+    assert (entry.step, entry.epoch, entry.plan, entry.metrics) == (1, epoch, plan, {"loss": 0.5})
+    assert abs(entry.time - time.time()) < 60
+    assert board.samples() == board.samples(1) == [{"text": "x", "step": 1}, {"text": "y", "step": 1}]
+    assert (board.samples(2), board.samples(limit=1)) == ([], [{"text": "y", "step": 1}])
+    assert (board.counts().trained, board.counts().open, board.last_step()) == (2, 0, 1)
+    assert not board._connection.client.keys(f"{board.prefix}columns:*")
+    audit(board)
+
+
+def test_small_columns_share_a_payload_and_large_ones_do_not(redis_url):
+    board = make_board(redis_url)
+    board.publish(epoch=1, groups=[group("a")])
+    advance(board, ["rollout"], tokens=LARGE)
+    sizes = sorted(board._connection.client.strlen(key) for key in board._connection.client.keys("*columns:*"))
+    assert len(sizes) == 4  # the prompt, an empty share, tokens (80 kB), versions (160 kB)
+    assert sizes[0] < 1000 < 4 * LARGE < sizes[2]
+
+
+def test_the_projects_own_stages_lead_to_the_trainer():
+    config = RunConfig(
+        run=RunSection(steps=1),
+        model=ModelConfig(path="m"),
+        data=DataConfig(source="addition"),
+        reward=RewardConfig(name="addition"),
+    )
+    stages = stages_for(config)
+    written = {"prompt", "prompt_tokens"}
+    for stage in stages:
+        assert set(stage.needs) <= written, f"{stage.name} needs what nobody before it writes"
+        written |= set(stage.writes)
+    assert stages[-1] == STAGES["train"]
+
+
+def test_columns_that_a_stage_does_not_write_are_refused(redis_url):
+    board = make_board(redis_url)
+    board.publish(epoch=1, groups=[group("a")])
+    (delivery,) = take(board, "rollout")
+    with pytest.raises(ValueError, match="stage 'rollout' writes columns tokens, versions; got tokens"):
+        board.commit([(delivery, {"tokens": np.zeros(1)})])
+    with pytest.raises(BoardError, match="group a has no columns of 'reward' yet"):
+        board.load([delivery], ["reward"])
+    with pytest.raises(ValueError, match="stage 'nosuch' is not in run run"):
+        board.take("nosuch", "w", count=1, block_seconds=0)
+
+
+def test_a_blocked_take_wakes_up_when_a_group_comes(redis_url):
+    board = make_board(redis_url)
+    result = []
+    thread = threading.Thread(target=lambda: result.extend(board.take("rollout", "w", count=5, block_seconds=20)))
+    thread.start()
+    board.publish(epoch=1, groups=[group("a")])
+    thread.join(timeout=5)
+    assert [delivery.group_id for delivery in result] == ["a"]
+    begun = time.monotonic()
+    assert board.take("rollout", "w", count=5, block_seconds=0.1) == []
+    assert 0.05 < time.monotonic() - begun < 2
+
+
+# --- holds -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_dead_worker_held_goes_to_another(redis_url):
+    board = make_board(redis_url, lease_seconds=0.1)
+    board.publish(epoch=1, groups=[group("a")])
+    (dead,) = board.take("rollout", "dead", count=1, block_seconds=1)
+    (claimed,) = board.take("rollout", "living", count=1, block_seconds=5)  # no help: the real lease runs out
+    assert (claimed.group_id, claimed.attempt, claimed.consumer) == ("a", 2, "living")
+    assert board.renew("rollout", "dead", [dead]) == set()
+    assert board.renew("rollout", "living", [claimed]) == {"a"}
+    assert not board.begin(dead, 0)
+    assert not board.drop(dead, reason="late")
+    assert board.release("rollout", "dead", [dead]) == 0
+    assert board.commit([(claimed, output("rollout"))]) == [True]
+    assert board.commit([(dead, output("rollout"))]) == [False]
+    audit(board)
+
+
+def test_the_first_commit_wins_even_if_it_lost_its_hold(redis_url):
+    board = make_board(redis_url)
+    board.publish(epoch=1, groups=[group("a")])
+    (stalled,) = take(board, "rollout", "stalled")
+    end_leases(board, "rollout")
+    (second,) = take(board, "rollout", "second")
+    board.begin(second, 5)
+    assert board.commit([(stalled, output("rollout", version=3))]) == [True]
+    assert board.open_versions() == {"a": 3}  # what was committed counts, not what began last
+    assert board.commit([(second, output("rollout", version=5))]) == [False]
+    (delivery,) = take(board, "reward")
+    assert board.load([delivery], ["versions"])[0]["versions"].tolist() == [3, 3, 3]
+    audit(board)
+
+
+def test_renewed_holds_are_not_claimed(redis_url):
+    board = make_board(redis_url)
+    board.publish(epoch=1, groups=[group("a"), group("b")])
+    kept, lost = take(board, "rollout", "one")
+    end_leases(board, "rollout")
+    board.renew("rollout", "one", [kept])
+    assert [d.group_id for d in take(board, "rollout", "two")] == ["b"]
+    assert board.renew("rollout", "one", [kept, lost]) == {"a"}
+
+
+def test_released_groups_are_taken_at_once_and_only_failures_count(redis_url):
+    board = make_board(redis_url, max_deliveries=2)
+    board.publish(epoch=1, groups=[group("a")])
+    for _ in range(4):
+        (delivery,) = take(board, "rollout", "one")
+        assert delivery.attempt == 1
+        assert board.release("rollout", "one", [delivery]) == 1
+    (delivery,) = take(board, "rollout", "one")
+    assert board.release("rollout", "one", [delivery], failed=True) == 1
+    (delivery,) = take(board, "rollout", "two")
+    assert delivery.attempt == 2
+    audit(board)
+    assert board.release("rollout", "two", [delivery], failed=True) == 1
+    assert board.counts().dropped_by_reason == {"poison": 1}
+    audit(board)
+
+
+def test_a_group_that_kills_its_workers_is_poison(redis_url):
+    board = make_board(redis_url, max_deliveries=3)
+    board.publish(epoch=1, groups=[group("a"), group("good")])
+    good = take(board, "rollout", "first")[1]
+    board.commit([(good, output("rollout"))])
+    for attempt in (2, 3):
+        end_leases(board, "rollout")
+        assert [d.attempt for d in take(board, "rollout", f"worker{attempt}")] == [attempt]
+    end_leases(board, "rollout")
+    assert take(board, "rollout", "last") == []
+    (dropped,) = board.dropped()
+    assert (dropped.group_id, dropped.reason, dropped.stage, dropped.attempt) == ("a", "poison", "rollout", 3)
+    assert dropped.columns["prompt"] == {"text": "prompt of a"}
+    assert board.consecutive_drops() == 1
+    audit(board)
+
+
+def test_a_group_that_was_closed_meanwhile_loads_as_none(redis_url):
+    board = make_board(redis_url)
+    board.publish(epoch=1, groups=[group("a"), group("b")])
+    deliveries = take(board, "rollout")
+    assert board.drop("a", reason="by_hand")
+    assert not board.drop("a", reason="by_hand")
+    a, b = board.load(deliveries, ["prompt"])
+    assert a is None
+    assert b is not None
+    assert board.load(deliveries[:1], ["prompt", "reward"]) == [None]
+    assert board.commit([(d, output("rollout")) for d in deliveries]) == [False, True]
+    audit(board)
+
+
+def test_what_a_worker_wrote_before_it_died_expires(redis_url):
+    board = make_board(redis_url)
+    board.orphan_seconds = 0.05
+    board.publish(epoch=1, groups=[group("a")])
+    from relaxd.board import payloads
+
+    attempt = payloads.Attempt(board.prefix, "a", output("rollout", tokens=LARGE))
+    board._connection.pipeline(lambda pipe: payloads.write(pipe, [attempt], board.orphan_seconds))
+    keys = [key for key, _ in attempt.payloads]
+    assert len(keys) == 3
+    deadline = time.monotonic() + 5
+    while board._connection.client.exists(*keys) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not board._connection.client.exists(*keys)
+    audit(board)
+
+
+# --- the gate --------------------------------------------------------------------------------------------------------
+
+
+def test_the_gate_bounds_staleness(redis_url):
+    board = make_board(redis_url, groups_per_step=2, steps=4, max_staleness=1, oversample=1.5)
+    assert board.room() == 6  # ceil((0 + 1 + 1) x 2 x 1.5)
+    board.publish(epoch=1, groups=[group(f"g{i}") for i in range(6)])
+    with pytest.raises(GateClosed, match="6 of 6") as caught:
+        board.publish(epoch=1, groups=[group("more")], cursor=99)
+    assert caught.value.reason == "staleness"
+    assert board.cursor() is None
+    assert board.drop("g0", reason="by_hand")
+    assert board.room() == 1
+    board.set_gate(epoch=1, oldest_version=3, open=True)
+    assert board.room() == 3  # the run needs 8 in all
+    board.publish(epoch=1, groups=[group(f"h{i}") for i in range(3)])
+    with pytest.raises(GateClosed) as caught:
+        board.publish(epoch=1, groups=[group("more")])
+    assert caught.value.reason == "complete"
+    for open, version in ((False, 3), (True, None)):
+        board.set_gate(epoch=1, oldest_version=version, open=open)
+        assert board.room() == 0
+        with pytest.raises(GateClosed):
+            board.publish(epoch=1, groups=[group("more")])
+    audit(board)
+
+
+def test_the_gate_keeps_memory_free(redis_url):
+    board = make_board(redis_url, high_water_bytes=64 << 20)
+    large = NewGroup("a", group("a").columns, expected_bytes=60 << 20)
+    board.publish(epoch=1, groups=[large])
+    with pytest.raises(GateClosed) as caught:
+        board.publish(epoch=1, groups=[NewGroup("b", large.columns, expected_bytes=5 << 20)])
+    assert caught.value.reason == "memory"
+    board.drop("a", reason="by_hand")
+    assert board.publish(epoch=1, groups=[NewGroup("b", large.columns, expected_bytes=5 << 20)]) == ["b"]
+    board._connection.client.set("something else", b"x" * (65 << 20))
+    assert board.room() == 0
+    audit(board)
+
+
+def test_publishing_again_changes_nothing(redis_url):
+    board = make_board(redis_url, groups_per_step=2)
+    for _ in range(2):
+        board.publish(epoch=1, groups=[group("a"), group("b")], cursor=2)
+    assert board.counts().published == 2
+    with pytest.raises(BoardError, match="group a is open already"):
+        board.publish(epoch=1, groups=[group("a")])
+    audit(board)
+
+
+def test_a_dropped_prompt_is_tried_again_as_often_as_allowed(redis_url):
+    board = make_board(redis_url, max_retries=2)
+    board.publish(
+        epoch=1,
+        groups=[
+            group(
+                "a",
+            )
+        ],
+    )
+    for number in range(3):
+        name = f"a~{number}" if number else "a"
+        assert board.drop(name, reason="stale", retry=True)
+        assert not board.drop(name, reason="stale", retry=True)
+        if number < 2:
+            assert board.retries() == [Retry(name, number)]
+            for _ in range(2):
+                board.publish(epoch=1, groups=[group(f"a~{number + 1}", retry_of=name)])
+            audit(board)
+    assert board.retries() == []
+    with pytest.raises(BoardError, match="no retry of group a is waiting"):
+        board.publish(epoch=1, groups=[group("b", retry_of="a")])
+    assert board.counts().dropped_by_reason == {"stale": 3}
+    assert [d.retried for d in board.dropped()] == [False, True, True]
+    audit(board)
+
+
+def test_a_retried_prompt_keeps_its_columns(redis_url):
+    board = make_board(redis_url)
+    columns = {"prompt_tokens": np.arange(LARGE, dtype=np.int32), "prompt": "long"}
+    board.publish(epoch=1, groups=[NewGroup("a", columns)])
+    board.drop("a", reason="stale", retry=True)
+    board.publish(epoch=1, groups=[NewGroup("a~1", retry_of="a")])
+    loaded = board.load(take(board, "rollout"), ["prompt_tokens", "prompt"])[0]
+    np.testing.assert_array_equal(loaded["prompt_tokens"], columns["prompt_tokens"])
+    assert loaded["prompt"] == "long"
+
+
+# --- epochs ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_coordinator_that_was_replaced_changes_nothing(redis_url):
+    board = make_board(redis_url)
+    board.create(epoch=2, groups_per_step=4, steps=100)
+    for write in (
+        lambda: board.create(epoch=1, groups_per_step=4, steps=100),
+        lambda: board.set_gate(epoch=1, oldest_version=9, open=False),
+        lambda: board.publish(epoch=1, groups=[group("a")], cursor=1),
+    ):
+        with pytest.raises(Fenced, match="epoch 1 is over"):
+            write()
+    assert board.publish(epoch=2, groups=[group("a")]) == ["a"]
+    with pytest.raises(RunExists):
+        board.create(epoch=2, groups_per_step=5, steps=100)
+    audit(board)
+
+
+def test_a_trainer_that_was_replaced_commits_nothing(redis_url):
+    board = make_board(redis_url)
+    board.publish(epoch=1, groups=[group("a"), group("b")])
+    advance(board, ["rollout", "reward", "critic", "advantage"])
+    old = board.new_trainer_epoch()
+    (a, _) = take(board, "train", "old")
+    new = board.new_trainer_epoch()
+    assert board.trainer_epoch() == new == old + 1
+    with pytest.raises(Fenced, match="trainer epoch 1 is over"):
+        board.commit_step(epoch=old, step=1, plan={"groups": ["a"]}, metrics={})
+    assert not board.drop(a, reason="stale")
+    assert [d.attempt for d in take(board, "train", "new")] == [2, 2]  # without waiting for the lease
+    board.commit_step(epoch=new, step=1, plan={"groups": ["a", "b"]}, metrics={})
+    audit(board)
+
+
+def test_steps_follow_one_another_and_train_only_open_groups_once(redis_url):
+    board = make_board(redis_url)
+    board.publish(epoch=1, groups=[group("a"), group("b")])
+    epoch = board.new_trainer_epoch()
+
+    def commit(step, *groups, metrics=None):
+        board.commit_step(epoch=epoch, step=step, plan={"groups": list(groups)}, metrics=metrics or {})
+
+    for step, groups, message in (
+        (2, ["a"], "step 2 cannot follow step 0"),
+        (0, [], "step 0 cannot follow step 0"),
+        (1, ["a", "a"], "group a is twice"),
+        (1, ["a", "nosuch"], "group nosuch of step 1 is not open"),
+    ):
+        with pytest.raises(StepConflict, match=message):
+            commit(step, *groups)
+    commit(1, "a", metrics={"loss": 1.0})
+    commit(1, "a", metrics={"loss": 1.0})  # the reply was lost: said again
+    with pytest.raises(StepConflict, match="step 1 cannot follow step 1"):
+        commit(1, "b")
+    with pytest.raises(StepConflict, match="group a of step 2 is not open"):
+        commit(2, "a", "b")
+    commit(2, "b")
+    assert [entry.plan["groups"] for entry in board.ledger()] == [["a"], ["b"]]
+    assert [entry.step for entry in board.ledger(after_step=1)] == [2]
+    audit(board)
+
+
+def test_a_step_ends_a_row_of_drops(redis_url):
+    board = make_board(redis_url)
+    board.publish(epoch=1, groups=[group(f"g{i}") for i in range(3)])
+    board.drop("g0", reason="x")
+    board.drop("g1", reason="y")
+    assert board.consecutive_drops() == 2
+    board.commit_step(epoch=board.new_trainer_epoch(), step=1, plan={"groups": ["g2"]}, metrics={})
+    assert board.consecutive_drops() == 0
+
+
+# --- Redis away, runs apart ------------------------------------------------------------------------------------------
+
+
+def test_a_restart_of_redis_is_survived(redis_server):
+    server = redis_server(append_only=True)
+    board = make_board(server.url)
+    board.publish(epoch=1, groups=[group("a"), group("b")], cursor=2)
+    (a, _) = take(board, "rollout", "one")
+    board.commit([(a, output("rollout"))])
+    server.restart()
+    assert board.renew("rollout", "one", [a]) == set()  # the scripts are loaded anew, the connections made anew
+    assert board.counts().open == 2
+    assert board.cursor() == 2
+    assert held_by_stage(board)["rollout"] == (0, 1)
+    end_leases(board, "rollout")
+    assert [d.attempt for d in take(board, "rollout", "two")] == [2]
+    audit(board)
+
+
+def test_an_operation_waits_for_redis_and_gives_up_in_time(redis_server):
+    server = redis_server(append_only=True)
+    board = make_board(server.url, timeout_seconds=1.0, retry_seconds=5.0)
+    server.kill()
+    starter = threading.Timer(0.3, server.start)
+    starter.start()
+    assert board.publish(epoch=1, groups=[group("a")]) == ["a"]
+    starter.join()
+    server.kill()
+    board._connection.retry_seconds = 0.2
+    begun = time.monotonic()
+    with pytest.raises(BoardUnavailable, match=f"127.0.0.1:{server.port}"):
+        board.counts()
+    assert time.monotonic() - begun < 2
+
+
+def test_a_full_redis_refuses_columns_but_still_closes_groups(redis_server):
+    server = redis_server(append_only=False)
+    board = make_board(server.url, retry_seconds=0.2)
+    board.publish(epoch=1, groups=[group("a"), group("b")])
+    (a, _) = take(board, "rollout")
+    epoch = board.new_trainer_epoch()
+    board._connection.client.config_set("maxmemory", 1)
+    with pytest.raises(BoardUnavailable, match="maxmemory"):
+        board.commit([(a, output("rollout"))])
+    board.commit_step(epoch=epoch, step=1, plan={"groups": ["a"]}, metrics={})
+    assert board.drop("b", reason="by_hand")
+    audit(board)
+
+
+def test_runs_do_not_mix_and_one_can_be_deleted(redis_url):
+    boards = [make_board(redis_url, run_id=name) for name in ("one", "one.2")]
+    for board in boards:
+        board.publish(epoch=1, groups=[group("a")])
+    (delivery,) = take(boards[0], "rollout")
+    boards[0].delete()
+    assert not redis.Redis.from_url(redis_url).keys("relaxd:one:*")
+    for read in (boards[0].counts, boards[0].queues, boards[0].last_step, boards[0].cursor, boards[0].room):
+        with pytest.raises(RunMissing):
+            read()
+    with pytest.raises(RunMissing):
+        boards[0].take("rollout", "w", count=1, block_seconds=0)
+    assert boards[0].commit([(delivery, output("rollout"))]) == [False]
+    assert not redis.Redis.from_url(redis_url).keys("relaxd:one:*")
+    assert len(take(boards[1], "rollout")) == 1
+    audit(boards[1])
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a:b", "coordinator", "a*"])
+def test_a_run_id_that_could_clash_is_refused(name):
+    with pytest.raises(ValueError, match="run id"):
+        Board("redis://localhost", name, STAGES.values(), BoardConfig())
