@@ -64,6 +64,7 @@ class Rank:
         if params["paused"]:
             self._controls.paused.set()
         telemetry.setup_logging(f"{params['replica_id']}/rank{self._number}", params["log_level"])
+        logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
         telemetry.setup("trainer", params["replica_id"])
         threading.Thread(target=self._work, args=(params,), name="training", daemon=True).start()
 
@@ -142,7 +143,7 @@ class Rank:
         try:
             return self._weights.acquire(params["epoch"], params["version"], params["seconds"])
         except HoldRefused as error:
-            raise HandlerError(str(error)) from error
+            raise HandlerError(str(error), kind="HoldRefused") from error
 
     def _release(self, params: dict[str, Any]) -> bool:
         return self._weights is not None and self._weights.release(params["hold"])

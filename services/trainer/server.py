@@ -12,7 +12,7 @@ import grpc
 from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
-from relaxd.rpc.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable, Violations
+from relaxd.rpc.errors import Aborted, DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable, Violations
 from relaxd.rpc.replica import ReplicaService, ServiceStatus, advertised_address
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, replica_pb2, trainer_pb2, trainer_pb2_grpc
@@ -188,7 +188,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             finally:
                 in_time = await world.request(0, "release", {"hold": hold}, LEAVE_SECONDS)
             if not in_time:
-                raise DeadlineExceeded(f"the broadcast took longer than {seconds:g} s")
+                raise Aborted(f"the broadcast took longer than {seconds:g} s")
         return trainer_pb2.BroadcastWeightsResponse(
             seconds=max(result["seconds"] for result in results),
             bytes=sum(result["bytes"] for result in results),
@@ -259,8 +259,10 @@ def _answering(what: str) -> Iterator[None]:
     try:
         yield
     except ChildRequestError as error:
-        if error.kind in ("HoldRefused", "WeightGroupError"):
+        if error.kind == "HoldRefused":
             raise FailedPrecondition(f"could not {what}: {error}") from error
+        if error.kind == "WeightGroupError":  # the others' fault, not this trainer's
+            raise Aborted(f"could not {what}: {error}") from error
         raise Unavailable(f"could not {what}: {error.kind}: {error}") from error
     except ChildTimeout as error:
         raise DeadlineExceeded(f"could not {what}: {error}") from error

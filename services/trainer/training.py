@@ -145,7 +145,12 @@ class Training:
 
     def _finish(self, opened: OpenStep, plan: Plan) -> tuple[StepStats, float]:
         """Update the weights on all ranks, once no broadcast reads them. Returns also the seconds that this waited."""
-        with self._weights.changing(self._crew.tick, TICK_SECONDS) as held_back:
+
+        def waiting() -> None:
+            self._tell(f"step {opened.number}: waiting for a weight broadcast to end")
+            self._crew.tick()
+
+        with self._weights.changing(waiting, TICK_SECONDS) as held_back:
             self._crew.send({"do": "finish", "normalizer": plan.normalizer})
             try:
                 return self._learner.finish(plan.normalizer), held_back

@@ -1,0 +1,337 @@
+"""What the tests of the trainer service share: the service as a process, a scripted coordinator, made-up groups."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from relaxd import PROTOCOL_VERSION
+from relaxd.board import Board, NewGroup, stages_for
+from relaxd.config import RunConfig
+from relaxd.rpc.client import sync_channel
+from relaxd.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    replica_pb2,
+    replica_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    weights_pb2,
+)
+
+ROOT = Path(__file__).parents[3]
+RUN_ID = "run-1"
+PATIENCE = 60.0
+"""Longest wait for anything, in seconds."""
+
+
+def make_config(model: Path, **sections: dict[str, Any]) -> RunConfig:
+    """A run of three steps of two groups of two samples; sections' settings on top."""
+    values: dict[str, dict[str, Any]] = {
+        "run": {"steps": 3, "seed": 5},
+        "model": {"path": str(model)},
+        "data": {"source": "addition"},
+        "reward": {"name": "addition"},
+        "rollout": {"samples_per_prompt": 2},
+        "trainer": {
+            "groups_per_step": 2,
+            "micro_batch_tokens": 64,
+            "threads": 1,
+            "collective_timeout_seconds": 30,
+            "optimizer": {"lr": 1e-3},
+        },
+        "board": {"lease_seconds": 5},
+        "weights": {"bucket_bytes": 1 << 20, "timeout_seconds": 5, "connect_timeout_seconds": 10},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return RunConfig.model_validate(values)
+
+
+class Feeder:
+    """Plays coordinator and all stages before the trainer, on a real board."""
+
+    def __init__(self, redis_url: str, config: RunConfig) -> None:
+        self.board = Board(redis_url, RUN_ID, stages_for(config), config.board)
+        self.board.create(epoch=1, groups_per_step=config.trainer.groups_per_step, steps=config.run.steps)
+        self.board.set_gate(epoch=1, oldest_version=10_000, open=True)
+        self._samples = config.rollout.samples_per_prompt
+        self._numbers = iter(range(1, 10_000))
+
+    def publish(self, count: int = 1, trace: dict[str, str] | None = None) -> list[str]:
+        """Publish prompts. Returns the groups' ids."""
+        groups = []
+        for _ in range(count):
+            number = next(self._numbers)
+            prompt = {"text": f"prompt {number}", "answer": str(number), "metadata": {}, "index": number}
+            columns = {"prompt_tokens": np.arange(3, 8, dtype=np.int32) + number % 7, "prompt": prompt}
+            groups.append(NewGroup(f"g{number}", columns, trace or {}))
+        return self.board.publish(epoch=1, groups=groups)
+
+    def begin(self, count: int, version: int) -> list[Any]:
+        """Take published groups as an engine that serves `version`."""
+        deliveries = self.board.take("rollout", "engine", count=count, block_seconds=1.0)
+        assert len(deliveries) == count
+        for delivery in deliveries:
+            assert self.board.begin(delivery, version)
+        return deliveries
+
+    def finish(self, deliveries: Sequence[Any], version: int, length: int = 6, **changes: Any) -> None:
+        """Generate, score and judge groups that were begun."""
+        for delivery in deliveries:
+            self.board.commit([(delivery, self._answers(delivery.group_id, version, length) | changes)])
+        for stage, columns in (("reward", self._rewards()), ("advantage", self._advantages(length))):
+            taken = self.board.take(stage, "tester", count=len(deliveries), block_seconds=1.0)
+            assert len(taken) == len(deliveries)
+            assert all(self.board.commit([(delivery, columns) for delivery in taken]))
+
+    def feed(self, count: int, version: int, **changes: Any) -> list[str]:
+        """Bring groups up to the train stage."""
+        ids = self.publish(count)
+        self.finish(self.begin(count, version), version, **changes)
+        return ids
+
+    def _answers(self, group_id: str, version: int, length: int) -> dict[str, Any]:
+        generator = np.random.default_rng(int(group_id[1:]))
+        total = self._samples * length
+        return {
+            "tokens": generator.integers(3, 250, total).astype(np.int32),
+            "lengths": np.full(self._samples, length, np.int32),
+            "loss_mask": np.ones(total, np.uint8),
+            "rollout_logprobs": np.full(total, -5.5, np.float32),
+            "versions": np.full(total, version, np.int64),
+            "finish": ["stop"] * self._samples,
+            "text": [f"answer {i}" for i in range(self._samples)],
+            "continued": np.zeros(self._samples, np.uint8),
+        }
+
+    def _rewards(self) -> dict[str, Any]:
+        rewards = np.arange(self._samples, dtype=np.float64)
+        return {"reward": rewards, "reward_parts": {"accuracy": rewards.tolist(), "format": [1.0] * self._samples}}
+
+    def _advantages(self, length: int) -> dict[str, Any]:
+        per_sample = np.linspace(-1, 1, self._samples, dtype=np.float32)
+        return {"advantages": np.repeat(per_sample, length)}
+
+
+class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
+    """A real gRPC server that assigns one run and writes down what it hears."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self._condition = threading.Condition()
+        self.assignment = coordinator_pb2.Assignment(
+            run_id=RUN_ID,
+            config_json=config.model_dump_json(),
+            state=coordinator_pb2.RUN_STATE_RUNNING,
+            folder=str(folder),
+        )
+        self.address = ""
+        self.announced: list[tuple[int, int]] = []
+        self.status = replica_pb2.GetStatusResponse()
+        self._server = grpc.server(ThreadPoolExecutor(4))
+        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self._server.start()
+
+    def Register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterResponse:
+        assert request.protocol_version == PROTOCOL_VERSION
+        assert request.role == replica_pb2.ROLE_TRAINER
+        self._hear(address=request.address)
+        return coordinator_pb2.RegisterResponse(lease_seconds=5, heartbeat_seconds=0.1, assignment=self.assignment)
+
+    def Heartbeat(self, request: coordinator_pb2.HeartbeatRequest, context: Any) -> coordinator_pb2.HeartbeatResponse:
+        self._hear(status=request.status)
+        return coordinator_pb2.HeartbeatResponse(assignment=self.assignment)
+
+    def AnnounceVersion(
+        self, request: coordinator_pb2.AnnounceVersionRequest, context: Any
+    ) -> coordinator_pb2.AnnounceVersionResponse:
+        assert request.run_id == RUN_ID
+        self._hear(announced=[*self.announced, (request.weights.epoch, request.weights.version)])
+        return coordinator_pb2.AnnounceVersionResponse()
+
+    def set_state(self, state: coordinator_pb2.RunState.ValueType) -> None:
+        assignment = coordinator_pb2.Assignment()
+        assignment.CopyFrom(self.assignment)
+        assignment.state = state
+        self.assignment = assignment
+
+    def wait(self, condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
+        """Wait until something that was heard makes `condition` true; returns what it returns."""
+        with self._condition:
+            assert self._condition.wait_for(condition, seconds), f"not within {seconds} s; last status: {self.status}"
+            return condition()
+
+    def wait_for_version(self, epoch: int, version: int) -> None:
+        self.wait(lambda: (epoch, version) in self.announced)
+
+    def close(self) -> None:
+        self._server.stop(0).wait(5)
+
+    def _hear(self, **values: Any) -> None:
+        with self._condition:
+            for name, value in values.items():
+                setattr(self, name, value)
+            self._condition.notify_all()
+
+
+class TrainerProcess:
+    """The trainer service as a process."""
+
+    def __init__(self, coordinator: ScriptedCoordinator, redis_url: str, replica_id: str = "trainer-test") -> None:
+        self.coordinator = coordinator
+        flags = ("--coordinator", f"127.0.0.1:{coordinator.port}", "--redis", redis_url, "--replica-id", replica_id)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "services.trainer", *flags, "--grace-seconds", "5"],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self._channel: grpc.Channel | None = None
+
+    @property
+    def channel(self) -> grpc.Channel:
+        if self._channel is None:
+            self.coordinator.wait(lambda: self.coordinator.address)
+            self._channel = sync_channel(self.coordinator.address)
+        return self._channel
+
+    @property
+    def trainer(self) -> trainer_pb2_grpc.TrainerStub:
+        return trainer_pb2_grpc.TrainerStub(self.channel)
+
+    @property
+    def replica(self) -> replica_pb2_grpc.ReplicaStub:
+        return replica_pb2_grpc.ReplicaStub(self.channel)
+
+    def rank_pid(self, rank: int = 0) -> int:
+        """Process id of a rank."""
+        return int(self.replica.GetStatus(replica_pb2.GetStatusRequest()).gauges[f"rank{rank}_pid"])
+
+    def stop(self) -> int:
+        """SIGTERM; its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(20)
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self.process.kill()
+        self.process.wait(10)
+
+
+@contextlib.contextmanager
+def trainer_service(
+    config: RunConfig, redis_url: str, folder: Path
+) -> Iterator[tuple[ScriptedCoordinator, Feeder, TrainerProcess]]:
+    """A run on the board, a coordinator that assigns it, and a trainer that works on it."""
+    feeder = Feeder(redis_url, config)
+    coordinator = ScriptedCoordinator(config, folder)
+    process = TrainerProcess(coordinator, redis_url)
+    try:
+        yield coordinator, feeder, process
+    finally:
+        process.close()
+        coordinator.close()
+        feeder.board.close()
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
+    """Poll for something that sends no event: the board's state."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+class Receiver:
+    """An engine's side of one weight group, in threads of the test."""
+
+    def __init__(self, trainer: trainer_pb2_grpc.TrainerStub, name: str, sync_id: int = 1) -> None:
+        """Connect with the trainer."""
+        from relaxd.weights.group import WeightGroup
+        from relaxd.weights.manifest import from_proto
+
+        self._trainer = trainer
+        self._pool = ThreadPoolExecutor(2)
+        self.sync_id, self.name = sync_id, name
+        self.manifest = trainer.GetWeightManifest(trainer_pb2.GetWeightManifestRequest())
+        self.buckets = from_proto(self.manifest.manifest)
+        sources = self.manifest.source_ranks
+        host, port = self.manifest.store_host, self.manifest.store_port
+        self.group = WeightGroup("gloo", host, port, name, sources, sources + 1)
+        connecting = self._pool.submit(self.group.connect, 10.0)
+        trainer.JoinWeightGroup(join_request(self.manifest, name, sync_id))
+        connecting.result(10)
+
+    def receive(self) -> tuple[dict[str, Any], trainer_pb2.BroadcastWeightsResponse]:
+        """Take part in a broadcast. Returns the tensors, and what the trainer answered."""
+        import torch
+
+        from relaxd.weights.manifest import unpack
+
+        answer = self._pool.submit(self._trainer.BroadcastWeights, self.request(checksum=True))
+        tensors = {}
+        for bucket in self.buckets:
+            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
+            self.group.broadcast(buffer, bucket.source_rank, 10.0)
+            tensors |= {spec.name: tensor for spec, tensor in unpack(bucket, buffer)}
+        return tensors, answer.result(10)
+
+    def request(self, **changes: Any) -> trainer_pb2.BroadcastWeightsRequest:
+        """A request for the broadcast of what the trainer had when this receiver joined."""
+        values = {
+            "sync_id": self.sync_id,
+            "group_name": self.name,
+            "weights": self.manifest.weights,
+            "timeout_seconds": 5.0,
+        }
+        return trainer_pb2.BroadcastWeightsRequest(**{**values, **changes})
+
+    def leave(self) -> None:
+        """Leave on both sides."""
+        request = trainer_pb2.TrainerLeaveWeightGroupRequest(sync_id=self.sync_id, group_name=self.name)
+        self._trainer.LeaveWeightGroup(request)
+        self.group.abort()
+        self._pool.shutdown()
+
+
+def join_request(
+    manifest: trainer_pb2.GetWeightManifestResponse, name: str, sync_id: int
+) -> trainer_pb2.TrainerJoinWeightGroupRequest:
+    """Invite the trainer into a group of its sources and one engine."""
+    group = weights_pb2.WeightGroup(
+        name=name,
+        world_size=manifest.source_ranks + 1,
+        store_host=manifest.store_host,
+        store_port=manifest.store_port,
+        transport="gloo",
+        timeout_seconds=10.0,
+    )
+    return trainer_pb2.TrainerJoinWeightGroupRequest(sync_id=sync_id, group=group)
+
+
+def export(process: TrainerProcess, folder: str) -> Path:
+    """Have the trainer write its model; where it is."""
+    request = trainer_pb2.ExportHuggingFaceRequest(folder=folder)
+    return Path(process.trainer.ExportHuggingFace(request, timeout=PATIENCE).path)
+
+
+def error_code(call: Callable[[], Any]) -> grpc.StatusCode:
+    """The status that a call ends with."""
+    try:
+        call()
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()
+        return code
+    return grpc.StatusCode.OK

@@ -1,0 +1,189 @@
+"""The trainer service sends its weights: what arrives, what is refused, what happens when the receiver dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from relaxd.v1 import replica_pb2, trainer_pb2, weights_pb2
+from relaxd.weights.checksum import checksum
+from tests.integration.trainer.service_kit import (
+    ROOT,
+    Receiver,
+    TrainerProcess,
+    error_code,
+    export,
+    join_request,
+    make_config,
+    trainer_service,
+)
+from tests.models import make_tiny_model
+
+DYING_RECEIVER = """
+import sys, time
+from relaxd.weights.group import WeightGroup
+host, port, name, rank, size = sys.argv[1:]
+group = WeightGroup("gloo", host, int(port), name, int(rank), int(size))
+group.connect(20.0)
+print("connected", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3")
+
+
+def exported(process: TrainerProcess, folder: str) -> dict[str, np.ndarray]:
+    """The tensors of an export."""
+    files = sorted(export(process, folder).glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_received(receiver: Receiver, process: TrainerProcess, folder: str) -> None:
+    """One broadcast brings what an export has, bit for bit."""
+    tensors, answer = receiver.receive()
+    expected = exported(process, folder)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor.numpy(), expected[name], err_msg=name)
+        assert answer.checksums[name] == checksum(tensor)
+    assert answer.bytes == sum(array.nbytes for array in expected.values())
+    assert answer.seconds > 0
+
+
+def test_weights_arrive_and_wrong_requests_are_refused(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
+    with trainer_service(make_config(tiny_qwen3), redis_url, tmp_path) as (coordinator, feeder, process):
+        coordinator.wait_for_version(1, 0)
+        receiver = Receiver(process.trainer, "group-1", sync_id=3)
+        assert_received(receiver, process, "version-0")
+        feeder.feed(2, 0)
+        coordinator.wait_for_version(1, 1)
+
+        def broadcast(**changes: object) -> grpc.StatusCode:
+            return error_code(lambda: process.trainer.BroadcastWeights(receiver.request(**changes)))
+
+        version_1 = replica_pb2.WeightVersion(epoch=1, version=1)
+        refused = grpc.StatusCode.FAILED_PRECONDITION
+        assert broadcast() is refused  # version 0 is gone
+        assert broadcast(weights=replica_pb2.WeightVersion(epoch=2, version=1)) is refused
+        assert broadcast(weights=version_1, sync_id=2) is refused
+        assert broadcast(weights=version_1, group_name="other") is refused
+        assert broadcast(weights=version_1, timeout_seconds=0) is grpc.StatusCode.INVALID_ARGUMENT
+        wrong = weights_pb2.WeightGroup(name="", world_size=1, transport="carrier pigeon", timeout_seconds=-1)
+        join = trainer_pb2.TrainerJoinWeightGroupRequest(sync_id=3, group=wrong)
+        assert error_code(lambda: process.trainer.JoinWeightGroup(join)) is grpc.StatusCode.INVALID_ARGUMENT
+        # None of that has touched the group: the same one carries the next version.
+        receiver.manifest.weights.CopyFrom(version_1)
+        assert_received(receiver, process, "version-1")
+        receiver.leave()
+        assert broadcast(weights=version_1) is refused
+        # An engine that never comes costs the group, after its time.
+        lonely = join_request(receiver.manifest, "lonely", 4)
+        lonely.group.timeout_seconds = 0.5
+        assert error_code(lambda: process.trainer.JoinWeightGroup(lonely)) is grpc.StatusCode.ABORTED
+        Receiver(process.trainer, "group-2", sync_id=5).leave()
+        assert coordinator.status.weights == version_1
+
+
+def test_receiver_killed_in_the_middle_costs_at_most_the_timeout(
+    tiny_qwen3: Path, redis_url: str, tmp_path: Path
+) -> None:
+    with trainer_service(make_config(tiny_qwen3), redis_url, tmp_path) as (coordinator, feeder, process):
+        coordinator.wait_for_version(1, 0)
+        manifest = process.trainer.GetWeightManifest(trainer_pb2.GetWeightManifestRequest())
+        rank = process.rank_pid()
+        for number, kill in enumerate((True, False), start=1):
+            name = f"group-{number}"
+            place = (manifest.store_host, str(manifest.store_port), name, "1", "2")
+            engine = subprocess.Popen(
+                [sys.executable, "-c", DYING_RECEIVER, *place], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            )
+            try:
+                process.trainer.JoinWeightGroup(join_request(manifest, name, number), timeout=20)
+                assert engine.stdout is not None
+                assert engine.stdout.readline() == "connected\n"
+                version = replica_pb2.WeightVersion(epoch=1, version=number - 1)
+                request = trainer_pb2.BroadcastWeightsRequest(
+                    sync_id=number, group_name=name, weights=version, timeout_seconds=2
+                )
+                started = time.monotonic()
+                call = process.trainer.BroadcastWeights.future(request, timeout=20)
+                # The step's forward and backward run meanwhile; its optimizer waits for the broadcast.
+                feeder.feed(2, number - 1)
+                coordinator.wait(lambda: "waiting for a weight broadcast to end" in coordinator.status.detail)
+                assert feeder.board.last_step() == number - 1
+                assert not call.done()
+                if kill:
+                    os.kill(engine.pid, signal.SIGKILL)
+                assert call.exception(timeout=20).code() is grpc.StatusCode.ABORTED
+                assert time.monotonic() - started < 5
+                coordinator.wait_for_version(1, number)
+                assert time.monotonic() - started < 6
+            finally:
+                engine.kill()
+                engine.wait()
+        assert process.rank_pid() == rank
+        assert_received(Receiver(process.trainer, "group-9", sync_id=9), process, "model")
+
+
+def test_leaving_ends_a_running_broadcast(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
+    with trainer_service(make_config(tiny_qwen3), redis_url, tmp_path) as (coordinator, _, process):
+        coordinator.wait_for_version(1, 0)
+        receiver = Receiver(process.trainer, "group-1")
+        timer = threading.Timer(0.3, receiver.leave)
+        timer.start()
+        started = time.monotonic()
+        request = receiver.request(timeout_seconds=20.0)
+        assert error_code(lambda: process.trainer.BroadcastWeights(request)) is grpc.StatusCode.ABORTED
+        assert time.monotonic() - started < 5
+        timer.join()
+
+
+@pytest.mark.parametrize("arrangement", ["tensor_parallel", "pipeline_parallel"])
+def test_weights_of_two_ranks_arrive(arrangement: str, tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
+    config = make_config(tiny_qwen3, trainer={"ranks": 2, arrangement: 2})
+    with trainer_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
+        feeder.feed(2, 0)
+        coordinator.wait_for_version(1, 1)
+        receiver = Receiver(process.trainer, "group-1")
+        assert_received(receiver, process, "model")
+        receiver.leave()
+
+
+def test_two_data_parallel_ranks_train_like_one(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
+    ledgers, exports = [], []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        config = make_config(tiny_qwen3, trainer={"ranks": ranks, "micro_batch_tokens": 24})
+        url = redis_url.removesuffix("/0") + f"/{ranks}"
+        with trainer_service(config, url, folder) as (coordinator, feeder, process):
+            for step in (1, 2):
+                feeder.feed(2, step - 1)
+                coordinator.wait_for_version(1, step)
+            ledgers.append(feeder.board.ledger())
+            exports.append(exported(process, "model"))
+            if ranks == 2:
+                assert len(ledgers[1][0].plan["rounds"][0]) == 2
+                os.kill(process.rank_pid(1), signal.SIGKILL)
+                coordinator.wait_for_version(2, 2)
+                replayed = exported(process, "again")
+                assert all(np.array_equal(replayed[name], array) for name, array in exports[1].items())
+                feeder.feed(2, 2)
+                coordinator.wait_for_version(2, 3)
+                assert process.stop() == 0
+    for one, two in zip(*ledgers, strict=True):
+        for name in ("loss", "grad_norm", "logprob_difference", "entropy"):
+            assert two.metrics[name] == pytest.approx(one.metrics[name], rel=1e-4, abs=1e-6), name
+    for name, array in exports[0].items():
+        np.testing.assert_allclose(exports[1][name], array, atol=1e-4, err_msg=name)
