@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -61,21 +62,25 @@ class Rollout(rollout_pb2_grpc.RolloutServicer):
             await asyncio.Event().wait()
 
 
-async def serve(**options) -> RunningServer:
-    return await start_server(
+@asynccontextmanager
+async def serve(**options) -> AsyncIterator[RunningServer]:
+    running = await start_server(
         [
             Service(reward_pb2_grpc.add_RewardServicer_to_server, options.pop("reward", Reward()), REWARD),
             Service(rollout_pb2_grpc.add_RolloutServicer_to_server, Rollout(), "relaxd.v1.Rollout"),
         ],
         **options,
     )
+    try:
+        yield running
+    finally:
+        await running.stop()
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[RunningServer]:
-    running = await serve()
-    yield running
-    await running.stop()
+    async with serve() as running:
+        yield running
 
 
 async def failure(call) -> grpc.aio.AioRpcError:
@@ -174,9 +179,10 @@ async def test_a_stream_fails_with_its_details(server):
 
 async def test_a_call_without_a_deadline_gets_the_servers():
     reward = Reward()
-    server = await serve(reward=reward, deadline_seconds=0.2, stream_deadline_seconds=0.3)
-    # Not our channel: it would set a deadline.
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as to:
+    async with (
+        serve(reward=reward, deadline_seconds=0.2, stream_deadline_seconds=0.3) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as to,  # ours would set a deadline
+    ):
         error = await failure(score(to, "hang"))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "longer than the 0.2 s" in error.details()
@@ -185,31 +191,27 @@ async def test_a_call_without_a_deadline_gets_the_servers():
             async for _ in rollout_pb2_grpc.RolloutStub(to).Generate(rollout_pb2.GenerateRequest(n=HANG)):
                 pass
         assert "longer than the 0.3 s" in caught.value.details()
-    await server.stop()
 
 
 async def test_a_handler_is_cancelled_at_the_callers_deadline():
     reward = Reward()
-    server = await serve(reward=reward)
-    async with channel(f"127.0.0.1:{server.port}") as to:
+    async with serve(reward=reward) as server, channel(f"127.0.0.1:{server.port}") as to:
         error = await failure(score(to, "hang", timeout=0.3))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         async with asyncio.timeout(5):
             await reward.cancelled.wait()
-    await server.stop()
 
 
 async def test_our_channel_always_sets_a_deadline(monkeypatch):
     monkeypatch.setattr("relaxd.rpc.client.DEFAULT_DEADLINE_SECONDS", 0.3)
-    server = await serve()
-    async with channel(f"127.0.0.1:{server.port}") as to:
+    async with serve() as server, channel(f"127.0.0.1:{server.port}") as to:
         assert (await failure(score(to, "hang"))).code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await server.stop()
 
 
 async def test_a_taken_port_is_named(server):
     with pytest.raises(ServerError) as caught:
-        await serve(port=server.port)
+        async with serve(port=server.port):
+            pass
     assert str(caught.value) == (
         f"port {server.port} on 127.0.0.1 is taken: stop what uses it, or choose another with --port / RELAXD_PORT"
     )
@@ -217,56 +219,54 @@ async def test_a_taken_port_is_named(server):
 
 async def test_an_address_that_is_not_ours_is_named():
     with pytest.raises(ServerError, match=r"cannot listen on port \d+ of 192\.0\.2\.1: Cannot assign"):
-        await serve(host="192.0.2.1", port=free_port())
+        async with serve(host="192.0.2.1", port=free_port()):
+            pass
 
 
 async def test_the_token_is_checked_except_for_health(monkeypatch):
-    server = await serve(token="right", serving=True)
-    address = f"127.0.0.1:{server.port}"
-    async with channel(address) as to:
-        error = await failure(score(to, "fine"))
-        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert "RELAXD_TOKEN" in error.details()
-        health = await health_pb2_grpc.HealthStub(to).Check(health_pb2.HealthCheckRequest())
-        assert health.status == health_pb2.HealthCheckResponse.SERVING
-    async with channel(address, token="wrong") as to:
-        error = await failure(score(to, "fine"))
-        assert explain(error).startswith("UNAUTHENTICATED: the token is wrong")
-    async with channel(address, token="right") as to:
-        await score(to, "fine")
-    monkeypatch.setenv("RELAXD_TOKEN", "right")
-    async with channel(address) as to:
-        await score(to, "fine")
-        assert [answer async for answer in rollout_pb2_grpc.RolloutStub(to).Generate(rollout_pb2.GenerateRequest())]
-    code, output = await grpcurl(address, "list")
-    assert code != 0
-    assert "token" in output
-    code, output = await grpcurl("-H", "authorization: Bearer right", address, "list")
-    assert code == 0
-    await server.stop()
+    async with serve(token="right", serving=True) as server:
+        address = f"127.0.0.1:{server.port}"
+        async with channel(address) as to:
+            error = await failure(score(to, "fine"))
+            assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert "RELAXD_TOKEN" in error.details()
+            health = await health_pb2_grpc.HealthStub(to).Check(health_pb2.HealthCheckRequest())
+            assert health.status == health_pb2.HealthCheckResponse.SERVING
+        async with channel(address, token="wrong") as to:
+            error = await failure(score(to, "fine"))
+            assert explain(error).startswith("UNAUTHENTICATED: the token is wrong")
+        async with channel(address, token="right") as to:
+            await score(to, "fine")
+        monkeypatch.setenv("RELAXD_TOKEN", "right")
+        async with channel(address) as to:
+            await score(to, "fine")
+            assert [answer async for answer in rollout_pb2_grpc.RolloutStub(to).Generate(rollout_pb2.GenerateRequest())]
+        code, output = await grpcurl(address, "list")
+        assert code != 0
+        assert "token" in output
+        code, output = await grpcurl("-H", "authorization: Bearer right", address, "list")
+        assert code == 0
 
 
 async def test_the_sync_channel_does_the_same():
-    server = await serve(token="right")
-    with sync_channel(f"127.0.0.1:{server.port}", token="right") as to:
-        stub = reward_pb2_grpc.RewardStub(to)
-        await asyncio.to_thread(stub.Score, reward_pb2.ScoreRequest(reward="fine"))
-        with pytest.raises(grpc.RpcError) as caught:
-            await asyncio.to_thread(stub.Score, reward_pb2.ScoreRequest(reward="wrong"))
-        future = stub.Score.future(reward_pb2.ScoreRequest(reward="fine"))
-        assert await asyncio.to_thread(future.result, 5) == reward_pb2.ScoreResponse()
-    assert explain(caught.value) == "INVALID_ARGUMENT: reward: must not be 'wrong'; responses: must not be empty"
-    await server.stop()
+    async with serve(token="right") as server:
+        with sync_channel(f"127.0.0.1:{server.port}", token="right") as to:
+            stub = reward_pb2_grpc.RewardStub(to)
+            await asyncio.to_thread(stub.Score, reward_pb2.ScoreRequest(reward="fine"))
+            with pytest.raises(grpc.RpcError) as caught:
+                await asyncio.to_thread(stub.Score, reward_pb2.ScoreRequest(reward="wrong"))
+            future = stub.Score.future(reward_pb2.ScoreRequest(reward="fine"))
+            assert await asyncio.to_thread(future.result, 5) == reward_pb2.ScoreResponse()
+        assert explain(caught.value) == "INVALID_ARGUMENT: reward: must not be 'wrong'; responses: must not be empty"
 
 
 async def test_a_message_over_the_cap_is_refused_and_one_below_is_not():
-    server = await serve(max_message_bytes=1 << 20)
-    async with channel(f"127.0.0.1:{server.port}") as to:
-        await score(to, "x" * ((1 << 20) - 100))
-        error = await failure(score(to, "x" * (1 << 20)))
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "larger than max" in error.details()
-    await server.stop()
+    async with serve(max_message_bytes=1 << 20) as server:
+        async with channel(f"127.0.0.1:{server.port}") as to:
+            await score(to, "x" * ((1 << 20) - 100))
+            error = await failure(score(to, "x" * (1 << 20)))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "larger than max" in error.details()
 
 
 async def test_connections_are_renewed_without_failing_calls():
@@ -277,24 +277,23 @@ async def test_connections_are_renewed_without_failing_calls():
             peers.add(context.peer())
             return reward_pb2.ScoreResponse()
 
-    server = await serve(reward=Watched(), max_connection_age_seconds=0.2)
-    async with channel(f"127.0.0.1:{server.port}") as to:
-        end = time.monotonic() + 10
-        while len(peers) < 3 and time.monotonic() < end:
-            await score(to, "fine")
-    assert len(peers) >= 3
-    await server.stop()
+    async with serve(reward=Watched(), max_connection_age_seconds=0.2) as server:
+        async with channel(f"127.0.0.1:{server.port}") as to:
+            end = time.monotonic() + 10
+            while len(peers) < 3 and time.monotonic() < end:
+                await score(to, "fine")
+        assert len(peers) >= 3
 
 
 async def test_a_restarted_server_is_found_again_soon():
     port = free_port()
-    server = await serve(port=port)
     async with channel(f"127.0.0.1:{port}") as to:
-        await score(to, "fine")
-        await server.stop()
+        async with serve(port=port):
+            await score(to, "fine")
         assert (await failure(score(to, "fine"))).code() is grpc.StatusCode.UNAVAILABLE
-        server = await serve(port=port)
-        begun = time.monotonic()
-        await score(to, "fine", wait_for_ready=True)
-        assert time.monotonic() - begun < 3
-    await server.stop()
+        # So many attempts that gRPC's own back-off would have grown.
+        await failure(score(to, "fine", wait_for_ready=True, timeout=2.5))
+        async with serve(port=port):
+            begun = time.monotonic()
+            await score(to, "fine", wait_for_ready=True)
+            assert time.monotonic() - begun < 1.5
