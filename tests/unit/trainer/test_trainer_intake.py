@@ -1,0 +1,197 @@
+"""Which groups a step gets, which are too old, when it may close: the rules, and on a real board."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relaxd.board import Delivery
+from relaxd.config import RunConfig
+from services.trainer.groups import Group, MalformedGroup, check_group
+from services.trainer.intake import Intake, Taken, choose, due_groups, may_close
+from tests.integration.trainer.service_kit import Feeder, make_config
+
+
+def taken(group_id: str, arrival: int) -> Taken:
+    return Taken(Delivery(group_id, "1-0", "train", "t", 1, {}, 0.0, {}), Group(group_id, {}), arrival)
+
+
+def ids(chosen: list[Taken]) -> list[str]:
+    return [one.group.group_id for one in chosen]
+
+
+@pytest.mark.parametrize(
+    ("step", "max_staleness", "due"),
+    [(1, 0, {"a"}), (1, 1, set()), (2, 1, {"a"}), (3, 1, {"a", "b"}), (3, 2, {"a"}), (4, 1, {"a", "b", "c"})],
+)
+def test_due_is_what_the_next_step_could_not_train(step: int, max_staleness: int, due: set[str]) -> None:
+    assert due_groups(step, max_staleness, {"a": 0, "b": 1, "c": 2}) == due
+
+
+def test_places_are_kept_for_groups_that_are_due() -> None:
+    ready = [taken("new", 1), taken("newer", 2), taken("due", 3)]
+    assert ids(choose(ready, [], [], 2)) == ["new", "newer"]
+    assert ids(choose(ready, [], ["due"], 2)) == ["due", "new"]
+    assert ids(choose(ready, [], ["due", "slow"], 2)) == ["due"]
+    assert ids(choose(ready, ["x"], ["x", "slow"], 2)) == []
+    # More are due than a step has places: all of them, rather than throw one away.
+    assert ids(choose(ready, [], ["new", "newer", "due"], 2)) == ["new", "newer", "due"]
+
+
+def test_a_step_closes_when_it_is_full_and_nothing_is_due() -> None:
+    assert not may_close(["a"], [], 2)
+    assert may_close(["a", "b"], ["a"], 2)
+    assert not may_close(["a", "b"], ["slow"], 2)
+    assert may_close(["a", "b", "slow"], ["slow"], 2)
+
+
+class Trainer:
+    """An intake on a real board, and who feeds it."""
+
+    def __init__(self, redis_url: str, config: RunConfig) -> None:
+        self.feeder = Feeder(redis_url, config)
+        self.board = self.feeder.board
+        self.board.new_trainer_epoch()
+        self.intake = Intake(
+            self.board,
+            "trainer",
+            groups_per_step=config.trainer.groups_per_step,
+            max_staleness=config.board.max_staleness,
+            max_sample_tokens=config.trainer.micro_batch_tokens,
+            lease_seconds=config.board.lease_seconds,
+        )
+
+    def take_all(self) -> None:
+        while self.intake.take(0.05):
+            pass
+
+
+@pytest.fixture
+def trainer(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Trainer]:
+    made = Trainer(redis_url, make_config(Path("model"), board={"lease_seconds": 0.8} | request.param))
+    yield made
+    made.intake.close()
+    made.board.close()
+
+
+on_policy = pytest.mark.parametrize("trainer", [{"max_staleness": 0}], indirect=True)
+one_off = pytest.mark.parametrize("trainer", [{"max_staleness": 1}], indirect=True)
+
+
+@on_policy
+def test_on_policy_takes_only_the_current_version(trainer: Trainer) -> None:
+    trainer.feeder.feed(2, 0)
+    trainer.take_all()
+    selection = trainer.intake.select(1, [])
+    assert ids(selection.chosen) == ["g1", "g2"]
+    assert selection.may_close
+    selection = trainer.intake.select(2, [])
+    assert not selection.chosen
+    assert trainer.board.counts().dropped_by_reason == {"stale": 2}
+    assert trainer.intake.held == 0
+    assert [retry.group_id for retry in trainer.board.retries()] == ["g1", "g2"]
+
+
+@one_off
+def test_a_slow_group_keeps_its_place_until_it_comes(trainer: Trainer) -> None:
+    trainer.feeder.publish()
+    slow = trainer.feeder.begin(1, 0)
+    trainer.feeder.feed(3, 1)
+    trainer.take_all()
+    selection = trainer.intake.select(2, [])
+    assert ids(selection.chosen) == ["g2"]
+    assert not selection.may_close
+    trainer.feeder.finish(slow, 0)
+    trainer.take_all()
+    selection = trainer.intake.select(2, ["g2"])
+    assert ids(selection.chosen) == ["g1"]
+    assert selection.may_close
+
+
+@one_off
+def test_what_is_masked_may_be_old(trainer: Trainer) -> None:
+    versions = np.array([0, 0, 5, 5, 5, 5] * 2)
+    trainer.feeder.feed(1, 5, versions=versions, loss_mask=(versions > 0).astype(np.uint8))
+    trainer.take_all()
+    assert ids(trainer.intake.select(6, []).chosen) == ["g1"]
+
+
+@one_off
+def test_holds_are_renewed_and_lost_groups_noticed(trainer: Trainer) -> None:
+    trainer.feeder.feed(2, 0)
+    trainer.take_all()
+    end = time.monotonic() + 1.2  # longer than a lease
+    while time.monotonic() < end:
+        assert not trainer.board.take("train", "another", count=5, block_seconds=0.1)
+    assert trainer.intake.lost(["g1", "g2"]) == []
+    assert trainer.board.drop("g2", reason="stopped")
+    assert trainer.intake.lost(["g1", "g2"]) == ["g2"]
+    trainer.intake.release_all()
+    assert [d.group_id for d in trainer.board.take("train", "another", count=5, block_seconds=1.0)] == ["g1"]
+
+
+@one_off
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rollout_logprobs": np.full(12, np.nan, np.float32)}, "malformed"),
+        ({"tokens": np.arange(11, dtype=np.int32)}, "malformed"),
+        ({"text": "no list"}, "malformed"),
+        ({"length": 60}, "too_long"),
+    ],
+)
+def test_what_cannot_be_trained_is_dropped(trainer: Trainer, changes: dict[str, Any], reason: str) -> None:
+    trainer.feeder.feed(1, 0, **changes)
+    trainer.feeder.feed(1, 0)
+    trainer.take_all()
+    assert trainer.board.counts().dropped_by_reason == {reason: 1}
+    assert ids(trainer.intake.select(1, []).chosen) == ["g2"]
+
+
+def columns() -> dict[str, Any]:
+    return {
+        "prompt_tokens": np.arange(1, 4, dtype=np.int32),
+        "prompt": {"text": "p"},
+        "tokens": np.arange(5, dtype=np.int32),
+        "lengths": np.array([2, 3], np.int32),
+        "loss_mask": np.array([1, 1, 0, 1, 1], np.uint8),
+        "rollout_logprobs": np.zeros(5, np.float32),
+        "versions": np.array([4, 4, 1, 3, 4]),
+        "finish": ["stop", "stop"],
+        "text": ["a", "b"],
+        "continued": np.zeros(2, np.uint8),
+        "reward": np.zeros(2),
+        "reward_parts": {},
+        "advantages": np.zeros(5, np.float32),
+    }
+
+
+def test_a_group_knows_its_sizes_and_versions() -> None:
+    group = check_group("g", columns())
+    assert group.sample_tokens == [5, 6]
+    assert group.trained_tokens == 4
+    assert group.oldest_version == 3
+    assert check_group("g", columns() | {"loss_mask": np.zeros(5, np.uint8)}).oldest_version is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("prompt_tokens", np.zeros(0, np.int32), "prompt_tokens is empty"),
+        ("lengths", np.array([-1, 6], np.int32), "lengths is"),
+        ("lengths", np.array([2, 2], np.int32), "tokens has 5 values for 4 response tokens"),
+        ("continued", np.zeros(3, np.uint8), "continued has 3 values for 2 samples"),
+        ("reward", [0.0, 1.0], "reward is list"),
+        ("advantages", np.array([0, 0, 0, np.inf, 0], np.float32), "advantages is NaN or infinite"),
+        ("versions", np.zeros(5, np.float32), "versions is float32"),
+        ("finish", ["stop"], "finish must be a list of 2"),
+    ],
+)
+def test_columns_that_do_not_fit_are_named(name: str, value: Any, message: str) -> None:
+    with pytest.raises(MalformedGroup, match=message):
+        check_group("g", columns() | {name: value})
+    # What nobody trains on may be anything.
+    check_group("g", columns() | {"advantages": np.array([0, 0, np.nan, 0, 0], np.float32)})

@@ -1,0 +1,67 @@
+"""Step files: everything comes back, and what is damaged or not committed is named."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.trainer.plan import Piece, Plan, Round
+from services.trainer.step_file import (
+    StepFileError,
+    read_committed,
+    read_step_file,
+    step_file_path,
+    write_step_file,
+)
+
+PLAN = Plan(2, 1, 0, ("a", "b/c"), (Round((((Piece("a", (0,)), Piece("b/c", (0, 1))),),)),), 3, 5, 5.0)
+GROUPS: dict[str, dict[str, Any]] = {
+    "a": {"tokens": np.arange(4, dtype=np.int32), "reward": np.array([0.1]), "prompt": {"text": "ä", "n": [1, None]}},
+    "b/c": {"tokens": np.zeros(0, np.int32), "loss_mask": np.array([1, 0], np.uint8), "text": ["", "x"]},
+    "not in the plan": {"tokens": np.ones(1)},
+}
+
+
+def test_columns_and_plan_come_back(tmp_path: Path) -> None:
+    path = step_file_path(tmp_path, 2)
+    write_step_file(path, PLAN, GROUPS)
+    assert path == tmp_path / "steps" / "step-000002.safetensors"
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    file = read_committed(tmp_path, 2, PLAN.to_json())
+    assert file.plan == PLAN
+    assert list(file.groups) == ["a", "b/c"]
+    for group_id, columns in file.groups.items():
+        assert columns.keys() == GROUPS[group_id].keys()
+        for name, value in columns.items():
+            expected = GROUPS[group_id][name]
+            if isinstance(expected, np.ndarray):
+                np.testing.assert_array_equal(value, expected, strict=True)
+            else:
+                assert value == expected
+
+
+def test_a_later_attempt_replaces_what_was_never_committed(tmp_path: Path) -> None:
+    path = step_file_path(tmp_path, 2)
+    write_step_file(path, PLAN, GROUPS)
+    write_step_file(path, replace(PLAN, epoch=2), GROUPS)
+    assert read_step_file(path).plan.epoch == 2
+    with pytest.raises(StepFileError, match="another plan than the ledger has for step 2"):
+        read_committed(tmp_path, 2, PLAN.to_json())
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    path = step_file_path(tmp_path, 2)
+    with pytest.raises(StepFileError, match=r"step-000002.safetensors is missing"):
+        read_step_file(path)
+    write_step_file(path, PLAN, GROUPS)
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[: len(whole) // 2], b"", whole.replace(b"normalizer", b"normalizes")):
+        path.write_bytes(damaged)
+        with pytest.raises(StepFileError, match=r"step-000002.safetensors is damaged"):
+            read_step_file(path)
+    write_step_file(path, replace(PLAN, groups=("a",)), GROUPS)
+    path.write_bytes(path.read_bytes().replace(rb"[\"a\"]", rb"[\"b\"]"))
+    with pytest.raises(StepFileError, match="no columns of group b"):
+        read_step_file(path)

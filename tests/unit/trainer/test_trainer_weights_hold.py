@@ -1,0 +1,66 @@
+"""A broadcast and the optimizer take turns, and neither waits for ever."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from services.trainer.export import export_folder
+from services.trainer.weights_hold import HoldRefused, WeightsHold
+
+
+def test_the_optimizer_waits_for_the_broadcast_to_end() -> None:
+    weights = WeightsHold(epoch=2)
+    weights.publish(4)
+    hold = weights.acquire(2, 4, 30.0)
+    order = []
+
+    def change() -> None:
+        with weights.changing(lambda: order.append("tick"), 0.01):
+            order.append("changed")
+
+    optimizer = threading.Thread(target=change)
+    optimizer.start()
+    while "tick" not in order:
+        time.sleep(0.001)
+    assert "changed" not in order
+    assert weights.release(hold)
+    optimizer.join(5)
+    assert order[-1] == "changed"
+
+
+def test_a_broadcast_that_is_late_loses_its_hold() -> None:
+    weights = WeightsHold(epoch=1)
+    weights.publish(0)
+    hold = weights.acquire(1, 0, 0.05)
+    with weights.changing(lambda: None, 0.01) as waited:
+        assert 0.04 < waited < 1.0
+    weights.publish(1)
+    assert not weights.release(hold)
+    assert weights.release(weights.acquire(1, 1, 5.0))
+
+
+def test_only_the_weights_that_are_there_are_held() -> None:
+    weights = WeightsHold(epoch=1)
+    with pytest.raises(HoldRefused, match="being changed"):
+        weights.acquire(1, 0, 1.0)
+    weights.publish(3)
+    for epoch, version in ((1, 2), (1, 4), (2, 3)):
+        with pytest.raises(HoldRefused, match=r"\(1, 3\)"):
+            weights.acquire(epoch, version, 1.0)
+    with weights.changing(lambda: None, 0.01), pytest.raises(HoldRefused, match="being changed"):
+        weights.acquire(1, 3, 1.0)
+
+
+def test_exports_stay_below_the_run_and_replace_only_models(tmp_path: Path) -> None:
+    assert export_folder(tmp_path, "model") == (tmp_path / "model").resolve()
+    assert export_folder(tmp_path, "exports/last") == (tmp_path / "exports/last").resolve()
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to("/tmp")
+    export_folder(tmp_path, "model")
+    for folder in ("", ".", "./", "..", "../x", "a/../../x", "/tmp/x", "steps", "link/x"):
+        with pytest.raises(ValueError, match="folder is"):
+            export_folder(tmp_path, folder)
