@@ -1,0 +1,313 @@
+"""The rollout service as processes: calls, weight groups, the board, and what dies."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from relaxd.rpc.errors import explain, field_violations
+from relaxd.v1 import coordinator_pb2, rollout_pb2
+from tests.integration.rollout.rollout_kit import PATIENCE, READY, STARTING, Replica, Stage, generate_request, kill
+from tests.integration.rollout.weight_source import weights_of
+from tests.models import make_tiny_model
+
+PROMPT = [5, 9, 17, 200, 33]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def stage(model: Path, redis_url: str, tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(model, redis_url, tmp_path)
+    yield stage
+    stage.close()
+
+
+def with_weights(folder: Path, version: int) -> PreTrainedModel:
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference.load_state_dict(weights_of(folder, version), strict=False)
+    return reference
+
+
+def greedy(reference: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    tokens = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count)  # type: ignore[operator]
+    return list(tokens[0, len(prompt) :].tolist())
+
+
+def refused(call: Any) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as error:
+        call()
+    return error.value
+
+
+def check_columns(columns: dict[str, Any], reference: PreTrainedModel, prompt: list[int], version: int) -> None:
+    """Everything that the stage writes about a group whose weights did not change."""
+    lengths = columns["lengths"]
+    total = int(lengths.sum())
+    kinds = {"tokens": np.int32, "loss_mask": np.uint8, "rollout_logprobs": np.float32, "versions": np.int64}
+    for name, dtype in kinds.items():
+        assert columns[name].dtype == dtype
+        assert columns[name].shape == (total,)
+    assert (lengths.dtype, lengths.shape) == (np.int32, (3,))
+    assert columns["loss_mask"].all()
+    assert (columns["versions"] == version).all()
+    assert columns["continued"].tolist() == [0, 0, 0]
+    tokenizer = AutoTokenizer.from_pretrained(reference.name_or_path)
+    start = 0
+    for sample, length in enumerate(lengths):
+        tokens = columns["tokens"][start : start + length].tolist()
+        assert (columns["finish"][sample] == "stop") == (tokens[-1] == 2)
+        assert columns["text"][sample] == tokenizer.decode([token for token in tokens if token != 2])
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.double().log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1).numpy()
+        np.testing.assert_allclose(columns["rollout_logprobs"][start : start + length], expected, atol=1e-4)
+        start += length
+
+
+def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
+    """The life of one replica, in order; starting it is most of its cost."""
+    replica = stage.start_replica()
+    published = stage.publish(2)
+
+    # Without weights it serves nobody, and takes nothing.
+    error = refused(lambda: replica.generate(PROMPT))
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert "no weights" in explain(error)
+    assert stage.board.queues()[0].waiting == 2
+    assert replica.status.detail == "waiting for weights"
+
+    # What will be sent has to fit.
+    stage.pause([replica])
+    for change, text in (
+        ({"name": "model.nothing.weight"}, "model.nothing.weight: the model has no such tensor"),
+        ({"shape": [3, 4]}, "the shape is (3, 4), the model's is"),
+    ):
+        manifest = stage.source.manifest
+        for name, value in change.items():
+            if name == "shape":
+                del manifest.buckets[0].tensors[0].shape[:]
+                manifest.buckets[0].tensors[0].shape.extend(value)
+            else:
+                setattr(manifest.buckets[0].tensors[0], name, value)
+        error = refused(lambda manifest=manifest: join_alone(stage, replica, manifest))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert field_violations(error)[0][0] == "manifest"
+        assert text in explain(error)
+
+    # The first weights; the groups that wait are generated under them.
+    stage.join([replica])
+    stage.transfer([replica], 0)
+    stage.resume([replica])
+    reference = with_weights(model, 0)
+    groups = stage.generated(2)
+    assert set(groups) == set(published)
+    for columns in groups.values():
+        check_columns(columns, reference, [5, 9, 17], 0)
+    assert groups[published[0]]["tokens"].tolist() != groups[published[1]]["tokens"].tolist()
+
+    # Generate, greedy and with seeds.
+    (sample,) = replica.generate(PROMPT, temperature=0.0)
+    assert sample["tokens"] == greedy(reference, PROMPT, 8)
+    assert sample["parts"] == len(sample["tokens"]), "tokens come one by one"
+    first, again, other = (replica.generate(PROMPT, 3, seed=seed, ignore_eos=True) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+    check_bad_input(replica)
+    check_update_in_the_middle(stage, replica, model)
+    check_order_of_synchronisations(stage, replica)
+    check_abort_and_lease(stage, replica)
+    check_cancellation(replica)
+
+    # A paused run takes nothing, a resumed one does.
+    stage.coordinator.assignment.state = coordinator_pb2.RUN_STATE_PAUSED
+    replica.wait_for(lambda status: status.held_groups == 0)
+    stage.coordinator.assignment.state = coordinator_pb2.RUN_STATE_RUNNING
+    stage.publish(1)
+    stage.generated(1)
+
+    # A prompt that the model cannot take is dropped with a reason, not tried for ever.
+    stage.publish(1, [5, 100_000])
+    stage.publish(1, [7] * 505)
+    replica.wait_for(lambda status: stage.board.counts().dropped == 2)
+    assert set(stage.board.counts().dropped_by_reason) == {"bad_prompt", "prompt_too_long"}
+
+    # SIGTERM: what is held goes back to the board, the process ends well.
+    replica.process.send_signal(signal.SIGTERM)
+    assert replica.process.wait(20) == 0
+
+
+def join_alone(stage: Stage, replica: Replica, manifest: Any) -> None:
+    group = {"name": "wrong", "world_size": 2, "store_host": "127.0.0.1", "store_port": stage.source.port}
+    group |= {"transport": "gloo", "timeout_seconds": 5}
+    request = rollout_pb2.JoinWeightGroupRequest(sync_id=stage.sync_id, group=group, rank=1, manifest=manifest)
+    replica.stub.JoinWeightGroup(request, timeout=10)
+
+
+def check_bad_input(replica: Replica) -> None:
+    good: dict[str, Any] = {"max_new_tokens": 8, "temperature": 1.0}
+    cases: list[tuple[list[int], int, dict[str, Any], str]] = [
+        (PROMPT, 0, good, "n"),
+        (PROMPT, -3, good, "n"),
+        ([], 1, good, "prompt_tokens"),
+        ([5, 259], 1, good, "prompt_tokens[1]"),
+        ([-1], 1, good, "prompt_tokens[0]"),
+        (PROMPT, 1, good | {"max_new_tokens": 0}, "sampling.max_new_tokens"),
+        ([7] * 510, 1, good, "sampling.max_new_tokens"),
+        (PROMPT, 1, good | {"temperature": -1.0}, "sampling.temperature"),
+        (PROMPT, 1, good | {"temperature": float("nan")}, "sampling.temperature"),
+        (PROMPT, 1, good | {"top_p": 1.5}, "sampling.top_p"),
+        (PROMPT, 1, good | {"top_k": -1}, "sampling.top_k"),
+        (PROMPT, 1, good | {"stop_token_ids": [999]}, "sampling.stop_token_ids[0]"),
+    ]
+    for prompt, n, sampling, field in cases:
+        error = refused(lambda p=prompt, n=n, s=sampling: list(replica.stub.Generate(generate_request(p, n, **s))))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT, explain(error)
+        assert [name for name, _ in field_violations(error)] == [field]
+    error = refused(lambda: list(replica.stub.Generate(rollout_pb2.GenerateRequest())))
+    assert {name for name, _ in field_violations(error)} == {"n", "prompt_tokens", "sampling.max_new_tokens"}
+    error = refused(lambda: replica.stub.PauseGeneration(rollout_pb2.PauseGenerationRequest(sync_id=99)))
+    assert [name for name, _ in field_violations(error)] == ["lease_seconds"]
+    error = refused(lambda: replica.stub.ReceiveWeights(rollout_pb2.ReceiveWeightsRequest(sync_id=99)))
+    assert {name for name, _ in field_violations(error)} == {"timeout_seconds", "weights.epoch"}
+
+
+def check_update_in_the_middle(stage: Stage, replica: Replica, model: Path) -> None:
+    """Tokens before and after an update carry their versions; the one after is what the new weights say."""
+    parts = replica.stub.Generate(generate_request(PROMPT, 1, max_new_tokens=300, ignore_eos=True), timeout=PATIENCE)
+    next(parts)
+    (held,) = stage.pause([replica])
+    assert held == 1
+    stage.transfer([replica], 1)  # through the group that is there
+    stage.resume([replica])
+    versions = [version for part in parts for version in part.versions]
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+    replica.wait_for(lambda status: status.weights.version == 1)
+    (sample,) = replica.generate(PROMPT, temperature=0.0)
+    assert sample["tokens"] == greedy(with_weights(model, 1), PROMPT, 8)
+
+
+def check_order_of_synchronisations(stage: Stage, replica: Replica) -> None:
+    old = rollout_pb2.PauseGenerationRequest(sync_id=stage.sync_id - 1, lease_seconds=5)
+    assert refused(lambda: replica.stub.PauseGeneration(old)).code() == grpc.StatusCode.FAILED_PRECONDITION
+    for changes, text in (
+        ({}, "not paused"),
+        ({"group_name": "another"}, "not in weight group another"),
+        ({"weights": {"epoch": 0, "version": 5}}, "a trainer's epoch is at least 1"),
+    ):
+        error = refused(lambda changes=changes: stage.receive(replica, 5, **changes).result())
+        assert text in explain(error)
+    stage.epoch = 3
+    stage.sync(0)
+    old_epoch = {"weights": {"epoch": 2, "version": 9}}
+    error = refused(lambda: stage.receive(replica, 9, **old_epoch).result())
+    assert "epoch 2 are offered, but those of epoch 3 are served" in explain(error)
+
+
+def check_abort_and_lease(stage: Stage, replica: Replica) -> None:
+    """A pause by abort ends calls with what they have; the pause then ends with its lease."""
+    parts = replica.stub.Generate(generate_request(PROMPT, 1, max_new_tokens=400, ignore_eos=True), timeout=PATIENCE)
+    next(parts)
+    assert stage.pause([replica], "ABORT", lease=0.5) == [0]
+    rest = list(parts)
+    assert rest[-1].finish_reason == "abort"
+    stage.publish(2)  # taken meanwhile, it begins after the lease
+    assert all(set(columns["finish"]) <= {"stop", "length"} for columns in stage.generated(2).values())
+
+
+def check_cancellation(replica: Replica) -> None:
+    parts = replica.stub.Generate(generate_request(PROMPT, 4, max_new_tokens=400, ignore_eos=True), timeout=PATIENCE)
+    next(parts)
+    parts.cancel()
+    replica.wait_for(lambda status: status.gauges.get("running_samples") == 0)
+
+
+def test_a_late_joiner_gets_weights_first_and_a_dead_source_harms_nobody(stage: Stage, model: Path) -> None:
+    first = stage.start_replica()
+    late = stage.start_replica()
+    stage.sync(1, [first])
+    assert late.stub is not None  # it is up
+    assert refused(lambda: late.generate(PROMPT)).code() == grpc.StatusCode.UNAVAILABLE
+    stage.publish(3)
+    stage.generated(3)
+    assert late.status.done_groups == 0
+    stage.sync(2)
+    reference = with_weights(model, 2)
+    for replica in (first, late):
+        assert replica.generate(PROMPT, temperature=0.0)[0]["tokens"] == greedy(reference, PROMPT, 8)
+
+    # The source dies in the middle of a broadcast: both engines say so in time, untouched, and go on as they were.
+    stage.pause([first, late])
+    stage.join([first, late])
+    calls = [stage.receive(replica, 3) for replica in (first, late)]
+    stage.source.tell(do="broadcast", version=3, buckets=2)
+    stage.source.answer()
+    kill(stage.source.process.pid)
+    for call in calls:
+        assert refused(call.result).code() == grpc.StatusCode.ABORTED
+    for replica in (first, late):
+        assert not stage.leave(replica)
+    stage.resume([first, late])
+    for replica in (first, late):
+        assert replica.generate(PROMPT, temperature=0.0)[0]["tokens"] == greedy(reference, PROMPT, 8)
+
+    # One engine dies in the middle: the other one is told at once that it is over, also by hand; then go on without it.
+    stage.new_source()
+    stage.pause([first, late])
+    stage.join([first, late])
+    waiting = stage.receive(first, 4)
+    kill(late.engine_pid())
+    threading.Timer(0.3, lambda: stage.leave(first)).start()
+    assert refused(waiting.result).code() == grpc.StatusCode.ABORTED
+    stage.sync(4, [first])
+    assert first.generate(PROMPT)[0]["versions"] == [4] * 8
+
+
+def test_a_killed_engine_is_replaced_and_its_groups_are_generated(stage: Stage, model: Path) -> None:
+    replica = stage.start_replica()
+    stage.sync(1)
+    parts = replica.stub.Generate(generate_request(PROMPT, 1, max_new_tokens=400, ignore_eos=True), timeout=PATIENCE)
+    next(parts)
+    stage.pause([replica])
+    stage.publish(4)
+    replica.wait_for(lambda status: status.held_groups == 4)
+    kill(replica.engine_pid())
+    error = refused(lambda: list(parts))
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert "killed by signal 9" in explain(error)
+    replica.wait_for(lambda status: status.state == STARTING and status.held_groups == 0)
+    assert not replica.status.HasField("weights")
+    replica.wait_for(lambda status: status.state == READY)
+    assert refused(lambda: replica.generate(PROMPT)).code() == grpc.StatusCode.UNAVAILABLE, "it needs weights again"
+    assert stage.board.queues()[0].waiting == 4
+    stage.sync(2)
+    reference = with_weights(model, 2)
+    for columns in stage.generated(4).values():
+        check_columns(columns, reference, [5, 9, 17], 2)
+
+
+def test_weights_are_converted_to_the_engine_s_type(redis_url: str, model: Path, tmp_path: Path) -> None:
+    stage = Stage(model, redis_url, tmp_path, dtype="bfloat16")
+    try:
+        replica = stage.start_replica()
+        stage.sync(1)
+        reference = with_weights(model, 1).to(torch.bfloat16)
+        (sample,) = replica.generate(PROMPT, temperature=0.0, max_new_tokens=4)
+        with torch.inference_mode():
+            logits = reference(torch.tensor([PROMPT + sample["tokens"]])).logits[0, len(PROMPT) - 1 : -1]
+        expected = logits.float().log_softmax(-1).gather(-1, torch.tensor(sample["tokens"])[:, None]).squeeze(-1)
+        np.testing.assert_allclose(sample["logprobs"], expected, atol=0.05)
+    finally:
+        stage.close()
