@@ -71,7 +71,9 @@ class WeightSync:
             engines = [engine for engine in self._fleet.engines() if engine.replica_id not in self._fleet.set_aside]
             # What an earlier trainer announced can't be fetched any more: its successor announces when it has replayed.
             able = trainer is not None and announced is not None and announced.replica_id == trainer.replica_id
-            if not able or self.up_to_date() or not engines:
+            # One that an earlier coordinator left in the middle may have left engines paused, up to date or not.
+            done = self.up_to_date() and not self.record.running
+            if not able or done or not engines:
                 await self._registry.changed.wait(IDLE_SECONDS)
             else:
                 assert trainer is not None  # `able` says so, but not to mypy
