@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
 from relaxd import __version__
@@ -21,6 +20,7 @@ from relaxd.cli.examples import example
 from relaxd.cli.execute import Where, execute
 from relaxd.cli.fetch import MODELS, fetch, is_fetched
 from relaxd.cli.follow import follow
+from relaxd.cli.report import sample_values
 from relaxd.cli.state import StateFolder
 from relaxd.cli.status import print_status
 from relaxd.cli.view import samples_table
@@ -202,8 +202,7 @@ def samples(
         found = client.samples(run_id, step, limit)
     if as_json:
         for sample in found:
-            message = MessageToDict(sample, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-            print(json.dumps(message, ensure_ascii=False))
+            print(json.dumps(sample_values(sample), ensure_ascii=False))
     elif found:
         _console().print(samples_table(found))
     else:

@@ -5,12 +5,10 @@ import html
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Any
-
-from google.protobuf.json_format import MessageToDict
 
 from relaxd.cli.errors import CliError
 from relaxd.v1 import coordinator_pb2 as pb
@@ -43,13 +41,18 @@ class RunResult:
     evaluations: list[dict[str, Any]]
     """Those with step, eval_accuracy and eval_format."""
     config_toml: str
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]]
 
 
 def save_samples(folder: Path, samples: Sequence[pb.TrainedSample]) -> None:
     """Write samples.jsonl, so that the report can be made again when the services are gone."""
-    lines = [json.dumps(MessageToDict(sample, preserving_proto_field_name=True)) for sample in samples]
-    (folder / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    lines = [json.dumps(sample_values(sample), ensure_ascii=False) for sample in samples]
+    (folder / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
+    """A sample's fields by name. Not protobuf's own JSON, which writes 64-bit numbers as texts."""
+    return {field.name: getattr(sample, field.name) for field in sample.DESCRIPTOR.fields}
 
 
 def read_result(folder: Path) -> RunResult:
