@@ -1,0 +1,156 @@
+"""Receiving weights into a model, over a real group of two members in this process."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from relaxd.weights.checksum import checksum
+from relaxd.weights.group import WeightGroup, WeightGroupError, host_store
+from relaxd.weights.manifest import Bucket, TensorSpec, pack, plan_buckets
+from services.rollout.engines.base import EngineError, Version
+from services.rollout.engines.parameters import ManifestMismatch, WeightReceiver, check_manifest, named_parameters
+from services.rollout.engines.transformers_engine import TransformersEngine
+from tests.models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tied"))
+
+
+class Pair:
+    """A source (rank 0) and an engine (rank 1)."""
+
+    store = host_store()
+    number = 0
+
+    def __init__(self, folder: Path, dtype: torch.dtype, *, stage_all: bool, wire: torch.dtype = torch.float32) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.engine = TransformersEngine(
+            self.model, str, [2], max_running_samples=8, on_output=lambda *_: None, on_failure=lambda *_: None
+        )
+        torch.manual_seed(1)
+        shapes = {name: tensor.shape for name, tensor in self.model.named_parameters()}  # a tied tensor once
+        self.tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+        self.buckets = plan_buckets([TensorSpec(n, wire, tuple(s)) for n, s in shapes.items()], 20_000, 0)
+        assert len(self.buckets) > 3
+        Pair.number += 1
+        members = [WeightGroup("gloo", "127.0.0.1", self.store.port, f"g{Pair.number}", rank, 2) for rank in (0, 1)]
+        connecting = threading.Thread(target=members[0].connect, args=(20,))
+        connecting.start()
+        members[1].connect(20)
+        connecting.join()
+        self.source, own = members
+        self.receiver = WeightReceiver(self.engine, own, self.buckets, stage_all=stage_all)
+
+    def send(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            self.source.broadcast(pack(bucket, self.tensors, torch.empty(bucket.nbytes, dtype=torch.uint8)), 0, 20)
+
+    def transfer(self, count: int | None = None) -> dict[str, int]:
+        """Receive while `count` buckets (None: all) are sent and then, if not all, the source leaves."""
+
+        def send() -> None:
+            self.send(self.buckets[:count])
+            if count is not None:
+                self.source.abort()
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        try:
+            return self.receiver.receive(Version(1, 7), 20, with_checksums=True)
+        finally:
+            sending.join()
+
+    def close(self) -> None:
+        self.source.abort()
+        self.receiver.group.abort()
+        self.engine.stop()
+
+
+@pytest.fixture
+def pairs() -> Iterator[list[Pair]]:
+    made: list[Pair] = []
+    yield made
+    for pair in made:
+        pair.close()
+
+
+@pytest.mark.parametrize("stage_all", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_weight_arrives_in_the_engine_s_type(
+    folder: Path, pairs: list[Pair], dtype: torch.dtype, stage_all: bool
+) -> None:
+    pairs.append(pair := Pair(folder, dtype, stage_all=stage_all))
+    pair.engine.pause("in_place", 60, 20)
+    checksums = pair.transfer()
+    assert checksums == {name: checksum(tensor) for name, tensor in pair.tensors.items()}
+    assert pair.engine.weights == Version(1, 7)
+    for name, parameter in pair.model.named_parameters():
+        assert torch.equal(parameter, pair.tensors[name].to(dtype))
+    assert torch.equal(pair.model.lm_head.weight, pair.tensors["model.embed_tokens.weight"].to(dtype)), "tied"
+
+
+def test_a_broken_broadcast_leaves_a_staging_engine_as_it_was(folder: Path, pairs: list[Pair]) -> None:
+    pairs.append(pair := Pair(folder, torch.float32, stage_all=True))
+    before = {name: parameter.clone() for name, parameter in pair.model.named_parameters()}
+    pair.engine.pause("in_place", 60, 20)
+    with pytest.raises(WeightGroupError):
+        pair.transfer(2)
+    assert not pair.engine.quarantined
+    assert all(torch.equal(parameter, before[name]) for name, parameter in pair.model.named_parameters())
+
+
+def test_a_broken_broadcast_quarantines_an_engine_without_staging(folder: Path, pairs: list[Pair]) -> None:
+    pairs.append(pair := Pair(folder, torch.float32, stage_all=False))
+    pair.engine.pause("in_place", 60, 20)
+    with pytest.raises(WeightGroupError):
+        pair.transfer(2)
+    assert pair.engine.quarantined
+    pair.engine.resume()
+    # A quarantined engine takes new weights without another pause, and is well again.
+    pairs.append(again := Pair(folder, torch.float32, stage_all=False))
+    pair.receiver, pair.source = (
+        WeightReceiver(pair.engine, again.receiver.group, pair.buckets, stage_all=False),
+        again.source,
+    )
+    pair.transfer()
+    assert not pair.engine.quarantined
+    assert pair.engine.weights == Version(1, 7)
+
+
+def test_weights_are_only_taken_in_a_pause(folder: Path, pairs: list[Pair]) -> None:
+    pairs.append(pair := Pair(folder, torch.float32, stage_all=True))
+    with pytest.raises(EngineError, match="not paused"):
+        pair.receiver.receive(Version(1, 1), 5, with_checksums=False)
+
+
+def test_what_a_manifest_misses_is_named(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    specs = [TensorSpec(name, torch.float32, tuple(t.shape)) for name, t in model.named_parameters()]
+    check_manifest(model, [Bucket(tuple(specs), 0)])
+    left_out = specs.pop(3)
+    with pytest.raises(ManifestMismatch, match=f"{left_out.name}: the manifest does not bring"):
+        check_manifest(model, [Bucket(tuple(specs), 0)])
+
+
+def test_experts_are_known_by_the_names_of_checkpoints(tmp_path: Path) -> None:
+    """transformers keeps a layer's experts in one tensor; what it saves, and the trainer sends, is one by one."""
+    from safetensors.torch import load_file
+
+    shape = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **heads, num_experts=4, num_experts_per_tok=2))
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    named = named_parameters(model)
+    assert set(saved) == set(named)
+    for name, tensor in saved.items():
+        assert torch.equal(named[name], tensor), name
+    named["model.layers.1.mlp.experts.2.up_proj.weight"].fill_(3.0)
+    up = model.model.layers[1].mlp.experts.gate_up_proj[2, 24:]
+    assert (up == 3.0).all(), "they are views"
