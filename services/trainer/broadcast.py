@@ -59,6 +59,8 @@ class Broadcaster:
         self._learner = learner
         self._buckets = buckets
         self._lock = threading.Lock()
+        self._gathering = threading.Lock()
+        """One broadcast gathers at a time: one that failed may still be at it when the next one comes."""
         self._group: WeightGroup | None = None
 
     def join(self, transport: Transport, host: str, port: int, name: str, world_size: int, timeout: float) -> None:
@@ -96,6 +98,10 @@ class Broadcaster:
             WeightGroupError: this rank isn't in the group; a member died or was late; the group was left meanwhile.
         """
         started = time.monotonic()
+        with self._gathering:
+            return self._broadcast(name, started, timeout, with_checksums)
+
+    def _broadcast(self, name: str, started: float, timeout: float, with_checksums: bool) -> BroadcastResult:
         tensors = self._learner.iter_hf_tensors()
         try:
             if not self._learner.world.gather.source:

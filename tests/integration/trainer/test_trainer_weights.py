@@ -155,7 +155,12 @@ def test_weights_of_two_ranks_arrive(arrangement: str, tiny_qwen3: Path, redis_u
     with trainer_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
         feeder.feed(2, 0)
         coordinator.wait_for_version(1, 1)
-        receiver = Receiver(process.trainer, "group-1")
+        # One that goes away in the middle leaves no rank waiting for another.
+        leaving = Receiver(process.trainer, "group-1", sync_id=1)
+        threading.Timer(0.3, leaving.leave).start()
+        request = leaving.request(timeout_seconds=20.0)
+        assert error_code(lambda: process.trainer.BroadcastWeights(request)) is grpc.StatusCode.ABORTED
+        receiver = Receiver(process.trainer, "group-2", sync_id=2)
         assert_received(receiver, process, "model")
         receiver.leave()
 
