@@ -210,10 +210,12 @@ async def test_a_start_that_fails_is_reported_and_tried_again(coordinator):
     coordinator.assign("one")
     async with serving(coordinator) as server, replica(server.port, FAIL_STARTS="1") as process:
         await process.says("start one", "stop")
+        begun = asyncio.get_running_loop().time()
         status = await coordinator.hears(FAILED)
         assert "OSError: the disk is full" in status.detail
         assert "attempt 1" in status.detail
         await process.says("start one")
+        assert asyncio.get_running_loop().time() - begun > 0.9  # not at every heartbeat
         await coordinator.hears(READY)
 
 
