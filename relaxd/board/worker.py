@@ -15,7 +15,7 @@ from opentelemetry import trace
 from relaxd.board.board import Board
 from relaxd.board.errors import BoardError, BoardUnavailable, ColumnError, RunMissing
 from relaxd.board.types import Column, Delivery
-from relaxd.telemetry import open_stage_span
+from relaxd.telemetry import open_stage_span, record
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -178,6 +178,9 @@ class StageWorker:
     # --- working ------------------------------------------------------------------------------------------------
 
     def _work(self, delivery: Delivery, columns: dict[str, Column]) -> None:
+        begun = time.monotonic()
+        labels = {"relaxd.run_id": self._board.run_id, "relaxd.stage": self._stage}
+        record("queue.wait_seconds", delivery.waited_seconds, labels)
         span = open_stage_span(
             self._stage,
             delivery.trace,
@@ -190,6 +193,7 @@ class StageWorker:
                 span.record_exception(outcome)
                 span.set_status(trace.StatusCode.ERROR, str(outcome))
             span.end()
+            record("stage.seconds", time.monotonic() - begun, labels)
             self._finished.put((delivery.group_id, outcome))
 
         def finish_future(future: Future[Result]) -> None:

@@ -82,9 +82,9 @@ METRICS: dict[str, Metric] = {
             "response_length", "histogram", "{token}", "Response tokens of each trained sample.", _PER_RUN, _LENGTHS
         ),
         Metric("staleness", "histogram", "{version}", "Staleness of each trained sample.", _PER_RUN, _STALENESS),
-        Metric("groups.published", "counter", "{group}", "Groups that were published.", _PER_RUN),
-        Metric("groups.trained", "counter", "{group}", "Groups that a committed step trained.", _PER_RUN),
-        Metric("groups.dropped", "counter", "{group}", "Groups that were dropped.", (*_PER_RUN, "relaxd.reason")),
+        Metric("groups.published", "gauge", "{group}", "Groups that were published so far.", _PER_RUN),
+        Metric("groups.trained", "gauge", "{group}", "Groups that committed steps trained so far.", _PER_RUN),
+        Metric("groups.dropped", "gauge", "{group}", "Groups that were dropped so far.", (*_PER_RUN, "relaxd.reason")),
         Metric("groups.open", "gauge", "{group}", "Groups that are neither trained nor dropped.", _PER_RUN),
         Metric("queue.waiting", "gauge", "{group}", "Groups that wait before a stage.", _PER_STAGE),
         Metric("queue.held", "gauge", "{group}", "Groups that a stage's replicas hold.", _PER_STAGE),

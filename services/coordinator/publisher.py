@@ -82,7 +82,6 @@ class Publisher:
             except GateClosed as error:  # something was published or used memory since `room` was asked for
                 logger.debug("%s", error)
                 return 0
-        telemetry.record("groups.published", len(groups), {"relaxd.run_id": self._run_id})
         return len(groups)
 
     def _group(self, spans: ExitStack, cursor: Cursor) -> NewGroup:

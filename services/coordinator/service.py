@@ -1,10 +1,12 @@
 """The coordinator as a process: its parts put together, and their life."""
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
+from relaxd.board import BoardError
 from relaxd.rpc.replica import ReplicaServicer
 from relaxd.rpc.server import Service, start_server
 from relaxd.rpc.settings import ServiceSettings
@@ -12,6 +14,7 @@ from relaxd.rpc.signals import stop_signals
 from relaxd.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ROLE_COORDINATOR, GetStatusResponse, Role
 from relaxd.v1.replica_pb2_grpc import add_ReplicaServicer_to_server
+from services.coordinator.gauges import record_board
 from services.coordinator.manager import RunManager
 from services.coordinator.peers import Peers
 from services.coordinator.registry import Registry
@@ -83,7 +86,7 @@ class Coordinator:
             self._failed.set_exception(error)
 
     async def _keep_house(self) -> None:
-        """Close channels to replicas that are gone, count those that are there, notice a successor."""
+        """Close channels to replicas that are gone, record what there is, notice a successor."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             replicas = self._registry.all()
@@ -91,6 +94,11 @@ class Coordinator:
             for role in Role.values():
                 count = sum(replica.registration.role == role for replica in replicas)
                 telemetry.record("replicas", count, {"relaxd.role": Role.Name(role).removeprefix("ROLE_").lower()})
+            active = self._manager.active
+            if telemetry.enabled() and active is not None:
+                # Redis may be away; the run's own loops tell about it.
+                with contextlib.suppress(BoardError):
+                    await asyncio.to_thread(record_board, self._manager.board(active.record))
             if self._store.superseded:
                 raise Superseded("another coordinator has taken over")
 

@@ -1,0 +1,18 @@
+"""What the board of the active run looks like, as metrics."""
+
+from relaxd import telemetry
+from relaxd.board import Board
+
+
+def record_board(board: Board) -> None:
+    """Record where the run's groups are and how long the lines before its stages are. Raises BoardError."""
+    run = {"relaxd.run_id": board.run_id}
+    counts = board.counts()
+    for name, value in (("published", counts.published), ("open", counts.open), ("trained", counts.trained)):
+        telemetry.record(f"groups.{name}", value, run)
+    for reason, dropped in counts.dropped_by_reason.items():
+        telemetry.record("groups.dropped", dropped, {**run, "relaxd.reason": reason})
+    for queue in board.queues():
+        stage = {**run, "relaxd.stage": queue.stage}
+        telemetry.record("queue.waiting", queue.waiting, stage)
+        telemetry.record("queue.held", queue.held, stage)
