@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from conftest import free_port
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from relaxd.config import DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
@@ -20,6 +19,7 @@ from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition, NotFound
 from relaxd.rpc.server import RunningServer, start_server
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2, replica_pb2_grpc
+from tests.conftest import free_port
 
 CONFIG = RunConfig(
     run=RunSection(steps=1),

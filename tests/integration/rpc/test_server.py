@@ -11,13 +11,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from conftest import free_port
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from relaxd.rpc.client import channel, sync_channel
 from relaxd.rpc.errors import InvalidArgument, NotFound, ServerError, Violations, explain, field_violations
 from relaxd.rpc.server import RunningServer, Service, start_server
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from tests.conftest import free_port
 
 REWARD = "relaxd.v1.Reward"
 GRPCURL = Path(sys.executable).parent / "grpcurl"

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from otlp import OtlpReceiver, otlp_receiver
+
+from tests.otlp import OtlpReceiver, otlp_receiver
 
 
 @pytest.fixture(scope="module")
