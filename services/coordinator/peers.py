@@ -12,7 +12,9 @@ from relaxd.v1.trainer_pb2_grpc import TrainerStub
 class Peers:
     """One channel per address, made when it is needed first."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: str | None) -> None:
+        """`token`: what every call carries, if any."""
+        self._token = token
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def trainer(self, address: str) -> TrainerStub:
@@ -42,5 +44,5 @@ class Peers:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = channel(address)
+            self._channels[address] = channel(address, token=self._token)
         return self._channels[address]

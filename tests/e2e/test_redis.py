@@ -1,0 +1,29 @@
+"""Redis dies in the middle of a run, comes back with its append-only file, and the run goes on."""
+
+import os
+import re
+import signal
+
+import pytest
+
+from relaxd.cli.state import StateFolder
+from tests.e2e.conftest import Workplace
+from tests.e2e.test_run import check_books, read_summary
+
+
+@pytest.mark.timeout(240)
+def test_a_run_survives_the_death_of_redis(workplace: Workplace) -> None:
+    process = workplace.start("run", "tiny.toml", "--run-id", "redis", "--run.steps", "6")
+    state = StateFolder(workplace.folder / ".relaxd")
+    assert process.stdout is not None
+    output, killed = [], False
+    for line in process.stdout:
+        output.append(line)
+        if re.match(r"step +2/6", line):
+            os.kill(next(s.pid for s in state.read().services if s.role == "redis"), signal.SIGKILL)
+            killed = True
+    assert process.wait(timeout=60) == 0, "".join(output)
+    assert killed
+    folder = workplace.folder / "runs" / "redis"
+    check_books(read_summary(folder), steps=6)
+    assert "restarted trainer" not in (folder / "logs" / "supervisor.log").read_text()
