@@ -14,11 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
@@ -26,6 +22,7 @@ from torch import Tensor
 from relaxd.algorithms import LossInputs, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer.architecture import read_architecture
+from services.trainer.data_parallel import DataParallel
 from services.trainer.hf_weights import HFTensorSpec, gather_hf_tensors, hf_tensor_specs, load_hf, save_hf
 from services.trainer.layers import SequenceLayout, rotary_table, sequence_layout
 from services.trainer.logprobs import VocabShard, token_logprobs
@@ -109,16 +106,7 @@ class Learner:
         self._policy = build_model(self._shape, self._megatron_config, self.world)
         load_hf(self._policy, model_folder, self._shape, self.world)
         self._reference = self._frozen_copy() if self._algorithm.needs_reference else None
-        self._model = DistributedDataParallel(
-            config=self._megatron_config,
-            ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                # Nothing is reduced before finish(): micro-batches come as a stream and nobody knows the last one.
-                overlap_grad_reduce=False,
-                use_distributed_optimizer=True,
-            ),
-            module=self._policy,
-        )
+        self._model = DataParallel(self._policy)
         self._optimizer = build_optimizer(self._model, trainer)
         self._schedule = build_schedule(self._optimizer, trainer, steps)
         self._step = 0

@@ -4,20 +4,20 @@ import services.trainer.megatron_cpu  # noqa: F401  must come before Megatron
 
 # isort: split
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as no_decay_for_norms
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from relaxd.config import TrainerConfig
+from services.trainer.data_parallel import DataParallel
 
 
 class NonFiniteGradients(ArithmeticError):
     """The gradient norm is infinite or not a number. The weights have not been touched."""
 
 
-def build_optimizer(model: DistributedDataParallel, config: TrainerConfig) -> MegatronOptimizer:
+def build_optimizer(model: DataParallel, config: TrainerConfig) -> MegatronOptimizer:
     """AdamW (arXiv 1711.05101), its state and main weights sharded over the data-parallel ranks.
 
     Norms have no weight decay.
