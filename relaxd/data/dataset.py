@@ -29,7 +29,7 @@ class Cursor:
         return {"epoch": self.epoch, "position": self.position}
 
     @classmethod
-    def from_json(cls, value: dict[str, int] | None) -> Self:
+    def from_json(cls, value: Any) -> Self:
         """From the board; None is the beginning."""
         return cls() if value is None else cls(epoch=value["epoch"], position=value["position"])
 

@@ -17,7 +17,8 @@ from services.coordinator.registry import Registry, Replica
 NEEDED = {"trainer": ROLE_TRAINER, "rollout": ROLE_ROLLOUT, "reward": ROLE_REWARD, "advantage": ROLE_ADVANTAGE}
 
 ABLE = (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED)
-FAILURE_SECONDS = 15.0
+FAILURE_LEASES = 2.5
+"""For how many leases a role must have been failing before the run is given up: replicas try again by themselves."""
 
 
 class Fleet:
@@ -79,7 +80,8 @@ class Fleet:
             elif failed:
                 reason = f"{name} {failed[-1].replica_id} failed: {failed[-1].status.detail or 'no reason given'}"
                 self._failing[name] = (self._failing.get(name, (now, ""))[0], reason)
-        return next((reason for since, reason in self._failing.values() if now - since > FAILURE_SECONDS), None)
+        patience = FAILURE_LEASES * self.registry.lease_seconds
+        return next((reason for since, reason in self._failing.values() if now - since > patience), None)
 
     def _of(self, role: "Role.ValueType") -> list[Replica]:
         return self.registry.of_role(role, self.run_id)

@@ -56,6 +56,8 @@ class RunManager:
         async with self._starting:
             if run_id and await asyncio.to_thread(self._context.store.run, run_id) is not None:
                 raise AlreadyExists(f"a run {run_id!r} exists: choose another run_id")
+            if self._task is not None and self.active is not None and self.active.record.phase.ended:
+                await asyncio.wait([self._task])  # it has ended for everybody, and is putting its things away
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
             prepared = await asyncio.to_thread(prepare, run_id, config_toml)
@@ -158,7 +160,7 @@ class RunManager:
 
     def assignment(self) -> pb.Assignment:
         """What the replicas have to work on."""
-        if self.active is None:
+        if self.active is None or not self.active.assignable:
             return pb.Assignment()
         record = self.active.record
         return pb.Assignment(

@@ -77,6 +77,8 @@ class ActiveRun:
             changed=self._changed,
         )
         self._saving = asyncio.Lock()
+        self.assignable = False
+        """The board is there, so that replicas can begin."""
 
     def oldest_version(self) -> int | None:
         """The oldest version on any engine that takes prompts."""
@@ -103,6 +105,14 @@ class ActiveRun:
 
     async def main(self) -> None:
         """Do the whole run; returns once its end is recorded. Raises Superseded, Fenced."""
+        await self._patiently(
+            self.board.create,
+            epoch=self._context.store.epoch,
+            groups_per_step=self.config.trainer.groups_per_step,
+            steps=self.config.run.steps,
+        )
+        self.assignable = True
+        self._changed.fire()
         helpers = [asyncio.create_task(self.sync.run_forever()), asyncio.create_task(self._publisher.run_forever())]
         phases = asyncio.create_task(self._phases())
         try:
@@ -117,7 +127,6 @@ class ActiveRun:
 
     async def _phases(self) -> None:
         try:
-            await self._patiently(self.board.create, self._context.store.epoch)
             await self._rewrite_metrics()
             if self.record.phase == Phase.PENDING:
                 await self._gather()

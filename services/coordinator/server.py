@@ -82,7 +82,7 @@ class CoordinatorService(CoordinatorServicer):
         violations.raise_if_any()
         board = self._manager.board(await self._manager.record(request.run_id))
         samples = await read_board(board.samples, request.step or None, request.limit or 16)
-        return pb.ListSamplesResponse(samples=[sample_message(sample) for sample in samples])
+        return pb.ListSamplesResponse(samples=[sample_message(sample) for sample in reversed(samples)])
 
     # --- replicas -------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -51,6 +52,7 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
         step = await asyncio.to_thread(self.board.last_step)
         self.weights = WeightVersion(epoch=self.epoch, version=step)
         self.task = asyncio.create_task(self.train(assignment.run_id))
+        self.task.add_done_callback(lambda task: None if task.cancelled() else task.result())
 
     async def stop_run(self) -> None:
         if self.task:
@@ -75,26 +77,36 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
         async with channel(self.settings.coordinator) as to_coordinator:
             stub = CoordinatorStub(to_coordinator)
             await self.announce(stub, run_id)
-            waiting: list[Delivery] = []
+            held: dict[str, tuple[int, Delivery]] = {}
             while self.weights.version < config.run.steps:
-                need = config.trainer.groups_per_step - len(waiting)
-                if need and not self.paused:
-                    waiting += await asyncio.to_thread(board.take, "train", name, count=need, block_seconds=0.2)
-                self.held = len(waiting)
-                if len(waiting) < config.trainer.groups_per_step:
-                    await asyncio.sleep(0.01)
+                step = self.weights.version + 1
+                taken = []
+                if not self.paused:
+                    taken = await asyncio.to_thread(board.take, "train", name, count=16, block_seconds=0.1)
+                for delivery, columns in zip(taken, await self.load(taken, ["versions"]), strict=True):
+                    held[delivery.group_id] = (int(columns["versions"].min()), delivery)
+                for group_id, (version, delivery) in list(held.items()):
+                    if step - 1 - version > config.board.max_staleness:
+                        await asyncio.to_thread(board.drop, delivery, reason="stale", retry=True)
+                        del held[group_id]
+                self.held = len(held)
+                chosen = sorted(held, key=lambda group_id: held[group_id][0])[: config.trainer.groups_per_step]
+                begun = await asyncio.to_thread(board.open_versions)
+                due = {group_id for group_id, version in begun.items() if step - version > config.board.max_staleness}
+                if len(chosen) < config.trainer.groups_per_step or due - set(chosen):
                     continue
                 await asyncio.sleep(STEP_SECONDS)
                 async with self.broadcasting:  # the optimizer waits for a broadcast
-                    step = self.weights.version + 1
-                    await self.commit(step, waiting)
+                    await self.commit(step, [held.pop(group_id)[1] for group_id in chosen])
                     self.weights = WeightVersion(epoch=self.epoch, version=step)
-                waiting, self.held = [], 0
+                self.held = len(held)
                 await self.announce(stub, run_id)
 
+    async def load(self, deliveries: list[Delivery], names: list[str]) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(self.board.load, deliveries, names) if deliveries else []
+
     async def commit(self, step: int, deliveries: list[Delivery]) -> None:
-        names = ("prompt", "text", "reward", "versions", "lengths", "finish")
-        groups = await asyncio.to_thread(self.board.load, deliveries, names)
+        groups = await self.load(deliveries, ["prompt", "text", "reward", "versions", "lengths", "finish"])
         ids = [delivery.group_id for delivery in deliveries]
         oldest = min(int(group["versions"].min()) for group in groups)
         assert step - 1 - oldest <= self.config.board.max_staleness, f"step {step} got version {oldest}"

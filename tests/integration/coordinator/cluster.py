@@ -1,0 +1,163 @@
+"""A coordinator and its replicas as real processes, to be killed, frozen and looked at."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from relaxd.rpc.client import sync_channel
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
+from tests.conftest import free_port
+
+ROOT = Path(__file__).parents[3]
+LEASE_SECONDS = 3.0
+Result = TypeVar("Result")
+
+
+class Cluster:
+    """Processes of one test; `close` ends them all."""
+
+    def __init__(self, folder: Path, redis_url: str, model: Path) -> None:
+        self.folder = folder
+        self.redis_url = redis_url
+        self.model = model
+        self.port = free_port()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.channel = sync_channel(f"127.0.0.1:{self.port}")
+        self.stub = CoordinatorStub(self.channel)
+
+    # --- processes
+
+    def start(self, name: str, module: str, *arguments: str, **environment: str) -> None:
+        """Start a process; its output goes to a file of its name."""
+        flags = ["--redis", self.redis_url, "--grace-seconds", "2", "--replica-id", name, *arguments]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", *module.split(), *flags],
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+                stdout=log,
+                stderr=log,
+            )
+
+    def coordinator(self, name: str = "coordinator") -> None:
+        self.start(name, "services.coordinator", "--port", str(self.port), "--lease-seconds", str(LEASE_SECONDS))
+
+    def replica(self, name: str, module: str, faults: dict[str, dict[str, str]] | None = None, **env: str) -> None:
+        self.start(
+            name,
+            module,
+            *("--coordinator", f"127.0.0.1:{self.port}"),
+            PEER_LOG=str(self.folder / f"{name}.calls"),
+            PEER_FAULTS=json.dumps(faults or {}),
+            **env,
+        )
+
+    def rollout(self, name: str, faults: dict[str, dict[str, str]] | None = None, **env: str) -> None:
+        self.replica(name, "tests.integration.peers rollout", faults, **env)
+
+    def trainer(self, name: str = "trainer", faults: dict[str, dict[str, str]] | None = None, **env: str) -> None:
+        self.replica(name, "tests.integration.peers trainer", faults, **env)
+
+    def judges(self) -> None:
+        """The real reward and advantage services."""
+        self.replica("reward", "services.reward")
+        self.replica("advantage", "services.advantage")
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        self.processes[name].send_signal(number)
+
+    def kill(self, name: str) -> None:
+        self.send(name, signal.SIGKILL)
+        self.processes.pop(name).wait()
+
+    def close(self) -> None:
+        self.channel.close()
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+            process.kill()
+        for process in self.processes.values():
+            process.wait()
+
+    # --- looking
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def calls(self, name: str, method: str | None = None) -> list[dict[str, Any]]:
+        """What a double was asked, in order."""
+        path = self.folder / f"{name}.calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        calls = [json.loads(line) for line in lines]
+        return [call for call in calls if method in (None, call["method"])]
+
+    def until(self, what: str, look: Callable[[], Result], seconds: float = 30.0) -> Result:
+        """Wait until `look` returns something true; errors of a coordinator that is away count as false."""
+        deadline = time.monotonic() + seconds
+        last: object = None
+        while time.monotonic() < deadline:
+            try:
+                if result := look():
+                    return result
+                last = result
+            except grpc.RpcError as error:
+                last = error
+            time.sleep(0.03)
+        with contextlib.suppress(grpc.RpcError):
+            last = f"{last}; {self.run()}"
+        logs = "\n".join(f"--- {name}\n{self.log(name)[-3000:]}" for name in self.processes)
+        raise AssertionError(f"not within {seconds} s: {what} (last: {last})\n{logs}")
+
+    def run(self, run_id: str = "") -> pb.Run:
+        return self.stub.GetRun(pb.GetRunRequest(run_id=run_id), timeout=5).run
+
+    def until_state(self, state: "pb.RunState.ValueType", seconds: float = 40.0) -> pb.Run:
+        """Wait for a state of the newest run."""
+        name = pb.RunState.Name(state)
+        return self.until(name, lambda: (run := self.run()).state == state and run, seconds)
+
+    def until_step(self, step: int, seconds: float = 30.0) -> pb.Run:
+        return self.until(f"step {step}", lambda: (run := self.run()).step >= step and run, seconds)
+
+    # --- asking
+
+    def config(self, **overrides: Any) -> str:
+        """A run's configuration as TOML; overrides as section__key=value."""
+        values: dict[str, dict[str, Any]] = {
+            "run": {"steps": 4, "folder": str(self.folder / "runs")},
+            "model": {"path": str(self.model)},
+            "data": {"source": "addition"},
+            "rollout": {"samples_per_prompt": 4, "max_new_tokens": 8},
+            "reward": {"name": "addition"},
+            "algorithm": {"drop_zero_variance": False},
+            "trainer": {"groups_per_step": 4},
+            "weights": {"timeout_seconds": 8.0, "connect_timeout_seconds": 4.0},
+            "board": {"lease_seconds": 4.0},
+        }
+        for place, value in overrides.items():
+            section, key = place.split("__")
+            values.setdefault(section, {})[key] = value
+        lines = []
+        for section, settings in values.items():
+            lines.append(f"[{section}]")
+            lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+        return "\n".join(lines)
+
+    def start_run(self, run_id: str = "", **overrides: Any) -> pb.Run:
+        request = pb.StartRunRequest(run_id=run_id, config_toml=self.config(**overrides))
+        return self.stub.StartRun(request, timeout=20).run
+
+    def start_when_up(self, run_id: str, **overrides: Any) -> pb.Run:
+        """`start_run` as soon as the coordinator answers."""
+        self.until("the coordinator", lambda: self.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None)
+        return self.start_run(run_id, **overrides)

@@ -1,0 +1,33 @@
+"""Clusters for tests of the coordinator."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RedisServer
+from tests.integration.coordinator.cluster import Cluster
+from tests.tokenizer import write_tokenizer
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, redis_url: str) -> Iterator[Cluster]:
+    """A coordinator that is starting, and nothing else."""
+    cluster = Cluster(tmp_path, redis_url, write_tokenizer(tmp_path / "model"))
+    cluster.coordinator()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A coordinator without replicas, shared by the tests that leave no run behind."""
+    folder = tmp_path_factory.mktemp("cluster")
+    redis_folder = folder / "redis"
+    redis_folder.mkdir()
+    redis = RedisServer(redis_folder).start()
+    cluster = Cluster(folder, redis.url, write_tokenizer(folder / "model"))
+    cluster.coordinator()
+    yield cluster
+    cluster.close()
+    redis.kill()

@@ -1,0 +1,124 @@
+"""The coordinator can be killed at any moment, and so can Redis: the run goes on, and nothing is lost or doubled."""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relaxd.board import Board, stages_for
+from relaxd.config import RunConfig
+from relaxd.v1 import coordinator_pb2 as pb
+from tests.conftest import RedisServer
+from tests.integration.coordinator.cluster import Cluster
+from tests.tokenizer import write_tokenizer
+
+STOPPED = pb.RUN_STATE_STOPPED
+
+
+def start_all(cluster: Cluster, **env: str) -> None:
+    cluster.judges()
+    cluster.trainer(PEER_STEP_SECONDS="0.2", **env)
+    cluster.rollout("rollout-1")
+    cluster.rollout("rollout-2")
+
+
+def trained_prompts(cluster: Cluster, run: pb.Run) -> list[str]:
+    """The prompt of every trained group, in order, from the ledger."""
+    config = RunConfig.model_validate_json(run.config_json)
+    board = Board(cluster.redis_url, run.run_id, stages_for(config), config.board)
+    board.counts().check()
+    texts = [text for entry in board.ledger() for text in entry.plan["texts"]]
+    board.close()
+    return texts
+
+
+def test_a_coordinator_that_is_killed_again_and_again(cluster: Cluster) -> None:
+    start_all(cluster)
+    cluster.start_when_up("run", run__steps=15, eval__prompts=5)
+    moments = random.Random(7)
+    for number in range(4):
+        time.sleep(moments.uniform(0.0, 1.5))  # anywhere: starting, gathering, evaluating, publishing, synchronising
+        cluster.kill("coordinator")
+        cluster.coordinator()
+        cluster.until("the coordinator", lambda: cluster.run() is not None)
+        assert f"epoch {number + 2}" in cluster.log("coordinator")
+    run = cluster.until_state(STOPPED, 60)
+    assert (run.reason, run.step) == ("completed", 15)
+    assert (run.groups.published, run.groups.trained, run.groups.open) == (60, 60, 0)
+    texts = trained_prompts(cluster, run)
+    assert len(set(texts)) == len(texts) == 60
+    lines = [json.loads(line) for line in (Path(run.folder) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(16))
+    assert {"eval_accuracy"} <= lines[0].keys() & lines[15].keys()
+    for name in ("trainer", "rollout-1", "rollout-2"):
+        ids = [call["sync_id"] for call in cluster.calls(name) if "sync_id" in call]
+        assert ids == sorted(ids)
+
+
+def test_a_coordinator_that_is_killed_in_a_synchronisation_aborts_it_and_begins_anew(cluster: Cluster) -> None:
+    start_all(cluster, PEER_BROADCAST_SECONDS="1.5")
+    cluster.start_when_up("run", run__steps=3)
+    cluster.until("a broadcast", lambda: len(cluster.calls("trainer", "BroadcastWeights")) == 2)
+    cut = cluster.calls("trainer", "BroadcastWeights")[-1]
+    cluster.kill("coordinator")
+    cluster.coordinator()
+    cluster.until("another broadcast", lambda: len(cluster.calls("trainer", "BroadcastWeights")) == 3)
+    later = [call for call in cluster.calls("trainer") if call["time"] > cut["time"] and "sync_id" in call]
+    assert (later[0]["method"], later[0]["group"]) == ("LeaveWeightGroup", cut["group"])
+    again = cluster.calls("trainer", "BroadcastWeights")[-1]
+    assert again["sync_id"] > later[0]["sync_id"] > cut["sync_id"]
+    assert again["version"] == cut["version"]
+    assert again["group"] != cut["group"]
+    run = cluster.until_state(STOPPED)
+    assert (run.step, run.groups.open) == (3, 0)
+
+
+def test_a_second_coordinator_takes_over_and_the_first_ends(cluster: Cluster) -> None:
+    start_all(cluster)
+    cluster.start_when_up("run", run__steps=10)
+    cluster.until_step(1)
+    cluster.start("second", "services.coordinator", "--port", "0")
+    first = cluster.processes.pop("coordinator")
+    assert first.wait(timeout=20) == 1
+    assert "newer coordinator" in cluster.log("coordinator") or "another coordinator" in cluster.log("coordinator")
+
+
+def test_redis_that_is_killed_in_the_middle(tmp_path: Path, redis_server: Callable[..., RedisServer]) -> None:
+    redis = redis_server(append_only=True)
+    cluster = Cluster(tmp_path, redis.url, write_tokenizer(tmp_path / "model"))
+    try:
+        cluster.coordinator()
+        start_all(cluster)
+        cluster.start_when_up("run", run__steps=12)
+        cluster.until_step(3)
+        redis.kill()
+        time.sleep(1.0)
+        redis.start()
+        run = cluster.until_state(STOPPED, 60)
+        assert (run.step, run.groups.published, run.groups.open) == (12, 48, 0)
+        assert len(set(trained_prompts(cluster, run))) == 48
+    finally:
+        cluster.close()
+
+
+def test_redis_that_is_away_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from services.coordinator import __main__ as program
+
+    monkeypatch.setattr(program, "REDIS_WAIT_SECONDS", 0.5)
+    with pytest.raises(program.CannotStart, match=r"no Redis at 127\.0\.0\.1:1/0 within .* --redis / RELAXD_REDIS"):
+        program.connect("redis://:secret@127.0.0.1:1/0")
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    redis = RedisServer(folder)  # not started yet
+    cluster = Cluster(tmp_path, redis.url, write_tokenizer(tmp_path / "model"))
+    try:
+        cluster.coordinator()
+        cluster.until("it waits", lambda: "waiting for Redis" in cluster.log("coordinator"))
+        redis.start()
+        cluster.until("it is up", lambda: cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None)
+    finally:
+        cluster.close()
+        redis.kill()

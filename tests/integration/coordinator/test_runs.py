@@ -1,0 +1,156 @@
+"""A run from its start to its end, with real processes; only trainer and engines are doubles."""
+
+import json
+import time
+from pathlib import Path
+
+from relaxd.v1 import coordinator_pb2 as pb
+from tests.integration.coordinator.cluster import Cluster
+
+PENDING, RUNNING, PAUSED = pb.RUN_STATE_PENDING, pb.RUN_STATE_RUNNING, pb.RUN_STATE_PAUSED
+STOPPING, STOPPED, FAILED = pb.RUN_STATE_STOPPING, pb.RUN_STATE_STOPPED, pb.RUN_STATE_FAILED
+
+
+def start_all(cluster: Cluster) -> None:
+    cluster.judges()
+    cluster.trainer()
+    cluster.rollout("rollout-1")
+    cluster.rollout("rollout-2")
+
+
+def registered(cluster: Cluster, count: int) -> bool:
+    return len(cluster.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas) == count
+
+
+def test_a_run_from_start_to_end(cluster: Cluster) -> None:
+    start_all(cluster)
+    cluster.until("registrations", lambda: registered(cluster, 5))
+    started = cluster.start_run("first", eval__prompts=20, run__steps=6)
+    assert (started.run_id, started.steps, started.state) == ("first", 6, PENDING)
+
+    steps: list[pb.StepMetrics] = []
+    token, state = "0", PENDING
+    while state not in (STOPPED, FAILED):
+        for message in cluster.stub.WatchRun(pb.WatchRunRequest(resume_token=token, max_seconds=3), timeout=10):
+            steps += message.steps
+            token, state = message.resume_token, message.run.state
+            groups = message.run.groups
+            assert groups.published == groups.open + groups.trained + groups.dropped
+            if message.run.HasField("oldest_engine_version"):
+                # The gate (steps are 4 groups, max_staleness is 1); a version may have risen since the publish.
+                assert groups.published - groups.dropped <= 4 * (message.run.oldest_engine_version + 3)
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5, 6]
+
+    run = cluster.run("first")
+    assert (run.state, run.reason, run.step) == (STOPPED, "completed", 6)
+    assert (run.groups.published, run.groups.trained, run.groups.dropped, run.groups.open) == (24, 24, 0, 0)
+    folder = Path(run.folder)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["in_flight"] == 0
+    assert (summary["published"], summary["trained"], summary["dropped"], summary["steps"]) == (24, 24, 0, 6)
+    # The doubles get a fifth of the sums right before training, and all of them at the end.
+    assert 0 < summary["accuracy_before"] < 0.5
+    assert summary["accuracy_after"] == 1.0
+    assert summary["format_after"] == 1.0 > summary["format_before"]
+    assert lines[0]["eval_accuracy"] == summary["accuracy_before"]
+    assert lines[6]["eval_accuracy"] == summary["accuracy_after"] == run.metrics["eval_accuracy"]
+    assert json.loads((folder / "model" / "config.json").read_text()) == {"version": 6}
+
+    asked = [call for name in ("rollout-1", "rollout-2") for call in cluster.calls(name, "Generate")]
+    assert len(asked) == 40
+    assert {call["version"] for call in asked} == {0, 6}
+    assert all(call["greedy"] for call in asked)
+
+    samples = cluster.stub.ListSamples(pb.ListSamplesRequest(limit=3), timeout=5).samples
+    assert [sample.step for sample in samples] == [6, 6, 6]
+    assert samples[0].prompt.startswith("What is ")
+
+    # One weight group for all versions: the membership never changed.
+    assert {call["group"] for call in cluster.calls("trainer", "BroadcastWeights")} == {
+        call["group"] for call in cluster.calls("rollout-1", "JoinWeightGroup")
+    }
+    # The next run begins on the same replicas.
+    cluster.until("idle", lambda: all(not r.status.run_id for r in replicas(cluster)))
+    cluster.start_run("second", run__steps=1)
+    assert cluster.until_state(STOPPED).run_id == "second"
+    assert [run.run_id for run in cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5).runs] == ["second", "first"]
+
+
+def replicas(cluster: Cluster) -> list[pb.ReplicaInfo]:
+    return list(cluster.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas)
+
+
+def test_pause_resume_stop_and_start_again(cluster: Cluster) -> None:
+    start_all(cluster)
+    cluster.until("registrations", lambda: registered(cluster, 5))
+    cluster.start_run("long", run__steps=1000)
+    cluster.until_step(2)
+
+    paused = cluster.stub.PauseRun(pb.PauseRunRequest(reason="lunch"), timeout=5).run
+    assert (paused.state, paused.reason) == (PAUSED, "lunch")
+    cluster.until("nothing moves", lambda: quiet(cluster))
+    before = cluster.run()
+    assert not quiet(cluster, seconds=0.1) or cluster.run().step == before.step
+    resumed = cluster.stub.ResumeRun(pb.ResumeRunRequest(run_id="long"), timeout=5).run
+    assert resumed.state == RUNNING
+    cluster.until_step(before.step + 2)
+
+    cluster.stub.StopRun(pb.StopRunRequest(reason="seen enough"), timeout=5)
+    run = cluster.until_state(STOPPED)
+    assert run.reason == "seen enough"
+    assert run.groups.open == 0
+    assert run.groups.published == run.groups.trained + run.groups.dropped
+    assert set(run.groups.dropped_by_reason) <= {"run_ended"}
+    summary = json.loads((Path(run.folder) / "summary.json").read_text())
+    assert (summary["state"], summary["reason"], summary["in_flight"]) == ("stopped", "seen enough", 0)
+    assert Path(summary["model"]).is_dir()
+
+
+def quiet(cluster: Cluster, seconds: float = 0.5) -> bool:
+    """Whether no group moves for a while."""
+    before = cluster.run()
+    time.sleep(seconds)
+    now = cluster.run()
+    return (before.groups, before.step) == (now.groups, now.step)
+
+
+def test_a_run_that_only_drops_pauses_itself_and_says_why(cluster: Cluster) -> None:
+    start_all(cluster)
+    cluster.start_when_up(
+        "broken", reward__name="tests.integration.coordinator.rewards:broken", board__max_consecutive_drops=5
+    )
+    run = cluster.until_state(PAUSED)
+    assert "more than board.max_consecutive_drops = 5 groups were dropped in a row" in run.reason
+    assert "reward_failed" in run.reason
+    assert run.groups.dropped_by_reason["reward_failed"] == run.groups.dropped > 5
+    dropped = run.groups.dropped
+    # A person who resumes has seen these: it takes as many again.
+    cluster.stub.ResumeRun(pb.ResumeRunRequest(), timeout=5)
+    cluster.until("more drops", lambda: cluster.run().groups.dropped > dropped + 5)
+    cluster.until_state(PAUSED)
+
+
+def test_a_run_whose_replicas_keep_failing_fails_with_their_reason(cluster: Cluster) -> None:
+    start_all(cluster)
+    cluster.start_when_up("hopeless", reward__name="tests.integration.coordinator.rewards:missing")
+    run = cluster.until_state(FAILED)
+    assert run.reason.startswith("reward reward failed: ")
+    assert "missing" in run.reason
+    summary = json.loads((Path(run.folder) / "summary.json").read_text())
+    assert summary["state"] == "failed"
+    # The next one may begin.
+    cluster.start_run("hopeful", run__steps=1)
+    cluster.until_state(STOPPED)
+
+
+def test_a_run_waits_for_its_replicas_and_says_for_which(cluster: Cluster) -> None:
+    cluster.start_when_up("early")
+    run = cluster.until("a reason", lambda: (r := cluster.run()).reason and r)
+    assert (run.state, run.reason) == (PENDING, "waiting for trainer, rollout, reward, advantage")
+    cluster.judges()
+    cluster.trainer()
+    cluster.until("reason", lambda: cluster.run().reason == "waiting for rollout")
+    cluster.rollout("rollout-1")
+    cluster.until_state(STOPPED)

@@ -1,0 +1,136 @@
+"""Weight synchronisation when members come, die, freeze or stall: nothing hangs, and the trainer is never restarted."""
+
+import signal
+import time
+
+import pytest
+
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
+from tests.integration.coordinator.cluster import Cluster
+
+STOPPED = pb.RUN_STATE_STOPPED
+
+
+def begin(cluster: Cluster, steps: int, faults: dict[str, dict[str, str]] | None = None, **overrides: object) -> None:
+    """A run with one sound engine and one that may have faults."""
+    cluster.judges()
+    cluster.trainer(PEER_STEP_SECONDS="0.3")
+    cluster.rollout("sound")
+    cluster.rollout("other", faults)
+    cluster.until("replicas", lambda: len(replicas(cluster)) == 5)
+    cluster.start_run("run", run__steps=steps, **overrides)
+
+
+def replicas(cluster: Cluster) -> list[str]:
+    found = cluster.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas
+    return [replica.registration.replica_id for replica in found]
+
+
+def weights(cluster: Cluster) -> dict[str, int | None]:
+    """Engine -> version that it serves."""
+    engines = cluster.stub.GetWeights(pb.GetWeightsRequest(), timeout=5).engines
+    return {e.replica_id: e.weights.version if e.HasField("weights") else None for e in engines}
+
+
+def first_call(cluster: Cluster, name: str, method: str, number: int) -> float:
+    """When a double got its number-th call of a method."""
+    return cluster.calls(name, method)[number - 1]["time"]
+
+
+def check_the_sequence(cluster: Cluster) -> None:
+    """Ids ascend on every member; a group is joined before it is used; engines are paused first and resumed last."""
+    for name in ("trainer", "sound", "other"):
+        calls = [call for call in cluster.calls(name) if "sync_id" in call]
+        ids = [call["sync_id"] for call in calls]
+        assert ids == sorted(ids), name
+        joined: set[str] = set()
+        for call in calls:
+            if call["method"] == "JoinWeightGroup":
+                assert call["group"] not in joined, "a group's name is never used again"
+                joined.add(call["group"])
+            if call["method"] in ("BroadcastWeights", "ReceiveWeights"):
+                assert call["group"] in joined
+        if name != "trainer":
+            for received in (i for i, call in enumerate(calls) if call["method"] == "ReceiveWeights"):
+                same = [call["method"] for call in calls[:received] if call["sync_id"] == ids[received]]
+                assert same[0] == "PauseGeneration"
+    received = [call["version"] for call in cluster.calls("sound", "ReceiveWeights")]
+    assert received == sorted(received)
+
+
+@pytest.mark.parametrize("fault", ["die", "freeze"])
+def test_an_engine_that_dies_in_a_broadcast_does_not_stop_the_trainer(cluster: Cluster, fault: str) -> None:
+    begin(cluster, steps=6, faults={"ReceiveWeights": {"3": fault}})
+    trainer = cluster.processes["trainer"].pid
+    cluster.until("the fault", lambda: len(cluster.calls("other", "ReceiveWeights")) == 3)
+    step = cluster.run().step
+    died = time.monotonic()
+    cluster.until_step(step + 2)
+    assert time.monotonic() - died < 15
+    run = cluster.until_state(STOPPED)
+    assert (run.step, run.groups.open) == (6, 0)
+    assert cluster.processes["trainer"].pid == trainer
+    assert cluster.processes["trainer"].poll() is None
+    check_the_sequence(cluster)
+    # The engine that was touched served nothing until it had everything.
+    left = cluster.calls("sound", "LeaveWeightGroup")[0]
+    again = next(call for call in cluster.calls("sound", "ReceiveWeights") if call["time"] > left["time"])
+    assert again["group"] != left["group"]
+    if fault == "freeze":  # it wakes up in a world that has gone on, and is taken in again
+        cluster.send("other", signal.SIGCONT)
+        cluster.until("other registers again", lambda: "other" in replicas(cluster))
+
+
+def test_an_engine_that_stalls_is_left_out_and_comes_back(cluster: Cluster) -> None:
+    begin(cluster, steps=200, faults={"ReceiveWeights": {"3": "stall"}}, weights__timeout_seconds=2.0)
+    cluster.until("the fault", lambda: len(cluster.calls("other", "ReceiveWeights")) == 3)
+    cluster.until("only sound", lambda: (w := weights(cluster))["sound"] is not None and w["other"] is None)
+    cluster.until("both again", lambda: None not in (w := weights(cluster)).values() and len(w) == 2)
+    check_the_sequence(cluster)
+
+
+def test_a_joiner_gets_weights_before_prompts(cluster: Cluster) -> None:
+    cluster.judges()
+    cluster.trainer(PEER_STEP_SECONDS="0.2")
+    cluster.rollout("sound")
+    cluster.start_when_up("run", run__steps=200)
+    cluster.until_step(2)
+    cluster.rollout("other")
+    cluster.until("other works", lambda: done_groups(cluster, "other") > 0)
+    first = cluster.calls("other", "ReceiveWeights")[0]
+    assert first["version"] >= 2
+    check_the_sequence(cluster)
+    # And one that leaves by itself is no failure: the group is built anew without it.
+    cluster.send("other", signal.SIGTERM)
+    assert cluster.processes["other"].wait(timeout=15) == 0
+    step = cluster.run().step
+    cluster.until_step(step + 3)
+    assert "failed" not in cluster.log("coordinator")
+
+
+def done_groups(cluster: Cluster, name: str) -> int:
+    found = cluster.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas
+    return sum(replica.status.done_groups for replica in found if replica.registration.replica_id == name)
+
+
+def test_a_trainer_that_is_killed_goes_on_under_a_new_epoch(cluster: Cluster) -> None:
+    begin(cluster, steps=8)
+    cluster.until_step(3)
+    cluster.kill("trainer")
+    cluster.trainer()
+    run = cluster.until_state(STOPPED)
+    assert (run.step, run.groups.trained, run.groups.open) == (8, 32, 0)
+    epochs = [call["epoch"] for call in cluster.calls("trainer", "commit_step")]
+    assert epochs == sorted(epochs)
+    assert set(epochs) == {1, 2}
+
+
+def test_sync_weights_by_hand(cluster: Cluster) -> None:
+    begin(cluster, steps=200)
+    cluster.until_step(1)
+    answer = cluster.stub.SyncWeights(pb.SyncWeightsRequest(), timeout=20)
+    assert answer.weights.version >= 1
+    assert sorted(answer.replica_ids) == ["other", "sound"]
+    info = cluster.stub.ListReplicas(pb.ListReplicasRequest(role=2), timeout=5).replicas
+    assert [replica.status.state for replica in info] == [REPLICA_STATE_READY] * 2
