@@ -111,10 +111,11 @@ class EngineProcess:
         except (ManifestError, ManifestMismatch) as error:
             raise HandlerError(str(error), kind="ManifestMismatch") from error
         name = params["name"]
-        group: WeightGroup | None = None
         try:
             address = (params["store_host"], params["store_port"])
             group = WeightGroup(params["transport"], *address, name, params["rank"], params["world_size"])
+            for old in list(self._groups):  # an engine is in one group, also when nobody told it to leave the last
+                self._forget(old)
             with self._lock:
                 self._groups[name] = group
             size = sum(bucket.nbytes for bucket in buckets)

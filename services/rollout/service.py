@@ -35,6 +35,7 @@ class RolloutService(ReplicaService):
         self._config: RunConfig | None = None
         self._board: Board | None = None
         self._worker: StageWorker | None = None
+        self._generator: GroupGenerator | None = None
         self._engine: Engine | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._detail = ""
@@ -58,7 +59,7 @@ class RolloutService(ReplicaService):
         self._run_id = assignment.run_id
         self._engine = await self._start_engine(config)
         self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
-        generator = GroupGenerator(config, self._board, lambda: self.engine, self._open_or_close)
+        self._generator = generator = GroupGenerator(config, self._board, lambda: self.engine, self._open_or_close)
         worker = StageWorker(
             self._board,
             "rollout",
@@ -74,7 +75,7 @@ class RolloutService(ReplicaService):
     async def stop_run(self) -> None:
         """See ReplicaService."""
         worker, engine, board, restarting = self._worker, self._engine, self._board, self._restarting
-        self._worker = self._engine = self._board = self._restarting = self._config = None
+        self._worker = self._engine = self._board = self._restarting = self._config = self._generator = None
         self._detail = ""
         if restarting is not None:
             restarting.cancel()
@@ -103,6 +104,8 @@ class RolloutService(ReplicaService):
         if worker is None:
             return 0
         handed_back = await asyncio.to_thread(worker.drain, seconds)
+        if self._generator is not None:
+            self._generator.cancel()
         if handed_back:
             logger.info("%d groups were handed back unfinished", handed_back)
         return worker.held

@@ -32,6 +32,7 @@ class GroupGenerator:
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
         self._unfinished: dict[str, int] = {}
+        self._under_way: set[Future[Result]] = set()
 
     def room(self, held: int) -> int:
         """How many groups may be held, given that `held` are: the engine admits samples, not groups."""
@@ -46,7 +47,15 @@ class GroupGenerator:
         prompt = columns["prompt_tokens"]
         assert isinstance(prompt, np.ndarray)
         tokens = tuple(map(int, prompt))
-        return asyncio.run_coroutine_threadsafe(self._generate(delivery, tokens), self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._generate(delivery, tokens), self._loop)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
+
+    def cancel(self) -> None:
+        """Give up what is under way: it was handed back."""
+        for future in list(self._under_way):
+            future.cancel()
 
     async def _generate(self, delivery: Delivery, prompt: tuple[int, ...]) -> Result:
         n = self._config.rollout.samples_per_prompt

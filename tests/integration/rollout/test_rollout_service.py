@@ -144,8 +144,13 @@ def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
     assert set(stage.board.counts().dropped_by_reason) == {"bad_prompt", "prompt_too_long"}
 
     # SIGTERM: what is held goes back to the board, the process ends well.
+    stage.pause([replica])
+    stage.publish(2)
+    replica.wait_for(lambda status: status.held_groups == 2)
     replica.process.send_signal(signal.SIGTERM)
     assert replica.process.wait(20) == 0
+    depth = stage.board.queues()[0]
+    assert (depth.waiting, depth.held) == (2, 0)
 
 
 def join_alone(stage: Stage, replica: Replica, manifest: Any) -> None:
