@@ -110,7 +110,6 @@ def initialize(config: TrainerConfig, seed: int) -> World:
         expert_model_parallel_size=config.expert_parallel,
         expert_tensor_parallel_size=expert_tensor_parallel(config),
         distributed_timeout_minutes=config.collective_timeout_seconds / 60,
-        create_gloo_process_groups=not cuda,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
