@@ -75,10 +75,22 @@ def audit(board: Board) -> None:
     counts = board.counts()
     counts.check()
     stages = [stage.name for stage in board.stages]
-    streams = {s: dict(client.xrange(f"{prefix}stage:{s}")) for s in stages}
-    pending = {s: client.xpending_range(f"{prefix}stage:{s}", "workers", "-", "+", 10_000) for s in stages}
     open_groups = set(board.open_groups())
-    groups = {id: client.hgetall(f"{prefix}group:{id}") for id in open_groups}
+    with client.pipeline() as pipe:
+        for stage in stages:
+            pipe.xrange(f"{prefix}stage:{stage}")
+            pipe.xpending_range(f"{prefix}stage:{stage}", "workers", "-", "+", 10_000)
+        for id in open_groups:
+            pipe.hgetall(f"{prefix}group:{id}")
+        replies = pipe.execute()
+    entries, holds, hashes = (
+        replies[: 2 * len(stages) : 2],
+        replies[1 : 2 * len(stages) : 2],
+        replies[2 * len(stages) :],
+    )
+    streams = {stage: dict(found) for stage, found in zip(stages, entries, strict=True)}
+    pending = dict(zip(stages, holds, strict=True))
+    groups = dict(zip(open_groups, hashes, strict=True))
 
     # Every open group is somewhere: at each stage it was offered and that has not committed, as exactly one entry.
     expected_entries: dict[str, dict[bytes, bytes]] = {stage: {} for stage in stages}
@@ -107,12 +119,16 @@ def audit(board: Board) -> None:
     for pointer in pointers:
         name, *large = pointer.decode().split(",")
         wanted |= {f"{prefix}columns:{name}", *(f"{prefix}columns:{name}:{column}" for column in large)}
-    keys = [key.decode() for key in client.keys(f"{prefix}columns:*")]
-    lasting = {key for key in keys if client.ttl(key) == -1}
+    keys = [key.decode() for key in client.keys(f"{prefix}*")]
+    columns = [key for key in keys if key.startswith(f"{prefix}columns:")]
+    with client.pipeline() as pipe:
+        for key in columns:
+            pipe.ttl(key)
+        lasting = {key for key, seconds in zip(columns, pipe.execute(), strict=True) if seconds == -1}
     assert lasting == wanted, f"lost {wanted - lasting}, leaked {lasting - wanted}"
 
     assert set(board.open_versions()) <= open_groups
     state = client.hgetall(f"{prefix}state")
     assert int(state[b"expected_bytes"]) == sum(int(fields[b"bytes"]) for fields in groups.values())
-    hashes = {key.decode().removeprefix(f"{prefix}group:") for key in client.keys(f"{prefix}group:*")}
-    assert hashes == open_groups, "a closed group left its hash behind"
+    found_hashes = {key.removeprefix(f"{prefix}group:") for key in keys if key.startswith(f"{prefix}group:")}
+    assert found_hashes == open_groups, "a closed group left its hash behind"

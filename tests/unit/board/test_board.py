@@ -172,6 +172,19 @@ def test_renewed_holds_are_not_claimed(redis_url):
     assert board.renew("rollout", "one", [kept, lost]) == {"a"}
 
 
+def test_an_earlier_hold_of_the_same_worker_is_over_too(redis_url):
+    board = make_board(redis_url)
+    board.publish(epoch=1, groups=[group("a")])
+    (before,) = take(board, "rollout", "restarted")
+    end_leases(board, "rollout")
+    (after,) = take(board, "rollout", "restarted")
+    assert (before.entry_id, before.attempt, after.attempt) == (after.entry_id, 1, 2)
+    assert board.renew("rollout", "restarted", [before]) == set()
+    assert not board.drop(before, reason="late")
+    assert board.begin(after, 0)
+    assert board.renew("rollout", "restarted", [after]) == {"a"}
+
+
 def test_released_groups_are_taken_at_once_and_only_failures_count(redis_url):
     board = make_board(redis_url, max_deliveries=2)
     board.publish(epoch=1, groups=[group("a")])

@@ -28,6 +28,16 @@ NAMES = [stage.name for stage in STAGES]
 WORKERS = ["one", "two", "three"]
 MAX_DELIVERIES = 4
 MAX_RETRIES = 2
+ZOMBIE = st.sampled_from([False, False, False, True])
+
+
+def known(stage: str) -> Any:
+    """Only when somebody has, or had, a group at this stage."""
+    return precondition(lambda self: self.deliveries[stage])
+
+
+anything_known = precondition(lambda self: any(self.deliveries.values()))
+anything_open = precondition(lambda self: self.published and self.board.counts().open)
 
 
 class ForgetfulConnection(Connection):
@@ -52,19 +62,20 @@ class BoardMachine(RuleBasedStateMachine):
         self.published: dict[str, Any] = {}
         self.last_publish: list[Any] = []
         self.coordinator_epoch = 1
-        self.trainer_epochs: list[int] = []
+        self.trainer_epochs = [self.board.new_trainer_epoch()]
         self.deliveries: dict[str, list[Delivery]] = {name: [] for name in NAMES}
         self.version = 0
         self.committed: dict[tuple[str, str], int] = {}
 
     # --- the coordinator
 
-    @rule(count=st.integers(1, 3), old=st.booleans())
+    @rule(count=st.integers(1, 3), old=ZOMBIE)
     def publish(self, count: int, old: bool) -> None:
         groups = [group(f"g{len(self.published) + i}") for i in range(count)]
         self.try_to_publish(groups, self.coordinator_epoch - old)
 
-    @rule(old=st.booleans())
+    @precondition(lambda self: self.board.retries(1))
+    @rule(old=ZOMBIE)
     def publish_a_retry(self, old: bool) -> None:
         for retry in self.board.retries(1):
             assert retry.retries < MAX_RETRIES
@@ -105,18 +116,25 @@ class BoardMachine(RuleBasedStateMachine):
 
     # --- stages
 
-    @rule(stage=st.sampled_from(NAMES), worker=st.sampled_from(WORKERS), count=st.integers(1, 4))
-    def take(self, stage: str, worker: str, count: int) -> None:
+    @anything_open
+    @rule(data=st.data(), worker=st.sampled_from(WORKERS), count=st.integers(1, 4))
+    def take(self, data: Any, worker: str, count: int) -> None:
+        stage = data.draw(st.sampled_from([d.stage for d in self.board.queues() if d.waiting + d.held]))
         for delivery in take(self.board, stage, worker, count):
             assert 1 <= delivery.attempt <= MAX_DELIVERIES
             self.deliveries[stage].append(delivery)
 
-    @rule(stage=st.sampled_from(NAMES), worker=st.sampled_from(WORKERS))
-    def die_or_stall(self, stage: str, worker: str) -> None:
-        end_leases(self.board, stage, worker)
+    @anything_open
+    @rule(data=st.data())
+    def die_or_stall(self, data: Any) -> None:
+        held = [d.stage for d in self.board.queues() if d.held]
+        if held:
+            end_leases(self.board, data.draw(st.sampled_from(held)), data.draw(st.sampled_from([*WORKERS, None])))
 
-    @rule(stage=st.sampled_from(NAMES[:-1]), count=st.integers(1, 4), data=st.data())
-    def commit(self, stage: str, count: int, data: Any) -> None:
+    @anything_known
+    @rule(count=st.integers(1, 4), data=st.data())
+    def commit(self, count: int, data: Any) -> None:
+        stage = self.draw_stage(data, NAMES[:-1])
         chosen = self.choose(stage, data, count)
         large = data.draw(st.booleans())
         results = self.board.commit(
@@ -127,25 +145,42 @@ class BoardMachine(RuleBasedStateMachine):
             self.committed[key] = self.committed.get(key, 0) + won
             assert self.committed[key] <= 1, "two commits won"
 
-    @rule(stage=st.sampled_from(NAMES[:-1]), data=st.data())
-    def die_before_the_commit_script(self, stage: str, data: Any) -> None:
+    @anything_open
+    @rule(last=st.sampled_from(NAMES[:-1]))
+    def work(self, last: str) -> None:
+        """A worker that lives commits what waits, up to a stage: so that later stages have something to do."""
+        for stage in NAMES[: NAMES.index(last) + 1]:
+            taken = take(self.board, stage, "living")
+            self.deliveries[stage] += taken
+            for delivery, won in zip(taken, self.board.commit([(d, output(stage)) for d in taken]), strict=True):
+                self.committed[delivery.group_id, stage] = won
+
+    @anything_known
+    @rule(data=st.data())
+    def die_before_the_commit_script(self, data: Any) -> None:
+        stage = self.draw_stage(data, NAMES[:-1])
         for delivery in self.choose(stage, data):
             attempt = payloads.Attempt(self.board.prefix, delivery.group_id, output(stage))
             self.board._connection.pipeline(lambda pipe, a=attempt: payloads.write(pipe, [a], 60))
 
+    @known("rollout")
     @rule(data=st.data(), version=st.integers(0, 5))
     def begin(self, data: Any, version: int) -> None:
         for delivery in self.choose("rollout", data):
             if self.board.begin(delivery, version):
                 assert self.board.open_versions()[delivery.group_id] == version
 
-    @rule(stage=st.sampled_from(NAMES), failed=st.booleans(), data=st.data())
-    def release(self, stage: str, failed: bool, data: Any) -> None:
+    @anything_known
+    @rule(failed=st.booleans(), data=st.data())
+    def release(self, failed: bool, data: Any) -> None:
+        stage = self.draw_stage(data)
         for delivery in self.choose(stage, data):
             self.board.release(stage, delivery.consumer, [delivery], failed=failed)
 
-    @rule(stage=st.sampled_from(NAMES), data=st.data())
-    def renew(self, stage: str, data: Any) -> None:
+    @anything_known
+    @rule(data=st.data())
+    def renew(self, data: Any) -> None:
+        stage = self.draw_stage(data)
         for delivery in self.choose(stage, data):
             held = self.board.renew(stage, delivery.consumer, [delivery])
             newest = max(
@@ -155,25 +190,44 @@ class BoardMachine(RuleBasedStateMachine):
                 assert delivery.attempt == newest.attempt
                 assert (delivery.group_id, stage) not in {key for key, won in self.committed.items() if won}
 
-    @rule(stage=st.sampled_from(NAMES), retry=st.booleans(), data=st.data())
-    def drop(self, stage: str, retry: bool, data: Any) -> None:
+    @anything_known
+    @rule(retry=st.booleans(), data=st.data())
+    def drop(self, retry: bool, data: Any) -> None:
+        stage = self.draw_stage(data)
         for delivery in self.choose(stage, data):
-            self.board.drop(delivery, reason=f"at_{stage}", retry=retry)
+            if self.board.drop(delivery, reason=f"at_{stage}", retry=retry):
+                assert delivery.attempt == self.newest(delivery).attempt, "a zombie dropped what another holds"
 
-    @rule(stage=st.sampled_from(NAMES), data=st.data())
-    def load(self, stage: str, data: Any) -> None:
+    @anything_known
+    @rule(data=st.data())
+    def load(self, data: Any) -> None:
+        stage = self.draw_stage(data)
         chosen = self.choose(stage, data, 4)
         needs = next(s.needs for s in STAGES if s.name == stage)
         for delivery, columns in zip(chosen, self.board.load(chosen, needs), strict=True):
             assert (columns is None) == (delivery.group_id not in self.board.open_groups())
 
+    def newest(self, delivery: Delivery) -> Delivery:
+        """The last delivery of the same group at the same stage."""
+        same = [d for d in self.deliveries[delivery.stage] if d.group_id == delivery.group_id]
+        return max(same, key=lambda d: d.attempt)
+
     # --- the trainer
+
+    @precondition(lambda self: self.published and self.board._connection.client.xlen(f"{self.board.prefix}stage:train"))
+    @rule()
+    def train(self) -> None:
+        """The trainer that lives takes what waits and commits the next step with it."""
+        taken = take(self.board, "train", "trainer")
+        self.deliveries["train"] += taken
+        plan = {"groups": [d.group_id for d in taken]}
+        self.board.commit_step(epoch=self.trainer_epochs[-1], step=self.board.last_step() + 1, plan=plan, metrics={})
 
     @rule()
     def replace_the_trainer(self) -> None:
         self.trainer_epochs.append(self.board.new_trainer_epoch())
 
-    @precondition(lambda self: self.trainer_epochs)
+    @known("train")
     @rule(data=st.data(), ahead=st.sampled_from([1, 1, 1, 0, 2]), epoch=st.sampled_from([-1, -1, -1, 0]))
     def commit_step(self, data: Any, ahead: int, epoch: int) -> None:
         """By the living trainer or a zombie, the next step or a wrong one, with groups that may have been closed."""
@@ -189,6 +243,10 @@ class BoardMachine(RuleBasedStateMachine):
         else:
             assert number == self.trainer_epochs[-1]
             assert ahead == 1 or self.board.ledger()[-1].plan["groups"] == chosen
+
+    def draw_stage(self, data: Any, among: list[str] = NAMES) -> str:
+        """One of these stages, where somebody has or had a group, if there is one."""
+        return data.draw(st.sampled_from([name for name in among if self.deliveries[name]] or among[:1]))
 
     def choose(self, stage: str, data: Any, most: int = 1) -> list[Delivery]:
         """Some deliveries of a stage, each of another group; the late ones too."""
