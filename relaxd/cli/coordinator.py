@@ -1,7 +1,7 @@
 """Calls to the coordinator, with errors that a person understands."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import grpc
@@ -63,8 +63,10 @@ class Coordinator:
         """The replicas whose lease holds."""
         return list(self._call(self._stub.ListReplicas, pb.ListReplicasRequest()).replicas)
 
-    def watch(self, run_id: str = "") -> Iterator[pb.WatchRunResponse]:
+    def watch(self, run_id: str = "", while_away: Callable[[], None] = lambda: None) -> Iterator[pb.WatchRunResponse]:
         """What happens in a run, until it ends, about once a second. Goes on when the coordinator restarts.
+
+        `while_away` is called now and then as long as it doesn't answer, and may raise.
 
         Raises CliError when no coordinator answers at first, or later for AWAY_SECONDS.
         """
@@ -82,6 +84,7 @@ class Coordinator:
                 again = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
                 if error.code() not in again or time.monotonic() - last_heard > AWAY_SECONDS:
                     raise self._explained(error) from error
+                while_away()
                 time.sleep(0.5)
 
     def _call(self, method: Any, request: Any, seconds: float = 30.0) -> Any:

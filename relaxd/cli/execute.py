@@ -1,5 +1,6 @@
 """One run from the start to its report: on services that are up, or on services brought up for it."""
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -71,6 +72,7 @@ def _on_own_services(
     port = stack.COORDINATOR_PORT if is_free(stack.COORDINATOR_PORT) else 0
     if folder.is_up():
         raise CliError(f"services are already up (in {folder.path})", "relaxd run uses them, relaxd down stops them")
+    config = _with_shared_cores(config, where.replicas.get("rollout", 1))
     plan = stack.make_plan(
         folder, port=port, replicas=where.replicas, redis_data=redis_data, stop_with_parent=not where.keep_up
     )
@@ -185,6 +187,18 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
             "data": config.data.model_copy(update=data),
         }
     )
+
+
+def _with_shared_cores(config: RunConfig, engines: int) -> RunConfig:
+    """The same configuration with this machine's cores divided among the trainer's ranks and the engines.
+
+    They work at the same time; with all cores for each, their threads would wait for each other's.
+    """
+    ranks = config.trainer.ranks
+    threads = max(1, len(os.sched_getaffinity(0)) // (ranks + engines))
+    trainer = config.trainer.model_copy(update={"threads": config.trainer.threads or threads})
+    rollout = config.rollout.model_copy(update={"threads": config.rollout.threads or threads})
+    return config.model_copy(update={"trainer": trainer, "rollout": rollout})
 
 
 def _sayer(console: Console) -> Callable[[str], None]:

@@ -50,7 +50,7 @@ def _loop(
     fail_when_paused: bool,
 ) -> None:
     last, changed = "", time.monotonic()
-    for response in coordinator.watch(run_id):
+    for response in coordinator.watch(run_id, while_away=healthy):
         if view.update(response):
             view.samples = coordinator.samples(run_id, limit=SHOWN_SAMPLES)
         show()
