@@ -67,6 +67,7 @@ class StageWorker:
         self._concurrency = concurrency if callable(concurrency) else lambda: concurrency
         self._columns = tuple(columns or next(s for s in board.stages if s.name == stage).needs)
         self._held: dict[str, Delivery] = {}
+        self._unfinished: set[str] = set()
         self._finished: queue.SimpleQueue[tuple[str, Result | BaseException] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._paused = False
@@ -154,13 +155,14 @@ class StageWorker:
             self._patiently(lambda: self._board.release(self._stage, self._consumer, taken))
             return
         with self._changed:
-            # A group whose lease ran out while it was worked on here may come back here: the work goes on under the new
-            # hold.
-            fresh = [delivery for delivery in taken if delivery.group_id not in self._held]
+            # A group whose lease ran out may come back while it is worked on: the work goes on, under the new hold.
+            fresh = [delivery for delivery in taken if delivery.group_id not in self._unfinished]
+            self._unfinished.update(delivery.group_id for delivery in fresh)
             self._held.update({delivery.group_id: delivery for delivery in taken})
         for delivery, columns in self._load(fresh):
             if columns is None:  # closed meanwhile
-                self._forget([delivery.group_id])
+                self._unfinished.discard(delivery.group_id)
+                self._forget([delivery])
             else:
                 self._pool.submit(self._work, delivery, columns)
 
@@ -227,14 +229,15 @@ class StageWorker:
     def _settle(self, finished: list[tuple[str, Result | BaseException]]) -> None:
         """Tell the board what became of groups, each of which another attempt may have settled before."""
         with self._changed:
-            held = [(self._held[id], outcome) for id, outcome in finished if id in self._held]
+            held = [(self._held[id], outcome) for id, outcome in finished]
+            self._unfinished.difference_update(id for id, _ in finished)
         commits = [(delivery, outcome) for delivery, outcome in held if isinstance(outcome, Mapping)]
         settled = self._commit_columns(commits)
         for delivery, outcome in held:
             if isinstance(outcome, Drop):
                 dropped = self._patiently(partial(self._board.drop, delivery, reason=outcome.reason))
                 self._done += bool(dropped)
-                settled += [delivery.group_id] if dropped is not None else []
+                settled += [delivery] if dropped is not None else []
             elif isinstance(outcome, CancelledError):
                 settled += self._hand_back(delivery, failed=False)
             elif not isinstance(outcome, Mapping):
@@ -246,24 +249,24 @@ class StageWorker:
                 settled += self._hand_back(delivery, failed=True)
         self._forget(settled)
 
-    def _commit_columns(self, commits: list[tuple[Delivery, Mapping[str, Column]]]) -> list[str]:
-        """Commit; a group whose columns cannot be stored fails alone. Returns the ids of what is settled."""
+    def _commit_columns(self, commits: list[tuple[Delivery, Mapping[str, Column]]]) -> list[Delivery]:
+        """Commit; a group whose columns cannot be stored fails alone. Returns what is settled."""
         try:
             results = self._patiently(lambda: self._board.commit(commits))
         except (ColumnError, ValueError) as error:
             if len(commits) > 1:
-                return [id for commit in commits for id in self._commit_columns([commit])]
+                return [settled for commit in commits for settled in self._commit_columns([commit])]
             delivery = commits[0][0]
             logger.error(
                 "stage %s made columns of group %s that cannot be stored: %s", self._stage, delivery.group_id, error
             )
             return self._hand_back(delivery, failed=True)
         self._done += sum(results or ())
-        return [delivery.group_id for delivery, _ in commits] if results is not None else []
+        return [delivery for delivery, _ in commits] if results is not None else []
 
-    def _hand_back(self, delivery: Delivery, *, failed: bool) -> list[str]:
+    def _hand_back(self, delivery: Delivery, *, failed: bool) -> list[Delivery]:
         released = self._patiently(lambda: self._board.release(self._stage, self._consumer, [delivery], failed=failed))
-        return [delivery.group_id] if released is not None else []
+        return [delivery] if released is not None else []
 
     # --- holding ------------------------------------------------------------------------------------------------
 
@@ -275,10 +278,12 @@ class StageWorker:
             if held is not None and len(held) < len(deliveries):
                 logger.debug("stage %s: %d holds went to others", self._stage, len(deliveries) - len(held))
 
-    def _forget(self, group_ids: Sequence[str]) -> None:
+    def _forget(self, deliveries: Sequence[Delivery]) -> None:
+        """These holds are over. A group that was handed back may have come here again meanwhile: that hold stays."""
         with self._changed:
-            for group_id in group_ids:
-                self._held.pop(group_id, None)
+            for delivery in deliveries:
+                if self._held.get(delivery.group_id) is delivery:
+                    del self._held[delivery.group_id]
             self._changed.notify_all()
 
     def _set_paused(self, paused: bool) -> None:

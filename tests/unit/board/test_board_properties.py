@@ -228,21 +228,40 @@ class BoardMachine(RuleBasedStateMachine):
         self.trainer_epochs.append(self.board.new_trainer_epoch())
 
     @known("train")
-    @rule(data=st.data(), ahead=st.sampled_from([1, 1, 1, 0, 2]), epoch=st.sampled_from([-1, -1, -1, 0]))
-    def commit_step(self, data: Any, ahead: int, epoch: int) -> None:
-        """By the living trainer or a zombie, the next step or a wrong one, with groups that may have been closed."""
-        chosen = list(dict.fromkeys(d.group_id for d in self.choose("train", data, 3)))
-        step, number = self.board.last_step() + ahead, self.trainer_epochs[epoch]
-        open_before = set(self.board.open_groups())
-        try:
-            self.board.commit_step(epoch=number, step=step, plan={"groups": chosen}, metrics={"loss": 1.0})
-        except Fenced:
-            assert number != self.trainer_epochs[-1]
-        except StepConflict:
-            assert ahead != 1 or not set(chosen) <= open_before
+    @rule(data=st.data(), ahead=st.sampled_from([1, 1, 1, 0, 2]))
+    def commit_step(self, data: Any, ahead: int) -> None:
+        """The next step or a wrong one, with groups that may have been closed."""
+        chosen = [d.group_id for d in self.choose("train", data, 3)]
+        still_open = set(chosen) <= set(self.board.open_groups())
+        if self.try_to_train(chosen, self.trainer_epochs[-1], self.board.last_step() + ahead):
+            assert self.board.ledger()[-1].plan["groups"] == chosen
         else:
-            assert number == self.trainer_epochs[-1]
-            assert ahead == 1 or self.board.ledger()[-1].plan["groups"] == chosen
+            assert ahead != 1 or not still_open
+
+    @anything_open
+    @precondition(lambda self: len(self.trainer_epochs) > 1)
+    @rule(data=st.data())
+    def a_late_trainer_wakes_up(self, data: Any) -> None:
+        epoch = data.draw(st.sampled_from(self.trainer_epochs[:-1]))
+        assert not self.try_to_train(self.board.open_groups()[:2], epoch, self.board.last_step() + 1)
+
+    @precondition(lambda self: self.board.last_step())
+    @rule(data=st.data())
+    def train_again(self, data: Any) -> None:
+        trained = [id for entry in self.board.ledger() for id in entry.plan["groups"]]
+        chosen = [*self.board.open_groups()[:1], data.draw(st.sampled_from(trained))] if trained else ["nosuch"]
+        assert not self.try_to_train(chosen, self.trainer_epochs[-1], self.board.last_step() + 1)
+
+    def try_to_train(self, chosen: list[str], epoch: int, step: int) -> bool:
+        try:
+            self.board.commit_step(epoch=epoch, step=step, plan={"groups": chosen}, metrics={"loss": 1.0})
+        except Fenced:
+            assert epoch != self.trainer_epochs[-1]
+            return False
+        except StepConflict:
+            assert epoch == self.trainer_epochs[-1]
+            return False
+        return True
 
     def draw_stage(self, data: Any, among: list[str] = NAMES) -> str:
         """One of these stages, where somebody has or had a group, if there is one."""
