@@ -17,5 +17,7 @@ class Signal:
 
     async def wait(self, timeout_seconds: float) -> None:
         """Wait for the next `fire`, or until the time is over."""
+        # Not asyncio.wait_for: before Python 3.12 it forgets a cancellation that comes together with the event.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._event.wait(), timeout_seconds)
+            async with asyncio.timeout(timeout_seconds):
+                await self._event.wait()

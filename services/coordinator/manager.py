@@ -1,7 +1,6 @@
 """All runs: the active one with its task, the earlier ones from their records."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +42,7 @@ class RunManager:
         self._on_error = on_error
         self._starting = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
         self._boards: dict[str, Board] = {}
         self.active: ActiveRun | None = None
 
@@ -92,10 +92,10 @@ class RunManager:
 
     async def close(self) -> None:
         """End the active run's task; the run itself goes on with the next coordinator."""
+        self._closing = True
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait([self._task])
 
     def _go(self, active: ActiveRun) -> None:
         self.active = active
@@ -107,7 +107,10 @@ class RunManager:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.active = None
         self._context.registry.changed.fire()
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            if not self._closing:
+                self._on_error(RuntimeError("the run's task was cancelled by nobody"))
+        elif (error := task.exception()) is not None:
             self._on_error(error)
 
     def _busy(self, run_id: str) -> FailedPrecondition:

@@ -1,5 +1,7 @@
 """Channels to the replicas."""
 
+import time
+
 import grpc
 
 from relaxd.rpc.client import channel
@@ -9,6 +11,11 @@ from relaxd.v1.rollout_pb2_grpc import RolloutStub
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
 
 
+KEPT_SECONDS = 900.0
+"""How long a channel to a replica that is gone is kept: longer than any call's deadline, because closing a channel
+cancels the calls on it, and a cancelled call looks like a cancelled caller."""
+
+
 class Peers:
     """One channel per address, made when it is needed first."""
 
@@ -16,6 +23,8 @@ class Peers:
         """`token`: what every call carries, if any."""
         self._token = token
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._needed: dict[str, float] = {}
+        """When an address was last one of a replica, by the monotonic clock."""
 
     def trainer(self, address: str) -> TrainerStub:
         """The trainer at an address."""
@@ -33,14 +42,18 @@ class Peers:
         """Any replica at an address."""
         return ReplicaStub(self._channel(address))
 
-    async def forget(self, addresses: set[str]) -> None:
-        """Close the channels to all addresses but these."""
-        for address in set(self._channels) - addresses:
+    async def forget(self, current: set[str]) -> None:
+        """Close channels that have not led to any replica for long; `current` are the addresses of all replicas."""
+        now = time.monotonic()
+        self._needed |= dict.fromkeys(current, now)
+        for address in [a for a in self._channels if now - self._needed.setdefault(a, now) > KEPT_SECONDS]:
+            del self._needed[address]
             await self._channels.pop(address).close(None)
 
     async def close(self) -> None:
         """Close every channel."""
-        await self.forget(set())
+        while self._channels:
+            await self._channels.popitem()[1].close(None)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:

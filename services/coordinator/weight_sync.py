@@ -115,7 +115,7 @@ class WeightSync:
                 silent = await self._calls.abort(sync_id, self.record.group, engines)
                 await self._save(running=False, group=None)
                 blamed = error.blamed | silent
-                if trainer in blamed or (len(engines) > 1 and blamed.issuperset(engines)):
+                if trainer in silent or (len(engines) > 1 and blamed.issuperset(engines)):
                     blamed = frozenset()  # the trainer is gone, or everybody at once: no engine is to blame
                 raise SyncFailed(str(error), tuple(blamed)) from error
         seconds = time.monotonic() - started

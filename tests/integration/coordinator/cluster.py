@@ -112,6 +112,9 @@ class Cluster:
                 last = result
             except grpc.RpcError as error:
                 last = error
+            coordinator = self.processes.get("coordinator")
+            if coordinator is not None and coordinator.poll() is not None:
+                break
             time.sleep(0.03)
         with contextlib.suppress(grpc.RpcError):
             last = f"{last}; {self.run()}"

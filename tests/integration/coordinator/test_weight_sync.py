@@ -106,7 +106,6 @@ def test_a_joiner_gets_weights_before_prompts(cluster: Cluster) -> None:
     assert cluster.processes["other"].wait(timeout=15) == 0
     step = cluster.run().step
     cluster.until_step(step + 3)
-    assert "failed" not in cluster.log("coordinator")
 
 
 def done_groups(cluster: Cluster, name: str) -> int:
