@@ -49,7 +49,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     prepare_model(config, say)
     if problems := check(config):
         raise ConfigError(problems)
-    config = _with_absolute_paths(config)
+    config = _with_shared_cores(_with_absolute_paths(config), _engines(where))
     if where.address is not None:
         with Coordinator(where.address) as coordinator:
             return _train(coordinator, config, run_id, where, console)
@@ -72,7 +72,6 @@ def _on_own_services(
     port = stack.COORDINATOR_PORT if is_free(stack.COORDINATOR_PORT) else 0
     if folder.is_up():
         raise CliError(f"services are already up (in {folder.path})", "relaxd run uses them, relaxd down stops them")
-    config = _with_shared_cores(config, where.replicas.get("rollout", 1))
     plan = stack.make_plan(
         folder, port=port, replicas=where.replicas, redis_data=redis_data, stop_with_parent=not where.keep_up
     )
@@ -85,6 +84,8 @@ def _on_own_services(
             run_folder = _train(coordinator, config, run_id, where, console)
         stay = where.keep_up
         return run_folder
+    except KeyboardInterrupt:  # before the run began
+        raise typer.Exit(130) from None
     finally:
         if stay:
             say(f"the services stay up at {plan.coordinator}; relaxd down stops them")
@@ -187,6 +188,13 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
             "data": config.data.model_copy(update=data),
         }
     )
+
+
+def _engines(where: Where) -> int:
+    """How many engines there are, or will be, on this machine."""
+    state = where.folder.read()
+    here = [service for service in state.services if service.role == "rollout"] if state else []
+    return len(here) or where.replicas.get("rollout", 1)
 
 
 def _with_shared_cores(config: RunConfig, engines: int) -> RunConfig:

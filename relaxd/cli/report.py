@@ -14,6 +14,7 @@ from relaxd.cli.errors import CliError
 from relaxd.v1 import coordinator_pb2 as pb
 
 TEMPLATE = Path(__file__).with_name("report.html")
+SMOOTHED = 5
 STEP_COLUMNS = (
     ("step", "step", "{:.0f}"),
     ("reward", "reward_mean", "{:.3f}"),
@@ -92,20 +93,25 @@ def draw_curve(result: RunResult) -> bytes:
 
     figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    series = (
-        ("reward", "reward_mean", "#2563eb", 2.2, "-"),
-        ("accuracy (training)", "reward_accuracy", "#16a34a", 1.4, "--"),
-        ("answer format (training)", "reward_format", "#9ca3af", 1.4, ":"),
-    )
-    for label, name, color, width, style in series:
-        points = [(step["step"], step[name]) for step in result.steps if step.get(name) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, color=color, linewidth=width, label=label)
+    rewards = _points(result.steps, "reward_mean")
+    if rewards:
+        steps, values = zip(*rewards, strict=True)
+        axes.plot(steps, values, color="#93c5fd", linewidth=1, marker=".", label="reward")
+        axes.plot(
+            steps, _running_mean(values), color="#2563eb", linewidth=2.4, label=f"reward, mean of {SMOOTHED} steps"
+        )
+    for label, name, color, style in (
+        ("accuracy (training)", "reward_accuracy", "#16a34a", "--"),
+        ("answer format (training)", "reward_format", "#9ca3af", ":"),
+    ):
+        points = _points(result.steps, name)
+        if points and points != rewards:  # where the reward is the accuracy, one line says both
+            axes.plot(*zip(*points, strict=True), style, color=color, linewidth=1.4, label=label)
     for name, label, color, marker in (
         ("eval_accuracy", "held-out accuracy, greedy", "#dc2626", "o"),
         ("eval_format", "held-out format, greedy", "#6b7280", "s"),
     ):
-        points = [(line["step"], line[name]) for line in result.evaluations if line.get(name) is not None]
+        points = _points(result.evaluations, name)
         if points:
             axes.plot(*zip(*points, strict=True), marker, color=color, markersize=8, label=label, zorder=5)
             if name == "eval_accuracy":
@@ -139,6 +145,16 @@ def render_html(result: RunResult, image: bytes) -> str:
         config=html.escape(result.config_toml),
         notes="".join(f"<li>{html.escape(str(note))}</li>" for note in summary.get("notes", [])),
     )
+
+
+def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+
+
+def _running_mean(values: Sequence[float]) -> list[float]:
+    """The mean of each value and the up to SMOOTHED - 1 before it."""
+    windows = [values[max(0, end - SMOOTHED) : end] for end in range(1, len(values) + 1)]
+    return [sum(window) / len(window) for window in windows]
 
 
 def _within_unit(result: RunResult) -> bool:
