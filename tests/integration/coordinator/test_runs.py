@@ -67,10 +67,10 @@ def test_a_run_from_start_to_end(cluster: Cluster) -> None:
     assert [sample.step for sample in samples] == [6, 6, 6]
     assert samples[0].prompt.startswith("What is ")
 
-    # One weight group for all versions: the membership never changed.
-    assert {call["group"] for call in cluster.calls("trainer", "BroadcastWeights")} == {
-        call["group"] for call in cluster.calls("rollout-1", "JoinWeightGroup")
-    }
+    # The weight group lasts as long as its members do.
+    groups = [call["group"] for call in cluster.calls("trainer", "BroadcastWeights")]
+    assert len(set(groups[-6:])) == 1
+    assert {call["group"] for call in cluster.calls("rollout-1", "ReceiveWeights")[-6:]} == {groups[-1]}
     # The next run begins on the same replicas.
     cluster.until("idle", lambda: all(not r.status.run_id for r in replicas(cluster)))
     cluster.start_run("second", run__steps=1)

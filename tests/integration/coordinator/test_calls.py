@@ -1,0 +1,217 @@
+"""Every call of the coordinator with what can be wrong in it: the answer names the field and what would be right."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from relaxd import PROTOCOL_VERSION
+from relaxd.rpc.errors import field_violations
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.replica_pb2 import (
+    REPLICA_STATE_IDLE,
+    ROLE_COORDINATOR,
+    ROLE_REWARD,
+    GetStatusResponse,
+    Role,
+    WeightVersion,
+)
+from tests.integration.coordinator.cluster import LEASE_SECONDS, Cluster
+
+INVALID, PRECONDITION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.fixture
+def up(shared_cluster: Cluster) -> Cluster:
+    shared_cluster.until("up", lambda: shared_cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None)
+    return shared_cluster
+
+
+def refused(call, request: object) -> grpc.RpcError:
+    def ask() -> None:
+        answer = call(request, timeout=20)
+        if not hasattr(answer, "DESCRIPTOR"):
+            list(answer)  # a stream
+
+    with pytest.raises(grpc.RpcError) as caught:
+        ask()
+    return caught.value
+
+
+def violations(call, request: object) -> dict[str, str]:
+    error = refused(call, request)
+    assert error.code() == INVALID, error
+    return dict(field_violations(error))
+
+
+def registration(**changes: object) -> pb.RegisterRequest:
+    values = {"replica_id": "r-1", "role": ROLE_REWARD, "address": "127.0.0.1:9", "protocol_version": PROTOCOL_VERSION}
+    return pb.RegisterRequest(**(values | changes))
+
+
+def test_start_run_names_what_is_wrong_in_the_configuration(up: Cluster) -> None:
+    start = up.stub.StartRun
+
+    def asked(toml: str, run_id: str = "") -> dict[str, str]:
+        return violations(start, pb.StartRunRequest(run_id=run_id, config_toml=toml))
+
+    assert "is empty" in asked("")["config_toml"]
+    assert set(asked("", run_id="../x")) == {"run_id", "config_toml"}
+    assert "run_id" in asked(up.config(), run_id="coordinator")
+    assert "line 1" in asked("[run\nsteps = 3")["config_toml"]
+    assert "run.steps" in asked(up.config(run__stepps=3))["config_toml.run.stepps"]
+    wrong = asked(up.config(run__steps=0, rollout__engine="vllm"))
+    assert "at least 1" in wrong["config_toml.run.steps"]
+    assert "transformers" in wrong["config_toml.rollout.engine"]
+    assert "neither a folder" in asked(up.config(model__path="nope"))["config_toml.model.path"]
+    assert list(up.stub.ListRuns(pb.ListRunsRequest(), timeout=5).runs) == []
+
+
+def test_start_run_reads_the_data_first(up: Cluster, tmp_path: Path) -> None:
+    broken, empty, long = tmp_path / "broken.jsonl", tmp_path / "empty.jsonl", tmp_path / "long.jsonl"
+    broken.write_text('{"prompt": "fine"}\n{"prompt": \n')
+    empty.write_text("")
+    long.write_text(json.dumps({"prompt": "word " * 500}) + "\n")
+    (tmp_path / "empty-model").mkdir()
+
+    def asked(**overrides: object) -> dict[str, str]:
+        return violations(up.stub.StartRun, pb.StartRunRequest(config_toml=up.config(**overrides)))
+
+    jsonl = {"data__source": "jsonl"}
+    assert "line 2: not JSON" in asked(**jsonl, data__path=str(broken))["config_toml.data.path"]
+    assert "is empty" in asked(**jsonl, data__path=str(empty))["config_toml.data.path"]
+    assert "No such file" in asked(**jsonl, data__path="/nope.jsonl")["config_toml.data.path"]
+    assert "line 1 has" in asked(**jsonl, data__path=str(long), data__max_prompt_tokens=64)["config_toml.data.path"]
+    assert "no tokenizer" in asked(model__path=str(tmp_path / "empty-model"))["config_toml.model.path"]
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"prompt": "a"}\n')
+    nothing = asked(**jsonl, data__path=str(short), eval__prompts=5)
+    assert "nothing is held out" in nothing["config_toml.eval.prompts"]
+    unwritable = asked(run__folder="/proc/nope")
+    assert "can't write" in unwritable["config_toml.run.folder"]
+
+
+def test_two_runs_with_one_id_and_two_runs_at_once(up: Cluster) -> None:
+    up.start_run("twice")
+    error = refused(up.stub.StartRun, pb.StartRunRequest(run_id="twice", config_toml=up.config()))
+    assert error.code() == grpc.StatusCode.ALREADY_EXISTS
+    error = refused(up.stub.StartRun, pb.StartRunRequest(config_toml=up.config()))
+    assert (error.code(), "'twice' is active" in error.details()) == (PRECONDITION, True)
+    # A run without replicas can be stopped, and its id stays taken.
+    error = refused(up.stub.StopRun, pb.StopRunRequest(run_id="other"))
+    assert error.code() == PRECONDITION
+    up.stub.StopRun(pb.StopRunRequest(run_id="twice"), timeout=5)
+    assert up.until_state(pb.RUN_STATE_STOPPED).reason == "stopped"
+    error = refused(up.stub.StartRun, pb.StartRunRequest(run_id="twice", config_toml=up.config()))
+    assert error.code() == grpc.StatusCode.ALREADY_EXISTS
+    # The files of an id that this Redis never knew are not mixed with those of a new run.
+    (up.folder / "runs" / "elsewhere" / "steps").mkdir(parents=True)
+    error = refused(up.stub.StartRun, pb.StartRunRequest(run_id="elsewhere", config_toml=up.config()))
+    assert (error.code(), "files of an earlier run" in error.details()) == (PRECONDITION, True)
+
+
+def test_calls_about_runs(up: Cluster) -> None:
+    stub = up.stub
+    for call, request in (
+        (stub.GetRun, pb.GetRunRequest(run_id="no/slash")),
+        (stub.PauseRun, pb.PauseRunRequest(run_id=" ")),
+        (stub.ResumeRun, pb.ResumeRunRequest(run_id="x" * 65)),
+        (stub.StopRun, pb.StopRunRequest(run_id=".hidden")),
+        (stub.SyncWeights, pb.SyncWeightsRequest(run_id="*")),
+        (stub.GetWeights, pb.GetWeightsRequest(run_id="*")),
+    ):
+        assert set(violations(call, request)) == {"run_id"}
+    wrong = violations(stub.ListSamples, pb.ListSamplesRequest(run_id="*", limit=1001, step=-1))
+    assert set(wrong) == {"run_id", "limit", "step"}
+    wrong = violations(stub.WatchRun, pb.WatchRunRequest(run_id="*", resume_token="x", max_seconds=301))
+    assert set(wrong) == {"run_id", "resume_token", "max_seconds"}
+    for call, request in (
+        (stub.GetRun, pb.GetRunRequest(run_id="unknown")),
+        (stub.WatchRun, pb.WatchRunRequest(run_id="unknown")),
+        (stub.ListSamples, pb.ListSamplesRequest(run_id="unknown")),
+    ):
+        assert refused(call, request).code() == grpc.StatusCode.NOT_FOUND
+    assert refused(stub.PauseRun, pb.PauseRunRequest()).code() == PRECONDITION
+
+
+def test_registration_and_leases(up: Cluster) -> None:
+    stub = up.stub
+    wrong = violations(stub.Register, registration(replica_id="", role=Role.ROLE_UNSPECIFIED, address="nowhere"))
+    assert set(wrong) == {"replica_id", "role", "address"}
+    assert set(violations(stub.Register, registration(role=ROLE_COORDINATOR, engine_ranks=-1))) == {
+        "role",
+        "engine_ranks",
+    }
+    error = refused(stub.Register, registration(protocol_version=PROTOCOL_VERSION + 1, package_version="9.9"))
+    assert error.code() == PRECONDITION
+    assert f"relaxd 9.9) speaks protocol version {PROTOCOL_VERSION + 1}" in error.details()
+
+    answer = stub.Register(registration(), timeout=5)
+    assert (answer.lease_seconds, answer.assignment.run_id) == (LEASE_SECONDS, "")
+    status = GetStatusResponse(replica_id="r-1", state=REPLICA_STATE_IDLE, detail="fine")
+    stub.Heartbeat(pb.HeartbeatRequest(replica_id="r-1", status=status), timeout=5)
+    (replica,) = stub.ListReplicas(pb.ListReplicasRequest(role=ROLE_REWARD), timeout=5).replicas
+    assert replica.status == status
+    assert list(stub.ListReplicas(pb.ListReplicasRequest(role=Role.ROLE_TRAINER), timeout=5).replicas) == []
+    # It is asked to drain at its next heartbeat even when it can't be reached now.
+    error = refused(stub.DrainReplica, pb.DrainReplicaRequest(replica_id="r-1"))
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert stub.Heartbeat(pb.HeartbeatRequest(replica_id="r-1", status=status), timeout=5).drain
+    # Without heartbeats the lease ends, not before and not long after.
+    begun = time.monotonic()
+    up.until("gone", lambda: not stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas)
+    assert LEASE_SECONDS * 0.9 < time.monotonic() - begun < LEASE_SECONDS + 3
+    assert refused(stub.Heartbeat, pb.HeartbeatRequest(replica_id="r-1")).code() == grpc.StatusCode.NOT_FOUND
+    assert refused(stub.DrainReplica, pb.DrainReplicaRequest(replica_id="r-1")).code() == grpc.StatusCode.NOT_FOUND
+
+
+def test_announcements(up: Cluster) -> None:
+    stub = up.stub
+    assert set(violations(stub.AnnounceVersion, pb.AnnounceVersionRequest(weights=WeightVersion(version=-1)))) == {
+        "run_id",
+        "replica_id",
+        "weights.epoch",
+        "weights.version",
+    }
+
+    def announce(epoch: int, version: int, run_id: str = "announced") -> pb.AnnounceVersionRequest:
+        weights = WeightVersion(epoch=epoch, version=version)
+        return pb.AnnounceVersionRequest(run_id=run_id, replica_id="trainer", weights=weights)
+
+    assert refused(stub.AnnounceVersion, announce(1, 0)).code() == PRECONDITION
+    up.start_run("announced")
+    stub.AnnounceVersion(announce(2, 1), timeout=5)
+    assert refused(stub.AnnounceVersion, announce(1, 5)).code() == PRECONDITION
+    stub.AnnounceVersion(announce(2, 1), timeout=5)  # said again: the answer was lost
+    assert stub.GetWeights(pb.GetWeightsRequest(), timeout=5).announced == WeightVersion(epoch=2, version=1)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.SyncWeights(pb.SyncWeightsRequest(), timeout=2)
+    assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    stub.StopRun(pb.StopRunRequest(), timeout=5)
+    up.until_state(pb.RUN_STATE_STOPPED)
+
+
+def test_a_watch_speaks_every_second_and_ends_in_time(up: Cluster) -> None:
+    up.start_run("watched")
+    begun = time.monotonic()
+    times = [
+        time.monotonic() for _ in up.stub.WatchRun(pb.WatchRunRequest(run_id="watched", max_seconds=2.5), timeout=10)
+    ]
+    assert 2.0 < time.monotonic() - begun < 4.5
+    assert len(times) >= 3
+    up.stub.StopRun(pb.StopRunRequest(), timeout=5)
+    last = list(up.stub.WatchRun(pb.WatchRunRequest(max_seconds=60), timeout=30))[-1]
+    assert last.run.state == pb.RUN_STATE_STOPPED  # an ended run ends the watch
+    assert last.resume_token == "0"
+
+
+def test_the_coordinator_needs_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys, services.coordinator.__main__; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
