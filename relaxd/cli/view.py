@@ -135,10 +135,15 @@ def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "") -> Ta
         table.add_row(
             str(sample.step),
             str(sample.version),
-            Text(sample.prompt),
-            Text(sample.response.strip() or "(nothing)"),
-            Text(sample.answer),
+            _printable(sample.prompt),
+            _printable(sample.response) or "(nothing)",
+            _printable(sample.answer),
             f"{sample.reward:.2f}",
             Text(f"{sample.advantage:+.2f}", style=style or ""),
         )
     return table
+
+
+def _printable(text: str) -> Text:
+    """A model's text on one line, without characters that would do something to the terminal."""
+    return Text("".join(character if character.isprintable() else "·" for character in " ".join(text.split())))

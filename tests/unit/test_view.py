@@ -26,12 +26,12 @@ def test_the_live_picture_has_everything() -> None:
     view = RunView()
     assert view.update(message(1, reward_mean=0.25, staleness_mean=0.5, tokens_per_second=321.0)) == [1]
     assert view.update(message(1, reward_mean=0.25, staleness_mean=0.5, tokens_per_second=321.0)) == []
-    response = "[/not markup] " + "7" * 10
+    response = "[/not markup]\n7777777777 \x1b[2J\x07"
     view.samples = [pb.TrainedSample(step=1, prompt="What is 3 + 4?", response=response, answer="7", advantage=-0.5)]
     text = shown(render(view))
     for expected in ("r1", "running", "step 1/24", "0.250", "0.50", "321", "published 14", "zero_variance 2"):
         assert expected in text
-    for expected in ("reward 1+2", "What is 3 + 4?", "[/not markup] 7777777777", "-0.50"):
+    for expected in ("reward 1+2", "What is 3 + 4?", "[/not markup] 7777777777 ·[2J·", "-0.50"):
         assert expected in text
     assert "accuracy" not in text  # this run has no such metric
 
