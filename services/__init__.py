@@ -1,0 +1,1 @@
+"""The deployables: one package per service, none of which imports another."""

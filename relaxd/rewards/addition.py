@@ -7,12 +7,14 @@ from relaxd.rewards.base import RewardInput
 
 # A sign counts only where it can't be an operator, as in "5-3". Thousands may be separated by commas.
 _NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+_ANSWER = re.compile(rf"(?:[0-9][0-9 +]*=\s*)?{_NUMBER.pattern}\s*[.!]?")
 
 
 def addition(sample: RewardInput) -> dict[str, float]:
     """1 if the last number in the reply equals the answer, else 0.
 
-    Parts: accuracy (the same), and format: 1 if the reply is a number and nothing else, right or wrong.
+    Parts: accuracy (the same), and format: 1 if the reply is an answer and nothing else, right or wrong: a number,
+    bare or as the right side of the sum ("21 + 90 = 111"), with no more than punctuation behind it.
 
     Raises:
         ValueError: the answer isn't a number.
@@ -22,8 +24,8 @@ def addition(sample: RewardInput) -> dict[str, float]:
         raise ValueError(f"answer is {sample.answer!r}: the reward addition needs a number")
     numbers = _NUMBER.findall(sample.response)
     accuracy = float(bool(numbers) and _value(numbers[-1]) == _value(expected.group()))
-    bare = _NUMBER.fullmatch(sample.response.strip()) is not None
-    return {"reward": accuracy, "accuracy": accuracy, "format": float(bare)}
+    answered = _ANSWER.fullmatch(sample.response.strip()) is not None
+    return {"reward": accuracy, "accuracy": accuracy, "format": float(answered)}
 
 
 def _value(number: str) -> Decimal:

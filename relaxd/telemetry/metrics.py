@@ -61,8 +61,16 @@ METRICS: dict[str, Metric] = {
             "logprob_difference",
             "step",
             "1",
-            "Mean absolute difference between the engine's and the trainer's log-probs of the trained tokens, before "
-            "the update; samples that were continued across a weight update are left out.",
+            "Mean absolute difference between the engine's and the trainer's log-probs under the same weights, before "
+            "the update: of the trained tokens of the step's own version whose sample was not continued across a "
+            "weight update. Absent where the step has none.",
+        ),
+        Metric(
+            "policy_drift",
+            "step",
+            "1",
+            "Mean absolute difference between the engine's log-probs when it wrote a trained token and the trainer's "
+            "now: how far staleness has moved the policy.",
         ),
         Metric("ratio", "step", "1", "Mean probability ratio of the trained tokens (trainer over old policy)."),
         Metric("clip_fraction", "step", "1", "Share of trained tokens whose ratio the loss clipped."),

@@ -69,8 +69,18 @@ class Group:
         """Where each sample begins in the per-token columns, and their end: [n + 1]."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
-    def samples(self, indices: Sequence[int], algorithm: Algorithm, temperature: float) -> list[TrainSample]:
-        """Some of the samples, ready to be packed."""
+    def samples(
+        self, indices: Sequence[int], algorithm: Algorithm, temperature: float, version: int
+    ) -> list[TrainSample]:
+        """Some of the samples, ready to be packed.
+
+        Args:
+            indices: which of them.
+            algorithm: whose token weights they get.
+            temperature: they were drawn at it.
+            version: of the weights that will compute their log-probs; those of its own tokens are compared with the
+                engine's, unless the engine went on with a cache of other weights.
+        """
         columns, bounds = self.columns, self.bounds()
         weights = algorithm.token_weights(columns["loss_mask"], self.lengths)
         chosen = []
@@ -84,7 +94,7 @@ class Group:
                     rollout_logprobs=columns["rollout_logprobs"][own],
                     advantages=columns["advantages"][own],
                     weight=weights[own],
-                    compared=not columns["continued"][index],
+                    compared=(columns["versions"][own] == version) & (columns["continued"][index] == 0),
                     temperature=temperature,
                 )
             )

@@ -47,8 +47,8 @@ class StepStats:
     tokens: int
     """Trained tokens in the step, over all ranks."""
     metrics: dict[str, float]
-    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), and logprob_difference: the mean
-    |trainer - engine| over compared tokens before the update (absent if there were none)."""
+    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...). policy_drift: the mean |trainer - engine|
+    of the log-probs before the update. logprob_difference: the same over compared tokens; absent if there are none."""
 
 
 @dataclass(frozen=True)
@@ -299,10 +299,11 @@ class Learner:
             )
         )
         compared = self._column(inputs, batch.compared)
-        difference = ((logprobs.detach() - rollout_logprobs).abs() * compared).sum()
+        difference = (logprobs.detach() - rollout_logprobs).abs()
         sums = {
             "loss": output.loss.detach(),
-            "logprob_difference": difference,
+            "logprob_difference": (difference * compared).sum(),
+            "policy_drift": difference.sum(),
             "compared": compared.sum(),
             **output.sums,
         }

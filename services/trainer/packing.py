@@ -27,7 +27,7 @@ class TrainSample:
     weight: NDArray[np.float32]
     """float32 [L]: aggregation weight, from `Algorithm.token_weights`."""
     compared: NDArray[np.uint8]
-    """uint8 [L]: 1 for tokens whose log-prob may be compared with the engine's."""
+    """uint8 [L]: 1 for trained tokens whose log-prob may be compared with the engine's."""
     temperature: float = 1.0
     """Sampling temperature."""
     prompt_length: int = 0
@@ -43,7 +43,7 @@ class TrainSample:
         rollout_logprobs: NDArray[np.float32],
         advantages: NDArray[np.float32],
         weight: NDArray[np.float32],
-        compared: bool = True,
+        compared: NDArray[np.bool_] | bool = True,
         temperature: float = 1.0,
     ) -> Self:
         """Make a sample from columns that begin after the prompt, as the board has them.
@@ -55,7 +55,8 @@ class TrainSample:
             rollout_logprobs: float32 [R].
             advantages: float32 [R].
             weight: float32 [R].
-            compared: whether log-probs may be compared with the engine's (not where it went on across an update).
+            compared: [R] or one for all: whether the log-prob may be compared with the engine's, because it had the
+                same weights and a cache that they wrote.
             temperature: sampling temperature, > 0.
 
         Raises:
@@ -70,6 +71,7 @@ class TrainSample:
             "rollout_logprobs": (rollout_logprobs, np.float32),
             "advantages": (advantages, np.float32),
             "weight": (weight, np.float32),
+            "compared": (loss_mask * np.broadcast_to(compared, len(response)), np.uint8),
         }
         padded: dict[str, NDArray[Any]] = {}
         for name, (column, dtype) in columns.items():
@@ -78,7 +80,6 @@ class TrainSample:
             padded[name] = np.concatenate([np.zeros(len(prompt), dtype), np.asarray(column, dtype)])
         return cls(
             tokens=np.concatenate([np.asarray(prompt, np.int64), np.asarray(response, np.int64)]),
-            compared=padded["loss_mask"] * np.uint8(compared),
             temperature=temperature,
             prompt_length=len(prompt),
             **padded,

@@ -42,6 +42,8 @@ class RoundRunner:
             sample
             for piece in micro_batch
             if piece.group_id in groups
-            for sample in groups[piece.group_id].samples(piece.samples, self._algorithm, self._temperature)
+            for sample in groups[piece.group_id].samples(
+                piece.samples, self._algorithm, self._temperature, self._learner.step
+            )
         ]
         return pack(samples) if samples else empty_micro_batch()

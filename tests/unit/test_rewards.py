@@ -26,12 +26,15 @@ def score(name: str, response: str, answer: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("response", "answer", "accuracy", "bare"),
+    ("response", "answer", "accuracy", "well_formed"),
     [
         ("46", "46", 1, 1),
         (" 46\n", "46", 1, 1),
         ("47", "46", 0, 1),
-        ("12 + 34 = 46", "46", 1, 0),
+        ("12 + 34 = 46", "46", 1, 1),
+        ("12 + 34 = 46. \n", "46", 1, 1),
+        ("12 + 34 = 46, so 46", "46", 1, 0),
+        ("12 + 34", "46", 0, 0),
         ("46 is 12 + 34", "46", 0, 0),
         ("The answer is...46.", "46", 1, 0),
         ("46.0", "46", 1, 1),
@@ -48,8 +51,8 @@ def score(name: str, response: str, answer: str) -> dict[str, float]:
         ("9" * 5000, "46", 0, 1),
     ],
 )
-def test_addition_takes_the_last_number(response, answer, accuracy, bare):
-    assert score("addition", response, answer) == {"reward": accuracy, "accuracy": accuracy, "format": bare}
+def test_addition_takes_the_last_number(response, answer, accuracy, well_formed):
+    assert score("addition", response, answer) == {"reward": accuracy, "accuracy": accuracy, "format": well_formed}
 
 
 @pytest.mark.parametrize("answer", ["", "forty-six", "1 2"])
