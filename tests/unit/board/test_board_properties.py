@@ -15,7 +15,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -30,14 +29,12 @@ MAX_DELIVERIES = 4
 MAX_RETRIES = 2
 ZOMBIE = st.sampled_from([False, False, False, True])
 
-
-def known(stage: str) -> Any:
-    """Only when somebody has, or had, a group at this stage."""
-    return precondition(lambda self: self.deliveries[stage])
-
-
-anything_known = precondition(lambda self: any(self.deliveries.values()))
-anything_open = precondition(lambda self: self.published and self.board.counts().open)
+ACTIONS = [
+    *("publish", "publish_a_retry", "publish_again", "replace_the_coordinator", "sync_weights"),
+    *("take", "take", "die_or_stall", "commit", "commit", "work", "die_before_the_commit_script"),
+    *("begin", "release", "renew", "drop", "load"),
+    *("train", "replace_the_trainer", "train_some"),
+]
 
 
 class ForgetfulConnection(Connection):
@@ -69,211 +66,173 @@ class BoardMachine(RuleBasedStateMachine):
 
     # --- the coordinator
 
-    @rule(count=st.integers(1, 3), old=ZOMBIE)
-    def publish(self, count: int, old: bool) -> None:
-        groups = [group(f"g{len(self.published) + i}") for i in range(count)]
-        self.try_to_publish(groups, self.coordinator_epoch - old)
+    def publish(self, draw: Any) -> None:
+        count = draw(st.integers(1, 3))
+        self.try_to_publish([group(f"g{len(self.published) + i}") for i in range(count)], draw(ZOMBIE))
 
-    @precondition(lambda self: self.board.retries(1))
-    @rule(old=ZOMBIE)
-    def publish_a_retry(self, old: bool) -> None:
+    def publish_a_retry(self, draw: Any) -> None:
         for retry in self.board.retries(1):
             assert retry.retries < MAX_RETRIES
             name = f"{retry.group_id.partition('~')[0]}~{retry.retries + 1}"
-            self.try_to_publish([group(name, retry_of=retry.group_id)], self.coordinator_epoch - old)
+            self.try_to_publish([group(name, retry_of=retry.group_id)], draw(ZOMBIE))
 
-    @precondition(lambda self: self.last_publish)
-    @rule()
-    def publish_again(self) -> None:
-        self.board.publish(epoch=self.coordinator_epoch, groups=self.last_publish)
+    def publish_again(self, draw: Any) -> None:
+        if self.last_publish:
+            self.board.publish(epoch=self.coordinator_epoch, groups=self.last_publish)
 
-    def try_to_publish(self, groups: list[Any], epoch: int) -> None:
+    def try_to_publish(self, groups: list[Any], zombie: bool) -> None:
         counts = self.board.counts()
         room = (self.version + 1 + 1) * 3 - (counts.published - counts.dropped)
         try:
-            self.board.publish(epoch=epoch, groups=groups, cursor=len(self.published) + len(groups))
+            cursor = len(self.published) + len(groups)
+            self.board.publish(epoch=self.coordinator_epoch - zombie, groups=groups, cursor=cursor)
         except Fenced:
-            assert epoch < self.coordinator_epoch
+            assert zombie
         except GateClosed:
-            assert epoch == self.coordinator_epoch
+            assert not zombie
             assert len(groups) > room
         else:
-            assert epoch == self.coordinator_epoch
+            assert not zombie
             assert len(groups) <= room
             self.published.update({g.group_id: g for g in groups})
             self.last_publish = groups
             assert self.board.cursor() == len(self.published)
 
-    @rule()
-    def replace_the_coordinator(self) -> None:
+    def replace_the_coordinator(self, draw: Any) -> None:
         self.coordinator_epoch += 1
         self.board.create(epoch=self.coordinator_epoch, groups_per_step=3, steps=100)
 
-    @rule()
-    def sync_weights(self) -> None:
+    def sync_weights(self, draw: Any) -> None:
         self.version = self.board.last_step()
         self.board.set_gate(epoch=self.coordinator_epoch, oldest_version=self.version, open=True)
 
     # --- stages
 
-    @anything_open
-    @rule(data=st.data(), worker=st.sampled_from(WORKERS), count=st.integers(1, 4))
-    def take(self, data: Any, worker: str, count: int) -> None:
-        stage = data.draw(st.sampled_from([d.stage for d in self.board.queues() if d.waiting + d.held]))
-        for delivery in take(self.board, stage, worker, count):
+    def take(self, draw: Any) -> None:
+        stage = draw(st.sampled_from([d.stage for d in self.board.queues() if d.waiting + d.held] or NAMES))
+        for delivery in take(self.board, stage, draw(st.sampled_from(WORKERS)), draw(st.integers(1, 4))):
             assert 1 <= delivery.attempt <= MAX_DELIVERIES
             self.deliveries[stage].append(delivery)
 
-    @anything_open
-    @rule(data=st.data())
-    def die_or_stall(self, data: Any) -> None:
+    def die_or_stall(self, draw: Any) -> None:
         held = [d.stage for d in self.board.queues() if d.held]
         if held:
-            end_leases(self.board, data.draw(st.sampled_from(held)), data.draw(st.sampled_from([*WORKERS, None])))
+            end_leases(self.board, draw(st.sampled_from(held)), draw(st.sampled_from([*WORKERS, None])))
 
-    @anything_known
-    @rule(count=st.integers(1, 4), data=st.data())
-    def commit(self, count: int, data: Any) -> None:
-        stage = self.draw_stage(data, NAMES[:-1])
-        chosen = self.choose(stage, data, count)
-        large = data.draw(st.booleans())
-        results = self.board.commit(
-            [(d, output(stage, version=self.version, tokens=LARGE if large else 2)) for d in chosen]
-        )
-        for delivery, won in zip(chosen, results, strict=True):
+    def commit(self, draw: Any) -> None:
+        stage, chosen = self.choose(draw, NAMES[:-1], most=4)
+        tokens = draw(st.sampled_from([2, LARGE]))
+        items = [(delivery, output(stage, version=self.version, tokens=tokens)) for delivery in chosen]
+        for delivery, won in zip(chosen, self.board.commit(items), strict=True):
             key = (delivery.group_id, stage)
             self.committed[key] = self.committed.get(key, 0) + won
             assert self.committed[key] <= 1, "two commits won"
 
-    @anything_open
-    @rule(last=st.sampled_from(NAMES[:-1]))
-    def work(self, last: str) -> None:
+    def work(self, draw: Any) -> None:
         """A worker that lives commits what waits, up to a stage: so that later stages have something to do."""
-        for stage in NAMES[: NAMES.index(last) + 1]:
+        last = draw(st.integers(1, len(NAMES) - 1))
+        for stage in NAMES[:last]:
             taken = take(self.board, stage, "living")
             self.deliveries[stage] += taken
             for delivery, won in zip(taken, self.board.commit([(d, output(stage)) for d in taken]), strict=True):
                 self.committed[delivery.group_id, stage] = won
 
-    @anything_known
-    @rule(data=st.data())
-    def die_before_the_commit_script(self, data: Any) -> None:
-        stage = self.draw_stage(data, NAMES[:-1])
-        for delivery in self.choose(stage, data):
+    def die_before_the_commit_script(self, draw: Any) -> None:
+        stage, chosen = self.choose(draw, NAMES[:-1])
+        for delivery in chosen:
             attempt = payloads.Attempt(self.board.prefix, delivery.group_id, output(stage))
             self.board._connection.pipeline(lambda pipe, a=attempt: payloads.write(pipe, [a], 60))
 
-    @known("rollout")
-    @rule(data=st.data(), version=st.integers(0, 5))
-    def begin(self, data: Any, version: int) -> None:
-        for delivery in self.choose("rollout", data):
+    def begin(self, draw: Any) -> None:
+        for delivery in self.choose(draw, ["rollout"])[1]:
+            version = draw(st.integers(0, 5))
             if self.board.begin(delivery, version):
                 assert self.board.open_versions()[delivery.group_id] == version
+                assert delivery.attempt == self.newest(delivery).attempt
 
-    @anything_known
-    @rule(failed=st.booleans(), data=st.data())
-    def release(self, failed: bool, data: Any) -> None:
-        stage = self.draw_stage(data)
-        for delivery in self.choose(stage, data):
-            self.board.release(stage, delivery.consumer, [delivery], failed=failed)
+    def release(self, draw: Any) -> None:
+        stage, chosen = self.choose(draw)
+        for delivery in chosen:
+            if self.board.release(stage, delivery.consumer, [delivery], failed=draw(st.booleans())):
+                assert delivery.attempt == self.newest(delivery).attempt
+                self.deliveries[stage].remove(delivery)  # another of this attempt may come
 
-    @anything_known
-    @rule(data=st.data())
-    def renew(self, data: Any) -> None:
-        stage = self.draw_stage(data)
-        for delivery in self.choose(stage, data):
-            held = self.board.renew(stage, delivery.consumer, [delivery])
-            newest = max(
-                (d for d in self.deliveries[stage] if d.group_id == delivery.group_id), key=lambda d: d.attempt
-            )
-            if held:
-                assert delivery.attempt == newest.attempt
-                assert (delivery.group_id, stage) not in {key for key, won in self.committed.items() if won}
+    def renew(self, draw: Any) -> None:
+        stage, chosen = self.choose(draw)
+        for delivery in chosen:
+            if self.board.renew(stage, delivery.consumer, [delivery]):
+                assert delivery.attempt == self.newest(delivery).attempt
+                assert not self.committed.get((delivery.group_id, stage))
 
-    @anything_known
-    @rule(retry=st.booleans(), data=st.data())
-    def drop(self, retry: bool, data: Any) -> None:
-        stage = self.draw_stage(data)
-        for delivery in self.choose(stage, data):
-            if self.board.drop(delivery, reason=f"at_{stage}", retry=retry):
+    def drop(self, draw: Any) -> None:
+        stage, chosen = self.choose(draw)
+        for delivery in chosen:
+            if self.board.drop(delivery, reason=f"at_{stage}", retry=draw(st.booleans())):
                 assert delivery.attempt == self.newest(delivery).attempt, "a zombie dropped what another holds"
 
-    @anything_known
-    @rule(data=st.data())
-    def load(self, data: Any) -> None:
-        stage = self.draw_stage(data)
-        chosen = self.choose(stage, data, 4)
+    def load(self, draw: Any) -> None:
+        stage, chosen = self.choose(draw, most=4)
         needs = next(s.needs for s in STAGES if s.name == stage)
         for delivery, columns in zip(chosen, self.board.load(chosen, needs), strict=True):
             assert (columns is None) == (delivery.group_id not in self.board.open_groups())
 
-    def newest(self, delivery: Delivery) -> Delivery:
-        """The last delivery of the same group at the same stage."""
-        same = [d for d in self.deliveries[delivery.stage] if d.group_id == delivery.group_id]
-        return max(same, key=lambda d: d.attempt)
-
     # --- the trainer
 
-    @precondition(lambda self: self.published and self.board._connection.client.xlen(f"{self.board.prefix}stage:train"))
-    @rule()
-    def train(self) -> None:
+    def train(self, draw: Any) -> None:
         """The trainer that lives takes what waits and commits the next step with it."""
         taken = take(self.board, "train", "trainer")
         self.deliveries["train"] += taken
-        plan = {"groups": [d.group_id for d in taken]}
-        self.board.commit_step(epoch=self.trainer_epochs[-1], step=self.board.last_step() + 1, plan=plan, metrics={})
+        if taken:
+            assert self.try_to_train([d.group_id for d in taken], self.trainer_epochs[-1], ahead=1)
 
-    @rule()
-    def replace_the_trainer(self) -> None:
+    def replace_the_trainer(self, draw: Any) -> None:
         self.trainer_epochs.append(self.board.new_trainer_epoch())
 
-    @known("train")
-    @rule(data=st.data(), ahead=st.sampled_from([1, 1, 1, 0, 2]))
-    def commit_step(self, data: Any, ahead: int) -> None:
-        """The next step or a wrong one, with groups that may have been closed."""
-        chosen = [d.group_id for d in self.choose("train", data, 3)]
-        still_open = set(chosen) <= set(self.board.open_groups())
-        if self.try_to_train(chosen, self.trainer_epochs[-1], self.board.last_step() + ahead):
-            assert self.board.ledger()[-1].plan["groups"] == chosen
-        else:
-            assert ahead != 1 or not still_open
+    def train_some(self, draw: Any) -> None:
+        """The next step or a wrong one, by the trainer or a zombie, with groups that may have been closed."""
+        known = list(self.published)
+        if known:
+            chosen = draw(st.lists(st.sampled_from(known), min_size=1, max_size=3))
+            epoch, ahead = draw(st.sampled_from(self.trainer_epochs[-2:])), draw(st.sampled_from([1, 1, 1, 0, 2]))
+            fine = set(chosen) <= set(self.board.open_groups()) and len(set(chosen)) == len(chosen)
+            again = ahead == 0 and self.board.last_step() and self.board.ledger()[-1].plan["groups"] == chosen
+            assert self.try_to_train(chosen, epoch, ahead) == bool(
+                ((fine and ahead == 1) or again) and epoch == self.trainer_epochs[-1]
+            )
 
-    @anything_open
-    @precondition(lambda self: len(self.trainer_epochs) > 1)
-    @rule(data=st.data())
-    def a_late_trainer_wakes_up(self, data: Any) -> None:
-        epoch = data.draw(st.sampled_from(self.trainer_epochs[:-1]))
-        assert not self.try_to_train(self.board.open_groups()[:2], epoch, self.board.last_step() + 1)
-
-    @precondition(lambda self: self.board.last_step())
-    @rule(data=st.data())
-    def train_again(self, data: Any) -> None:
-        trained = [id for entry in self.board.ledger() for id in entry.plan["groups"]]
-        chosen = [*self.board.open_groups()[:1], data.draw(st.sampled_from(trained))] if trained else ["nosuch"]
-        assert not self.try_to_train(chosen, self.trainer_epochs[-1], self.board.last_step() + 1)
-
-    def try_to_train(self, chosen: list[str], epoch: int, step: int) -> bool:
+    def try_to_train(self, chosen: list[str], epoch: int, ahead: int) -> bool:
+        step, plan = self.board.last_step() + ahead, {"groups": chosen}
         try:
-            self.board.commit_step(epoch=epoch, step=step, plan={"groups": chosen}, metrics={"loss": 1.0})
+            self.board.commit_step(epoch=epoch, step=step, plan=plan, metrics={"loss": 1.0})
         except Fenced:
             assert epoch != self.trainer_epochs[-1]
             return False
         except StepConflict:
             assert epoch == self.trainer_epochs[-1]
             return False
+        assert self.board.ledger()[-1].plan == plan
         return True
 
-    def draw_stage(self, data: Any, among: list[str] = NAMES) -> str:
-        """One of these stages, where somebody has or had a group, if there is one."""
-        return data.draw(st.sampled_from([name for name in among if self.deliveries[name]] or among[:1]))
+    # --- any of these, in any order
 
-    def choose(self, stage: str, data: Any, most: int = 1) -> list[Delivery]:
-        """Some deliveries of a stage, each of another group; the late ones too."""
-        known = self.deliveries[stage]
+    @rule(data=st.data(), actions=st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=4))
+    def act(self, data: Any, actions: list[str]) -> None:
+        for action in actions:
+            getattr(self, action)(data.draw)
+            self.holds()
+
+    def choose(self, draw: Any, among: list[str] = NAMES, most: int = 1) -> tuple[str, list[Delivery]]:
+        """A stage, and some of its deliveries, each of another group: late ones too."""
+        stage = draw(st.sampled_from([name for name in among if self.deliveries[name]] or among[:1]))
+        known = self.deliveries[stage][::-1]
         if not known:
-            return []
-        newest_first = st.integers(0, len(known) - 1).map(lambda i: known[-1 - i])
-        return data.draw(st.lists(newest_first, min_size=1, max_size=most, unique_by=lambda d: d.group_id))
+            return stage, []
+        return stage, draw(st.lists(st.sampled_from(known), min_size=1, max_size=most, unique_by=lambda d: d.group_id))
+
+    def newest(self, delivery: Delivery) -> Delivery:
+        """The last delivery of the same group at the same stage."""
+        same = [d for d in self.deliveries[delivery.stage] if d.group_id == delivery.group_id]
+        return max(same, key=lambda d: d.attempt)
 
     # --- what always holds
 
@@ -319,8 +278,8 @@ def test_the_board_is_consistent_whatever_happens(redis_url: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60,
-            stateful_step_count=40,
+            max_examples=50,
+            stateful_step_count=20,
             deadline=None,
             suppress_health_check=list(HealthCheck),
             print_blob=True,
