@@ -23,6 +23,8 @@ from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, dump
 
 REPORT_SAMPLES = 64
+LONGEST_PAUSE_SECONDS = 120.0
+"""How long a run on services of its own may stay paused, by itself or by a person, before it is given up."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,13 @@ def _train(coordinator: Coordinator, config: RunConfig, run_id: str, where: Wher
 
     run = coordinator.start_run(dump(config), run_id)
     try:
-        view = follow(coordinator, run.run_id, console, healthy=healthy, fail_when_paused=ours)
+        view = follow(
+            coordinator,
+            run.run_id,
+            console,
+            healthy=healthy,
+            longest_pause=LONGEST_PAUSE_SECONDS if ours else float("inf"),
+        )
         samples = coordinator.samples(run.run_id, limit=REPORT_SAMPLES)
     except KeyboardInterrupt:
         console.print(f"\nstopping run {run.run_id}")

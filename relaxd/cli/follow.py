@@ -22,20 +22,20 @@ def follow(
     console: Console,
     *,
     healthy: Callable[[], None] = lambda: None,
-    fail_when_paused: bool = False,
+    longest_pause: float = float("inf"),
 ) -> RunView:
     """Show a run until it ends; live on a terminal, a line a step elsewhere.
 
-    `healthy` is called about once a second and raises CliError when there is no point in going on. With
-    `fail_when_paused` a run that pauses itself is an error, because nobody is there to resume it.
+    `healthy` is called about once a second and raises CliError when there is no point in going on. A run that stays
+    paused for more than `longest_pause` seconds is an error, because nobody seems to be there to resume it.
     Raises CliError: the run failed, paused, or stalled; the coordinator is gone.
     """
     view = RunView()
     if console.is_terminal:
         with Live(render(view), console=console, refresh_per_second=4, transient=False) as live:
-            _loop(coordinator, run_id, view, lambda: live.update(render(view)), healthy, fail_when_paused)
+            _loop(coordinator, run_id, view, lambda: live.update(render(view)), healthy, longest_pause)
     else:
-        _loop(coordinator, run_id, view, _Lines(view, console).print_news, healthy, fail_when_paused)
+        _loop(coordinator, run_id, view, _Lines(view, console).print_news, healthy, longest_pause)
     if view.run.state == pb.RUN_STATE_FAILED:
         raise CliError(f"run {view.run.run_id} failed: {view.run.reason}")
     return view
@@ -47,7 +47,7 @@ def _loop(
     view: RunView,
     show: Callable[[], None],
     healthy: Callable[[], None],
-    fail_when_paused: bool,
+    longest_pause: float,
 ) -> None:
     last, changed = "", time.monotonic()
     for response in coordinator.watch(run_id, while_away=healthy):
@@ -55,13 +55,13 @@ def _loop(
             view.samples = coordinator.samples(run_id, limit=SHOWN_SAMPLES)
         show()
         healthy()
-        run = view.run
-        if fail_when_paused and run.state == pb.RUN_STATE_PAUSED:
-            raise CliError(f"run {run.run_id} paused: {run.reason}")
-        now = time.monotonic()
-        if (seen := str(run)) != last:
+        run, now = view.run, time.monotonic()
+        if (seen := f"{state_name(run.state)} {run.reason} {run.step} {run.groups}") != last:
             last, changed = seen, now
-        elif now - changed > STALLED_SECONDS and run.state != pb.RUN_STATE_PAUSED:
+        paused = run.state == pb.RUN_STATE_PAUSED
+        if paused and now - changed > longest_pause:
+            raise CliError(f"run {run.run_id} is paused: {run.reason}")
+        if not paused and now - changed > STALLED_SECONDS:
             raise CliError(f"nothing has happened in run {run.run_id} for {STALLED_SECONDS:.0f} s: giving it up")
 
 
