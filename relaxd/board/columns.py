@@ -1,11 +1,10 @@
 """Columns as bytes: raw little-endian arrays with dtype and shape, JSON values as UTF-8. Nothing is ever executed.
 
-A payload is: magic (4 bytes) · length of the header (uint32) · header (JSON: a list of [name, dtype, shape, bytes],
-dtype "json" for JSON values, in the order of the data; padded with spaces) · the data, each column padded with zeros to
-a multiple of 8 so that every array is aligned.
+A payload is: magic (4 bytes) · length of the header (uint32) · header · the data, each column padded with zeros to a
+multiple of 8, so that every array is aligned. The header has a line for each column, in the order of the data: its
+name, dtype (numpy's, as "<f4"; "json" for JSON values), shape (as "2,3") and number of bytes, separated by tabs. Its
+end is padded with spaces to a multiple of 8.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -21,50 +20,37 @@ MAGIC = b"RXC1"
 PREFIX = struct.Struct("<4sI")
 ALIGNMENT = 8
 MAX_HEADER_BYTES = 1 << 20
+MAX_DIMENSIONS = 8
+COPIED_BYTES = 16 * 1024
+"""A smaller array is copied once more: that takes less time than a view of it."""
+PADDING = [b"\0" * n for n in range(ALIGNMENT)]
 DTYPES = {
-    np.dtype(name).str: np.dtype(name)
-    for name in (
-        *("<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8"),
-        *("<f2", "<f4", "<f8", "?"),
-    )
+    dtype.str: dtype
+    for dtype in map(np.dtype, ("i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "?"))
 }
-
-
-def column_bytes(value: Column) -> int:
-    """How many bytes an array takes; JSON values count as 0 (they are small)."""
-    return value.nbytes if isinstance(value, np.ndarray) else 0
 
 
 def encode_columns(columns: Mapping[str, Column]) -> bytes:
     """One payload that holds all columns.
 
-    Raises ColumnError for a dtype that is not a number or boolean, or a value that JSON cannot express.
+    Raises ColumnError for a dtype that is not a number or boolean, a value that JSON cannot express (NaN neither), or a
+    name that is empty or holds control characters.
     """
-    header: list[list[object]] = []
-    parts: list[bytes | memoryview] = []
+    lines: list[str] = []
+    parts: list[bytes | memoryview] = [b""]
     for name, value in columns.items():
-        if isinstance(value, np.ndarray):
-            array = np.ascontiguousarray(value)
-            if array.dtype.byteorder == ">":
-                array = array.astype(array.dtype.newbyteorder("<"))
-            dtype = array.dtype.str
-            if dtype not in DTYPES:
-                raise ColumnError(f"column {name!r} has dtype {value.dtype}: it must be one of {', '.join(DTYPES)}")
-            header.append([name, dtype, list(value.shape), array.nbytes])
-            parts.append(array.reshape(-1).view(np.uint8).data)
-        else:
-            try:
-                data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-            except (TypeError, ValueError) as error:
-                raise ColumnError(f"column {name!r} is neither an array nor a JSON value: {error}") from error
-            header.append([name, "json", [], len(data)])
-            parts.append(data)
-        padding = -parts[-1].nbytes % ALIGNMENT if isinstance(parts[-1], memoryview) else -len(parts[-1]) % ALIGNMENT
-        if padding:
-            parts.append(b"\0" * padding)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(PREFIX.size + len(text)) % ALIGNMENT)
-    return b"".join([PREFIX.pack(MAGIC, len(text)), text, *parts])
+        dtype, shape, data = _raw(name, value) if isinstance(value, np.ndarray) else ("json", "", _json(name, value))
+        size = len(data)
+        if not name.isprintable() or not name:
+            raise ColumnError(f"column name {name!r} must not be empty or hold control characters")
+        lines.append(f"{name}\t{dtype}\t{shape}\t{size}")
+        parts.append(data)
+        if size % ALIGNMENT:
+            parts.append(PADDING[-size % ALIGNMENT])
+    header = "\n".join(lines).encode()
+    header += b" " * (-len(header) % ALIGNMENT)
+    parts[0] = PREFIX.pack(MAGIC, len(header)) + header
+    return b"".join(parts)
 
 
 def decode_columns(payload: bytes) -> dict[str, Column]:
@@ -79,24 +65,43 @@ def decode_columns(payload: bytes) -> dict[str, Column]:
     offset = PREFIX.size + header_bytes
     if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or offset > len(payload):
         raise ColumnError("a payload does not start with a columns header")
-    try:
-        header = json.loads(payload[PREFIX.size : offset])
-    except (ValueError, RecursionError) as error:
-        raise ColumnError(f"a payload's header is not JSON: {error}") from error
     columns: dict[str, Column] = {}
-    if not isinstance(header, list):
-        raise ColumnError("a payload's header is not a list")
-    for item in header:
-        match item:
-            case [str(name), str(dtype), [*shape], int(size)] if 0 <= size <= len(payload) - offset:
-                columns[name] = _decode(name, dtype, shape, size, payload, offset)
-            case _:
-                raise ColumnError(f"a payload's header lies: {str(item)[:100]} does not fit {len(payload)} bytes")
-        offset += size + -size % ALIGNMENT
+    try:
+        header = payload[PREFIX.size : offset].decode().rstrip(" ")
+        for line in header.split("\n") if header else ():
+            name, dtype, shape, size_text = line.split("\t")
+            size = int(size_text)
+            if not 0 <= size <= len(payload) - offset:
+                raise ColumnError(f"column {name!r} says {size} bytes: the payload has {len(payload) - offset} left")
+            columns[name] = _decode(name, dtype, shape, size, payload, offset)
+            offset += size + -size % ALIGNMENT
+    except ValueError as error:  # not UTF-8, not four fields, not numbers
+        raise ColumnError(f"a payload's header is broken: {error}") from error
     return columns
 
 
-def _decode(name: str, dtype: str, shape: list[object], size: int, payload: bytes, offset: int) -> Column:
+def _raw(name: str, value: np.ndarray) -> tuple[str, str, bytes | memoryview]:
+    """An array's dtype, shape and little-endian bytes."""
+    array = value if value.flags.c_contiguous else np.ascontiguousarray(value)
+    dtype = array.dtype
+    if dtype.str not in DTYPES:
+        if dtype.kind not in "iuf" or dtype.newbyteorder("<").str not in DTYPES:
+            raise ColumnError(f"column {name!r} has dtype {dtype}: it must be one of {', '.join(DTYPES)}")
+        array = array.astype(dtype.newbyteorder("<"))
+    if array.ndim > MAX_DIMENSIONS:
+        raise ColumnError(f"column {name!r} has {array.ndim} dimensions: at most {MAX_DIMENSIONS} are stored")
+    data = array.tobytes() if array.nbytes < COPIED_BYTES else array.reshape(-1).view(np.uint8).data
+    return array.dtype.str, ",".join(map(str, value.shape)), data
+
+
+def _json(name: str, value: Column) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ColumnError(f"column {name!r} is neither an array nor a JSON value: {error}") from error
+
+
+def _decode(name: str, dtype: str, shape: str, size: int, payload: bytes, offset: int) -> Column:
     if dtype == "json":
         try:
             value: Column = json.loads(payload[offset : offset + size])
@@ -105,8 +110,9 @@ def _decode(name: str, dtype: str, shape: list[object], size: int, payload: byte
         return value
     if dtype not in DTYPES:
         raise ColumnError(f"column {name!r} has dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
-    dimensions = [n for n in shape if isinstance(n, int) and n >= 0]
+    dimensions = [int(n) for n in shape.split(",")] if shape else []
     count = math.prod(dimensions)
-    if len(dimensions) != len(shape) or count * DTYPES[dtype].itemsize != size:
+    if count * DTYPES[dtype].itemsize != size or len(dimensions) > MAX_DIMENSIONS or min(dimensions, default=0) < 0:
         raise ColumnError(f"column {name!r} says shape {shape} of {dtype}, but has {size} bytes")
-    return np.frombuffer(payload, DTYPES[dtype], count, offset).reshape(dimensions)
+    array = np.frombuffer(payload, DTYPES[dtype], count, offset)
+    return array if len(dimensions) == 1 else array.reshape(dimensions)

@@ -14,6 +14,7 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
 from redis.retry import Retry
 
 from relaxd.board.errors import BoardError, BoardUnavailable, Fenced, GateClosed, RunExists, RunMissing, StepConflict
+from relaxd.board.packer import CommandPacker
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,6 +27,8 @@ ERRORS: dict[str, type[BoardError]] = {
     "NOGROUP": RunMissing,
     "CONFLICT": BoardError,
 }
+GROWING = {"publish", "create"}
+"""Scripts that a full Redis refuses. The others it must run: they are what makes room."""
 FIRST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 1.0
 
@@ -34,7 +37,8 @@ LONGEST_PAUSE_SECONDS = 1.0
 def script_text(name: str) -> str:
     """The text of a script: what all share, then its own."""
     folder = resources.files("relaxd.board") / "lua"
-    return (folder / "common.lua").read_text() + (folder / f"{name}.lua").read_text()
+    flags = "" if name in GROWING else " flags=allow-oom"
+    return f"#!lua{flags}\n" + (folder / "common.lua").read_text() + (folder / f"{name}.lua").read_text()
 
 
 @cache
@@ -62,6 +66,7 @@ class Connection:
             socket_connect_timeout=timeout_seconds,
             socket_keepalive=True,
             retry=Retry(NoBackoff(), 0),
+            command_packer=CommandPacker(),
         )
 
     def run(self, operation: Callable[[Any], T]) -> T:

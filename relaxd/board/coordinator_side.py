@@ -56,23 +56,23 @@ class CoordinatorSide(BoardCore):
         Fenced, RunMissing, ColumnError; BoardError for an id that is open already or a retry_of that does not wait.
         """
         attempts: list[payloads.Attempt] = []
-        arguments: list[str | int] = []
+        arguments: list[str | int | bytes] = []
         for group in groups:
             if not group.group_id or any(c.isspace() or c in ",|" for c in group.group_id):
                 raise ValueError(f"group_id {group.group_id!r}: it must not be empty or hold spaces, ',' or '|'")
-            pointer = ""
+            pointer, shared = "", b""
             if group.retry_of is None:
                 attempts.append(payloads.Attempt(self.prefix, group.group_id, group.columns))
-                pointer = attempts[-1].pointer
-            trace = json.dumps(dict(group.trace))
-            arguments += [group.group_id, pointer, trace, group.expected_bytes, group.retry_of or ""]
+                pointer, shared = attempts[-1].pointer, attempts[-1].shared
+            trace = json.dumps(dict(group.trace)) if group.trace else "{}"
+            arguments += [group.group_id, pointer, trace, group.expected_bytes, group.retry_of or "", shared]
         if not groups:
             raise ValueError("groups is empty: there is nothing to publish")
         cursor_json = "" if cursor is None else json.dumps(cursor)
         try:
             self._write_and_run(attempts, "publish", epoch, self._routes, cursor_json, *arguments)
         except GateClosed:
-            keys = [key for attempt in attempts for key, _ in attempt.payloads]
+            keys = [key for attempt in attempts for key, _ in attempt.large]
             if keys:
                 self._connection.run(lambda client: client.unlink(*keys))
             raise

@@ -1,18 +1,18 @@
 """How columns become payloads under keys, and come back.
 
-What one commit writes is an attempt with a name of its own: its small columns share a payload, a large one gets its
-own, so that a stage that needs only the text does not fetch megabytes. A pointer names the attempt and its large
-columns: "<attempt>[,<large column>...]". Payloads expire until a script that sets the pointer keeps them, so what a
-dead process left behind sweeps itself.
+What one commit writes is an attempt with a name of its own. Its small columns share a payload, which the committing
+script itself stores. A large column is written before, and gets a payload of its own, so that a stage that needs only
+the text does not fetch megabytes. A pointer names the attempt and its large columns: "<attempt>[,<large column>...]".
+Payloads that are written before expire until the script keeps them, so what a dead process left behind sweeps itself.
 """
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
+import numpy as np
 import redis
 
-from relaxd.board.columns import column_bytes, decode_columns, encode_columns
+from relaxd.board.columns import encode_columns
 from relaxd.board.types import Column
 
 LARGE_BYTES = 64 * 1024
@@ -20,33 +20,31 @@ LARGE_BYTES = 64 * 1024
 
 
 class Attempt:
-    """Columns that are about to be written: the pointer, and payloads as (key, bytes)."""
+    """Columns that are about to be written."""
 
     def __init__(self, prefix: str, group_id: str, columns: Mapping[str, Column]) -> None:
         name = f"{group_id}.{secrets.token_hex(6)}"
-        large = {column: value for column, value in columns.items() if column_bytes(value) >= LARGE_BYTES}
+        large = [c for c, value in columns.items() if isinstance(value, np.ndarray) and value.nbytes >= LARGE_BYTES]
         small = {column: value for column, value in columns.items() if column not in large} if large else columns
         self.pointer = ",".join((name, *large))
-        self.payloads = [(f"{prefix}columns:{name}", encode_columns(small))]
-        for column, value in large.items():
-            self.payloads.append((f"{prefix}columns:{name}:{column}", encode_columns({column: value})))
+        self.shared = encode_columns(small)
+        """The payload of the small columns, for the script to store."""
+        self.large = [
+            (f"{prefix}columns:{name}:{column}", encode_columns({column: columns[column]})) for column in large
+        ]
+        """Payloads to write before the script runs, and their keys."""
 
 
 def write(pipe: redis.client.Pipeline, attempts: Iterable[Attempt], expire_seconds: float) -> None:
-    """Queue the payloads. Writing again does nothing, so that a repeated write cannot make a kept payload expire."""
+    """Queue the large payloads. Writing again does nothing: a repeated write cannot make a kept payload expire."""
     milliseconds = max(1, int(expire_seconds * 1000))
     for attempt in attempts:
-        for key, payload in attempt.payloads:
+        for key, payload in attempt.large:
             pipe.execute_command("SET", key, payload, "NX", "PX", milliseconds)
 
 
-def key_of(prefix: str, pointer: str, column: str) -> str:
-    """The key of the payload that holds a column."""
+def place(prefix: str, pointer: str, columns: Iterable[str]) -> dict[str, str]:
+    """The key of the payload that holds each of a writer's columns."""
     name, *large = pointer.split(",")
-    return f"{prefix}columns:{name}:{column}" if column in large else f"{prefix}columns:{name}"
-
-
-def read(client: Any, keys: list[str]) -> Iterator[tuple[str, dict[str, Column] | None]]:
-    """The columns of payloads, in one round trip; None for a payload that is not there. Raises ColumnError."""
-    for key, payload in zip(keys, client.mget(keys), strict=True):
-        yield key, None if payload is None else decode_columns(payload)
+    shared = f"{prefix}columns:{name}"
+    return {column: f"{shared}:{column}" if column in large else shared for column in columns}

@@ -2,13 +2,14 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import redis
 
 from relaxd.board import payloads
+from relaxd.board.columns import decode_columns
 from relaxd.board.core import WORKERS, BoardCore
 from relaxd.board.errors import BoardError
 from relaxd.board.stages import PUBLISH, VERSIONS
@@ -60,22 +61,20 @@ class StageSide(BoardCore):
         Arrays are read-only views. Raises BoardError for a column that is not written yet, ColumnError for a broken
         one.
         """
-        pointers = self._pointers(deliveries, columns)
-        places: list[dict[str, str] | None] = [
-            None
-            if found is None
-            else {column: payloads.key_of(self.prefix, found[self._writer(column)], column) for column in columns}
-            for found in pointers
-        ]
-        keys = list(dict.fromkeys(key for place in places if place is not None for key in place.values()))
-        loaded = self._connection.run(lambda client: dict(payloads.read(client, keys))) if keys else {}
-        result: list[dict[str, Column] | None] = []
-        for place in places:
-            if place is None or any(loaded[key] is None for key in place.values()):
-                result.append(None)
-            else:
-                result.append({column: (loaded[key] or {})[column] for column, key in place.items()})
-        return result
+        wanted: dict[str, list[str]] = {}
+        for column in columns:
+            wanted.setdefault("@" + self._producers.get(column, PUBLISH), []).append(column)
+        places: list[dict[str, str] | None] = []
+        for pointers in self._pointers(deliveries, list(wanted)):
+            if pointers is None:
+                places.append(None)
+                continue
+            place: dict[str, str] = {}
+            for writer, names in wanted.items():
+                place.update(payloads.place(self.prefix, pointers[writer], names))
+            places.append(place)
+        payload_of = self._read_payloads({key for place in places if place is not None for key in place.values()})
+        return [None if place is None else _pick(payload_of, place) for place in places]
 
     def renew(self, stage: str, consumer: str, deliveries: Sequence[Delivery]) -> set[str]:
         """Start the leases anew. Returns the ids of the groups still held; the others went to somebody else."""
@@ -105,7 +104,7 @@ class StageSide(BoardCore):
         if not items:
             return []
         attempts: list[payloads.Attempt] = []
-        arguments: list[str | int] = []
+        arguments: list[str | int | bytes] = []
         for delivery, columns in items:
             writes = self._by_name[delivery.stage].writes
             if set(columns) != set(writes):
@@ -117,7 +116,14 @@ class StageSide(BoardCore):
             attempts.append(attempt)
             versions = columns.get(VERSIONS)
             version = int(versions.min()) if isinstance(versions, np.ndarray) and versions.size else ""
-            arguments += [delivery.group_id, delivery.stage, delivery.entry_id, attempt.pointer, version]
+            arguments += [
+                delivery.group_id,
+                delivery.stage,
+                delivery.entry_id,
+                attempt.pointer,
+                version,
+                attempt.shared,
+            ]
         return [result == 1 for result in self._write_and_run(attempts, "commit", self._routes, *arguments)]
 
     def drop(self, target: Delivery | str, *, reason: str, retry: bool = False) -> bool:
@@ -131,9 +137,6 @@ class StageSide(BoardCore):
             return bool(self._connection.script("drop", self.prefix, target, *settings))
         hold = (target.stage, target.entry_id, target.consumer, target.attempt)
         return bool(self._connection.script("drop", self.prefix, target.group_id, *settings, *hold))
-
-    def _writer(self, column: str) -> str:
-        return "@" + self._producers.get(column, PUBLISH)
 
     def _claim(self, stage: str, consumer: str, count: int) -> list[Delivery]:
         lease = max(1, int(self.limits.lease_seconds * 1000))
@@ -158,26 +161,46 @@ class StageSide(BoardCore):
             for entry_id, fields in entries
         ]
 
-    def _pointers(self, deliveries: Sequence[Delivery], columns: Sequence[str]) -> list[dict[str, str] | None]:
+    def _read_payloads(self, keys: Collection[str]) -> dict[str, dict[str, Column] | None]:
+        """Payloads by key, decoded, in one round trip; None for what is not there."""
+        if not keys:
+            return {}
+        values = self._connection.run(lambda client: client.execute_command("MGET", *keys))
+        return {key: None if value is None else decode_columns(value) for key, value in zip(keys, values, strict=True)}
+
+    def _pointers(self, deliveries: Sequence[Delivery], writers: list[str]) -> list[dict[str, str] | None]:
         """Each group's pointers: those that came with the delivery, or the group's own where they came later."""
-        writers = list(dict.fromkeys(self._writer(column) for column in columns))
         incomplete = [d for d in deliveries if any(writer not in d.pointers for writer in writers)]
+        if not incomplete:
+            return [delivery.pointers for delivery in deliveries]
+
+        def commands(pipe: redis.client.Pipeline) -> None:
+            for delivery in incomplete:
+                pipe.hmget(f"{self.prefix}group:{delivery.group_id}", ["trace", *writers])
+
         looked_up: dict[str, dict[str, str] | None] = {}
-        if incomplete:
-
-            def commands(pipe: redis.client.Pipeline) -> None:
-                for delivery in incomplete:
-                    pipe.hmget(f"{self.prefix}group:{delivery.group_id}", ["trace", *writers])
-
-            for delivery, (trace, *found) in zip(incomplete, self._connection.pipeline(commands), strict=True):
-                if trace is None:
-                    looked_up[delivery.group_id] = None
-                    continue
-                if None in found:
-                    missing = writers[found.index(None)].removeprefix("@")
-                    raise BoardError(f"group {delivery.group_id} has no columns of {missing!r} yet")
-                looked_up[delivery.group_id] = dict(zip(writers, (f.decode() for f in found), strict=True))
+        for delivery, (trace, *found) in zip(incomplete, self._connection.pipeline(commands), strict=True):
+            if trace is None:
+                looked_up[delivery.group_id] = None
+                continue
+            if None in found:
+                missing = writers[found.index(None)].removeprefix("@")
+                raise BoardError(f"group {delivery.group_id} has no columns of {missing!r} yet")
+            looked_up[delivery.group_id] = dict(zip(writers, (f.decode() for f in found), strict=True))
         return [looked_up.get(d.group_id, d.pointers) for d in deliveries]
+
+
+def _pick(payloads: Mapping[str, dict[str, Column] | None], place: Mapping[str, str]) -> dict[str, Column] | None:
+    """A group's columns from where they lie; None when a payload is gone."""
+    result: dict[str, Column] = {}
+    for column, key in place.items():
+        payload = payloads[key]
+        if payload is None:
+            return None
+        if column not in payload:
+            raise BoardError(f"column {column!r} is not in the payload {key}")
+        result[column] = payload[column]
+    return result
 
 
 def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries: int) -> Delivery:
@@ -185,13 +208,14 @@ def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries:
     if not isinstance(fields, dict):
         fields = dict(zip(fields[::2], fields[1::2], strict=True))
     offered = int(entry_id.split(b"-", 1)[0]) / 1000
+    trace = fields[b"trace"]
     return Delivery(
         group_id=fields[b"group"].decode(),
         entry_id=entry_id.decode(),
         stage=stage,
         consumer=consumer,
         attempt=int(fields[b"attempts"]) + deliveries,
-        trace=json.loads(fields[b"trace"]),
+        trace={} if trace == b"{}" else json.loads(trace),
         waited_seconds=max(0.0, time.time() - offered),
         pointers={name.decode(): value.decode() for name, value in fields.items() if name[:1] == b"@"},
     )

@@ -29,7 +29,7 @@ class NewGroup:
     """The dropped group (one of `Board.retries()`) whose prompt this group tries again."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Delivery:
     """A group that a consumer holds at a stage."""
 

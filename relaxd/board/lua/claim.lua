@@ -16,4 +16,4 @@ for _, pending in ipairs(call('XPENDING', stream_key(stage), WORKERS, 'IDLE', le
     end
   end
 end
-return taken
+return finish(taken)

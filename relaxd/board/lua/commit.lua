@@ -1,15 +1,17 @@
--- Commit columns of many groups. ARGV: stages (JSON), then for each: id, stage, entry, pointer, version (or empty).
+-- Commit columns of many groups. ARGV: stages (JSON), then for each: id, stage, entry, pointer, version (or empty), the
+-- payload of its small columns.
 -- Answers for each 1 (committed), 0 (another was first, or the group is closed) or -1 (its payloads expired: write them again).
 local stages = cjson.decode(ARGV[1])
 local results = {}
-for i = 2, #ARGV, 5 do
+for i = 2, #ARGV, 6 do
   local id, stage, entry_id, pointer, version = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
+  local shared = ARGV[i + 5]
   local group = read_group(id)
   local result = 0
   if group and group['@' .. stage] == pointer then
-    result = keep(pointer) and 1 or -1 -- said again: the reply was lost
+    result = keep(pointer, shared) and 1 or -1 -- said again: the reply was lost
   elseif group and group['entry:' .. stage] and not group['@' .. stage] then
-    if keep(pointer) then
+    if keep(pointer, shared) then
       result = 1
       remove_entry(stage, group['entry:' .. stage])
       group['@' .. stage] = pointer
@@ -21,8 +23,8 @@ for i = 2, #ARGV, 5 do
       result = -1
     end
   else
-    call('UNLINK', unpack(payload_keys(pointer)))
+    in_batches(payload_keys(pointer), function(...) call('UNLINK', ...) end)
   end
   results[#results + 1] = result
 end
-return results
+return finish(results)

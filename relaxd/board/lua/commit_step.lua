@@ -26,4 +26,4 @@ for i = 6 + count, #ARGV do
 end
 call('HINCRBY', STATE, 'trained', count)
 call('HSET', STATE, 'last_step', step, 'consecutive_drops', 0)
-return count
+return finish(count)

@@ -1,4 +1,3 @@
-#!lua flags=allow-oom
 -- What every script starts with. KEYS[1] is the prefix of the run's keys, "relaxd:<run>:".
 --
 --   state            hash: counters, epochs, gate, data cursor
@@ -48,11 +47,14 @@ local function payload_keys(pointer)
   return keys
 end
 
--- Keep an attempt's payloads, which expire by themselves until a script says this. False: they are gone already.
-local function keep(pointer)
-  for _, key in ipairs(payload_keys(pointer)) do
-    if call('PERSIST', key) == 0 and call('EXISTS', key) == 0 then return false end
+-- Keep an attempt's payloads: store the shared one; the large ones expire by themselves until a script says this. False:
+-- they are gone already.
+local function keep(pointer, shared)
+  local keys = payload_keys(pointer)
+  for i = 2, #keys do
+    if call('PERSIST', keys[i]) == 0 and call('EXISTS', keys[i]) == 0 then return false end
   end
+  call('SET', keys[1], shared)
   return true
 end
 
@@ -86,24 +88,46 @@ local function offer_ready(id, group, stages, changes)
   end
 end
 
+-- What a script removes, it removes at its end, many at once: see finish().
+local removed = { entries = {}, payloads = {}, groups = {} }
+
 local function remove_entry(stage, entry_id)
-  call('XACK', stream_key(stage), WORKERS, entry_id)
-  call('XDEL', stream_key(stage), entry_id)
+  local entries = removed.entries[stage] or {}
+  entries[#entries + 1] = entry_id
+  removed.entries[stage] = entries
+end
+
+local function in_batches(items, apply)
+  for i = 1, #items, 1000 do apply(unpack(items, i, math.min(i + 999, #items))) end
+end
+
+-- Every script that removes anything returns through this.
+local function finish(reply)
+  for stage, entries in pairs(removed.entries) do
+    local key = stream_key(stage)
+    in_batches(entries, function(...) call('XACK', key, WORKERS, ...) end)
+    in_batches(entries, function(...) call('XDEL', key, ...) end)
+  end
+  in_batches(removed.payloads, function(...) call('UNLINK', ...) end)
+  in_batches(removed.groups, function(...) call('SREM', OPEN, ...) end)
+  in_batches(removed.groups, function(...) call('HDEL', BEGUN, ...) end)
+  return reply
 end
 
 -- Remove every trace of an open group but the counters. `spare`: a pointer whose payloads stay.
 local function close(id, group, spare)
   for name, value in pairs(group) do
     if string.byte(name) == 64 then
-      if value ~= spare then call('UNLINK', unpack(payload_keys(value))) end
+      if value ~= spare then
+        for _, key in ipairs(payload_keys(value)) do removed.payloads[#removed.payloads + 1] = key end
+      end
     elseif string.sub(name, 1, 6) == 'entry:' then
       local stage = string.sub(name, 7)
       if not group['@' .. stage] then remove_entry(stage, value) end
     end
   end
   call('DEL', group_key(id))
-  call('SREM', OPEN, id)
-  call('HDEL', BEGUN, id)
+  removed.groups[#removed.groups + 1] = id
   call('HINCRBY', STATE, 'expected_bytes', -tonumber(group.bytes))
 end
 

@@ -1,5 +1,6 @@
 -- Publish groups, all or none: gate, data cursor, counters, entries.
--- ARGV: epoch, stages (JSON), cursor (JSON, or empty: leave it), then for each group: id, pointer, trace, bytes, retry_of.
+-- ARGV: epoch, stages (JSON), cursor (JSON, or empty: leave it), then for each group: id, pointer, trace, bytes, retry_of,
+-- the payload of its small columns.
 -- With epoch = -1 nothing is published: the answer is how many groups the gate has room for.
 local epoch = tonumber(ARGV[1])
 local state = call('HMGET', STATE, 'coordinator_epoch', 'gate_open', 'oldest_version', 'published', 'dropped', 'last_publish',
@@ -12,7 +13,7 @@ if not asking then
 end
 
 local ids, bytes = {}, 0
-for i = 4, #ARGV, 5 do
+for i = 4, #ARGV, 6 do
   ids[#ids + 1] = ARGV[i]
   bytes = bytes + tonumber(ARGV[i + 3])
 end
@@ -46,17 +47,17 @@ if counted + #ids > limit then return fail('GATE ' .. reason) end
 for _, id in ipairs(ids) do
   if call('SISMEMBER', OPEN, id) == 1 then return fail('CONFLICT group ' .. id .. ' is open already') end
 end
-for i = 4, #ARGV, 5 do
+for i = 4, #ARGV, 6 do
   local retry_of = ARGV[i + 4]
   if retry_of ~= '' then
     if call('HEXISTS', RETRIES, retry_of) == 0 then return fail('CONFLICT no retry of group ' .. retry_of .. ' is waiting') end
-  elseif not keep(ARGV[i + 1]) then
+  elseif not keep(ARGV[i + 1], ARGV[i + 5]) then
     return fail('EXPIRED')
   end
 end
 
 local stages = cjson.decode(ARGV[2])
-for i = 4, #ARGV, 5 do
+for i = 4, #ARGV, 6 do
   local id, pointer, retries, retry_of = ARGV[i], ARGV[i + 1], 0, ARGV[i + 4]
   if retry_of ~= '' then
     local before
@@ -68,8 +69,8 @@ for i = 4, #ARGV, 5 do
   local changes = { '@publish', pointer, 'trace', ARGV[i + 2], 'bytes', ARGV[i + 3], 'retries', retries }
   offer_ready(id, group, stages, changes)
   call('HSET', group_key(id), unpack(changes))
-  call('SADD', OPEN, id)
 end
+in_batches(ids, function(...) call('SADD', OPEN, ...) end)
 call('HSET', STATE, 'last_publish', table.concat(ids, ' '))
 call('HINCRBY', STATE, 'published', #ids)
 call('HINCRBY', STATE, 'expected_bytes', bytes)

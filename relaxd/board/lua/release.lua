@@ -8,4 +8,4 @@ for i = 5, #ARGV, 3 do
     handed_back = handed_back + 1
   end
 end
-return handed_back
+return finish(handed_back)

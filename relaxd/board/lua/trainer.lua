@@ -8,4 +8,4 @@ for _, pending in ipairs(call('XPENDING', stream_key(stage), WORKERS, '-', '+', 
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
   hand_back(fields.group, read_group(fields.group), stage, fields.attempts + pending[4], true, tonumber(ARGV[2]))
 end
-return call('HINCRBY', STATE, 'trainer_epoch', 1)
+return finish(call('HINCRBY', STATE, 'trainer_epoch', 1))

@@ -55,9 +55,19 @@ def test_values_that_cannot_be_stored_are_named(value):
         encode_columns({"wrong": value})
 
 
+@pytest.mark.parametrize("name", ["", "a\tb", "a\nb"])
+def test_a_name_that_would_break_the_header_is_refused(name):
+    with pytest.raises(ColumnError, match="column name"):
+        encode_columns({name: 1})
+
+
 def lie(header: bytes, data: bytes = b"\0" * 16) -> bytes:
-    header += b" " * (-(8 + len(header)) % 8)
+    header += b" " * (-len(header) % 8)
     return struct.pack("<4sI", b"RXC1", len(header)) + header + data
+
+
+def test_the_header_is_as_documented():
+    np.testing.assert_array_equal(decode_columns(lie(b"a\t<i4\t2,2\t16"))["a"], np.zeros((2, 2)))
 
 
 @pytest.mark.parametrize(
@@ -67,19 +77,21 @@ def lie(header: bytes, data: bytes = b"\0" * 16) -> bytes:
         b"RXC1",
         b"XXXX\0\0\0\0",
         struct.pack("<4sI", b"RXC1", 2**31),
-        lie(b"{}"),
-        lie(b"[[]]"),
-        lie(b"not json"),
-        lie(b"[" * 100_000),
-        lie(b'[["a","<i4",[5],16]]'),
-        lie(b'[["a","<i4",[5],20]]'),
-        lie(b'[["a","<i4",[-1,-4],16]]'),
-        lie(b'[["a","<i4",["4"],16]]'),
-        lie(b'[["a","<i4",[4],-16]]'),
-        lie(b'[["a","O",[2],16]]'),
-        lie(b'[["a","|V16",[1],16]]'),
-        lie(b'[["a","json",[],16]]'),
-        lie(b'[["a","<i4",[4611686018427387904,4],16]]'),
+        lie(b"a"),
+        lie(b"\xff\t<i4\t4\t16"),
+        lie(b"a\t<i4\t4\t16\n"),
+        lie(b"a\t<i4\t5\t16"),
+        lie(b"a\t<i4\t5\t20"),
+        lie(b"a\t<i4\t-1,-4\t16"),
+        lie(b"a\t<i4\tx\t16"),
+        lie(b"a\t<i4\t4\t-16"),
+        lie(b"a\tO\t2\t16"),
+        lie(b"a\t|V16\t1\t16"),
+        lie(b"a\tjson\t\t16"),
+        lie(b"a\tjson\t\t2", b"[" * 16),
+        lie(b"a\t<i4\t4611686018427387904,4\t16"),
+        lie(b"a\t<i4\t" + b",".join([b"1"] * 40) + b"\t4"),
+        lie(b"a\t<i4\t4\t" + b"9" * 5000),
     ],
 )
 def test_a_lying_header_is_refused(payload):

@@ -1,0 +1,397 @@
+"""The board beside raw Redis Streams and TransferQueue, moving the same bytes.
+
+`python -m benchmarks.board`. Three things, measured in turns so that all meet the same machine:
+
+- the whole way, publish -> three stages -> step ledger, every stage reading and writing the group's bytes, by 1 and by
+  4 processes a stage; beside XADD / XREADGROUP / XACK of the same bytes, batch and number of round trips;
+- one hop, from a producer to a consumer process; beside TransferQueue 0.1.11's put and get (the `bench` extra; left
+  out, saying so, where it isn't installed);
+- the latency of a hop, unloaded: from before the commit to after the columns are loaded.
+
+Redis keeps no append-only file, unless --append-only: TransferQueue keeps nothing on disk either.
+Goals: >= 60 % of raw Redis at 64 KB and above; >= 2 x TransferQueue at 4 KB and >= 1 x at 256 KB and above;
+p50 <= 2 ms.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import itertools
+import multiprocessing
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import redis
+
+from benchmarks.reporting import report
+from relaxd.board import Board, NewGroup, Stage
+from relaxd.cli.embedded_redis import given_url, server_command, url, wait_until_up
+from relaxd.config import BoardConfig
+
+CASES = {4: (256, 4096), 64: (64, 1024), 256: (16, 384), 1024: (4, 96)}
+"""Group size in KB -> groups in a batch, groups in all."""
+HOPS = ("publish", "one", "two", "three")
+STAGES = [Stage(name, (f"of_{before}",), (f"of_{name}",)) for before, name in itertools.pairwise(HOPS)]
+STAGES.append(Stage("train", ("of_three",), ()))
+SECONDS = 120.0
+"""Deadline of a measurement."""
+
+
+@contextlib.contextmanager
+def redis_server(append_only: bool) -> Iterator[str]:
+    """The Redis of REDIS_URL, or one of our own."""
+    if given := given_url():
+        yield given
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        port = 7391
+        command = [*server_command(Path(folder), port), "--appendonly", "yes" if append_only else "no"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            wait_until_up(url(port), seconds=10, gave_up=lambda: process.poll() is not None)
+            yield url(port)
+        finally:
+            process.terminate()
+            process.wait(timeout=10)
+
+
+def payload(size_kb: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 255, size_kb * 1024, dtype=np.uint8)
+
+
+def in_processes(roles: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> float:
+    """Run every role in a process of its own; seconds from when all are ready until the last has ended."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Barrier(len(roles) + 1)
+    processes = [context.Process(target=role, args=(ready, *arguments), daemon=True) for role, arguments in roles]
+    for process in processes:
+        process.start()
+    ready.wait(SECONDS)
+    begun = time.perf_counter()
+    for process in processes:
+        process.join(SECONDS)
+    taken = time.perf_counter() - begun
+    for process in processes:
+        if process.exitcode != 0:
+            process.kill()
+            raise RuntimeError(f"a process of the benchmark did not end well (exit code {process.exitcode})")
+    return taken
+
+
+# --- the board ------------------------------------------------------------------------------------------------------
+
+
+def make_board(redis_url: str, stages: list[Stage], total: int) -> Board:
+    limits = BoardConfig(lease_seconds=300, high_water_bytes=64 << 30)
+    board = Board(redis_url, "benchmark", stages, limits, timeout_seconds=30)
+    board.create(epoch=1, groups_per_step=total, steps=1)
+    board.set_gate(epoch=1, oldest_version=0, open=True)
+    return board
+
+
+def board_publish(ready: Barrier, redis_url: str, stages: list[Stage], total: int, batch: int, size_kb: int) -> None:
+    board, data = make_board(redis_url, stages, total), payload(size_kb)
+    ready.wait(SECONDS)
+    for first in range(0, total, batch):
+        groups = [NewGroup(f"g{i}", {"of_publish": data}) for i in range(first, min(first + batch, total))]
+        board.publish(epoch=1, groups=groups, cursor=first)
+
+
+def board_stage(
+    ready: Barrier, redis_url: str, stages: list[Stage], number: int, name: str, total: int, batch: int
+) -> None:
+    """Until the ledger has everything: the last stage's own end is not known to its other processes."""
+    board = make_board(redis_url, stages, total)
+    stage = stages[number]
+    ready.wait(SECONDS)
+    while not board.last_step():
+        deliveries = board.take(stage.name, name, count=batch, block_seconds=0.05)
+        columns = board.load(deliveries, stage.needs)
+        board.commit(
+            [
+                (delivery, {stage.writes[0]: found[stage.needs[0]]})
+                for delivery, found in zip(deliveries, columns, strict=True)
+                if found is not None
+            ]
+        )
+
+
+def board_train(ready: Barrier, redis_url: str, stages: list[Stage], total: int, batch: int) -> None:
+    board = make_board(redis_url, stages, total)
+    stage = stages[-1]
+    epoch = board.new_trainer_epoch()
+    ready.wait(SECONDS)
+    trained: list[str] = []
+    while len(trained) < total:
+        deliveries = board.take("train", "trainer", count=batch, block_seconds=0.5)
+        columns = board.load(deliveries, stage.needs)
+        trained += [d.group_id for d, found in zip(deliveries, columns, strict=True) if found is not None]
+    board.commit_step(epoch=epoch, step=1, plan={"groups": trained}, metrics={})
+    board.counts().check()
+
+
+def measure_board(redis_url: str, size_kb: int, stages: list[Stage], workers: int) -> float:
+    """Groups a second from publish to ledger."""
+    batch, total = CASES[size_kb]
+    redis.Redis.from_url(redis_url).flushall()
+    board = make_board(redis_url, stages, total)
+    roles: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+        (board_publish, (redis_url, stages, total, batch, size_kb)),
+        (board_train, (redis_url, stages, total, batch)),
+    ]
+    for number in range(len(stages) - 1):
+        for worker in range(workers):
+            roles.append((board_stage, (redis_url, stages, number, f"worker-{worker}", total, batch)))
+    seconds = in_processes(roles)
+    counts = board.counts()
+    if counts.trained != total:
+        raise RuntimeError(f"{counts.trained} of {total} groups arrived")
+    return total / seconds
+
+
+# --- raw Redis ------------------------------------------------------------------------------------------------------
+
+
+def raw_publish(ready: Barrier, redis_url: str, total: int, batch: int, size_kb: int) -> None:
+    client, data = redis.Redis.from_url(redis_url, protocol=2), payload(size_kb).tobytes()
+    ready.wait(SECONDS)
+    for _ in range(0, total, batch):
+        add(client, "raw:0", [data] * batch)
+
+
+def raw_stage(ready: Barrier, redis_url: str, number: int, name: str, total: int, batch: int) -> None:
+    """Read from one stream, add to the next, acknowledge: three round trips, as many as the board's stage makes."""
+    client = redis.Redis.from_url(redis_url, protocol=2)
+    ready.wait(SECONDS)
+    while not client.exists("raw:ledger"):
+        ids, found = read(client, f"raw:{number}", name, batch, 50)
+        if ids:
+            add(client, f"raw:{number + 1}", found)
+            client.xack(f"raw:{number}", "group", *ids)
+
+
+def raw_train(ready: Barrier, redis_url: str, number: int, total: int, batch: int) -> None:
+    """Read, and acknowledge, all; the ledger's entry at the end."""
+    client = redis.Redis.from_url(redis_url, protocol=2)
+    ready.wait(SECONDS)
+    got = 0
+    while got < total:
+        ids, found = read(client, f"raw:{number}", "trainer", batch, 500)
+        if ids:
+            client.xack(f"raw:{number}", "group", *ids)
+        got += len(found)
+    client.xadd("raw:ledger", {"groups": str(got)})
+
+
+def add(client: redis.Redis, stream: str, data: list[bytes]) -> None:
+    with client.pipeline(transaction=False) as pipe:
+        for one in data:
+            pipe.xadd(stream, {"d": one})
+        pipe.execute()
+
+
+def read(client: Any, stream: str, name: str, batch: int, block: int) -> tuple[list[bytes], list[bytes]]:
+    reply = client.xreadgroup("group", name, {stream: ">"}, count=batch, block=block)
+    entries = reply[0][1] if reply else []
+    return [entry_id for entry_id, _ in entries], [fields[b"d"] for _, fields in entries]
+
+
+def measure_raw(redis_url: str, size_kb: int, hops: int, workers: int) -> float:
+    """Groups a second through `hops` streams."""
+    batch, total = CASES[size_kb]
+    client = redis.Redis.from_url(redis_url)
+    client.flushall()
+    for hop in range(hops):
+        client.xgroup_create(f"raw:{hop}", "group", id="0", mkstream=True)
+    roles: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+        (raw_publish, (redis_url, total, batch, size_kb)),
+        (raw_train, (redis_url, hops - 1, total, batch)),
+    ]
+    for number in range(hops - 1):
+        for worker in range(workers):
+            roles.append((raw_stage, (redis_url, number, f"worker-{worker}", total, batch)))
+    return total / in_processes(roles)
+
+
+# --- TransferQueue --------------------------------------------------------------------------------------------------
+
+
+class TransferQueue:
+    """TransferQueue on ray, with a consumer actor in a process of its own; as its documentation sets it up."""
+
+    def __init__(self) -> None:
+        import logging
+        import os
+
+        os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
+        import ray
+        import transfer_queue
+        from omegaconf import OmegaConf
+
+        ray.init(num_cpus=8, logging_level=logging.ERROR, include_dashboard=False, object_store_memory=2 << 30)
+        transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}}))
+        self._ray, self._queue = ray, transfer_queue
+        self._client = transfer_queue.get_client()
+        self._number = 0
+
+        class Consumer:
+            def __init__(self) -> None:
+                import transfer_queue
+
+                transfer_queue.init()
+                self.client = transfer_queue.get_client()
+
+            def read(self, partition: str, total: int, batch: int) -> int:
+                got = 0
+                while got < total:
+                    meta = self.client.get_meta(
+                        data_fields=["x"], batch_size=batch, partition_id=partition, task_name="read", mode="fetch"
+                    )
+                    if meta.size == 0:
+                        time.sleep(0.002)
+                        continue
+                    got += len(self.client.get_data(meta)["x"])
+                return got
+
+        self._consumer = ray.remote(Consumer).remote()
+
+    def measure(self, size_kb: int) -> float:
+        """Groups a second from put to get, both going on at once."""
+        import torch
+        from tensordict import TensorDict
+
+        batch, total = CASES[size_kb]
+        self._number += 1
+        partition = f"partition-{self._number}"
+        rows = torch.from_numpy(np.tile(payload(size_kb), (batch, 1)))
+        batches = [TensorDict({"x": rows.clone()}, batch_size=batch) for _ in range(total // batch)]
+        reading = self._consumer.read.remote(partition, total, batch)
+        begun = time.perf_counter()
+        for data in batches:
+            self._client.put(data=data, partition_id=partition)
+        self._ray.get(reading, timeout=SECONDS)
+        taken = time.perf_counter() - begun
+        self._client.clear_partition(partition)
+        return total / taken
+
+    def close(self) -> None:
+        self._queue.close()
+        self._ray.shutdown()
+
+
+# --- latency --------------------------------------------------------------------------------------------------------
+
+
+def latency_consumer(ready: Barrier, redis_url: str, stages: list[Stage], total: int, times: Any) -> None:
+    board = make_board(redis_url, stages, total)
+    ready.wait(SECONDS)
+    for _ in range(total):
+        deliveries = []
+        while not deliveries:
+            deliveries = board.take("train", "trainer", count=1, block_seconds=5)
+        board.load(deliveries, stages[-1].needs)
+        times.put(time.perf_counter())
+
+
+def latency_producer(ready: Barrier, redis_url: str, stages: list[Stage], total: int, times: Any, out: Any) -> None:
+    """Commit one group at a time, each after the last has arrived."""
+    board = make_board(redis_url, stages, total)
+    data = payload(4)
+    board.publish(epoch=1, groups=[NewGroup(f"g{i}", {"of_publish": data}) for i in range(total)])
+    deliveries = board.take("one", "worker", count=total, block_seconds=5)
+    ready.wait(SECONDS)
+    for delivery in deliveries:
+        time.sleep(0.003)  # the consumer waits by then
+        begun = time.perf_counter()
+        board.commit([(delivery, {"of_one": data})])
+        out.put(times.get(timeout=SECONDS) - begun)
+
+
+def measure_latency(redis_url: str, total: int = 300) -> tuple[float, float]:
+    """p50 and p99 in milliseconds."""
+    stages = [STAGES[0], Stage("train", ("of_one",), ())]
+    redis.Redis.from_url(redis_url).flushall()
+    make_board(redis_url, stages, total)
+    context = multiprocessing.get_context("spawn")
+    times, out = context.Queue(), context.Queue()
+    in_processes(
+        [
+            (latency_consumer, (redis_url, stages, total, times)),
+            (latency_producer, (redis_url, stages, total, times, out)),
+        ]
+    )
+    found = [1000 * out.get(timeout=SECONDS) for _ in range(total)]
+    return float(np.percentile(found, 50)), float(np.percentile(found, 99))
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is measured; the median counts")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=list(CASES), choices=list(CASES), help="group sizes in KB"
+    )
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 4], help="processes a stage")
+    parser.add_argument("--append-only", action="store_true", help="with an append-only file, synced every second")
+    options = parser.parse_args()
+    queue = TransferQueue() if importlib.util.find_spec("transfer_queue") else None
+    rows = []
+    direct = [Stage("train", ("of_publish",), ())]
+    with redis_server(options.append_only) as redis_url:
+        for size_kb in options.sizes:
+            for workers in options.workers:
+                board, raw = [], []
+                for _ in range(options.rounds):
+                    raw.append(measure_raw(redis_url, size_kb, len(STAGES), workers))
+                    board.append(measure_board(redis_url, size_kb, STAGES, workers))
+                name = f"publish, 3 stages, ledger; {workers} a stage"
+                rows.append(row(name, size_kb, board, {"raw Redis": raw}))
+            board, raw, queued = [], [], []
+            for _ in range(options.rounds):
+                raw.append(measure_raw(redis_url, size_kb, 1, 1))
+                board.append(measure_board(redis_url, size_kb, direct, 1))
+                if queue:
+                    queued.append(queue.measure(size_kb))
+            rows.append(row("one hop", size_kb, board, {"raw Redis": raw, "TransferQueue": queued}))
+        p50, p99 = measure_latency(redis_url)
+    if queue:
+        queue.close()
+    report(
+        "board",
+        rows,
+        rounds=options.rounds,
+        append_only=options.append_only,
+        hop_latency_ms={"p50": round(p50, 3), "p99": round(p99, 3)},
+        transfer_queue="0.1.11" if queue else "not installed: pip install 'relaxd[bench]'",
+    )
+
+
+def row(name: str, size_kb: int, board: list[float], others: dict[str, list[float]]) -> dict[str, Any]:
+    """A row of the table: medians, and the median of the ratios of neighbouring measurements."""
+    rate = statistics.median(board)
+    result: dict[str, Any] = {
+        "what": name,
+        "KB": size_kb,
+        "batch": CASES[size_kb][0],
+        "board groups/s": round(rate),
+        "board MB/s": round(rate * size_kb / 1024, 1),
+    }
+    for other in ("raw Redis", "TransferQueue"):
+        rates = others.get(other)
+        result[f"{other} groups/s"] = round(statistics.median(rates)) if rates else "-"
+        ratios = [ours / theirs for ours, theirs in zip(board, rates or [], strict=False)]
+        result[f"board / {other}"] = round(statistics.median(ratios), 2) if ratios else "-"
+    return result
+
+
+if __name__ == "__main__":
+    main()
