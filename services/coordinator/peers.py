@@ -10,7 +10,6 @@ from relaxd.v1.reward_pb2_grpc import RewardStub
 from relaxd.v1.rollout_pb2_grpc import RolloutStub
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
 
-
 KEPT_SECONDS = 900.0
 """How long a channel to a replica that is gone is kept: longer than any call's deadline, because closing a channel
 cancels the calls on it, and a cancelled call looks like a cancelled caller."""

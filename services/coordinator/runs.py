@@ -73,7 +73,7 @@ class ActiveRun:
             config,
             data.train,
             oldest_version=self.oldest_version,
-            wanted=lambda: self.record.phase == Phase.RUNNING and self.record.paused is None,
+            wanted=lambda: self.record.phase == Phase.RUNNING and self.record.paused is None and not self._stopping(),
             changed=self._changed,
         )
         self._saving = asyncio.Lock()
@@ -99,7 +99,7 @@ class ActiveRun:
 
     async def stop(self, reason: str) -> None:
         """End the run early."""
-        await self._save(stop_reason=reason or "stopped", paused=None)
+        await self._save(stop_reason=reason or "stopped", reason=reason or "stopped", paused=None)
 
     # --- the phases -----------------------------------------------------------------------------------------------
 

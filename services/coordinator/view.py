@@ -10,6 +10,8 @@ from services.coordinator.records import Phase, RunRecord
 
 def run_state(record: RunRecord) -> "pb.RunState.ValueType":
     """The state that a run shows."""
+    if record.stop_reason and not record.phase.ended:
+        return pb.RUN_STATE_STOPPING
     if record.paused is not None and record.phase in (Phase.PENDING, Phase.RUNNING):
         return pb.RUN_STATE_PAUSED
     return pb.RunState.Value(f"RUN_STATE_{record.phase.value}")

@@ -102,7 +102,7 @@ class WeightSync:
 
     async def _synchronise(self, trainer: Member, engines: list[Member], announced: Announcement) -> None:
         started = time.monotonic()
-        await self._save(last_sync_id=self.record.last_sync_id + 1, running=True)
+        await self._save(last_sync_id=self._next_sync_id(), running=True)
         sync_id, version = self.record.last_sync_id, (announced.epoch, announced.version)
         attributes = {"relaxd.sync_id": sync_id, "relaxd.version": announced.version, "relaxd.engines": len(engines)}
         with telemetry.root_span("sync_weights", attributes=attributes):
@@ -144,10 +144,14 @@ class WeightSync:
         """End what an earlier coordinator, or one without Redis, was in the middle of."""
         group = self.record.group
         logger.info("aborting synchronisation %d, which did not end", self.record.last_sync_id)
-        await self._save(last_sync_id=self.record.last_sync_id + 1)
+        await self._save(last_sync_id=self._next_sync_id())
         engines = [engine.member for engine in self._fleet.engines()]
         await self._calls.abort(self.record.last_sync_id, group, engines)
         await self._save(running=False, group=None)
+
+    def _next_sync_id(self) -> int:
+        """Ids are Unix milliseconds, so that they ascend for the members even where Redis has lost the last one."""
+        return max(self.record.last_sync_id + 1, int(time.time() * 1000))
 
     async def close(self) -> None:
         """Leave the weight group: the run is over."""

