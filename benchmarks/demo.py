@@ -79,21 +79,21 @@ def run_once(mode: str, seed: int, steps: int, model: str, folder: Path) -> dict
         "mode": mode,
         "seed": seed,
         "steps": summary["steps"],
-        "command_seconds": round(command_seconds, 1),
-        "run_seconds": round(summary["wall_seconds"], 1),
-        "step_seconds": sum(line["step_seconds"] for line in trained) / len(trained),
-        "train_seconds": sum(line["train_seconds"] for line in trained) / len(trained),
-        "wait_seconds": sum(line["wait_seconds"] for line in trained) / len(trained),
+        "command_s": round(command_seconds, 1),
+        "run_s": round(summary["wall_seconds"], 1),
+        "step_s": sum(line["step_seconds"] for line in trained) / len(trained),
+        "train_s": sum(line["train_seconds"] for line in trained) / len(trained),
+        "wait_s": sum(line["wait_seconds"] for line in trained) / len(trained),
         "staleness": sum(line["staleness_mean"] for line in trained) / len(trained),
-        "accuracy_before": summary["accuracy_before"],
-        "accuracy_after": summary["accuracy_after"],
-        "format_after": summary["format_after"],
+        "before": summary["accuracy_before"],
+        "after": summary["accuracy_after"],
+        "format": summary["format_after"],
         "peak_mib": {name: round(value) for name, value in sorted(memory.peak_mib.items())},
     }
 
 
 def main() -> None:
-    """Run every mode with every seed, alternating."""
+    """Run every mode with every seed, alternating. before, after: held-out accuracy; format: held-out, after."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", default="0")

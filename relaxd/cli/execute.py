@@ -134,6 +134,8 @@ def _train(coordinator: Coordinator, config: RunConfig, run_id: str, where: Wher
         shutil.copytree(where.folder.logs, run_folder / "logs", dirs_exist_ok=True)
     write_report(run_folder)
     console.print(result_table(run_folder))
+    for line in result_paths(run_folder):
+        console.print(line, soft_wrap=True)
     return run_folder
 
 
@@ -164,16 +166,13 @@ def result_table(folder: Path) -> Table:
     table.add_row("wall time", "", f"{summary.get('wall_seconds', 0):.0f} s", "")
     for name in ("published", "trained", "dropped", "in_flight"):
         table.add_row(f"groups {name.replace('_', ' ')}", "", str(summary.get(name)), "")
-    table.add_section()
-    for name, path in (
-        ("report", "report.html"),
-        ("curve", "curve.png"),
-        ("model", "model"),
-        ("summary", "summary.json"),
-    ):
-        if (folder / path).exists():
-            table.add_row(name, "", str(_shown(folder / path)), "")
     return table
+
+
+def result_paths(folder: Path) -> list[str]:
+    """Where a run left what, a line each."""
+    names = {"report": "report.html", "curve": "curve.png", "model": "model", "summary": "summary.json"}
+    return [f"{name:<8} {_shown(folder / path)}" for name, path in names.items() if (folder / path).exists()]
 
 
 def _shown(path: Path) -> Path:
