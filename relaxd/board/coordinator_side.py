@@ -57,12 +57,13 @@ class CoordinatorSide(BoardCore):
         """
         attempts: list[payloads.Attempt] = []
         arguments: list[str | int | bytes] = []
-        for group in groups:
+        names = payloads.new_names(group.group_id for group in groups)
+        for group, name in zip(groups, names, strict=True):
             if not group.group_id or any(c.isspace() or c in ",|" for c in group.group_id):
                 raise ValueError(f"group_id {group.group_id!r}: it must not be empty or hold spaces, ',' or '|'")
             pointer, shared = "", b""
             if group.retry_of is None:
-                attempts.append(payloads.Attempt(self.prefix, group.group_id, group.columns))
+                attempts.append(payloads.Attempt(self.prefix, name, group.columns))
                 pointer, shared = attempts[-1].pointer, attempts[-1].shared
             trace = json.dumps(dict(group.trace)) if group.trace else "{}"
             arguments += [group.group_id, pointer, trace, group.expected_bytes, group.retry_of or "", shared]

@@ -20,10 +20,9 @@ LARGE_BYTES = 64 * 1024
 
 
 class Attempt:
-    """Columns that are about to be written."""
+    """Columns that are about to be written. Its name must never have been used before."""
 
-    def __init__(self, prefix: str, group_id: str, columns: Mapping[str, Column]) -> None:
-        name = f"{group_id}.{secrets.token_hex(6)}"
+    def __init__(self, prefix: str, name: str, columns: Mapping[str, Column]) -> None:
         large = [c for c, value in columns.items() if isinstance(value, np.ndarray) and value.nbytes >= LARGE_BYTES]
         small = {column: value for column, value in columns.items() if column not in large} if large else columns
         self.pointer = ",".join((name, *large))
@@ -33,6 +32,12 @@ class Attempt:
             (f"{prefix}columns:{name}:{column}", encode_columns({column: columns[column]})) for column in large
         ]
         """Payloads to write before the script runs, and their keys."""
+
+
+def new_names(group_ids: Iterable[str]) -> list[str]:
+    """A name for an attempt on each of these groups, never used before."""
+    token = secrets.token_hex(6)
+    return [f"{group_id}.{token}{index:x}" for index, group_id in enumerate(group_ids)]
 
 
 def write(pipe: redis.client.Pipeline, attempts: Iterable[Attempt], expire_seconds: float) -> None:

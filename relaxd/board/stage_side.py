@@ -105,14 +105,15 @@ class StageSide(BoardCore):
             return []
         attempts: list[payloads.Attempt] = []
         arguments: list[str | int | bytes] = []
-        for delivery, columns in items:
+        names = payloads.new_names(delivery.group_id for delivery, _ in items)
+        for (delivery, columns), name in zip(items, names, strict=True):
             writes = self._by_name[delivery.stage].writes
             if set(columns) != set(writes):
                 raise ValueError(
                     f"stage {delivery.stage!r} writes columns {', '.join(sorted(writes))}; "
                     f"got {', '.join(sorted(columns)) or 'none'}"
                 )
-            attempt = payloads.Attempt(self.prefix, delivery.group_id, columns)
+            attempt = payloads.Attempt(self.prefix, name, columns)
             attempts.append(attempt)
             versions = columns.get(VERSIONS)
             version = int(versions.min()) if isinstance(versions, np.ndarray) and versions.size else ""

@@ -239,7 +239,7 @@ def test_what_a_worker_wrote_before_it_died_expires(redis_url):
     board.publish(epoch=1, groups=[group("a")])
     from relaxd.board import payloads
 
-    attempt = payloads.Attempt(board.prefix, "a", output("rollout", tokens=LARGE))
+    attempt = payloads.Attempt(board.prefix, "a.1", output("rollout", tokens=LARGE))
     board._connection.pipeline(lambda pipe: payloads.write(pipe, [attempt], board.orphan_seconds))
     keys = [key for key, _ in attempt.large]
     assert len(keys) == 2
