@@ -1,6 +1,7 @@
 """What the coordinator does on the board. Writes carry its epoch: a coordinator that was replaced changes nothing."""
 
 import json
+import re
 from collections.abc import Sequence
 
 import redis
@@ -9,6 +10,9 @@ from relaxd.board import payloads
 from relaxd.board.core import BoardCore
 from relaxd.board.errors import GateClosed
 from relaxd.board.types import JSON, NewGroup, Retry
+
+
+GROUP_ID = re.compile(r"[^\s,|]+")
 
 
 class CoordinatorSide(BoardCore):
@@ -59,7 +63,7 @@ class CoordinatorSide(BoardCore):
         arguments: list[str | int | bytes] = []
         names = payloads.new_names(group.group_id for group in groups)
         for group, name in zip(groups, names, strict=True):
-            if not group.group_id or any(c.isspace() or c in ",|" for c in group.group_id):
+            if not GROUP_ID.fullmatch(group.group_id):
                 raise ValueError(f"group_id {group.group_id!r}: it must not be empty or hold spaces, ',' or '|'")
             pointer, shared = "", b""
             if group.retry_of is None:
@@ -83,11 +87,6 @@ class CoordinatorSide(BoardCore):
         """The data cursor that was last published with; None before that. Raises RunMissing."""
         value: JSON = json.loads(self._state("cursor"))
         return value
-
-    def open_groups(self) -> list[str]:
-        """Ids of the groups that are neither trained nor dropped."""
-        found = self._connection.run(lambda client: client.smembers(f"{self.prefix}open"))
-        return sorted(group_id.decode() for group_id in found)
 
     def retries(self, limit: int = 100) -> list[Retry]:
         """Dropped groups whose prompts wait to be published again (`NewGroup.retry_of`)."""

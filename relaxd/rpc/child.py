@@ -173,7 +173,8 @@ class Child:
         if self.alive:
             self._process.terminate()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self.exited), grace_seconds)
+                async with asyncio.timeout(grace_seconds):
+                    await asyncio.shield(self.exited)
         self.kill()
         return await asyncio.shield(self.exited)
 
