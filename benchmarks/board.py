@@ -15,7 +15,6 @@ p50 <= 2 ms.
 
 import argparse
 import contextlib
-import importlib.util
 import itertools
 import multiprocessing
 import statistics
@@ -30,6 +29,7 @@ import numpy as np
 import redis
 
 from benchmarks.reporting import report
+from benchmarks.transfer_queue import TransferQueue, installed
 from relaxd.board import Board, NewGroup, Stage
 from relaxd.cli.embedded_redis import given_url, server_command, url, wait_until_up
 from relaxd.config import BoardConfig
@@ -243,72 +243,6 @@ def measure_raw(redis_url: str, size_kb: int, hops: int, workers: int) -> float:
     return total / in_processes(roles)
 
 
-# --- TransferQueue --------------------------------------------------------------------------------------------------
-
-
-class TransferQueue:
-    """TransferQueue on ray, with a consumer actor in a process of its own; as its documentation sets it up."""
-
-    def __init__(self) -> None:
-        import logging
-        import os
-
-        os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
-        import ray
-        import transfer_queue
-        from omegaconf import OmegaConf
-
-        ray.init(num_cpus=8, logging_level=logging.ERROR, include_dashboard=False, object_store_memory=2 << 30)
-        transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}}))
-        self._ray, self._queue = ray, transfer_queue
-        self._client = transfer_queue.get_client()
-        self._number = 0
-
-        class Consumer:
-            def __init__(self) -> None:
-                import transfer_queue
-
-                transfer_queue.init()
-                self.client = transfer_queue.get_client()
-
-            def read(self, partition: str, total: int, batch: int) -> int:
-                got = 0
-                while got < total:
-                    meta = self.client.get_meta(
-                        data_fields=["x"], batch_size=batch, partition_id=partition, task_name="read", mode="fetch"
-                    )
-                    if meta.size == 0:
-                        time.sleep(0.002)
-                        continue
-                    got += len(self.client.get_data(meta)["x"])
-                return got
-
-        self._consumer = ray.remote(Consumer).remote()
-
-    def measure(self, size_kb: int) -> float:
-        """Groups a second from put to get, both going on at once."""
-        import torch
-        from tensordict import TensorDict
-
-        batch, total = CASES[size_kb]
-        self._number += 1
-        partition = f"partition-{self._number}"
-        rows = torch.from_numpy(np.tile(payload(size_kb), (batch, 1)))
-        batches = [TensorDict({"x": rows.clone()}, batch_size=batch) for _ in range(total // batch)]
-        reading = self._consumer.read.remote(partition, total, batch)
-        begun = time.perf_counter()
-        for data in batches:
-            self._client.put(data=data, partition_id=partition)
-        self._ray.get(reading, timeout=SECONDS)
-        taken = time.perf_counter() - begun
-        self._client.clear_partition(partition)
-        return total / taken
-
-    def close(self) -> None:
-        self._queue.close()
-        self._ray.shutdown()
-
-
 # --- latency --------------------------------------------------------------------------------------------------------
 
 
@@ -367,11 +301,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4], help="processes a stage")
     parser.add_argument("--append-only", action="store_true", help="with an append-only file, synced every second")
     options = parser.parse_args()
-    queue = TransferQueue() if importlib.util.find_spec("transfer_queue") else None
+    queue = TransferQueue() if installed() else None
     rows = []
     direct = [Stage("train", ("of_publish",), ())]
     with redis_server(options.append_only) as redis_url:
         for size_kb in options.sizes:
+            batch, total = CASES[size_kb]
             for workers in options.workers:
                 board, raw = [], []
                 for _ in range(options.rounds):
@@ -384,7 +319,7 @@ def main() -> None:
                 raw.append(measure_raw(redis_url, size_kb, 1, 1))
                 board.append(measure_board(redis_url, size_kb, direct, 1))
                 if queue:
-                    queued.append(queue.measure(size_kb))
+                    queued.append(queue.measure(payload(size_kb), batch, total))
             rows.append(row("one hop", size_kb, board, {"raw Redis": raw, "TransferQueue": queued}))
         p50, p99 = measure_latency(redis_url)
     if queue:
@@ -395,7 +330,7 @@ def main() -> None:
         rounds=options.rounds,
         append_only=options.append_only,
         hop_latency_ms={"p50": round(p50, 3), "p99": round(p99, 3)},
-        transfer_queue="0.1.11" if queue else "not installed: pip install 'relaxd[bench]'",
+        transfer_queue="0.1.11" if queue else "not installed (extra: bench)",
     )
 
 

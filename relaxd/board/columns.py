@@ -10,6 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from relaxd.board.types import Column
 MAGIC = b"RXC1"
 PREFIX = struct.Struct("<4sI")
 ALIGNMENT = 8
+JSON_DTYPE = "json"
 MAX_HEADER_BYTES = 1 << 20
 MAX_DIMENSIONS = 8
 COPIED_BYTES = 16 * 1024
@@ -39,11 +41,13 @@ def encode_columns(columns: Mapping[str, Column]) -> bytes:
     lines: list[str] = []
     parts: list[bytes | memoryview] = [b""]
     for name, value in columns.items():
-        dtype, shape, data = _raw(name, value) if isinstance(value, np.ndarray) else ("json", "", _json(name, value))
+        if isinstance(value, np.ndarray):
+            dtype, data = _raw(name, value)
+            shape: tuple[int, ...] = value.shape
+        else:
+            dtype, shape, data = JSON_DTYPE, (), _json(name, value)
         size = len(data)
-        if not name.isprintable() or not name:
-            raise ColumnError(f"column name {name!r} must not be empty or hold control characters")
-        lines.append(f"{name}\t{dtype}\t{shape}\t{size}")
+        lines.append(_line(name, dtype, shape, size))
         parts.append(data)
         if size % ALIGNMENT:
             parts.append(PADDING[-size % ALIGNMENT])
@@ -66,22 +70,55 @@ def decode_columns(payload: bytes) -> dict[str, Column]:
     if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or offset > len(payload):
         raise ColumnError("a payload does not start with a columns header")
     columns: dict[str, Column] = {}
-    try:
-        header = payload[PREFIX.size : offset].decode().rstrip(" ")
-        for line in header.split("\n") if header else ():
-            name, dtype, shape, size_text = line.split("\t")
-            size = int(size_text)
-            if not 0 <= size <= len(payload) - offset:
-                raise ColumnError(f"column {name!r} says {size} bytes: the payload has {len(payload) - offset} left")
-            columns[name] = _decode(name, dtype, shape, size, payload, offset)
-            offset += size + -size % ALIGNMENT
-    except ValueError as error:  # not UTF-8, not four fields, not numbers
-        raise ColumnError(f"a payload's header is broken: {error}") from error
+    for name, dtype, shape, size in _parse(payload[PREFIX.size : offset]):
+        if size > len(payload) - offset:
+            raise ColumnError(f"column {name!r} says {size} bytes: the payload has {len(payload) - offset} left")
+        if dtype is None:
+            columns[name] = _from_json(name, payload[offset : offset + size])
+        else:
+            columns[name] = np.frombuffer(payload, dtype, size // dtype.itemsize, offset).reshape(shape)
+        offset += size + -size % ALIGNMENT
     return columns
 
 
-def _raw(name: str, value: np.ndarray) -> tuple[str, str, bytes | memoryview]:
-    """An array's dtype, shape and little-endian bytes."""
+# Headers repeat (columns of one shape, flags, empty shares), so both directions are remembered.
+
+
+@lru_cache(maxsize=4096)
+def _line(name: str, dtype: str, shape: tuple[int, ...], size: int) -> str:
+    """A column's line of the header."""
+    if not name.isprintable() or not name:
+        raise ColumnError(f"column name {name!r} must not be empty or hold control characters")
+    return f"{name}\t{dtype}\t{','.join(map(str, shape))}\t{size}"
+
+
+@lru_cache(maxsize=4096)
+def _parse(header: bytes) -> tuple[tuple[str, np.dtype | None, tuple[int, ...], int], ...]:
+    """The header's lines: name, dtype (None for JSON), shape, bytes; each consistent in itself. Raises ColumnError."""
+    try:
+        text = header.decode().rstrip(" ")
+        return tuple(_parse_line(*line.split("\t")) for line in text.split("\n")) if text else ()
+    except (ValueError, TypeError) as error:  # not UTF-8, not four fields, not numbers
+        raise ColumnError(f"a payload's header is broken: {error}") from error
+
+
+def _parse_line(name: str, dtype: str, shape: str, size: str) -> tuple[str, np.dtype | None, tuple[int, ...], int]:
+    dimensions, count = tuple(int(n) for n in shape.split(",")) if shape else (), int(size)
+    if dtype == JSON_DTYPE and count >= 0:
+        return name, None, (), count
+    if dtype not in DTYPES:
+        raise ColumnError(f"column {name!r} has dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
+    if (
+        len(dimensions) > MAX_DIMENSIONS
+        or min(dimensions, default=0) < 0
+        or math.prod(dimensions) * DTYPES[dtype].itemsize != count
+    ):
+        raise ColumnError(f"column {name!r} says shape {shape} of {dtype}, but has {size} bytes")
+    return name, DTYPES[dtype], dimensions, count
+
+
+def _raw(name: str, value: np.ndarray) -> tuple[str, bytes | memoryview]:
+    """An array's dtype and little-endian bytes."""
     array = value if value.flags.c_contiguous else np.ascontiguousarray(value)
     dtype = array.dtype
     if dtype.str not in DTYPES:
@@ -91,7 +128,7 @@ def _raw(name: str, value: np.ndarray) -> tuple[str, str, bytes | memoryview]:
     if array.ndim > MAX_DIMENSIONS:
         raise ColumnError(f"column {name!r} has {array.ndim} dimensions: at most {MAX_DIMENSIONS} are stored")
     data = array.tobytes() if array.nbytes < COPIED_BYTES else array.reshape(-1).view(np.uint8).data
-    return array.dtype.str, ",".join(map(str, value.shape)), data
+    return array.dtype.str, data
 
 
 def _json(name: str, value: Column) -> bytes:
@@ -101,18 +138,9 @@ def _json(name: str, value: Column) -> bytes:
         raise ColumnError(f"column {name!r} is neither an array nor a JSON value: {error}") from error
 
 
-def _decode(name: str, dtype: str, shape: str, size: int, payload: bytes, offset: int) -> Column:
-    if dtype == "json":
-        try:
-            value: Column = json.loads(payload[offset : offset + size])
-        except (ValueError, RecursionError) as error:
-            raise ColumnError(f"column {name!r} is not JSON: {error}") from error
-        return value
-    if dtype not in DTYPES:
-        raise ColumnError(f"column {name!r} has dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
-    dimensions = [int(n) for n in shape.split(",")] if shape else []
-    count = math.prod(dimensions)
-    if count * DTYPES[dtype].itemsize != size or len(dimensions) > MAX_DIMENSIONS or min(dimensions, default=0) < 0:
-        raise ColumnError(f"column {name!r} says shape {shape} of {dtype}, but has {size} bytes")
-    array = np.frombuffer(payload, DTYPES[dtype], count, offset)
-    return array if len(dimensions) == 1 else array.reshape(dimensions)
+def _from_json(name: str, data: bytes) -> Column:
+    try:
+        value: Column = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ColumnError(f"column {name!r} is not JSON: {error}") from error
+    return value

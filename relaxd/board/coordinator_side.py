@@ -11,7 +11,6 @@ from relaxd.board.core import BoardCore
 from relaxd.board.errors import GateClosed
 from relaxd.board.types import JSON, NewGroup, Retry
 
-
 GROUP_ID = re.compile(r"[^\s,|]+")
 
 

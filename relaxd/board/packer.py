@@ -4,6 +4,7 @@ from redis.exceptions import DataError
 
 LARGE_BYTES = 6000
 """An argument of at least this size is sent as it is, instead of being copied beside the others."""
+LENGTHS = [b"$%d\r\n" % length for length in range(LARGE_BYTES)]
 
 
 class CommandPacker:
@@ -24,12 +25,11 @@ class CommandPacker:
                 data = repr(argument).encode()
             else:
                 raise DataError(f"an argument is a {type(argument).__name__}, not bytes, str, int or float")
-            parts.append(b"$%d\r\n" % len(data))
-            if len(data) >= LARGE_BYTES:
+            if len(data) < LARGE_BYTES:
+                parts += (LENGTHS[len(data)], data, b"\r\n")
+            else:
+                parts.append(b"$%d\r\n" % len(data))
                 chunks += (b"".join(parts), data)
                 parts = [b"\r\n"]
-            else:
-                parts.append(data)
-                parts.append(b"\r\n")
         chunks.append(b"".join(parts))
         return chunks

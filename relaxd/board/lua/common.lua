@@ -17,7 +17,8 @@ local P = KEYS[1]
 local STATE, OPEN, BEGUN, RETRIES = P .. 'state', P .. 'open', P .. 'begun', P .. 'retries'
 local WORKERS = 'workers'
 local KEPT_GROUPS, KEPT_BYTES = 256, 65536
-local call = redis.call
+local call, byte, unpack = redis.call, string.byte, unpack
+local AT = byte('@') -- what a pointer's field starts with
 
 local function group_key(id) return P .. 'group:' .. id end
 local function stream_key(stage) return P .. 'stage:' .. stage end
@@ -35,15 +36,11 @@ end
 
 -- Keys of the payloads that a pointer names.
 local function payload_keys(pointer)
-  local keys, attempt = {}, nil
-  for part in string.gmatch(pointer, '[^,]+') do
-    if attempt then
-      keys[#keys + 1] = P .. 'columns:' .. attempt .. ':' .. part
-    else
-      attempt = part
-      keys[1] = P .. 'columns:' .. attempt
-    end
-  end
+  local comma = string.find(pointer, ',', 1, true)
+  if not comma then return { P .. 'columns:' .. pointer } end
+  local shared = P .. 'columns:' .. string.sub(pointer, 1, comma - 1)
+  local keys = { shared }
+  for column in string.gmatch(string.sub(pointer, comma + 1), '[^,]+') do keys[#keys + 1] = shared .. ':' .. column end
   return keys
 end
 
@@ -62,7 +59,7 @@ end
 local function offer(id, group, stage, attempts)
   local entry = { 'group', id, 'trace', group.trace, 'attempts', attempts }
   for name, value in pairs(group) do
-    if string.byte(name) == 64 then -- "@"
+    if byte(name) == AT then
       entry[#entry + 1] = name
       entry[#entry + 1] = value
     end
@@ -117,7 +114,7 @@ end
 -- Remove every trace of an open group but the counters. `spare`: a pointer whose payloads stay.
 local function close(id, group, spare)
   for name, value in pairs(group) do
-    if string.byte(name) == 64 then
+    if byte(name) == AT then
       if value ~= spare then
         for _, key in ipairs(payload_keys(value)) do removed.payloads[#removed.payloads + 1] = key end
       end
