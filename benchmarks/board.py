@@ -116,10 +116,10 @@ def make_board(redis_url: str, stages: list[Stage], total: int) -> Board:
 
 def board_publish(clock: Clock, redis_url: str, stages: list[Stage], total: int, batch: int, size_kb: int) -> None:
     board, data = make_board(redis_url, stages, total), payload(size_kb)
+    groups = [NewGroup(f"g{i}", {"of_publish": data}) for i in range(total)]
     clock.wait()
     for first in range(0, total, batch):
-        groups = [NewGroup(f"g{i}", {"of_publish": data}) for i in range(first, min(first + batch, total))]
-        board.publish(epoch=1, groups=groups, cursor=first)
+        board.publish(epoch=1, groups=groups[first : first + batch], cursor=first)
 
 
 def board_stage(

@@ -215,7 +215,7 @@ def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries:
         entry_id=entry_id.decode(),
         stage=stage,
         consumer=consumer,
-        attempt=int(fields[b"attempts"]) + deliveries,
+        attempt=int(fields.get(b"attempts", 0)) + deliveries,
         trace={} if trace == b"{}" else json.loads(trace),
         waited_seconds=max(0.0, time.time() - offered),
         pointers={name.decode(): value.decode() for name, value in fields.items() if name[:1] == b"@"},

@@ -8,7 +8,7 @@ for _, pending in ipairs(call('XPENDING', stream_key(stage), WORKERS, 'IDLE', le
   if entry then -- else it was deleted
     local fields = {}
     for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-    local before = tonumber(fields.attempts) + pending[4]
+    local before = tonumber(fields.attempts or 0) + pending[4]
     if before >= max_deliveries then
       drop(fields.group, read_group(fields.group), 'poison', stage, before, false, 0)
     else

@@ -4,11 +4,11 @@
 --   open             set: ids of the groups that are neither trained nor dropped
 --   begun            hash: group id -> oldest weight version in it, once its generation has begun
 --   group:<id>       hash of an open group:
---                      trace, retries, bytes
+--                      trace, bytes, retries (where there were any)
 --                      @<writer>          pointer to the columns that a stage (or "publish") wrote
 --                      entry:<stage>      its entry in the stage's stream; set once it was offered
 --                      attempts:<stage>   deliveries under earlier entries
---   stage:<name>     stream, consumer group "workers": group, trace, attempts, @<writer> ...
+--   stage:<name>     stream, consumer group "workers": group, trace, attempts (where there were any), @<writer> ...
 --   columns:<attempt>[:<column>]  payloads; a pointer is "<attempt>[,<large column>...]"
 --   ledger           stream, id "<step>-0"      samples   stream, id "<step>-<i>"
 --   drops            hash: reason -> count      dropped   stream: what is kept of dropped groups
@@ -57,7 +57,10 @@ end
 
 -- Put the group into a stage's stream.
 local function offer(id, group, stage, attempts)
-  local entry = { 'group', id, 'trace', group.trace, 'attempts', attempts }
+  local entry = { 'group', id, 'trace', group.trace }
+  if attempts > 0 then
+    entry[5], entry[6] = 'attempts', attempts
+  end
   for name, value in pairs(group) do
     if byte(name) == AT then
       entry[#entry + 1] = name
@@ -131,8 +134,9 @@ end
 -- Close a group as dropped. With `retry`, its prompt waits to be published again, at most max_retries times.
 local function drop(id, group, reason, stage, attempt, retry, max_retries)
   local pointer = group['@publish']
-  retry = retry and tonumber(group.retries) < max_retries
-  if retry then call('HSET', RETRIES, id, group.retries .. '|' .. pointer) end
+  local retries = tonumber(group.retries or 0)
+  retry = retry and retries < max_retries
+  if retry then call('HSET', RETRIES, id, retries .. '|' .. pointer) end
   local prompt = payload_keys(pointer)[1]
   local kept = ''
   if call('STRLEN', prompt) <= KEPT_BYTES then kept = call('GET', prompt) or '' end

@@ -44,8 +44,10 @@ end
 if asking then return math.max(0, limit - counted) end
 if counted + #ids > limit then return fail('GATE ' .. reason) end
 
-for _, id in ipairs(ids) do
-  if call('SISMEMBER', OPEN, id) == 1 then return fail('CONFLICT group ' .. id .. ' is open already') end
+for i = 1, #ids, 1000 do
+  for n, open in ipairs(call('SMISMEMBER', OPEN, unpack(ids, i, math.min(i + 999, #ids)))) do
+    if open == 1 then return fail('CONFLICT group ' .. ids[i + n - 1] .. ' is open already') end
+  end
 end
 for i = 4, #ARGV, 6 do
   local retry_of = ARGV[i + 4]
@@ -66,7 +68,10 @@ for i = 4, #ARGV, 6 do
     call('HDEL', RETRIES, retry_of)
   end
   local group = { ['@publish'] = pointer, trace = ARGV[i + 2] }
-  local changes = { '@publish', pointer, 'trace', ARGV[i + 2], 'bytes', ARGV[i + 3], 'retries', retries }
+  local changes = { '@publish', pointer, 'trace', ARGV[i + 2], 'bytes', ARGV[i + 3] }
+  if retries > 0 then
+    changes[7], changes[8] = 'retries', retries
+  end
   offer_ready(id, group, stages, changes)
   call('HSET', group_key(id), unpack(changes))
 end
