@@ -67,8 +67,16 @@ class RedisServer:
             self.process = None
 
     def kill(self) -> None:
-        """End it at once (SIGKILL): the client connections break, nothing is flushed by the server itself."""
+        """End it at once (SIGKILL): the client connections break, nothing is flushed by the server itself.
+
+        With AOF, what was written before this call is in the file: "everysec" holds writes back for up to 2 s while the
+        disk is still busy with the last sync, and a test must not depend on how busy the disk is.
+        """
         if self.process is not None:
+            if self.append_only:
+                with redis.Redis.from_url(self.url, socket_timeout=10.0) as client:
+                    client.set("relaxd-test:mark", 1, px=1)  # WAITAOF waits for its own connection's writes
+                    client.execute_command("WAITAOF", 1, 0, 8000)
             self.process.kill()
             self.process.wait(timeout=10)
             self.process = None
