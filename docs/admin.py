@@ -96,7 +96,7 @@ class Page:
             timeout=120,
             check=False,
         )
-        output = done.stdout.rstrip().replace(str(self._folder), "/work")
+        output = done.stdout.rstrip().replace(str(self._folder), "/home/you")
         self._parts.append(f"{text}\n\n```console\n$ {command}\n{output}\n```\n")
         return done.stdout
 

@@ -24,22 +24,16 @@ class Stage:
     writes: tuple[str, ...]
 
 
+GENERATED = ("tokens", "lengths", "loss_mask", "rollout_logprobs", VERSIONS, "finish", "text", "continued")
+"""What the rollout stage writes, and the trainer needs all of."""
+
 STAGES: dict[str, Stage] = {
     stage.name: stage
     for stage in (
         Stage(
             name="rollout",
             needs=("prompt_tokens",),
-            writes=(
-                "tokens",
-                "lengths",
-                "loss_mask",
-                "rollout_logprobs",
-                VERSIONS,
-                "finish",
-                "text",
-                "continued",
-            ),
+            writes=GENERATED,
         ),
         Stage(name="reward", needs=("prompt", "text", "finish"), writes=("reward", "reward_parts")),
         Stage(name="advantage", needs=("reward", "lengths"), writes=("advantages",)),
@@ -48,14 +42,7 @@ STAGES: dict[str, Stage] = {
             needs=(
                 "prompt_tokens",
                 "prompt",
-                "tokens",
-                "lengths",
-                "loss_mask",
-                "rollout_logprobs",
-                VERSIONS,
-                "finish",
-                "text",
-                "continued",
+                *GENERATED,
                 "reward",
                 "reward_parts",
                 "advantages",
