@@ -8,7 +8,7 @@ from typing import Any
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
 from relaxd.board import BoardError
 from relaxd.rpc.replica import ReplicaServicer
-from relaxd.rpc.server import Service, start_server
+from relaxd.rpc.server import RunningServer, Service, start_server
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
 from relaxd.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
@@ -57,23 +57,27 @@ class Coordinator:
             Service(add_ReplicaServicer_to_server, ReplicaServicer(self._status, self._drain), "relaxd.v1.Replica"),
         ]
         self._registry.load(await asyncio.to_thread(self._store.replicas))
-        server = await start_server(
-            services, host=self._settings.host, port=self._settings.port, token=self._settings.token
-        )
-        logger.info("coordinator %s, epoch %d, on %s:%d", __version__, self._store.epoch, server.host, server.port)
         tasks: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(self._registry.expire_forever()),
             asyncio.ensure_future(self._keep_house()),
             asyncio.ensure_future(stop.wait()),
         ]
+        server: RunningServer | None = None
         try:
+            # The run first, then the door: a replica that asks in between would hear that there is nothing to do, and
+            # would drop what it has.
             await self._manager.take_up()
+            server = await start_server(
+                services, host=self._settings.host, port=self._settings.port, token=self._settings.token
+            )
+            logger.info("coordinator %s, epoch %d, on %s:%d", __version__, self._store.epoch, server.host, server.port)
             await server.set_serving(True)
             done, _ = await asyncio.wait([*tasks, self._failed], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            await server.stop(min(1.0, self._settings.grace_seconds))
+            if server is not None:
+                await server.stop(min(1.0, self._settings.grace_seconds))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

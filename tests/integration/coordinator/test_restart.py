@@ -47,7 +47,7 @@ def test_a_coordinator_that_is_killed_again_and_again(cluster: Cluster) -> None:
         assert f"epoch {number + 2}" in cluster.log("coordinator")
     run = cluster.until_state(STOPPED, 60)
     assert (run.reason, run.step) == ("completed", 15)
-    assert (run.groups.published, run.groups.trained, run.groups.open) == (60, 60, 0)
+    assert (run.groups.published, run.groups.trained, run.groups.open) == (60, 60, 0), run.groups
     texts = trained_prompts(cluster, run)
     assert len(set(texts)) == len(texts) == 60
     lines = [json.loads(line) for line in (Path(run.folder) / "metrics.jsonl").read_text().splitlines()]
