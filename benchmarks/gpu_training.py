@@ -13,12 +13,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.gpu_profile import profile
 from benchmarks.reporting import report
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer.learner import Learner
@@ -80,6 +82,7 @@ def main() -> None:
     parser.add_argument("--pipeline", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="timed steps; one more is for warming up")
     parser.add_argument("--folder", type=Path, help="where the model is, or is written")
+    parser.add_argument("--profile", action="store_true", help="say which kernels the time of the largest went to")
     options = parser.parse_args()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -133,6 +136,12 @@ def main() -> None:
                 "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
             }
         )
+        if options.profile and tokens == max(options.tokens):
+            learner.accumulate([batch])
+            table = profile(partial(learner.accumulate, [batch]))
+            learner.discard()
+            if rank == 0:
+                print(table, flush=True)
     if rank == 0:
         report(
             f"gpu-training-{options.shape}",
