@@ -58,8 +58,11 @@ def main() -> int:
     telemetry.setup("coordinator", settings.replica_id)
     try:
         asyncio.run(serve(settings))
-    except (CannotStart, ServerError, Superseded, Fenced) as error:
+    except (CannotStart, ServerError, Superseded) as error:
         print(f"coordinator: {error}", file=sys.stderr)
+        return 1
+    except Fenced as error:
+        print(f"coordinator: a newer coordinator has taken over: {error}", file=sys.stderr)
         return 1
     finally:
         telemetry.shutdown()

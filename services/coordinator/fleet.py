@@ -54,7 +54,13 @@ class Fleet:
         ]
 
     def oldest_version(self, epoch: int) -> int | None:
-        """The oldest version on any engine that takes prompts; None without such an engine."""
+        """The oldest version on any engine that takes prompts.
+
+        None without such an engine, and while one that an earlier coordinator knew has not been heard of: it may be
+        taking prompts under any version, and what it writes would be too old by the time that it is trained.
+        """
+        if any(replica.unheard for replica in self.registry.of_role(ROLE_ROLLOUT)):
+            return None
         return min((r.version[1] for r in self.serving(epoch) if r.version is not None), default=None)
 
     def missing(self) -> list[str]:

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf import json_format
 
+from relaxd.rpc.errors import NotFound
 from relaxd.v1.coordinator_pb2 import RegisterRequest
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_READY,
@@ -15,8 +16,9 @@ from relaxd.v1.replica_pb2 import (
     Role,
 )
 from services.coordinator.changes import Signal
+from services.coordinator.gpus import choose
 from services.coordinator.records import Member, ReplicaRecord
-from services.coordinator.store import Store
+from services.coordinator.store import Store, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class Replica:
     """Its last word; empty until the first heartbeat."""
     draining: bool = False
     """Asked to drain."""
+    unheard: bool = False
+    """Taken over from an earlier coordinator, and not heard of since: what it works on and serves isn't known."""
     synced: Version | None = None
     """The version that the last synchronisation left on it, until a heartbeat says so itself."""
     synced_at: float = 0.0
@@ -68,27 +72,36 @@ class Replica:
 
 
 class Registry:
-    """All replicas. Lives in the event loop; registrations are also kept in Redis."""
+    """All replicas and the GPUs that they lease. Lives in the event loop; all of it is also kept in Redis."""
 
     def __init__(self, store: Store, *, lease_seconds: float, heartbeat_seconds: float) -> None:
         self._store = store
         self._replicas: dict[str, Replica] = {}
+        self._gpu_holders: dict[str, str] = {}
+        """Replica ids by GPU UUID."""
+        self._gone: set[str] = set()
+        """Replicas whose lease is over and that Redis has not forgotten yet: their GPUs are not free yet."""
+        self._writing = asyncio.Lock()
+        """Held while Redis is written to: it hears of changes in the order in which they happen."""
         self.lease_seconds = lease_seconds
         self.heartbeat_seconds = heartbeat_seconds
         self.changed = Signal()
 
-    def load(self, records: dict[str, ReplicaRecord]) -> None:
-        """Take over the registrations that an earlier coordinator knew; each has a whole lease to show itself."""
+    def load(self, records: dict[str, ReplicaRecord], gpu_holders: dict[str, str]) -> None:
+        """Take over what an earlier coordinator knew; each replica has a whole lease to show itself."""
+        self._gpu_holders = dict(gpu_holders)
         for record in records.values():
             registration = json_format.Parse(record.registration_json, RegisterRequest())
-            self._add(registration, record.registered_at, draining=record.draining)
+            self._add(registration, record.registered_at, draining=record.draining, unheard=True)
 
     async def register(self, registration: RegisterRequest) -> None:
         """Make a replica known, in the place of an earlier one of the same id."""
         now = time.time()
         record = ReplicaRecord(registration_json=json_format.MessageToJson(registration), registered_at=now)
-        await asyncio.to_thread(self._store.save_replica, registration.replica_id, record)
-        self._add(registration, now)
+        async with self._writing:
+            self._gone.discard(registration.replica_id)
+            await asyncio.to_thread(self._store.save_replica, registration.replica_id, record)
+            self._add(registration, now)
         logger.info("%s registered from %s", registration.replica_id, registration.address)
         self.changed.fire()
 
@@ -102,7 +115,7 @@ class Registry:
         if replica.synced is not None and replica.seen - replica.synced_at > 2 * self.heartbeat_seconds:
             replica.synced = None
         before = (replica.status.state, replica.status.run_id, replica.status.weights)
-        replica.status = status
+        replica.status, replica.unheard = status, False
         if before != (status.state, status.run_id, status.weights):
             self.changed.fire()
         return replica
@@ -123,8 +136,34 @@ class Registry:
             registered_at=replica.registered_at,
             draining=True,
         )
-        await asyncio.to_thread(self._store.save_replica, replica.replica_id, record)
+        async with self._writing:
+            await asyncio.to_thread(self._store.save_replica, replica.replica_id, record)
         self.changed.fire()
+
+    async def lease_gpus(self, replica_id: str, candidates: Sequence[str], count: int) -> list[str]:
+        """Let a replica hold `count` of the candidates and nothing else; returns their UUIDs.
+
+        Raises NotFound: it isn't registered; ResourceExhausted: others hold too many of them.
+        """
+        async with self._writing:
+            if replica_id not in self._replicas:
+                raise NotFound(f"no replica {replica_id!r} is registered: register first")
+            chosen = choose(replica_id, candidates, count, self._gpu_holders)
+            before = self.gpus_of(replica_id)
+            freed = [uuid for uuid in before if uuid not in chosen]
+            for uuid in freed:
+                del self._gpu_holders[uuid]
+            self._gpu_holders |= dict.fromkeys(chosen, replica_id)
+            # Written even where nothing changes: an earlier call may have ended before its write did.
+            if chosen or freed:
+                await asyncio.to_thread(self._store.save_gpus, replica_id, chosen, freed)
+            if set(chosen) != set(before):
+                logger.info("%s holds GPUs: %s", replica_id, ", ".join(chosen) or "none")
+        return chosen
+
+    def gpus_of(self, replica_id: str) -> list[str]:
+        """UUIDs of the GPUs that a replica holds."""
+        return [uuid for uuid, holder in self._gpu_holders.items() if holder == replica_id]
 
     def get(self, replica_id: str) -> Replica | None:
         """A replica by id."""
@@ -163,9 +202,33 @@ class Registry:
                     del self._replicas[replica_id]
                     logger.warning("%s is gone: no heartbeat for %.1f s", replica_id, self.lease_seconds)
                 self.changed.fire()
-                await asyncio.to_thread(self._store.remove_replicas, expired)
+                self._gone.update(expired)
+            if self._gone:
+                await self._forget_gone()
 
-    def _add(self, registration: RegisterRequest, registered_at: float, *, draining: bool = False) -> None:
+    async def _forget_gone(self) -> None:
+        """Let Redis forget who is gone, and free what they held."""
+        async with self._writing:
+            gone = list(self._gone)
+            if not gone:  # back again already
+                return
+            gpus = [uuid for uuid, holder in self._gpu_holders.items() if holder in self._gone]
+            try:
+                await asyncio.to_thread(self._store.remove_replicas, gone, gpus)
+            except StoreUnavailable:  # the run's own loops tell about it
+                return
+            self._gone.clear()
+            for uuid in gpus:
+                del self._gpu_holders[uuid]
+
+    def _add(
+        self, registration: RegisterRequest, registered_at: float, *, draining: bool = False, unheard: bool = False
+    ) -> None:
         self._replicas[registration.replica_id] = Replica(
-            registration, registered_at, seen=time.monotonic(), status=GetStatusResponse(), draining=draining
+            registration,
+            registered_at,
+            seen=time.monotonic(),
+            status=GetStatusResponse(),
+            draining=draining,
+            unheard=unheard,
         )

@@ -22,6 +22,7 @@ from services.coordinator.watch import watch
 
 REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
+GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
 MOST_SAMPLES = 1000
 DRAIN_SECONDS = 25.0
 
@@ -124,7 +125,12 @@ class CoordinatorService(CoordinatorServicer):
         now = time.monotonic()
         return pb.ListReplicasResponse(
             replicas=[
-                pb.ReplicaInfo(registration=r.registration, status=r.status, heartbeat_age_seconds=now - r.seen)
+                pb.ReplicaInfo(
+                    registration=r.registration,
+                    status=r.status,
+                    heartbeat_age_seconds=now - r.seen,
+                    leased_gpu_uuids=self._registry.gpus_of(r.replica_id),
+                )
                 for r in self._registry.all()
                 if request.role in (ROLE_UNSPECIFIED, r.registration.role)
             ]
@@ -147,6 +153,21 @@ class CoordinatorService(CoordinatorServicer):
                 f"{request.replica_id} was asked to drain, but doesn't answer: {explain(error)}"
             ) from error
         return pb.DrainReplicaResponse(held_groups=answer.held_groups)
+
+    async def LeaseGpus(self, request: pb.LeaseGpusRequest, context: Any) -> pb.LeaseGpusResponse:
+        """Let a replica hold GPUs that nobody else holds."""
+        candidates = request.candidate_uuids
+        violations = Violations()
+        violations.check(REPLICA_ID.fullmatch(request.replica_id), "replica_id", "must be the replica's id")
+        violations.check(request.count >= 0, "count", f"is {request.count}: it must not be negative")
+        for index, uuid in enumerate(candidates):
+            violations.check(
+                GPU_UUID.fullmatch(uuid), f"candidate_uuids[{index}]", f"is {uuid!r}: it must be GPU-... or MIG-..."
+            )
+        violations.check(len(set(candidates)) == len(candidates), "candidate_uuids", "names a GPU twice")
+        violations.raise_if_any()
+        granted = await self._registry.lease_gpus(request.replica_id, candidates, request.count)
+        return pb.LeaseGpusResponse(gpu_uuids=granted)
 
     # --- weights --------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,9 @@ class Coordinator:
             ),
             Service(add_ReplicaServicer_to_server, ReplicaServicer(self._status, self._drain), "relaxd.v1.Replica"),
         ]
-        self._registry.load(await asyncio.to_thread(self._store.replicas))
+        self._registry.load(
+            await asyncio.to_thread(self._store.replicas), await asyncio.to_thread(self._store.gpu_holders)
+        )
         tasks: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(self._registry.expire_forever()),
             asyncio.ensure_future(self._keep_house()),

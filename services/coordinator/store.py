@@ -17,6 +17,7 @@ EPOCH = PREFIX + "epoch"
 RUNS = PREFIX + "runs"
 ACTIVE = PREFIX + "active"
 REPLICAS = PREFIX + "replicas"
+GPUS = PREFIX + "gpus"
 WEIGHTS = PREFIX + "weights"
 
 # KEYS: epoch. ARGV: the writer's epoch, commands as JSON.
@@ -118,9 +119,23 @@ class Store:
         """Remember a registration."""
         self._write([["HSET", REPLICAS, replica_id, record.model_dump_json()]])
 
-    def remove_replicas(self, replica_ids: Sequence[str]) -> None:
-        """Forget registrations."""
-        self._write([["HDEL", REPLICAS, *replica_ids]])
+    def remove_replicas(self, replica_ids: Sequence[str], gpu_uuids: Sequence[str]) -> None:
+        """Forget registrations, and that they held these GPUs."""
+        commands = [["HDEL", REPLICAS, *replica_ids]]
+        if gpu_uuids:
+            commands.append(["HDEL", GPUS, *gpu_uuids])
+        self._write(commands)
+
+    def save_gpus(self, replica_id: str, held: Sequence[str], freed: Sequence[str]) -> None:
+        """Remember that a replica holds GPUs, and has given back others."""
+        commands = [["HSET", GPUS, uuid, replica_id] for uuid in held]
+        if freed:
+            commands.append(["HDEL", GPUS, *freed])
+        self._write(commands)
+
+    def gpu_holders(self) -> dict[str, str]:
+        """Which replica holds a GPU, by UUID."""
+        return dict(self._call(lambda: self._redis.hgetall(GPUS)))
 
     def replicas(self) -> dict[str, ReplicaRecord]:
         """All registrations by replica id."""
