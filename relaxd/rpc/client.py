@@ -19,12 +19,12 @@ DEFAULT_STREAM_DEADLINE_SECONDS = 330.0
 
 IDEMPOTENT_METHODS = {
     "relaxd.v1.Replica": ("GetStatus",),
-    "relaxd.v1.Coordinator": ("GetRun", "ListRuns", "ListSamples", "ListReplicas", "GetWeights"),
+    "relaxd.v1.Coordinator": ("GetRun", "ListRuns", "ListSamples", "ListReplicas", "GetWeights", "LeaseGpus"),
     "relaxd.v1.Trainer": ("GetWeightManifest",),
     "relaxd.v1.Reward": ("ListRewards",),
 }
-"""Calls that gRPC itself may repeat on UNAVAILABLE. Only reads: a blanket retry would carry a request that kills a
-replica to the next one."""
+"""Calls that gRPC itself may repeat on UNAVAILABLE. Only reads, and what comes to the same when done twice: a blanket
+retry would carry a request that kills a replica to the next one."""
 
 
 def channel(address: str, *, token: str | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:

@@ -963,6 +963,7 @@ class ReplicaInfo(_message.Message):
     REGISTRATION_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    LEASED_GPU_UUIDS_FIELD_NUMBER: _builtins.int
     heartbeat_age_seconds: _builtins.float
     """Seconds since its last heartbeat."""
     @_builtins.property
@@ -973,16 +974,21 @@ class ReplicaInfo(_message.Message):
     def status(self) -> _replica_pb2.GetStatusResponse:
         """Its last word."""
 
+    @_builtins.property
+    def leased_gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """UUIDs of the GPUs that it has leased."""
+
     def __init__(
         self,
         *,
         registration: Global___RegisterRequest | None = ...,
         status: _replica_pb2.GetStatusResponse | None = ...,
         heartbeat_age_seconds: _builtins.float = ...,
+        leased_gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["registration", b"registration", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_age_seconds", b"heartbeat_age_seconds", "registration", b"registration", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_age_seconds", b"heartbeat_age_seconds", "leased_gpu_uuids", b"leased_gpu_uuids", "registration", b"registration", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1055,6 +1061,62 @@ class DrainReplicaResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainReplicaResponse: _TypeAlias = DrainReplicaResponse  # noqa: Y015
+
+@_typing.final
+class LeaseGpusRequest(_message.Message):
+    """Asks for GPUs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    CANDIDATE_UUIDS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """The replica that they are for."""
+    count: _builtins.int
+    """How many it needs. What it holds and doesn't need any more is freed; 0 gives everything back."""
+    @_builtins.property
+    def candidate_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """UUIDs of the GPUs (or MIG devices) that it sees, those that it would rather have first."""
+
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        candidate_uuids: _abc.Iterable[_builtins.str] | None = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_uuids", b"candidate_uuids", "count", b"count", "replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseGpusRequest: _TypeAlias = LeaseGpusRequest  # noqa: Y015
+
+@_typing.final
+class LeaseGpusResponse(_message.Message):
+    """The GPUs are the replica's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPU_UUIDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What it holds now, in the order of the candidates."""
+
+    def __init__(
+        self,
+        *,
+        gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuids", b"gpu_uuids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseGpusResponse: _TypeAlias = LeaseGpusResponse  # noqa: Y015
 
 @_typing.final
 class AnnounceVersionRequest(_message.Message):

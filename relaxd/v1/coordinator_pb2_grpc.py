@@ -96,6 +96,11 @@ class CoordinatorStub:
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.DrainReplicaRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.DrainReplicaResponse.FromString,
                 _registered_method=True)
+        self.LeaseGpus = channel.unary_unary(
+                '/relaxd.v1.Coordinator/LeaseGpus',
+                request_serializer=relaxd_dot_v1_dot_coordinator__pb2.LeaseGpusRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.LeaseGpusResponse.FromString,
+                _registered_method=True)
         self.AnnounceVersion = channel.unary_unary(
                 '/relaxd.v1.Coordinator/AnnounceVersion',
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.AnnounceVersionRequest.SerializeToString,
@@ -202,6 +207,14 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LeaseGpus(self, request, context):
+        """LeaseGpus grants a replica GPUs that no other replica holds, until its own lease ends or it gives them back. Asking
+        again is answered with the same ones. When too few are free: RESOURCE_EXHAUSTED, with who holds what.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AnnounceVersion(self, request, context):
         """AnnounceVersion is how the trainer says that a step is committed and new weights can be fetched.
         """
@@ -285,6 +298,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.DrainReplica,
                     request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.DrainReplicaRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_coordinator__pb2.DrainReplicaResponse.SerializeToString,
+            ),
+            'LeaseGpus': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaseGpus,
+                    request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.LeaseGpusRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_coordinator__pb2.LeaseGpusResponse.SerializeToString,
             ),
             'AnnounceVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.AnnounceVersion,
@@ -628,6 +646,33 @@ class Coordinator:
             '/relaxd.v1.Coordinator/DrainReplica',
             relaxd_dot_v1_dot_coordinator__pb2.DrainReplicaRequest.SerializeToString,
             relaxd_dot_v1_dot_coordinator__pb2.DrainReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaseGpus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/LeaseGpus',
+            relaxd_dot_v1_dot_coordinator__pb2.LeaseGpusRequest.SerializeToString,
+            relaxd_dot_v1_dot_coordinator__pb2.LeaseGpusResponse.FromString,
             options,
             channel_credentials,
             insecure,

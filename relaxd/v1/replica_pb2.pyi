@@ -176,6 +176,7 @@ class GetStatusResponse(_message.Message):
     PACKAGE_VERSION_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     GAUGES_FIELD_NUMBER: _builtins.int
+    GPU_UUIDS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Unique name of this process, such as rollout-3f9a."""
     role: Global___Role.ValueType
@@ -204,6 +205,10 @@ class GetStatusResponse(_message.Message):
     def gauges(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Numbers worth a look, by name, such as tokens_per_second or rss_bytes."""
 
+    @_builtins.property
+    def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """UUIDs of the GPUs that it has leased."""
+
     def __init__(
         self,
         *,
@@ -219,10 +224,11 @@ class GetStatusResponse(_message.Message):
         package_version: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
         gauges: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done_groups", b"done_groups", "gauges", b"gauges", "held_groups", b"held_groups", "package_version", b"package_version", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role", "run_id", b"run_id", "state", b"state", "uptime_seconds", b"uptime_seconds", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done_groups", b"done_groups", "gauges", b"gauges", "gpu_uuids", b"gpu_uuids", "held_groups", b"held_groups", "package_version", b"package_version", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role", "run_id", b"run_id", "state", b"state", "uptime_seconds", b"uptime_seconds", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
