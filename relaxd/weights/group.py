@@ -6,20 +6,29 @@ unblocks both from another thread.
 """
 
 import contextlib
+import logging
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
+from relaxd.weights.gloo import GlooConnection
+from relaxd.weights.nccl import NcclConnection
+
+logger = logging.getLogger(__name__)
+
 Transport = Literal["gloo", "nccl"]
 
-_POLL_SECONDS = 0.0005
+_POLL_SECONDS = 0.0002
 _RENDEZVOUS_POLL_SECONDS = 0.01
-_ABORT_POLL_SECONDS = 0.2
+_ABORT_POLL_SECONDS = 0.1
+_ABORT_SECONDS = 5.0
+"""How long `abort` waits for the GPU to let go of the tensors."""
 _ABORTED = "aborted"
 
 
@@ -32,33 +41,69 @@ def host_store(port: int = 0) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, None, is_master=True, wait_for_workers=False)
 
 
-class Transfer:
-    """One broadcast under way. Keep the tensor untouched until `wait` has returned."""
+class Connection(Protocol):
+    """The members' connection, once there is one."""
 
-    def __init__(self, group: "WeightGroup", work: Any, tensor: torch.Tensor, timeout: float) -> None:
+    def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> "Pending":
+        """Start one broadcast per tensor. Raises RuntimeError."""
+
+    def abort(self) -> None:
+        """End what is under way and give the connection up."""
+
+
+class Pending(Protocol):
+    """Broadcasts that were started together."""
+
+    def done(self) -> bool:
+        """Whether they have ended, well or not. May raise RuntimeError for why they never will."""
+
+    def finish(self) -> None:
+        """Raise RuntimeError unless they, being done, ended well."""
+
+    def precede_current_stream(self) -> None:
+        """Have what the current stream gets from now on come after them."""
+
+
+class Transfer:
+    """Broadcasts under way. Keep their tensors untouched until `wait` has returned."""
+
+    def __init__(self, group: "WeightGroup", pending: Pending, nbytes: int, timeout: float) -> None:
         self._group = group
-        self._work = work
-        self._tensor = tensor
+        self._pending = pending
+        self._nbytes = nbytes
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
 
     def wait(self) -> None:
-        """Return when the broadcast is done on this side. Raises WeightGroupError at failure, deadline or abort."""
-        while not self._work.is_completed():
-            if self._group.aborted.wait(_POLL_SECONDS):
-                raise WeightGroupError(f"weight group {self._group.name} was aborted during a broadcast")
-            if time.monotonic() > self._deadline:
-                self._group.abort()
-                raise WeightGroupError(
-                    f"a broadcast of {self._tensor.nbytes} bytes in weight group {self._group.name} did not end within "
-                    f"{self._timeout:g} s"
-                )
+        """Return when they are done on this side. Raises WeightGroupError at failure, deadline or abort."""
         try:
-            self._work.wait()
+            while not self._pending.done():
+                if self._group.aborted.wait(_POLL_SECONDS):
+                    raise WeightGroupError(f"weight group {self._group.name} was aborted during a broadcast")
+                if time.monotonic() > self._deadline:
+                    self._group.abort()
+                    raise WeightGroupError(
+                        f"a broadcast of {self._nbytes} bytes in weight group {self._group.name} did not end within "
+                        f"{self._timeout:g} s"
+                    )
+            self._pending.finish()
         except RuntimeError as error:
+            if self._group.aborted.is_set():
+                raise WeightGroupError(f"weight group {self._group.name} was aborted during a broadcast") from error
             self._group.abort()
             reason = str(error).splitlines()[0]
             raise WeightGroupError(f"a broadcast in weight group {self._group.name} failed: {reason}") from error
+
+    def precede_current_stream(self) -> None:
+        """Have whatever the current stream gets from now on come after the broadcasts.
+
+        On a GPU this doesn't wait, and tells nothing about success: `wait` for the last transfer of all the same. On a
+        CPU it is the same as `wait`.
+        """
+        if self._group.transport == "nccl":
+            self._pending.precede_current_stream()
+        else:
+            self.wait()
 
 
 class WeightGroup:
@@ -81,13 +126,12 @@ class WeightGroup:
         self.rank = rank
         self.world_size = world_size
         self.aborted = threading.Event()
-        self._transport = transport
+        self.transport = transport
         self._store_address = (store_host, store_port)
         self._device = device
         self._lock = threading.Lock()
         self._store: dist.Store | None = None
-        self._group: Any = None
-        self._pending: list[Any] = []
+        self._connection: Connection | None = None
 
     def connect(self, timeout: float) -> None:
         """Meet the other members; returns when all are connected. Raises WeightGroupError after `timeout` seconds."""
@@ -99,7 +143,7 @@ class WeightGroup:
             )
             store = dist.PrefixStore(f"weights/{self.name}", client)
             self._meet(store, deadline, timeout)
-            group = self._build(store, max(deadline - time.monotonic(), 0.5))
+            connection = self._build(store, max(deadline - time.monotonic(), 0.5))
         except RuntimeError as error:  # dist.DistError and its kin are RuntimeErrors
             reason = str(error).splitlines()[0]
             raise WeightGroupError(
@@ -107,43 +151,45 @@ class WeightGroup:
                 f"connected within {timeout:g} s: {reason}"
             ) from error
         with self._lock:
-            self._store, self._group = store, group
+            self._store, self._connection = store, connection
         threading.Thread(target=self._watch, args=(store,), name=f"watch {self.name}", daemon=True).start()
         if self.aborted.is_set():
             self._let_go()
             raise WeightGroupError(f"weight group {self.name} was aborted while it was being connected")
 
-    def start_broadcast(self, flat: torch.Tensor, source_rank: int, timeout: float) -> Transfer:
-        """Start to send (on `source_rank`) or to receive (elsewhere) a contiguous tensor in place.
+    def start_broadcasts(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> Transfer:
+        """Start to send (on `source_rank`) or to receive (elsewhere) contiguous tensors in place, all at once.
 
-        Every member issues the same broadcasts in the same order.
+        Every member issues the same broadcasts in the same order and by the same calls. On a GPU they come after what
+        the current stream has been given by now.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank = source_rank
-        options.rootTensor = 0
-        options.timeout = timedelta(seconds=timeout)
         with self._lock:
-            if self._group is None or self.aborted.is_set():
-                raise WeightGroupError(f"weight group {self.name} is not connected")
-            try:
-                work = self._group.broadcast([flat], options)
-            except RuntimeError as error:
-                reason = str(error).splitlines()[0]
-                raise WeightGroupError(f"a broadcast in weight group {self.name} failed: {reason}") from error
-            self._pending = [other for other in self._pending if not other.is_completed()]
-            self._pending.append(work)
-        return Transfer(self, work, flat, timeout)
+            connection = None if self.aborted.is_set() else self._connection
+        if connection is None:
+            raise WeightGroupError(f"weight group {self.name} is not connected")
+        try:
+            pending = connection.start(tensors, source_rank, timeout)
+        except RuntimeError as error:
+            self.abort()
+            reason = str(error).splitlines()[0]
+            raise WeightGroupError(f"a broadcast in weight group {self.name} failed: {reason}") from error
+        return Transfer(self, pending, sum(tensor.nbytes for tensor in tensors), timeout)
 
-    def broadcast(self, flat: torch.Tensor, source_rank: int, timeout: float) -> None:
+    def start_broadcast(self, tensor: torch.Tensor, source_rank: int, timeout: float) -> Transfer:
+        """Start to send or to receive one contiguous tensor in place; see `start_broadcasts`."""
+        return self.start_broadcasts([tensor], source_rank, timeout)
+
+    def broadcast(self, tensor: torch.Tensor, source_rank: int, timeout: float) -> None:
         """Send or receive a contiguous tensor in place, and wait for it."""
-        self.start_broadcast(flat, source_rank, timeout).wait()
+        self.start_broadcast(tensor, source_rank, timeout).wait()
 
     def abort(self) -> None:
         """Leave the group now, which ends it for every member. Unblocks whoever waits in it, here at once and elsewhere
         within a moment. Safe from any thread, and more than once.
 
-        A gloo receive that is under way cannot be called back: until its own deadline it may still write into its
-        tensor, so receive into memory that is given up with the group.
+        Over nccl nothing is written into any tensor when this has returned. A gloo receive that is under way cannot be
+        called back: until its own deadline it may still write into its tensor, so receive into memory that is given up
+        with the group.
         """
         self.aborted.set()
         self._let_go()
@@ -163,36 +209,27 @@ class WeightGroup:
                     f"weight group {self.name}: ranks {missing} of {self.world_size} did not come within {timeout:g} s"
                 )
 
-    def _build(self, store: dist.PrefixStore, timeout: float) -> Any:
-        if self._transport == "nccl":
-            return self._build_nccl(store, timeout)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=timeout)
-        options._threads = 2
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(*self._store_address))]
-        return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)
-
-    def _build_nccl(self, store: dist.PrefixStore, timeout: float) -> Any:
-        if self._device is None:
-            raise WeightGroupError(f"weight group {self.name}: nccl needs a GPU, none was given")
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout)
-        group = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
-        group.eager_connect_single_device(self._device)
-        return group
+    def _build(self, store: dist.PrefixStore, timeout: float) -> Connection:
+        if self.transport == "nccl":
+            if self._device is None:
+                raise WeightGroupError(f"weight group {self.name}: nccl needs a GPU, none was given")
+            return NcclConnection(store, self.rank, self.world_size, self._device, timeout, self.aborted)
+        return GlooConnection(store, self.rank, self.world_size, _address_towards(*self._store_address), timeout)
 
     def _let_go(self) -> None:
         with self._lock:
-            group, self._group = self._group, None
+            connection, self._connection = self._connection, None
             store, self._store = self._store, None
-            pending, self._pending = self._pending, []
-        if group is None:
+        if connection is None or store is None:
             return
-        if self._transport == "nccl":
-            group.abort()
-        threading.Thread(
-            target=_release, args=(store, group, pending), name=f"release {self.name}", daemon=True
-        ).start()
+        # A store whose host is frozen doesn't answer, so nobody waits for it.
+        threading.Thread(target=_tell_aborted, args=(store,), name=f"abort {self.name}", daemon=True).start()
+        letting_go = threading.Thread(target=connection.abort, name=f"release {self.name}", daemon=True)
+        letting_go.start()
+        if self.transport == "nccl":
+            letting_go.join(_ABORT_SECONDS)
+            if letting_go.is_alive():
+                logger.error("weight group %s: NCCL is still not aborted after %g s", self.name, _ABORT_SECONDS)
 
     def _watch(self, store: dist.Store) -> None:
         """Learn of another member's abort: gloo tells only those who happen to exchange bytes with it."""
@@ -204,19 +241,9 @@ class WeightGroup:
                 self.abort()
 
 
-def _release(store: dist.Store, group: Any, pending: list[Any]) -> None:
-    """Tell the others, then hold the group until its last operation is over.
-
-    Its destructor waits for that with the interpreter locked. All this is in a thread of its own because a store whose
-    host is frozen does not answer.
-    """
+def _tell_aborted(store: dist.Store) -> None:
     with contextlib.suppress(RuntimeError):
         store.set(_ABORTED, "1")
-    for work in pending:
-        while not work.is_completed():
-            time.sleep(0.05)
-    with contextlib.suppress(RuntimeError):
-        group.shutdown()
 
 
 def _address_towards(host: str, port: int) -> str:
