@@ -1,0 +1,136 @@
+"""Weight groups over NCCL: what arrives, how fast, and what the death of a member costs the others."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+ELEMENTS = [3, 1 << 20, 77, (64 << 20) + 5, 1 << 10, 128 << 20]
+"""Small and large ones, of sizes that divide by nothing: 387 MB."""
+
+
+class Member:
+    """One process of a group, on a GPU of its own."""
+
+    def __init__(self, device: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.nccl_member", str(device)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "NCCL_DEBUG": "WARN"},
+        )  # fmt: skip
+
+    def tell(self, do: str, **command: Any) -> None:
+        """Begin something."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """How it ended. NCCL writes to stdout, too."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + 90
+        while select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            line = self.process.stdout.readline()
+            if line.startswith("{"):
+                return dict(json.loads(line))
+            assert line, f"the process ended with {self.process.wait()}"
+            print(line, end="")
+        raise AssertionError("no answer within 90 s")
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    members = [Member(device) for device in range(2)]
+    yield members
+    for member in members:
+        member.process.kill()
+        member.process.wait()
+
+
+def connect(members: list[Member], port: int, name: str) -> float:
+    """Everybody joins; returns how long it took."""
+    for rank, member in enumerate(members):
+        member.tell("connect", store_port=port, name=name, rank=rank, world_size=len(members), timeout=60)
+    answers = [member.answer() for member in members]
+    assert not any("error" in answer for answer in answers), answers
+    return float(max(answer["took"] for answer in answers))
+
+
+def broadcast(members: list[Member], source: int, value: float, repeat: int = 1) -> float:
+    """Everybody takes part and gets what was sent; returns how long it took."""
+    for member in members:
+        member.tell("broadcast", elements=ELEMENTS, source=source, value=value, timeout=60, repeat=repeat)
+    answers = [member.answer() for member in members]
+    assert not any("error" in answer for answer in answers), answers
+    assert all(answer["whole"] for answer in answers), answers
+    return float(max(answer["seconds"] for answer in answers))
+
+
+def test_a_member_that_is_killed_costs_the_others_neither_process_nor_gpu(members: list[Member]) -> None:
+    """One story, because starting CUDA in processes is most of its cost."""
+    names = (f"group-{number}" for number in count())
+    members[0].tell("host")
+    port = members[0].answer()["port"]
+    first = connect(members, port, next(names))
+    broadcast(members, source=0, value=3.0)
+    broadcast(members, source=1, value=-4.0)
+    seconds = broadcast(members, source=0, value=5.0, repeat=20)
+    pace = 20 * 2 * sum(ELEMENTS) / seconds / 1e9
+    print(f"connected in {first:.2f} s; {pace:.0f} GB/s in groups of {len(ELEMENTS)} tensors")
+    assert pace > 50
+    members[1].tell("works")
+    members[1].answer()
+
+    # The peer dies before it takes part: the other one's GPU waits for it for ever.
+    members[1].process.kill()
+    members[0].tell("broadcast", elements=ELEMENTS, source=0, value=1.0, timeout=2.0, repeat=3)
+    late = members[0].answer()
+    assert "did not end within 2 s" in late["error"], late
+    assert late["took"] < 6
+    members[0].tell("works")
+    assert members[0].answer()["sum"] == 1 << 20
+
+    # The same process meets another one in a new group.
+    members[1] = Member(1)
+    again = connect(members, port, next(names))
+    broadcast(members, source=0, value=7.0)
+    print(f"connected again, with a new process, in {again:.2f} s")
+
+    # It dies while both are in the middle of broadcasts, and the other one is told so.
+    for member in members:
+        member.tell(
+            "broadcast", elements=ELEMENTS, source=0, value=1.0, timeout=60, repeat=3000,
+            abort_after=3.0 if member is members[0] else None,
+        )  # fmt: skip
+    time.sleep(1.0)  # into the middle: 3000 times 387 MB take some seconds
+    members[1].process.kill()
+    aborted = members[0].answer()
+    assert "was aborted" in aborted["error"] or "failed" in aborted["error"], aborted
+    assert aborted["took"] < 10
+    members[0].tell("works")
+    assert members[0].answer()["sum"] == 1 << 20
+
+    # One that nobody answers can be told to stop connecting.
+    members[0].tell(
+        "connect", store_port=port, name=next(names), rank=0, world_size=2, timeout=60, abort_after=0.3
+    )  # fmt: skip
+    assert "aborted while it was being connected" in members[0].answer()["error"]
+
+    members[1] = Member(1)
+    connect(members, port, next(names))
+    broadcast(members, source=0, value=9.0)
+
+    # And a new group of the same processes, as after a change of members.
+    warm = connect(members, port, next(names))
+    broadcast(members, source=1, value=2.0)
+    print(f"connected again, with the same processes, in {warm:.2f} s")
+    assert warm < 2.0
