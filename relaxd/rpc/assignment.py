@@ -8,6 +8,7 @@ import pydantic
 
 from relaxd.config import RunConfig
 from relaxd.rpc.errors import InvalidArgument
+from relaxd.rpc.gpus import GpuLeases
 from relaxd.rpc.service import ReplicaService
 from relaxd.v1 import coordinator_pb2, replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
@@ -24,10 +25,11 @@ _log = logging.getLogger(__name__)
 class AssignmentFollower:
     """Starts, pauses, resumes and stops the service's run, one thing at a time, in the task of `run`.
 
-    `changed` is called whenever `state` or `run_id` changes.
+    `changed` is called whenever `state` or `run_id` changes. `gpus` are given back when a run has been stopped; a
+    replica that has some and was drained leaves the run, so that others can have them.
     """
 
-    def __init__(self, service: ReplicaService, changed: Callable[[], None]) -> None:
+    def __init__(self, service: ReplicaService, changed: Callable[[], None], gpus: GpuLeases) -> None:
         self.state: replica_pb2.ReplicaState.ValueType = replica_pb2.REPLICA_STATE_IDLE
         """IDLE, STARTING, READY or FAILED; `draining` is beside it."""
         self.detail = ""
@@ -36,6 +38,8 @@ class AssignmentFollower:
         self.draining = False
         self._service = service
         self._changed = changed
+        self._gpus = gpus
+        self._drained = False
         self._wanted = Assignment()
         self._wake = asyncio.Event()
         self._starting: asyncio.Task[None] | None = None
@@ -47,7 +51,7 @@ class AssignmentFollower:
         if assignment == self._wanted:
             return
         if assignment.run_id != self._wanted.run_id:
-            self.draining = drain
+            self.draining, self._drained = drain, False
             self._attempts = 0
         self._wanted = assignment
         self._interrupt()
@@ -62,9 +66,13 @@ class AssignmentFollower:
             return 0
         try:
             async with asyncio.timeout(seconds):
-                return await self._service.drain(seconds)
+                held = await self._service.drain(seconds)
         except TimeoutError:
             return self._service.status().held_groups
+        if not held and self._gpus.held:
+            self._drained = True
+            self._wake.set()
+        return held
 
     async def run(self) -> None:
         """Follow the assignment until cancelled."""
@@ -95,6 +103,8 @@ class AssignmentFollower:
         """The run to be in; none while draining, unless it is the one that the groups still held belong to."""
         wanted = self._wanted
         if wanted.state in _ENDED or (self.draining and self.state != replica_pb2.REPLICA_STATE_READY):
+            return ""
+        if self._drained:
             return ""
         return wanted.run_id
 
@@ -158,6 +168,7 @@ class AssignmentFollower:
         try:
             async with asyncio.timeout(seconds):
                 await self._service.stop_run()
+                await self._gpus.give_back()
         except Exception:
             # Whatever is left over, the replica has to go on: the next run, or the end of the process.
             _log.exception("stop_run of run %s failed", self.run_id)

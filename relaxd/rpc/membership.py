@@ -42,6 +42,7 @@ class Membership:
         registration: what to register with.
         status: what to say in heartbeats.
         heard: called with every answer: the assignment, and whether to drain.
+        registered: called after each registration, before `heard`.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class Membership:
         registration: RegisterRequest,
         status: Callable[[], GetStatusResponse],
         heard: Callable[[Assignment, bool], Awaitable[None]],
+        registered: Callable[[], Awaitable[None]],
     ) -> None:
         self._coordinator = coordinator
         self._address = address
         self._registration = registration
         self._status = status
         self._heard = heard
+        self._registered = registered
         self._soon = asyncio.Event()
         self._away = False
         self._heartbeat_seconds = 1.0
@@ -76,8 +79,9 @@ class Membership:
         while True:
             try:
                 answer = await self._coordinator.Register(self._registration, timeout=CALL_SECONDS)
+                await self._registered()
             except grpc.aio.AioRpcError as error:
-                if error.code() not in PASSING:
+                if error.code() not in (*PASSING, grpc.StatusCode.NOT_FOUND):
                     raise Refused(
                         f"the coordinator at {self._address} refuses {self._registration.replica_id}: {explain(error)}"
                     ) from error
@@ -89,6 +93,14 @@ class Membership:
             _log.info("registered with the coordinator at %s", self._address)
             await self._heard(answer.assignment, False)
             return
+
+    async def last_word(self) -> None:
+        """Tell the coordinator the status once more, if it is there."""
+        request = HeartbeatRequest(replica_id=self._registration.replica_id, status=self._status())
+        try:
+            await self._coordinator.Heartbeat(request, timeout=1.0)
+        except grpc.aio.AioRpcError as error:
+            _log.warning("the coordinator at %s was not told: %s", self._address, explain(error))
 
     async def _heartbeat(self) -> bool:
         """Send one heartbeat. Returns whether this replica is still known, as far as anyone can say."""

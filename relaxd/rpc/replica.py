@@ -9,6 +9,8 @@ A service implements ReplicaService; run_replica does the rest:
 - A start_run that fails puts the replica in FAILED with the reason in status.detail and is tried again, after 1 s, 2 s,
   4 s ... at most 30 s, as long as the assignment stays: what failed may be a Redis that is just starting.
 - A drain that is asked for by call or by heartbeat lasts until the replica is given another run.
+- A service that gives up (give_up) is FAILED, drains as on SIGTERM, and the process ends with code 1: whoever
+  supervises it starts another. So does a replica whose GPUs another one got while it was out of touch.
 - SIGTERM or SIGINT: health says NOT_SERVING, the service drains within grace_seconds, the process ends with code 0. A
   second signal ends it at once, with code 1.
 """
@@ -23,7 +25,8 @@ from typing import Any
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
 from relaxd.rpc.assignment import AssignmentFollower
 from relaxd.rpc.client import channel
-from relaxd.rpc.errors import ServerError
+from relaxd.rpc.errors import ResourceExhausted, ServerError
+from relaxd.rpc.gpus import GpuLeases, gpu_gauges, visible_gpus
 from relaxd.rpc.interceptor import DEFAULT_DEADLINE_SECONDS
 from relaxd.rpc.membership import Membership, Refused
 from relaxd.rpc.server import RunningServer, Service, start_server
@@ -65,15 +68,24 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 class _Life:
     """Ties a service, its server, its assignment and its membership together."""
 
-    def __init__(self, service: ReplicaService, settings: ServiceSettings) -> None:
+    def __init__(
+        self, service: ReplicaService, settings: ServiceSettings, gpus: GpuLeases, coordinator: CoordinatorStub
+    ) -> None:
         self.service = service
         self.settings = settings
+        self.gpus = gpus
         self.begun = time.monotonic()
-        self.follower = AssignmentFollower(service, self.changed)
+        self.follower = AssignmentFollower(service, self.changed, gpus)
         self.server: RunningServer | None = None
         self.membership: Membership | None = None
         self.ending = False
+        self.broken = ""
+        """Why the service has given up."""
+        self.gave_up = asyncio.Event()
+        self._coordinator = coordinator
         self._drains: set[asyncio.Task[int]] = set()
+        self._loop = asyncio.get_running_loop()
+        service.lease_gpus, service.give_up = gpus.lease, self.give_up
 
     def status(self) -> replica_pb2.GetStatusResponse:
         follower = self.follower
@@ -89,26 +101,41 @@ class _Life:
             state = own.state or state
         if follower.draining or self.ending:
             state = replica_pb2.REPLICA_STATE_DRAINING
+        if self.broken:
+            state = replica_pb2.REPLICA_STATE_FAILED
         return replica_pb2.GetStatusResponse(
             replica_id=self.settings.replica_id,
             role=self.service.role,
             state=state,
             run_id=follower.run_id,
-            detail=follower.detail or own.detail,
+            detail=self.broken or follower.detail or own.detail,
             held_groups=own.held_groups,
             done_groups=own.done_groups,
             weights=own.weights,
             uptime_seconds=time.monotonic() - self.begun,
             package_version=__version__,
             protocol_version=PROTOCOL_VERSION,
-            gauges=own.gauges,
+            gauges={**own.gauges, **gpu_gauges(self.gpus.held)},
+            gpu_uuids=[gpu.uuid for gpu in self.gpus.held],
         )
+
+    def give_up(self, reason: str) -> None:
+        _log.error("giving up: %s", reason)
+        self.broken = self.broken or reason
+        self._loop.call_soon_threadsafe(self.gave_up.set)
 
     def changed(self) -> None:
         if self.membership:
             self.membership.tell_soon()
 
+    async def registered(self) -> None:
+        try:
+            await self.gpus.confirm()
+        except ResourceExhausted as error:
+            self.give_up(f"the GPUs went to others while the coordinator did not hear of this replica: {error}")
+
     async def heard(self, assignment: Assignment, drain: bool) -> None:
+        await self.gpus.settle()
         begin = drain and not self.follower.draining
         self.follower.assign(assignment, drain)
         if begin:
@@ -118,7 +145,7 @@ class _Life:
         if self.server and not self.ending and self.server.serving == self.follower.draining:
             await self.server.set_serving(not self.follower.draining)
 
-    def join(self, server: RunningServer, coordinator: CoordinatorStub) -> Membership:
+    def join(self, server: RunningServer) -> Membership:
         self.server = server
         registration = RegisterRequest(
             replica_id=self.settings.replica_id,
@@ -127,9 +154,11 @@ class _Life:
             protocol_version=PROTOCOL_VERSION,
             package_version=__version__,
             engine_ranks=self.service.engine_ranks,
-            gpu_uuids=self.service.gpu_uuids,
+            gpu_uuids=[gpu.uuid for gpu in self.gpus.visible],
         )
-        self.membership = Membership(coordinator, self.settings.coordinator, registration, self.status, self.heard)
+        self.membership = Membership(
+            self._coordinator, self.settings.coordinator, registration, self.status, self.heard, self.registered
+        )
         return self.membership
 
 
@@ -145,31 +174,34 @@ async def run_replica(
         settings: of this process.
         services: gRPC services to serve besides relaxd.v1.Replica: (add function, servicer, full name).
 
-    Sets up logging and telemetry. Raises SystemExit(1), the reason being logged, when the port is taken or the
-    coordinator refuses this replica (another protocol version, a wrong token).
+    Sets up logging and telemetry. Raises SystemExit(1), the reason being logged, when the port is taken, the
+    coordinator refuses this replica (another protocol version, a wrong token), or the service has given up.
     """
     setup_logging(settings.replica_id, settings.log_level)
     telemetry.setup(settings.role, settings.replica_id)
     stop = stop_signals()
-    life = _Life(service, settings)
-    own = Service(
-        replica_pb2_grpc.add_ReplicaServicer_to_server,
-        ReplicaServicer(life.status, life.follower.drain),
-        "relaxd.v1.Replica",
-    )
-    try:
-        server = await start_server([own, *services], host=settings.host, port=settings.port, token=settings.token)
-    except ServerError as error:
-        _log.error("%s", error)
-        raise SystemExit(1) from None
     async with channel(settings.coordinator, token=settings.token) as to_coordinator:
-        membership = life.join(server, CoordinatorStub(to_coordinator))
+        coordinator = CoordinatorStub(to_coordinator)
+        gpus = GpuLeases(settings.replica_id, await asyncio.to_thread(visible_gpus), coordinator)
+        life = _Life(service, settings, gpus, coordinator)
+        own = Service(
+            replica_pb2_grpc.add_ReplicaServicer_to_server,
+            ReplicaServicer(life.status, life.follower.drain),
+            "relaxd.v1.Replica",
+        )
+        try:
+            server = await start_server([own, *services], host=settings.host, port=settings.port, token=settings.token)
+        except ServerError as error:
+            _log.error("%s", error)
+            raise SystemExit(1) from None
+        membership = life.join(server)
         _log.info("listening on %s:%d", settings.host, server.port)
         stopping = asyncio.create_task(stop.wait())
+        giving_up = asyncio.create_task(life.gave_up.wait())
         following = asyncio.create_task(life.follower.run())
         belonging = asyncio.create_task(membership.run())
         try:
-            await asyncio.wait({stopping, following, belonging}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopping, giving_up, following, belonging}, return_when=asyncio.FIRST_COMPLETED)
             for task in (following, belonging):
                 if task.done():
                     task.result()
@@ -179,6 +211,9 @@ async def run_replica(
         finally:
             await _end(life, server, following, belonging)
             stopping.cancel()
+            giving_up.cancel()
+    if life.broken:
+        raise SystemExit(1)
 
 
 async def _end(
@@ -197,6 +232,8 @@ async def _end(
     for task in (following, belonging):
         task.cancel()
     await asyncio.wait({following, belonging})
+    if life.broken and life.membership:
+        await life.membership.last_word()
     await life.follower.stop(max(0.5, end - loop.time()))
     await server.stop(max(0.0, min(1.0, end - loop.time())))
     await asyncio.to_thread(telemetry.shutdown)

@@ -1,11 +1,12 @@
 """What a service that is not the coordinator implements; relaxd.rpc.replica lives its life."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from relaxd.config import RunConfig
+from relaxd.rpc.gpus import Gpu
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 
@@ -40,8 +41,13 @@ class ReplicaService(ABC):
     """The part that the service plays."""
     engine_ranks: int = 0
     """Ranks of its engine (rollout)."""
-    gpu_uuids: Sequence[str] = ()
-    """GPUs that it sees."""
+    lease_gpus: Callable[[int], Awaitable[tuple[Gpu, ...]]]
+    """Lease so many of the GPUs that this process sees, for children of the run that is started; `gpu_environment` of
+    the answer is what the children need. () where there is no GPU. They are given back after stop_run. Raises
+    ResourceExhausted, with who holds what. Set by run_replica."""
+    give_up: Callable[[str], None]
+    """Something broke that only a new process mends: say why, hand back what is held and end with exit code 1, so that
+    whoever supervises this process starts another. Any thread may call it. Set by run_replica."""
 
     @abstractmethod
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
