@@ -20,9 +20,10 @@ START_SECONDS = 60.0
 class Ranks:
     """The children. A world is used once: when one of them dies, all are killed and another world is made."""
 
-    def __init__(self, count: int, on_event: RankEvent) -> None:
+    def __init__(self, count: int, on_event: RankEvent, environment: Mapping[str, str]) -> None:
         self._count = count
         self._on_event = on_event
+        self._environment = environment
         self._children: list[Child] = []
         self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -42,7 +43,7 @@ class Ranks:
             self._children.append(
                 await Child.start(
                     "services.trainer.rank",
-                    env={**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    env={**self._environment, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     name=f"rank {rank}",
                     on_event=lambda event, values, rank=rank: self._heard(rank, event, values),  # type: ignore[misc]
                 )

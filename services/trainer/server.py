@@ -13,6 +13,7 @@ from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable, Violations
+from relaxd.rpc.gpus import gpu_environment
 from relaxd.rpc.replica import ReplicaService, ServiceStatus, advertised_address
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, replica_pb2, trainer_pb2, trainer_pb2_grpc
@@ -41,6 +42,7 @@ class TrainerService(ReplicaService):
     async def start_run(self, config: RunConfig, assignment: coordinator_pb2.Assignment) -> None:
         """Start the run's world. Its ranks load, replay and train by themselves; `status` says how far they are."""
         self.run_folder = Path(assignment.folder)
+        gpus = await self.lease_gpus(config.trainer.ranks)
         start = {
             "config": config.model_dump_json(),
             "run_id": assignment.run_id,
@@ -51,7 +53,7 @@ class TrainerService(ReplicaService):
             "ranks": config.trainer.ranks,
             "paused": False,  # pause_run follows, if it is
         }
-        self.world = World(self._settings, start)
+        self.world = World(self._settings, start, gpu_environment(gpus))
         self._living = asyncio.create_task(self.world.live(), name="world")
 
     async def stop_run(self) -> None:

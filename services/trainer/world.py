@@ -32,9 +32,10 @@ ANNOUNCE_AGAIN_SECONDS = 0.5
 class World:
     """The ranks of one run, over all their lives."""
 
-    def __init__(self, settings: ServiceSettings, start: Mapping[str, Any]) -> None:
-        """`start` is what ranks are told at their start."""
+    def __init__(self, settings: ServiceSettings, start: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        """`start` is what ranks are told at their start, `environment` is set on top of this process's."""
         self._settings = settings
+        self._environment = environment
         self._start = dict(start)
         self._count: int = start["ranks"]
         self._ranks: Ranks | None = None
@@ -136,7 +137,7 @@ class World:
     async def _one_life(self) -> str:
         """Run the world until it fails; say why."""
         self._facts.clear()
-        ranks = Ranks(self._count, self._heard)
+        ranks = Ranks(self._count, self._heard, self._environment)
         self._ranks = ranks
         try:
             await ranks.start(self._start)
