@@ -47,7 +47,8 @@ class StageWorker:
     `process` runs in a thread, inside the stage's span of the group's trace, and gets the columns that the stage needs
     (or `columns`, where given). It returns the columns to commit or a Drop, or a future of either. When it raises, the
     group is handed back for another try, which counts towards board.max_deliveries; a cancelled future is handed back
-    uncounted. While Redis is away, work goes on and results wait.
+    uncounted. While Redis is away, work goes on and results wait. Should a thread of the worker itself fail, the worker
+    takes no more and `on_failure` is called, in that thread, with the reason.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class StageWorker:
         *,
         concurrency: int | Callable[[], int],
         columns: Sequence[str] | None = None,
+        on_failure: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._board = board
+        self._on_failure = on_failure
         self._stage = stage
         self._consumer = consumer
         self._process = process
@@ -312,7 +315,7 @@ class StageWorker:
         """Run a thread; should it fail, stop all of them, so that the leases run out and others get the groups."""
         try:
             loop()
-        except Exception:
+        except Exception as error:
             logger.exception("the worker of stage %s ends", self._stage)
             self._stop.set()
-            raise
+            self._on_failure(f"the worker of stage {self._stage} ended: {type(error).__name__}: {error}")

@@ -35,7 +35,14 @@ class StageReplica(ReplicaService):
         """See ReplicaService."""
         process, concurrency = await self.prepare(config)
         self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
-        self._worker = StageWorker(self._board, self.stage, self._settings.replica_id, process, concurrency=concurrency)
+        self._worker = StageWorker(
+            self._board,
+            self.stage,
+            self._settings.replica_id,
+            process,
+            concurrency=concurrency,
+            on_failure=self.give_up,
+        )
         await asyncio.to_thread(self._worker.start)
 
     async def stop_run(self) -> None:

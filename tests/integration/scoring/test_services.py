@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+import redis
 
 from relaxd.rpc.errors import field_violations
 from relaxd.v1.advantage_pb2 import ComputeRequest
@@ -206,6 +207,20 @@ async def test_nothing_is_lost_and_nothing_scored_twice_while_processes_die(here
         np.testing.assert_array_equal(group["reward"], [1.0, 0.5, 1.0])
     counts = here.board.counts()
     assert (counts.published, counts.open, counts.dropped) == (len(expected), len(expected), 0)
+
+
+async def test_a_worker_that_breaks_is_reported_and_ends_the_process(here):
+    here.start_run(run_config())
+    async with here.service("advantage", "advantage-1") as process:
+        await here.coordinator.hears("advantage-1", "READY")
+        with redis.Redis.from_url(here.redis_url) as client:
+            client.set("relaxd:run:stage:advantage", "not a stream")
+        status = await here.coordinator.hears("advantage-1", "FAILED")
+        assert "the worker of stage advantage ended" in status.detail
+        assert "WRONGTYPE" in status.detail
+        async with asyncio.timeout(20):
+            assert await process.process.wait() == 1  # for whoever supervises it
+        assert "giving up: the worker of stage advantage ended" in process.log
 
 
 # --- what they import ---------------------------------------------------------------------------------------------
