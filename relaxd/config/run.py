@@ -128,9 +128,12 @@ class TrainerConfig(Section):
     pipeline_parallel: int = Field(default=1, ge=1)
     """Ranks that share the layers."""
     context_parallel: int = Field(default=1, ge=1)
-    """Ranks that share each sequence."""
+    """Ranks that share each micro-batch's tokens, and within attention its heads."""
     expert_parallel: int = Field(default=1, ge=1)
     """Ranks that share the experts."""
+    recompute: Literal["none", "full"] = "none"
+    """full: keep only what goes into each layer, and compute the rest again in the backward pass: a third more work for
+    a tenth of the memory."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
     threads: int = Field(default=0, ge=0)

@@ -4,9 +4,6 @@ A micro-batch is one row of tokens, sequence after sequence (Megatron's THD layo
 Attention keeps the sequences apart; everything else doesn't see them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import services.trainer.megatron_cpu  # noqa: F401  must come before Megatron
@@ -27,142 +24,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from services.trainer.packing import MicroBatch
-
-MOST_PADDING = 0.25
-"""Sequences share one padded attention call while padding adds at most this share to their tokens."""
-
-
-@dataclass(frozen=True)
-class SequenceLayout:
-    """Where the sequences of a packed micro-batch are, in the forms that attention needs."""
-
-    cu_seqlens: Tensor
-    """int32 [sequences + 1]: where each sequence begins in the spread-out tokens, and their number."""
-    longest: int
-    """Tokens of the longest sequence."""
-    blocks: tuple[tuple[int, int], ...]
-    """(sequences, padded length) of each padded attention call; empty where the variable-length kernel is used."""
-    as_packed: bool
-    """Whether the spread-out tokens are the packed ones as they lie, and nothing has to be moved."""
-    spread: Tensor
-    """int64 [P]: the token that goes to each place of the spread-out tokens, in which every sequence is whole, shared
-    prompts repeated, and padded to its block (with any of its tokens)."""
-    home: Tensor
-    """int64 [T]: the place of each token in there; of a shared prompt's tokens the first."""
-    shared: bool
-    """Whether a token is in more than one sequence."""
-
-
-def sequence_layout(batch: MicroBatch, device: torch.device, *, varlen: bool) -> SequenceLayout:
-    """Lay out the sequences of a micro-batch.
-
-    Args:
-        batch: the micro-batch.
-        device: where to put the indices.
-        varlen: for torch's variable-length kernel, which needs no padding. Otherwise sequences of similar length come
-            into one padded block, so that there is one attention call and not one per sequence.
-    """
-    own = list(pairwise(batch.cu_seqlens.tolist()))
-    prompts = [range(start, start + length) for start, length in batch.prefixes.tolist()]
-    members = [[*prompt, *range(*span)] for prompt, span in zip(prompts, own, strict=True) if span[0] < span[1]]
-    lengths = [len(member) for member in members]
-    shared = sum(lengths) > len(batch.tokens)
-    blocks = [] if varlen else _blocks(lengths)
-    order = range(len(members)) if varlen else [i for block in blocks for i in block]
-    width_of = {i: lengths[block[0]] for block in blocks for i in block}
-    spread: list[int] = []
-    home = [-1] * len(batch.tokens)
-    cu_seqlens = [0]
-    for i in order:
-        for place, token in enumerate(members[i], len(spread)):
-            home[token] = place if home[token] < 0 else home[token]
-        spread += members[i]
-        cu_seqlens.append(len(spread))
-        spread += members[i][:1] * (width_of.get(i, 0) - lengths[i])
-    return SequenceLayout(
-        torch.tensor(cu_seqlens, dtype=torch.int32, device=device),
-        max(lengths),
-        tuple((len(block), lengths[block[0]]) for block in blocks),
-        spread == list(range(len(batch.tokens))),
-        torch.tensor(spread, dtype=torch.int64, device=device),
-        torch.tensor(home, dtype=torch.int64, device=device),
-        shared,
-    )
-
-
-def _blocks(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of sequences of similar length, the longest first; equal ones in their order."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    blocks: list[list[int]] = []
-    for i in order:
-        if blocks:
-            widest = lengths[blocks[-1][0]]
-            tokens = sum(lengths[j] for j in blocks[-1]) + lengths[i]
-            if widest * (len(blocks[-1]) + 1) <= (1 + MOST_PADDING) * tokens:
-                blocks[-1].append(i)
-                continue
-        blocks.append([i])
-    return blocks
-
-
-def rotary_table(positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cosine and sine of every token's rotary angles.
-
-    Args:
-        positions: int64 [T], each token's place in its sequence.
-        inverse_frequencies: float32 [head_size / 2].
-        dtype: element type of the result; angles are computed in float32.
-
-    Returns:
-        [2, T, 1, head_size / 2].
-    """
-    angles = torch.outer(positions.float(), inverse_frequencies).unsqueeze(1)
-    return torch.stack((angles.cos(), angles.sin())).to(dtype)
-
-
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Apply the rotary embedding (the "rotate half" convention of Hugging Face) to x [T, heads, head_size]."""
-    cos, sin = table[0], table[1]
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-class _Spread(torch.autograd.Function):
-    """x[spread], with a backward pass that looks up where it can.
-
-    Padding comes last in its sequence and attention is causal, so no gradient comes back from there. Only tokens that
-    are in several sequences have gradients to be added up.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: SequenceLayout, add_up: bool) -> Tensor:
-        ctx.layout, ctx.add_up, ctx.shape = layout, add_up, x.shape
-        return x.flatten(1).index_select(0, layout.spread).view(-1, *x.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        layout: SequenceLayout = ctx.layout
-        grad = grads[0].flatten(1)
-        if ctx.add_up:
-            total = grad.new_zeros(ctx.shape[0], grad.shape[1]).index_add_(0, layout.spread, grad)
-        else:
-            total = grad.index_select(0, layout.home)
-        return total.view(ctx.shape), None, None
-
-
-class _Home(torch.autograd.Function):
-    """x[home]: the tokens back in their packed order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: SequenceLayout) -> Tensor:
-        ctx.layout, ctx.shape = layout, x.shape
-        return x.flatten(1).index_select(0, layout.home).view(-1, *x.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].flatten(1)
-        return grad.new_zeros(ctx.shape[0], grad.shape[1]).index_copy_(0, ctx.layout.home, grad).view(ctx.shape), None
+from services.trainer.context import heads_to_tokens, tokens_to_heads
+from services.trainer.heads import split_heads
+from services.trainer.sequence_layout import SequenceLayout, bring_home, spread_out
 
 
 class RMSNorm(torch.nn.Module):
@@ -191,10 +55,10 @@ class PackedAttention(MegatronModule):
         """query [T, heads, size], key and value [T, kv_heads, size] -> [T, heads, size]."""
         if not layout.as_packed:
             # Repeated queries are computed for nothing: their output isn't read and their gradient is zero.
-            query = _Spread.apply(query, layout, False)
-            key, value = (_Spread.apply(x, layout, layout.shared) for x in (key, value))
+            query = spread_out(query, layout, add_up=False)
+            key, value = (spread_out(x, layout, add_up=layout.shared) for x in (key, value))
         output = self._blocks(query, key, value, layout) if layout.blocks else self._varlen(query, key, value, layout)
-        return output if layout.as_packed else _Home.apply(output, layout)
+        return output if layout.as_packed else bring_home(output, layout)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -221,7 +85,10 @@ class PackedAttention(MegatronModule):
 
 
 class PackedSelfAttention(SelfAttention):
-    """Megatron's self-attention (its projections and its tensor parallelism) on packed sequences."""
+    """Megatron's self-attention (its projections and its tensor parallelism) on packed sequences.
+
+    Under context parallelism this rank has a slice of the tokens, and all of them for its heads within.
+    """
 
     def forward(
         self,
@@ -234,17 +101,26 @@ class PackedSelfAttention(SelfAttention):
         """Attend.
 
         Args:
-            hidden_states: [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism).
+            hidden_states: [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism), T being this
+                rank's slice under context parallelism.
             attention_mask: unused; Megatron's layer passes it.
-            rotary_pos_emb: `rotary_table`, [2, T, 1, head_size / 2].
-            packed_seq_params: where the sequences are.
+            rotary_pos_emb: `rotary_table` of all tokens.
+            packed_seq_params: where the sequences are, in all tokens.
 
         Returns:
             Output [T, 1, hidden] and its bias (None), as Megatron's layer expects.
         """
-        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
-        query, key = rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb)
+        context = self.pg_collection.cp if self.config.context_parallel_size > 1 else None
+        qkv, _ = self.linear_qkv(hidden_states)
+        qkv = qkv.view(qkv.shape[0], self.num_query_groups_per_partition, -1)
+        if context is not None:
+            qkv = tokens_to_heads(qkv, context)
+        norms = (self.q_layernorm.weight, self.k_layernorm.weight) if self.config.qk_layernorm else None
+        head_size, epsilon = self.hidden_size_per_attention_head, self.config.layernorm_epsilon
+        query, key, value = split_heads(qkv, norms, rotary_pos_emb, head_size, epsilon)
         output = self.core_attention(query, key, value, packed_seq_params)
+        if context is not None:
+            output = heads_to_tokens(output, context)
         return self.linear_proj(output.reshape(output.shape[0], 1, -1))
 
 

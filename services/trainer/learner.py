@@ -23,13 +23,17 @@ from relaxd.algorithms import LossInputs, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer.architecture import read_architecture
 from services.trainer.data_parallel import DataParallel
+from services.trainer.heads import rotary_table
 from services.trainer.hf_weights import HFTensorSpec, gather_hf_tensors, hf_tensor_specs, load_hf, save_hf
-from services.trainer.layers import SequenceLayout, rotary_table, sequence_layout
 from services.trainer.logprobs import VocabShard, token_logprobs
 from services.trainer.model import PolicyModel, build_model, padded_vocab, transformer_config
 from services.trainer.optimizer import NonFiniteGradients, build_optimizer, build_schedule, clip_and_step
 from services.trainer.packing import MicroBatch, with_padding
 from services.trainer.parallel import initialize
+from services.trainer.sequence_layout import SequenceLayout, sequence_layout, to_device
+
+COLUMNS = ("rollout_logprobs", "advantages", "weight", "compared", "temperature", "ref_logprobs")
+"""What the loss needs of each trained token."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,14 @@ class StepStats:
 class _Inputs:
     """A micro-batch as tensors on this rank's device."""
 
-    batch: MicroBatch
-    tokens: Tensor  # int64 [1, T]
+    tokens: Tensor  # int64 [1, T / context ranks]: this rank's slice
     rotary: Tensor  # [2, T, 1, head_size / 2]
     layout: SequenceLayout
-    trained: Tensor  # int64 [N]: the tokens with loss_mask 1
-    predicting: Tensor  # int64 [N]: the token before each of them
+    # Of the tokens with loss_mask 1 the N that this rank's slice predicts:
+    places: Tensor  # int64 [N]: which of them they are
+    targets: Tensor  # int64 [N]: their ids
+    predicting: Tensor  # int64 [N]: the token in the slice that predicts each one
+    columns: dict[str, Tensor]  # float32 [N]: COLUMNS of the micro-batch, as far as it has them
 
 
 class Learner:
@@ -110,7 +116,7 @@ class Learner:
         self._optimizer = build_optimizer(self._model, trainer)
         self._schedule = build_schedule(self._optimizer, trainer, steps)
         self._step = 0
-        self._sums: dict[str, float] = {}
+        self._sums: dict[str, Tensor] = {}
         self._model.zero_grad_buffer()
 
     @property
@@ -122,7 +128,8 @@ class Learner:
         """Run forward and backward and add the gradients of the summed loss to those that are already there.
 
         May be called any number of times before `finish`. Every data-parallel rank gives the same number of
-        micro-batches per call (filled up with `empty_micro_batch`); ranks of one model give the same ones.
+        micro-batches per call (filled up with `empty_micro_batch`); ranks of one model, those that share its context
+        included, give the same ones.
         """
         if not micro_batches:
             return
@@ -130,7 +137,8 @@ class Learner:
             micro_batches = self._with_reference(micro_batches)
         for sums in self._run(self._model, micro_batches, self._loss, forward_only=False):
             for name, value in sums.items():
-                self._sums[name] = self._sums.get(name, 0.0) + value
+                # Not as numbers yet: that would wait for the GPU.
+                self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def finish(self, normalizer: float, before_step: AbstractContextManager[Any] | None = None) -> StepStats:
         """Add up gradients over ranks, divide them by `normalizer`, clip, update the weights, clear the gradients.
@@ -213,8 +221,12 @@ class Learner:
         flat = torch.zeros(sum(int(b.loss_mask.sum()) for b in micro_batches), device=self.world.device)
         with torch.no_grad():
             outputs = self._run(model, micro_batches, self._evaluate, forward_only=True)
-        if outputs:
-            flat.copy_(torch.cat([output["logprobs"] for output in outputs]))
+        begin = 0
+        for batch, output in zip(micro_batches, outputs, strict=False):
+            flat[begin + output["places"]] = output["logprobs"]
+            begin += int(batch.loss_mask.sum())
+        if outputs and self.world.context_size > 1:
+            dist.all_reduce(flat, group=parallel_state.get_context_parallel_group())
         if self.world.stages > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
@@ -251,16 +263,25 @@ class Learner:
         )
 
     def _inputs(self, batch: MicroBatch) -> _Inputs:
-        batch = with_padding(batch, self.world.tensor_size)
-        device, trained = self.world.device, np.flatnonzero(batch.loss_mask)
-        positions = torch.from_numpy(batch.positions).to(device)
+        batch = with_padding(batch, self.world.tensor_size * self.world.context_size)
+        device = self.world.device
+        share = len(batch.tokens) // self.world.context_size
+        begin = share * self.world.context_rank
+        trained = np.flatnonzero(batch.loss_mask)
+        predicting = batch.previous[trained]
+        places = np.flatnonzero((predicting >= begin) & (predicting < begin + share))
+        trained, predicting = trained[places], predicting[places] - begin
+        names = [name for name in COLUMNS if getattr(batch, name) is not None]
+        columns = np.stack([getattr(batch, name)[trained].astype(np.float32) for name in names])
+        varlen = device.type == "cuda" and self._config.dtype == "bfloat16"
         return _Inputs(
-            batch=batch,
-            tokens=torch.from_numpy(batch.tokens).to(device).unsqueeze(0),
-            rotary=rotary_table(positions, self._frequencies, self._megatron_config.params_dtype),
-            layout=sequence_layout(batch, device, varlen=device.type == "cuda" and self._config.dtype == "bfloat16"),
-            trained=torch.from_numpy(trained).to(device),
-            predicting=torch.from_numpy(batch.previous[trained]).to(device),
+            tokens=to_device(batch.tokens[begin : begin + share], device).unsqueeze(0),
+            rotary=rotary_table(to_device(batch.positions, device), self._frequencies),
+            layout=sequence_layout(batch, device, varlen=varlen),
+            places=to_device(places, device),
+            targets=to_device(batch.tokens[trained], device),
+            predicting=to_device(predicting, device),
+            columns=dict(zip(names, to_device(columns, device), strict=True)),
         )
 
     def _token_logprobs(self, weight: Tensor, inputs: _Inputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,50 +291,42 @@ class Learner:
         rows = hidden.squeeze(1).index_select(0, inputs.predicting)
         if self.world.tensor_size > 1 and not self._megatron_config.sequence_parallel:
             rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
-        temperature = self._column(inputs, inputs.batch.temperature)
-        targets = inputs.tokens[0, inputs.trained]
-        return token_logprobs(rows, weight, targets, temperature, self._vocab)
-
-    def _column(self, inputs: _Inputs, column: NDArray[Any]) -> Tensor:
-        """A per-token column at the trained tokens, float32 [N]."""
-        return torch.from_numpy(column).to(self.world.device).index_select(0, inputs.trained).float()
+        return token_logprobs(rows, weight, inputs.targets, inputs.columns["temperature"], self._vocab)
 
     def _evaluate(self, weight: Tensor, inputs: _Inputs, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logprobs, _ = self._token_logprobs(weight, inputs, hidden)
-        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {"logprobs": logprobs}
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {"logprobs": logprobs, "places": inputs.places}
 
-    def _loss(self, weight: Tensor, inputs: _Inputs, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+    def _loss(self, weight: Tensor, inputs: _Inputs, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logprobs, entropy = self._token_logprobs(weight, inputs, hidden)
-        batch = inputs.batch
-        rollout_logprobs = self._column(inputs, batch.rollout_logprobs)
-        reference = batch.ref_logprobs
+        columns = inputs.columns
         output = self._algorithm.loss(
             LossInputs(
                 logprobs=logprobs,
-                rollout_logprobs=rollout_logprobs,
-                advantages=self._column(inputs, batch.advantages),
+                rollout_logprobs=columns["rollout_logprobs"],
+                advantages=columns["advantages"],
                 mask=torch.ones_like(logprobs),
-                weight=self._column(inputs, batch.weight),
-                ref_logprobs=None if reference is None else self._column(inputs, reference),
-                entropy=entropy,
+                weight=columns["weight"],
+                ref_logprobs=columns.get("ref_logprobs"),
+                entropy=entropy if self._algorithm.needs_entropy else entropy.detach(),
             )
         )
-        compared = self._column(inputs, batch.compared)
-        difference = (logprobs.detach() - rollout_logprobs).abs()
+        difference = (logprobs.detach() - columns["rollout_logprobs"]).abs()
         sums = {
             "loss": output.loss.detach(),
-            "logprob_difference": (difference * compared).sum(),
+            "logprob_difference": (difference * columns["compared"]).sum(),
             "policy_drift": difference.sum(),
-            "compared": compared.sum(),
+            "compared": columns["compared"].sum(),
             **output.sums,
         }
-        reported = {name: float(value) for name, value in sums.items()} | {"tokens": float(logprobs.numel())}
+        reported = {name: value.double() for name, value in sums.items()}
+        reported["tokens"] = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
         return output.loss, torch.zeros((), dtype=torch.int), reported
 
-    def _total(self, sums: dict[str, float]) -> dict[str, float]:
+    def _total(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Sums over all ranks, those of one model counted once."""
         everyone: list[dict[str, float]] = [{}] * self.world.size
         counts = self.world.last_stage and self.world.tensor_rank == 0
-        dist.all_gather_object(everyone, sums if counts else {})
+        dist.all_gather_object(everyone, {name: float(value) for name, value in sums.items()} if counts else {})
         names = sorted({name for one in everyone for name in one})
         return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}

@@ -7,8 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_TOKENS = 512
-"""Tokens whose logits exist at the same time."""
+from services.trainer.fusion import fused_kernels
+from services.trainer.gradients import add_product_
+
+CPU_CHUNK_TOKENS = 512
+"""Tokens whose logits are computed together on CPU."""
+CHUNK_BYTES = 1 << 30
+"""Logits that are computed together on a GPU."""
+CPU_KEPT_BYTES = 256 << 20
+"""Logits that a micro-batch keeps for its backward pass on CPU; the others are made anew there."""
+KEPT_SHARE = 1 / 24
+"""The same on a GPU, as a share of its memory."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +38,17 @@ def token_logprobs(
     tokens: Tensor,
     temperature: Tensor,
     shard: VocabShard,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
+    kept_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token, and entropy of the distribution that it was drawn from.
 
     log p(t) = z_t - log(sum_j exp z_j) and H = -sum_j p_j log p_j with z = hidden @ weight.T / temperature, in float32.
-    Logits are made anew in the backward pass, chunk by chunk. With a sharded vocabulary, the gradient that goes into
-    `hidden` is this shard's part: the caller's copy or gather of `hidden` over the ranks adds them up.
+    Logits exist chunk by chunk. The backward pass needs them again: the first chunks are kept, as far as that costs
+    little memory, the others are made anew. With a sharded vocabulary, the gradient that goes into `hidden` is this
+    shard's part: the caller's copy or gather of `hidden` over the ranks adds them up.
+
+    A weight with Megatron's gradient buffer (`main_grad`) gets its gradient there, in float32, and none in `grad`.
 
     Args:
         hidden: [N, hidden_size], the state that predicts each token.
@@ -43,88 +56,152 @@ def token_logprobs(
         tokens: int64 [N], the predicted tokens' ids (in the whole vocabulary).
         temperature: float32 [N], the temperature that each token was sampled with.
         shard: which ids this rank's rows are.
-        chunk_tokens: tokens per chunk.
+        chunk_tokens: tokens per chunk; None: as fits the machine.
+        kept_bytes: most bytes of logits to keep; None: as fits the machine.
 
     Returns:
         Log-probs and entropies in nats, both float32 [N], differentiable, the same on all ranks of the shard's group.
     """
-    return _TokenLogprobs.apply(hidden, weight, tokens, temperature, shard, chunk_tokens)
+    width = shard.size * hidden.element_size()
+    if chunk_tokens is None:
+        chunk_tokens = max(CHUNK_BYTES // width // 256, 1) * 256 if hidden.is_cuda else CPU_CHUNK_TOKENS
+    if not torch.is_grad_enabled():
+        kept_bytes = 0
+    elif kept_bytes is None:
+        memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else 0
+        kept_bytes = int(memory * KEPT_SHARE) if hidden.is_cuda else CPU_KEPT_BYTES
+    chunks = _Chunks(chunk_tokens, kept_bytes // (chunk_tokens * width), shard)
+    return _TokenLogprobs.apply(hidden, weight, tokens, temperature, chunks)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    tokens: int
+    """Tokens of one chunk."""
+    kept: int
+    """How many chunks keep their logits."""
+    shard: VocabShard
+
+    def rows(self, count: int) -> list[slice]:
+        return [slice(begin, min(begin + self.tokens, count)) for begin in range(0, count, self.tokens)]
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        tokens: Tensor,
-        temperature: Tensor,
-        shard: VocabShard,
-        chunk_tokens: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: Tensor, chunks: _Chunks
     ) -> tuple[Tensor, Tensor]:
-        count = hidden.shape[0]
-        log_sums = hidden.new_empty(count, dtype=torch.float32)
-        token_logits, entropies = torch.empty_like(log_sums), torch.empty_like(log_sums)
-        for rows in _chunks(count, chunk_tokens):
-            logits = _logits(hidden[rows], weight, temperature[rows], shard)
-            largest = logits.amax(-1)
-            if shard.group is not None:
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
-            logits.sub_(largest.unsqueeze(-1))
-            index, inside = _local(tokens[rows], shard)
-            of_token = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) * inside
-            exponentials = logits.exp()
-            sums = torch.stack((exponentials.sum(-1), logits.mul_(exponentials).sum(-1), of_token))
-            if shard.group is not None:
-                dist.all_reduce(sums, group=shard.group)
-            log_sum = sums[0].log()
-            entropies[rows] = log_sum - sums[1] / sums[0]
-            token_logits[rows] = sums[2] - log_sum
-            log_sums[rows] = log_sum + largest
-        ctx.save_for_backward(hidden, weight, tokens, temperature, log_sums, entropies)
-        ctx.shard, ctx.chunk_tokens = shard, chunk_tokens
-        return token_logits, entropies
+        shard = chunks.shard
+        columns = tokens - shard.start
+        columns = columns.masked_fill((columns < 0) | (columns >= shard.size), -1)
+        fused = hidden.dtype == torch.bfloat16 and fused_kernels()
+        statistics = hidden.new_empty(4, hidden.shape[0], dtype=torch.float32)
+        kept: list[Tensor] = []
+        for rows in chunks.rows(hidden.shape[0]):
+            logits = hidden[rows] @ weight[: shard.size].t()
+            if fused:
+                from services.trainer.vocabulary_kernels import vocabulary_statistics
+
+                statistics[:, rows] = vocabulary_statistics(logits, temperature[rows], columns[rows])
+            else:
+                logits = _tempered(logits, temperature[rows])
+                statistics[:, rows] = _statistics(logits, columns[rows], keep=len(kept) < chunks.kept)
+            if len(kept) < chunks.kept:
+                kept.append(logits)
+            del logits  # or two chunks would be there at once
+        largest, sums, weighted, of_token = _over_shards(statistics, shard)
+        log_sums = sums.log()
+        entropies = log_sums - weighted / sums
+        ctx.save_for_backward(hidden, weight, columns, temperature, log_sums + largest, entropies)
+        ctx.chunks, ctx.kept, ctx.fused, ctx.main_grad = chunks, kept, fused, getattr(weight, "main_grad", None)
+        ctx.set_materialize_grads(False)
+        return of_token - largest - log_sums, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropies = grads
-        hidden, weight, tokens, temperature, log_sums, entropies = ctx.saved_tensors
-        shard: VocabShard = ctx.shard
-        through_entropy = bool((grad_entropies != 0).any())
+        hidden, weight, columns, temperature, log_sums, entropies = ctx.saved_tensors
+        shard: VocabShard = ctx.chunks.shard
+        grad_logprobs = torch.zeros_like(log_sums) if grad_logprobs is None else grad_logprobs.contiguous()
+        grad_entropies = None if grad_entropies is None else grad_entropies.contiguous()
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for rows in _chunks(hidden.shape[0], ctx.chunk_tokens):
-            logprobs = _logits(hidden[rows], weight, temperature[rows], shard).sub_(log_sums[rows].unsqueeze(-1))
-            # d logp_t / d z = onehot(t) - p and d H / d z = -p (log p + H), each divided by the temperature.
-            grad_logits = logprobs.exp()
-            if through_entropy:
-                factor = logprobs.add_(entropies[rows].unsqueeze(-1)).mul_(grad_entropies[rows].unsqueeze(-1))
-                grad_logits.mul_(factor.add_(grad_logprobs[rows].unsqueeze(-1)).neg_())
+        into: Tensor | None = ctx.main_grad
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if into is None else into
+        kept: list[Tensor] = ctx.kept[::-1]
+        ctx.kept = []
+        for rows in ctx.chunks.rows(hidden.shape[0]):
+            if kept:
+                logits = kept.pop()
             else:
-                grad_logits.mul_(-grad_logprobs[rows].unsqueeze(-1))
-            index, inside = _local(tokens[rows], shard)
-            grad_logits.scatter_add_(-1, index.unsqueeze(-1), (grad_logprobs[rows] * inside).unsqueeze(-1))
-            grad_logits = grad_logits.div_(temperature[rows].unsqueeze(-1)).to(hidden.dtype)
-            grad_hidden[rows] = grad_logits @ weight[: shard.size]
-            grad_rows = grad_weight[: shard.size]
-            if hidden.dtype == torch.float32:
-                grad_rows.addmm_(grad_logits.t(), hidden[rows])
+                logits = hidden[rows] @ weight[: shard.size].t()
+                logits = logits if ctx.fused else _tempered(logits, temperature[rows])
+            arguments = (
+                logits,
+                temperature[rows],
+                columns[rows],
+                log_sums[rows],
+                entropies[rows],
+                grad_logprobs[rows],
+                None if grad_entropies is None else grad_entropies[rows],
+            )
+            if ctx.fused:
+                from services.trainer.vocabulary_kernels import vocabulary_gradient_
+
+                grad_logits = vocabulary_gradient_(*arguments)
             else:
-                grad_rows.add_(grad_logits.t() @ hidden[rows])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+                grad_logits = _gradient(*arguments).to(hidden.dtype)
+            torch.mm(grad_logits, weight[: shard.size], out=grad_hidden[rows])
+            add_product_(grad_weight[: shard.size], grad_logits, hidden[rows])
+            del logits, arguments, grad_logits
+        return grad_hidden, grad_weight.to(weight.dtype) if into is None else None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor, shard: VocabShard) -> Tensor:
-    """Logits of some tokens over this rank's ids, under their temperatures: float32 [n, shard.size]."""
-    return (hidden @ weight[: shard.size].t()).float().div_(temperature.unsqueeze(-1))
+def _over_shards(statistics: Tensor, shard: VocabShard) -> Tensor:
+    """Statistics [4, N] of this rank's ids to those of the whole vocabulary."""
+    if shard.group is None:
+        return statistics
+    largest, sums, weighted, of_token = statistics
+    overall = largest.clone()
+    dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=shard.group)
+    shift = largest - overall
+    scale = shift.exp()
+    added = torch.stack((scale * sums, scale * (weighted + shift * sums), of_token))
+    dist.all_reduce(added, group=shard.group)
+    return torch.cat((overall.unsqueeze(0), added))
 
 
-def _local(tokens: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Index of each token among this rank's ids (0 if it isn't one of them), and 1.0 or 0.0 for whether it is."""
-    local = tokens - shard.start
-    inside = (local >= 0) & (local < shard.size)
-    return local * inside, inside.float()
+def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Logits [n, ids] in float32 under each token's temperature [n]."""
+    return logits.float().div_(temperature.unsqueeze(-1))
 
 
-def _chunks(count: int, size: int) -> list[slice]:
-    return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
+def _statistics(logits: Tensor, columns: Tensor, *, keep: bool) -> Tensor:
+    """What `vocabulary_statistics` computes, of logits under their temperature already; changes them unless kept."""
+    largest = logits.amax(-1)
+    of_token = logits.gather(-1, columns.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (columns >= 0)
+    shifted = logits.sub(largest.unsqueeze(-1)) if keep else logits.sub_(largest.unsqueeze(-1))
+    exponentials = shifted.exp()
+    return torch.stack((largest, exponentials.sum(-1), shifted.mul_(exponentials).sum(-1), of_token))
+
+
+def _gradient(
+    logits: Tensor,
+    temperature: Tensor,
+    columns: Tensor,
+    log_sums: Tensor,
+    entropies: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropies: Tensor | None,
+) -> Tensor:
+    """What `vocabulary_gradient_` computes, of logits under their temperature already; changes them."""
+    logprobs = logits.sub_(log_sums.unsqueeze(-1))
+    # d logp_t / d z = onehot(t) - p and d H / d z = -p (log p + H), each divided by the temperature.
+    gradient = logprobs.exp()
+    if grad_entropies is None:
+        gradient.mul_(-grad_logprobs.unsqueeze(-1))
+    else:
+        factor = logprobs.add_(entropies.unsqueeze(-1)).mul_(grad_entropies.unsqueeze(-1))
+        gradient.mul_(factor.add_(grad_logprobs.unsqueeze(-1)).neg_())
+    inside = (columns >= 0).to(gradient.dtype)
+    gradient.scatter_add_(-1, columns.clamp(min=0).unsqueeze(-1), (grad_logprobs * inside).unsqueeze(-1))
+    return gradient.div_(temperature.unsqueeze(-1))

@@ -10,9 +10,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from relaxd.config import TrainerConfig
+from services.trainer import megatron_gpu
 from services.trainer.architecture import Architecture, ModelError
-from services.trainer.layers import SequenceLayout, block_spec
+from services.trainer.layers import block_spec
 from services.trainer.parallel import World, expert_tensor_parallel
+from services.trainer.sequence_layout import SequenceLayout
 
 
 def transformer_config(shape: Architecture, config: TrainerConfig) -> TransformerConfig:
@@ -24,11 +26,19 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> Transforme
     _check_divisible(shape, config)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     experts = shape.experts
-    # Megatron's fusions need Transformer Engine, apex or torch.compile.
-    fusions_off = dict.fromkeys(
-        ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion"),
-        False,
-    )
+    # On a GPU with bf16 there are substitutes for apex and Transformer Engine; Megatron's other fusions need those.
+    fused = dtype is torch.bfloat16 and torch.cuda.is_available()
+    if fused:
+        megatron_gpu.install()
+    fusions = {
+        "gradient_accumulation_fusion": fused,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+    }
+    recompute = {}
+    if config.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     moe = {}
     if experts is not None:
         megatron_cpu.repair_moe()
@@ -67,6 +77,7 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> Transforme
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        **recompute,
         # The loss is a sum; the learner divides once, at the end.
         calculate_per_token_loss=True,
         # Weights are loaded, so nothing is drawn; Megatron must still walk through its initialisation, where it marks
@@ -74,7 +85,7 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> Transforme
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
-        **fusions_off,
+        **fusions,
         **moe,
     )
 
@@ -90,8 +101,8 @@ class PolicyModel(GPTModel):
         """Run this stage.
 
         Args:
-            tokens: int64 [1, T].
-            rotary: `rotary_table` of the tokens' positions.
+            tokens: int64 [1, T], this rank's slice under context parallelism.
+            rotary: `rotary_table` of the tokens' positions; of all ranks' under context parallelism.
             layout: where the sequences are.
 
         Returns:
@@ -131,11 +142,11 @@ def _leave(tensor: Tensor) -> Tensor:
 
 
 def _check_divisible(shape: Architecture, config: TrainerConfig) -> None:
-    if config.context_parallel > 1:
-        raise ModelError(f"trainer.context_parallel is {config.context_parallel}: only 1 is supported so far")
+    head_ranks = config.tensor_parallel * config.context_parallel
+    head_field = "tensor_parallel x trainer.context_parallel" if config.context_parallel > 1 else "tensor_parallel"
     counts = [
-        ("tensor_parallel", config.tensor_parallel, "query heads", shape.heads),
-        ("tensor_parallel", config.tensor_parallel, "key-value heads", shape.kv_heads),
+        (head_field, head_ranks, "query heads", shape.heads),
+        (head_field, head_ranks, "key-value heads", shape.kv_heads),
         ("tensor_parallel", config.tensor_parallel, "MLP columns", shape.ffn_size),
         ("pipeline_parallel", config.pipeline_parallel, "layers", shape.layers),
     ]

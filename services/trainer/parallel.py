@@ -50,6 +50,10 @@ class World:
     """Pipeline stage."""
     stages: int
     """Pipeline stages."""
+    context_rank: int
+    """Rank among those that share each micro-batch's tokens."""
+    context_size: int
+    """Ranks that share each micro-batch's tokens."""
     expert_rank: int
     """Rank among those that share the experts."""
     expert_size: int
@@ -91,6 +95,10 @@ def initialize(config: TrainerConfig, seed: int) -> World:
     """
     timeout = timedelta(seconds=config.collective_timeout_seconds)
     cuda = torch.cuda.is_available()
+    if config.tensor_parallel > 1:
+        # One hardware queue: communication that is launched first also starts first, beside the products that follow.
+        # CUDA reads this when it starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not dist.is_initialized():
         if "RANK" in os.environ:
             rank, size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
@@ -121,6 +129,8 @@ def initialize(config: TrainerConfig, seed: int) -> World:
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=parallel_state.get_context_parallel_world_size(),
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
         expert_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),

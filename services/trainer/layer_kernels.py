@@ -1,0 +1,226 @@
+"""Triton kernels for what lies between a layer's matrix products: SwiGLU, and query, key and value heads.
+
+torch's own operations pass over memory many times for these. Import only where `fusion.fused_kernels` says that they
+work.
+"""
+
+# ruff: noqa: ANN001, ANN202  Triton has no types for what a kernel is given
+# mypy: disable-error-code="no-untyped-def, import-not-found, import-untyped, misc, unused-ignore"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+"""Columns that a SwiGLU program works on."""
+PROGRAMS = 1056
+"""Programs that share the tokens in the heads' backward pass (eight for each of an H100's multiprocessors); each adds
+up its part of the norms' gradients."""
+
+
+@triton.jit
+def _swiglu_forward(x, output, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    gate = tl.load(x + row * 2 * size + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * size + size + columns, mask=mask, other=0.0).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * up
+    tl.store(output + row * size + columns, result.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_backward(x, grad, grad_x, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    gate = tl.load(x + row * 2 * size + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * size + size + columns, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(grad + row * size + columns, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    grad_gate = g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    tl.store(grad_x + row * 2 * size + columns, grad_gate.to(grad_x.dtype.element_ty), mask=mask)
+    tl.store(grad_x + row * 2 * size + size + columns, (g * gate * sigmoid).to(grad_x.dtype.element_ty), mask=mask)
+
+
+def swiglu_forward(x: Tensor) -> Tensor:
+    """silu(gate) * up of x = [gate, up]: [..., 2 n] -> [..., n]."""
+    x = x.contiguous()
+    size = x.shape[-1] // 2
+    output = x.new_empty(*x.shape[:-1], size)
+    if x.numel():
+        _swiglu_forward[(output.numel() // size, triton.cdiv(size, BLOCK))](x, output, size, BLOCK)
+    return output
+
+
+def swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of x, from the output's."""
+    grad = grad.contiguous()
+    size = grad.shape[-1]
+    grad_x = torch.empty_like(x)
+    if x.numel():
+        _swiglu_backward[(grad.numel() // size, triton.cdiv(size, BLOCK))](x, grad, grad_x, size, BLOCK)
+    return grad_x
+
+
+@triton.jit
+def _places(token, groups, HEADS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr):
+    """Of every head of a token: offsets of its first half in qkv, in queries and in keys (or values), and its kind."""
+    head = tl.arange(0, HEADS)
+    group = head // (QUERIES + 2)
+    place = head % (QUERIES + 2)
+    column = tl.arange(0, HALF)[None, :]
+    inside = group < groups
+    in_qkv = (token * groups * (QUERIES + 2) + head)[:, None] * (2 * HALF) + column
+    in_queries = (token * groups * QUERIES + group * QUERIES + place)[:, None] * (2 * HALF) + column
+    in_keys = (token * groups + group)[:, None] * (2 * HALF) + column
+    is_query = (inside & (place < QUERIES))[:, None]
+    is_key = (inside & (place == QUERIES))[:, None]
+    is_value = (inside & (place == QUERIES + 1))[:, None]
+    return in_qkv, in_queries, in_keys, is_query, is_key, is_value
+
+
+@triton.jit
+def _heads_forward(
+    qkv, query_weight, key_weight, table, query, key, value, tokens, groups, epsilon,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    in_qkv, in_queries, in_keys, is_query, is_key, is_value = _places(token, groups, HEADS, QUERIES, HALF)
+    inside = is_query | is_key | is_value
+    rotated = is_query | is_key
+    column = tl.arange(0, HALF)
+    first = tl.load(qkv + in_qkv, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(qkv + in_qkv + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(value + in_keys, first.to(value.dtype.element_ty), mask=is_value)
+    tl.store(value + in_keys + HALF, second.to(value.dtype.element_ty), mask=is_value)
+    if NORM:
+        square = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
+        inverse = (1.0 / tl.sqrt(square + epsilon))[:, None]
+        q1 = tl.load(query_weight + column).to(tl.float32)[None, :]
+        q2 = tl.load(query_weight + HALF + column).to(tl.float32)[None, :]
+        k1 = tl.load(key_weight + column).to(tl.float32)[None, :]
+        k2 = tl.load(key_weight + HALF + column).to(tl.float32)[None, :]
+        first = first * inverse * tl.where(is_query, q1, k1)
+        second = second * inverse * tl.where(is_query, q2, k2)
+    cos = tl.load(table + token * HALF + column)[None, :]
+    sin = tl.load(table + (tokens + token) * HALF + column)[None, :]
+    one = (first * cos - second * sin).to(query.dtype.element_ty)
+    two = (second * cos + first * sin).to(query.dtype.element_ty)
+    tl.store(query + in_queries, one, mask=is_query)
+    tl.store(query + in_queries + HALF, two, mask=is_query)
+    tl.store(key + in_keys, one, mask=rotated & is_key)
+    tl.store(key + in_keys + HALF, two, mask=rotated & is_key)
+
+
+@triton.jit
+def _heads_backward(
+    qkv, query_weight, key_weight, table, grad_query, grad_key, grad_value, grad_qkv, grad_weights, tokens, groups,
+    epsilon, programs,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, HALF)
+    sum_q1 = tl.zeros((HALF,), tl.float32)
+    sum_q2 = tl.zeros((HALF,), tl.float32)
+    sum_k1 = tl.zeros((HALF,), tl.float32)
+    sum_k2 = tl.zeros((HALF,), tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    for step in range(tl.cdiv(tokens - program, programs)):
+        token = program + step * programs
+        in_qkv, in_queries, in_keys, is_query, is_key, is_value = _places(token, groups, HEADS, QUERIES, HALF)
+        one = tl.load(grad_query + in_queries, mask=is_query, other=0.0).to(tl.float32)
+        one += tl.load(grad_key + in_keys, mask=is_key, other=0.0).to(tl.float32)
+        two = tl.load(grad_query + in_queries + HALF, mask=is_query, other=0.0).to(tl.float32)
+        two += tl.load(grad_key + in_keys + HALF, mask=is_key, other=0.0).to(tl.float32)
+        cos = tl.load(table + token * HALF + column)[None, :]
+        sin = tl.load(table + (tokens + token) * HALF + column)[None, :]
+        first = one * cos + two * sin
+        second = two * cos - one * sin
+        rotated = is_query | is_key
+        if NORM:
+            x1 = tl.load(qkv + in_qkv, mask=rotated, other=0.0).to(tl.float32)
+            x2 = tl.load(qkv + in_qkv + HALF, mask=rotated, other=0.0).to(tl.float32)
+            square = (tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF)
+            inverse = (1.0 / tl.sqrt(square + epsilon))[:, None]
+            x1 = x1 * inverse
+            x2 = x2 * inverse
+            sum_q1 += tl.sum(tl.where(is_query, first * x1, 0.0), 0)
+            sum_q2 += tl.sum(tl.where(is_query, second * x2, 0.0), 0)
+            sum_k1 += tl.sum(tl.where(is_key, first * x1, 0.0), 0)
+            sum_k2 += tl.sum(tl.where(is_key, second * x2, 0.0), 0)
+            q1 = tl.load(query_weight + column).to(tl.float32)[None, :]
+            q2 = tl.load(query_weight + HALF + column).to(tl.float32)[None, :]
+            k1 = tl.load(key_weight + column).to(tl.float32)[None, :]
+            k2 = tl.load(key_weight + HALF + column).to(tl.float32)[None, :]
+            first = first * tl.where(is_query, q1, k1)
+            second = second * tl.where(is_query, q2, k2)
+            mean = ((tl.sum(first * x1, 1) + tl.sum(second * x2, 1)) / (2 * HALF))[:, None]
+            first = inverse * (first - x1 * mean)
+            second = inverse * (second - x2 * mean)
+        tl.store(grad_qkv + in_qkv, first.to(grad_qkv.dtype.element_ty), mask=rotated)
+        tl.store(grad_qkv + in_qkv + HALF, second.to(grad_qkv.dtype.element_ty), mask=rotated)
+        first = tl.load(grad_value + in_keys, mask=is_value, other=0.0)
+        second = tl.load(grad_value + in_keys + HALF, mask=is_value, other=0.0)
+        tl.store(grad_qkv + in_qkv, first, mask=is_value)
+        tl.store(grad_qkv + in_qkv + HALF, second, mask=is_value)
+    if NORM:
+        output = grad_weights + program * 4 * HALF + column
+        tl.store(output, sum_q1)
+        tl.store(output + HALF, sum_q2)
+        tl.store(output + 2 * HALF, sum_k1)
+        tl.store(output + 3 * HALF, sum_k2)
+
+
+def heads_forward(
+    qkv: Tensor, norms: tuple[Tensor, Tensor] | None, table: Tensor, groups: int, head_size: int, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values from their common projection: normalised per head, and rotated.
+
+    Args:
+        qkv: [T, groups x (queries + 2) x head_size], contiguous: each key-value head after its query heads.
+        norms: weights of the queries' and the keys' norm [head_size]; None: there are none.
+        table: `rotary_table`, float32 [2, T, 1, head_size / 2], contiguous.
+        groups: key-value heads.
+        head_size: width of a head, a power of two.
+        epsilon: the norms'.
+
+    Returns:
+        [T, groups x queries, head_size], [T, groups, head_size] and [T, groups, head_size].
+    """
+    tokens, heads = qkv.shape[0], qkv.shape[1] // head_size
+    queries = heads // groups - 2
+    query = qkv.new_empty(tokens, groups * queries, head_size)
+    key, value = (qkv.new_empty(tokens, groups, head_size) for _ in range(2))
+    query_weight, key_weight = norms or (qkv, qkv)
+    _heads_forward[(tokens,)](
+        qkv, query_weight, key_weight, table, query, key, value, tokens, groups, epsilon,
+        triton.next_power_of_2(heads), queries, head_size // 2, norms is not None,
+    )  # fmt: skip
+    return query, key, value
+
+
+def heads_backward(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    table: Tensor,
+    groups: int,
+    head_size: int,
+    epsilon: float,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of qkv and of the norms' weights, from those of what `heads_forward` returned."""
+    tokens, heads = qkv.shape[0], qkv.shape[1] // head_size
+    programs = min(tokens, PROGRAMS)
+    grad_qkv = torch.empty_like(qkv)
+    sums = torch.empty(programs, 2, head_size, dtype=torch.float32, device=qkv.device)
+    query_weight, key_weight = norms or (qkv, qkv)
+    grad_query, grad_key, grad_value = (grad.contiguous() for grad in grads)
+    _heads_backward[(programs,)](
+        qkv, query_weight, key_weight, table, grad_query, grad_key, grad_value, grad_qkv, sums, tokens, groups,
+        epsilon, programs, triton.next_power_of_2(heads), heads // groups - 2, head_size // 2, norms is not None,
+    )  # fmt: skip
+    if norms is None:
+        return grad_qkv, None, None
+    grad_weights = sums.sum(0)
+    return grad_qkv, grad_weights[0].to(query_weight.dtype), grad_weights[1].to(key_weight.dtype)
