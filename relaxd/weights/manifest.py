@@ -26,6 +26,10 @@ class ManifestError(Exception):
     """A manifest that cannot be followed; the message names the tensor."""
 
 
+class ManifestMismatch(Exception):
+    """A manifest names a tensor that the model doesn't have, or of another shape, or misses one of the model's."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor on the wire, with its Hugging Face name."""

@@ -8,13 +8,9 @@ from transformers import PreTrainedModel
 
 from relaxd.weights.checksum import checksum
 from relaxd.weights.group import Transfer, WeightGroup
-from relaxd.weights.manifest import Bucket, TensorSpec, unpack
+from relaxd.weights.manifest import Bucket, ManifestMismatch, TensorSpec, unpack
 from services.rollout.engines.base import Version
 from services.rollout.engines.transformers_engine import TransformersEngine
-
-
-class ManifestMismatch(Exception):
-    """A manifest names a tensor that the model doesn't have, or of another shape, or misses one of the model's."""
 
 
 def named_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from relaxd.weights.checksum import checksum
 from relaxd.weights.group import WeightGroup, WeightGroupError, host_store
-from relaxd.weights.manifest import Bucket, TensorSpec, pack, plan_buckets
+from relaxd.weights.manifest import Bucket, ManifestMismatch, TensorSpec, pack, plan_buckets
 from services.rollout.engines.base import EngineError, Version
-from services.rollout.engines.parameters import ManifestMismatch, WeightReceiver, check_manifest, named_parameters
+from services.rollout.engines.parameters import WeightReceiver, check_manifest, named_parameters
 from services.rollout.engines.transformers_engine import TransformersEngine
 from tests.models import make_tiny_model
 

@@ -1,0 +1,195 @@
+"""Where a model keeps what a checkpoint's tensors bring, learned from the model's own loader.
+
+SGLang lays out parameters in its own way (query, key and value in one matrix, experts in one tensor, slices by tensor
+parallel rank, padded vocabularies) and each model's `load_weights` knows how. So that loader is run once on tensors
+without data, while every copy that it would make is written down instead of made. What is written down is then the
+rule for receiving the real tensors: no table of names and layouts to keep in step with the models.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from relaxd.weights.manifest import ManifestMismatch, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+_aten = torch.ops.aten
+_FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One strided part of a checkpoint's tensor, and the part of a parameter that it goes to."""
+
+    target: torch.Tensor
+    """A view of the parameter's memory."""
+    stride: tuple[int, ...]
+    """Strides of the source within the contiguous tensor; its shape is the target's."""
+    offset: int
+    """Where the source begins, in elements."""
+
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This part of the received tensor."""
+        return tensor.as_strided(self.target.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclass
+class Destination:
+    """What becomes of one tensor."""
+
+    spec: TensorSpec
+    copies: list[Copy] = field(default_factory=list)
+    """All there is to do; none where the tensor belongs to other ranks."""
+    by_loader: bool = False
+    """Its loader does more than copying parts: it has to be called."""
+
+    def whole(self) -> torch.Tensor | None:
+        """The memory of the model that is this very tensor, if there is one: it can be received there."""
+        if self.by_loader or len(self.copies) != 1:
+            return None
+        (copy,) = self.copies
+        target = copy.target
+        same = target.dtype == self.spec.dtype and tuple(target.shape) == self.spec.shape
+        return target if same and target.is_contiguous() and copy.offset == 0 else None
+
+
+class _NotJustCopies(Exception):
+    """The loader changes the model in a way that isn't copying."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down what is copied from tensors without data, and lets nothing change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[int, Copy]] = []
+        """Storage of the tensor without data, and the copy."""
+        self.filled: list[torch.Tensor] = []
+        self.derived: dict[int, set[int]] = {}
+        """Storages of what was computed from tensors without data -> the storages of those."""
+        self.consumed: set[int] = set()
+        """Storages of tensors of which something computed was copied."""
+        self._alive: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        empty = [tensor for tensor in tensors if tensor.device.type == "meta"]
+        if func is _aten.copy_.default and args[0].device.type != "meta" and args[1].device.type == "meta":
+            self._copied(args[0], args[1])
+            return args[0]
+        if func in _FILLS and not empty:
+            self.filled.append(args[0])
+            return args[0]
+        if not empty:
+            if func._schema.is_mutable:
+                raise _NotJustCopies(f"{func} on the model's own memory")
+            return func(*args, **kwargs)
+        if func is _aten._to_copy.default:
+            kwargs.pop("device", None)
+        result = func(*args, **kwargs)
+        inputs = {_storage(tensor) for tensor in empty}
+        for output in torch.utils._pytree.tree_leaves(result):
+            if isinstance(output, torch.Tensor) and _storage(output) not in inputs:
+                self._alive.append(output)  # or its storage's address would be used again
+                self.derived[_storage(output)] = set().union(*(self.derived.get(i, {i}) for i in inputs))
+        return result
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        storage = _storage(source)
+        if storage in self.derived:
+            self.consumed |= self.derived[storage]
+        elif target.shape != source.shape:
+            raise ManifestMismatch(f"{tuple(source.shape)} doesn't fit into {tuple(target.shape)}")
+        else:
+            self.copies.append((storage, Copy(target, source.stride(), int(source.storage_offset()))))
+
+
+def find_destinations(
+    model: Any,
+    specs: Sequence[TensorSpec],
+    *,
+    complete: bool,
+) -> list[Destination]:
+    """Where each tensor goes in an SGLang model, in the given order. The model is not changed.
+
+    `complete` says that this process holds the whole model: then every tensor must be used as a whole.
+    Raises ManifestMismatch for a tensor that the model doesn't have or in another shape, and for a parameter that
+    would not be written, or not exactly once.
+    """
+    empty = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs]
+    destinations = [Destination(spec) for spec in specs]
+    numbers = {_storage(tensor): number for number, tensor in enumerate(empty)}
+    recorder = _Recorder()
+    begin, current = 0, 0
+
+    def remaining() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal current
+        for current in range(begin, len(specs)):
+            yield specs[current].name, empty[current]
+
+    while begin < len(specs):
+        try:
+            with torch.no_grad(), recorder:
+                model.load_weights(remaining())
+            begin = len(specs)
+        except ManifestMismatch as error:
+            raise ManifestMismatch(f"{specs[current].name}: {error}") from error
+        except (AssertionError, IndexError, RuntimeError, ValueError, _NotJustCopies) as error:
+            # What reads values fails on a tensor without data: then the loader has to see the real one.
+            if not isinstance(error, NotImplementedError | _NotJustCopies) and "meta" not in str(error):
+                raise ManifestMismatch(
+                    f"{specs[current].name}: the model's loader refuses the shape {specs[current].shape}: {error}"
+                ) from error
+            logger.warning("%s is left to the model's own loader: %s", specs[current].name, error)
+            destinations[current].by_loader = True
+            begin = current + 1
+    for storage, copy in recorder.copies:
+        destinations[numbers[storage]].copies.append(copy)
+    for storage in recorder.consumed:
+        destinations[numbers[storage]].by_loader = True
+    _check_use(destinations, complete)
+    if not any(destination.by_loader for destination in destinations):
+        _check_coverage(model, destinations, recorder.filled)
+    return destinations
+
+
+def _check_use(destinations: Sequence[Destination], complete: bool) -> None:
+    for destination in destinations:
+        spec = destination.spec
+        if destination.by_loader:
+            continue
+        used = sum(copy.target.numel() for copy in destination.copies)
+        if used == 0 and (complete or ".experts." not in spec.name):  # experts may all be other ranks'
+            raise ManifestMismatch(f"{spec.name}: the model has no such tensor")
+        if complete and used % torch.Size(spec.shape).numel():
+            raise ManifestMismatch(f"{spec.name}: the shape is {spec.shape}, of which the model takes only a part")
+
+
+def _check_coverage(
+    model: torch.nn.Module, destinations: Sequence[Destination], filled: Sequence[torch.Tensor]
+) -> None:
+    """Raise ManifestMismatch unless every element of every parameter is written, and none twice."""
+    written: dict[int, list[torch.Tensor]] = {}
+    for tensor in (*(copy.target for destination in destinations for copy in destination.copies), *filled):
+        written.setdefault(_storage(tensor), []).append(tensor)
+    for name, parameter in model.named_parameters():
+        parts = [part for part in written.get(_storage(parameter), []) if part.numel()]
+        places = {(part.storage_offset(), part.shape, part.stride()) for part in parts}
+        count = sum(part.numel() for part in parts)
+        if len(places) < len(parts) or count > parameter.numel():
+            raise ManifestMismatch(f"{name}: the manifest brings parts of it twice")
+        if count < parameter.numel():
+            raise ManifestMismatch(f"{name}: the manifest does not bring this tensor, or not all of it")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Tells storages apart, also those without data."""
+    return tensor.untyped_storage()._cdata
