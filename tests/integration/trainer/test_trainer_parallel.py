@@ -14,7 +14,8 @@ from tests.conftest import free_port
 from tests.integration.trainer.trainer_worlds import KINDS, Job, make_model, make_samples, run_job, run_world
 
 TP, PP, DP, EP = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {}, {"expert_parallel": 2}
-WAYS: dict[str, dict[str, int]] = {"TP2": TP, "PP2": PP, "DP2": DP, "EP2": EP}
+CP = {"context_parallel": 2}
+WAYS: dict[str, dict[str, int]] = {"TP2": TP, "PP2": PP, "DP2": DP, "EP2": EP, "CP2": CP}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,10 @@ def jobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     saved = tmp_path_factory.mktemp("saved")
     train = {"steps": 3, "pieces": 2, "gather_beside": True, "algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}}
     made = {(model, way): Job(models[model], WAYS[way], **train) for model in ("llama_tied", "qwen3") for way in WAYS}
-    made |= {("qwen3_moe", way): Job(models["qwen3_moe"], WAYS[way], **train) for way in ("TP2", "EP2", "DP2")}
+    made |= {("qwen3_moe", way): Job(models["qwen3_moe"], WAYS[way], **train) for way in ("TP2", "EP2", "DP2", "CP2")}
     made = {key: job for key, job in made.items() if key[1] != "EP2" or key[0] == "qwen3_moe"}
+    made["qwen3", "CP2 recompute"] = Job(models["qwen3"], {**CP, "recompute": "full"}, **train)
+    made["qwen3", "CP2 untrained"] = Job(models["qwen3"], CP)
     for model in (*KINDS, "llama_tied"):
         made[model, "TP2 untrained"] = Job(models[model], TP, logits=True, save=saved / f"{model}-tp")
         made[model, "PP2 untrained"] = Job(models[model], PP, logits=True, save=saved / f"{model}-pp")
@@ -58,7 +61,7 @@ def test_three_steps_are_the_same_however_the_ranks_are_arranged(
     two_ranks: dict[tuple[str, str], list[dict[str, Any]]], one_rank: dict[str, dict[str, Any]]
 ) -> None:
     trained = [key for key, results in two_ranks.items() if results[0]["trajectory"]]
-    assert len(trained) == 9
+    assert len(trained) == 13
     for key in trained:
         expected = one_rank[key[0]]["trajectory"]
         for rank in two_ranks[key]:
@@ -126,7 +129,7 @@ def test_log_probs_reach_every_rank(
     models: dict[str, Path], two_ranks: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> None:
     expected = run_job(Job(models["qwen3"]))["logprobs"]
-    for way in ("TP2", "PP2"):
+    for way in ("TP2", "PP2", "CP2"):
         for rank in two_ranks["qwen3", f"{way} untrained"]:
             for ours, theirs in zip(rank["logprobs"], expected, strict=True):
                 np.testing.assert_allclose(ours, theirs, atol=1e-5)

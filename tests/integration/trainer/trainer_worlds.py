@@ -86,7 +86,8 @@ class Job:
     """What to do with one learner on every rank."""
 
     model: Path
-    parallel: dict[str, int] = field(default_factory=dict)
+    parallel: dict[str, Any] = field(default_factory=dict)
+    """Parallel sizes, and other settings of the trainer."""
     algorithm: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
     pieces: int = 1
@@ -97,9 +98,10 @@ class Job:
     save: Path | None = None
 
 
-def trainer_config(ranks: int = 1, **parallel: int) -> TrainerConfig:
+def trainer_config(ranks: int = 1, **parallel: Any) -> TrainerConfig:
     """A fp32 configuration with a learning rate large enough to see differences grow."""
     optimizer = {"lr": 1e-2, "min_lr": 1e-3, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.1}
+    optimizer |= parallel.pop("optimizer", {})
     settings = {"ranks": ranks, "threads": 1, "collective_timeout_seconds": 60.0, "optimizer": optimizer, **parallel}
     return TrainerConfig.model_validate(settings)
 
