@@ -52,7 +52,8 @@ def _processes(stack: StackState) -> Table:
 
 
 def _replicas(replicas: list[pb.ReplicaInfo]) -> Table:
-    table = _table("replicas", "id", "role", "state", "run", "held", "done", "version", "address", "detail")
+    gpus = ["GPUs"] if any(replica.leased_gpu_uuids for replica in replicas) else []
+    table = _table("replicas", "id", "role", "state", "run", "held", "done", "version", "address", *gpus, "detail")
     for replica in replicas:
         status, registration = replica.status, replica.registration
         table.add_row(
@@ -64,9 +65,21 @@ def _replicas(replicas: list[pb.ReplicaInfo]) -> Table:
             str(status.done_groups),
             str(status.weights.version) if status.HasField("weights") else "",
             registration.address,
+            *([_gpus(replica)] if gpus else []),
             status.detail,
         )
     return table
+
+
+def _gpus(replica: pb.ReplicaInfo) -> str:
+    """The GPUs that a replica has leased, the memory in use on them and how busy they are."""
+    words = [uuid[:12] for uuid in replica.leased_gpu_uuids]
+    gauges = replica.status.gauges
+    if "gpu_memory_bytes" in gauges:
+        words.append(f"{gauges['gpu_memory_bytes'] / 1e9:.1f} GB")
+    if "gpu_utilisation" in gauges:
+        words.append(f"{gauges['gpu_utilisation']:.0%}")
+    return " ".join(words)
 
 
 def _runs(runs: list[pb.Run]) -> Table:

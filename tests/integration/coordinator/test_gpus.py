@@ -4,10 +4,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from io import StringIO
 
 import grpc
+from rich.console import Console
 
 from relaxd import PROTOCOL_VERSION
+from relaxd.cli.coordinator import Coordinator
+from relaxd.cli.status import print_status
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT
@@ -129,6 +133,11 @@ def test_what_is_asked_for_is_checked_and_can_change(cluster: Cluster) -> None:
             "sees 1, of which 1 can be had. Stop" in refusal(lambda: lease(cluster, "rollout", 2, GPUS[:1])).details()
         )
         assert holders(cluster) == {"rollout": GPUS[2:3], "trainer": GPUS[3:]}
+        console = Console(file=StringIO(), width=240)
+        with Coordinator(f"127.0.0.1:{cluster.port}") as coordinator:
+            print_status(coordinator, None, console)
+        (line,) = [line for line in console.file.getvalue().splitlines() if line.split()[:1] == ["trainer"]]
+        assert GPUS[3][:12] in line
         # A process that starts anew under its name has what the dead one had, until it asks for something else.
         register(cluster, "rollout")
         assert holders(cluster)["rollout"] == GPUS[2:3]
