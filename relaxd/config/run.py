@@ -1,7 +1,7 @@
 """The configuration of a run: one TOML file, one model."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -68,14 +68,32 @@ class RolloutConfig(Section):
     """Nucleus sampling; 1 is off."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k likeliest tokens; 0 is off."""
-    engine: Literal["transformers"] = "transformers"
-    """The inference engine."""
+    engine: Literal["transformers", "sglang"] = "transformers"
+    """The inference engine. transformers runs on a CPU; sglang is for GPUs (docs/engines.md)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the engine's weights."""
     max_running_samples: int = Field(default=64, ge=1)
     """Samples that the engine works on at once."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the engine; 0 means all cores."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs that share each layer's matrices (sglang)."""
+    memory_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the GPU's memory for weights and key-value cache; 0 lets SGLang decide (sglang)."""
+    return_routed_experts: bool = False
+    """Keep the experts that each token was sent to, as column routed_experts (sglang, mixture-of-experts models)."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """SGLang's own options, by the names that its ServerArgs has, such as attention_backend = "triton"."""
+
+    @model_validator(mode="after")
+    def _engine_has(self) -> Self:
+        if self.engine == "transformers":
+            for name in ("tensor_parallel", "memory_fraction", "return_routed_experts", "sglang"):
+                if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                    raise ValueError(
+                        f'rollout.{name} is for rollout.engine = "sglang", but rollout.engine is "{self.engine}"'
+                    )
+        return self
 
 
 class RewardConfig(Section):
@@ -187,8 +205,10 @@ class WeightsConfig(Section):
     """A broadcast that takes longer is aborted and repeated without whoever is late."""
     connect_timeout_seconds: float = Field(default=10.0, gt=0)
     """A weight group that isn't connected by then is given up."""
-    pause: Literal["in_place", "abort", "drain"] = "in_place"
-    """What happens to running requests during a synchronisation."""
+    pause: Literal["in_place", "retract", "abort", "drain"] = "in_place"
+    """What happens to running requests during a synchronisation: in_place keeps them and their key-value cache,
+    retract keeps their tokens and computes the cache anew under the new weights (sglang), abort ends them, drain
+    waits for them."""
 
 
 class EvalConfig(Section):
@@ -234,3 +254,12 @@ class RunConfig(Section):
     """Evaluation."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Traces and samples."""
+
+    @model_validator(mode="after")
+    def _engine_can_pause(self) -> Self:
+        if self.weights.pause == "retract" and self.rollout.engine == "transformers":
+            raise ValueError(
+                'weights.pause is "retract", which rollout.engine = "transformers" cannot: use "in_place", "abort" or '
+                '"drain", or rollout.engine = "sglang"'
+            )
+        return self

@@ -31,12 +31,15 @@ class HandlerError(Exception):
 class ChildServer:
     """Answers the parent's requests, each in a thread of its own, so that one that waits holds up no other."""
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
-        if SOCKET_VARIABLE not in os.environ:
-            raise RuntimeError(f"{SOCKET_VARIABLE} is not set: this program is started by its service, not by hand")
-        _die_with_parent()
+    def __init__(self, handlers: Mapping[str, Handler], connection: socket.socket | None = None) -> None:
+        """`connection` leads to the parent; without one it is what `relaxd.rpc.child` passed on."""
+        if connection is None:
+            if SOCKET_VARIABLE not in os.environ:
+                raise RuntimeError(f"{SOCKET_VARIABLE} is not set: this program is started by its service, not by hand")
+            connection = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
+        die_with_parent()
         self._handlers = dict(handlers)
-        self._socket = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
+        self._socket = connection
         self._socket.set_inheritable(False)
         self._sending = threading.Lock()
 
@@ -92,7 +95,7 @@ class ChildServer:
         return bytes(data)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Have Linux kill this process when its parent dies, also while no Python code can run here.
 
     If the parent is dead already, the socket's end says so.

@@ -36,6 +36,8 @@ class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.V
     """Requests end now with finish reason "abort" and what they have."""
     PAUSE_MODE_DRAIN: _PauseMode.ValueType  # 3
     """The call answers when every running request has finished."""
+    PAUSE_MODE_RETRACT: _PauseMode.ValueType  # 4
+    """Requests keep their tokens and lose their key-value cache, which is computed again under the new weights."""
 
 class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
     """How generation stops for a weight update."""
@@ -48,6 +50,8 @@ PAUSE_MODE_ABORT: PauseMode.ValueType  # 2
 """Requests end now with finish reason "abort" and what they have."""
 PAUSE_MODE_DRAIN: PauseMode.ValueType  # 3
 """The call answers when every running request has finished."""
+PAUSE_MODE_RETRACT: PauseMode.ValueType  # 4
+"""Requests keep their tokens and lose their key-value cache, which is computed again under the new weights."""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 @_typing.final

@@ -25,6 +25,7 @@ Call = Awaitable[Any]
 
 PAUSE_MODES = {
     "in_place": rollout_pb2.PAUSE_MODE_IN_PLACE,
+    "retract": rollout_pb2.PAUSE_MODE_RETRACT,
     "abort": rollout_pb2.PAUSE_MODE_ABORT,
     "drain": rollout_pb2.PAUSE_MODE_DRAIN,
 }

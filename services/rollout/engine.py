@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +12,10 @@ from typing import Any
 from relaxd.config import RolloutConfig
 from relaxd.rpc.child import Child, ChildError, ChildExit, ChildExited
 from services.rollout.engines.base import EngineError, Output, Request, Sampling, Version
+from services.rollout.engines.wire import decode_output
 
+MODULES = {"transformers": "services.rollout.engine_process", "sglang": "services.rollout.sglang_process"}
+"""The processes of the engines."""
 LOAD_SECONDS = 600.0
 CONTROL_SECONDS = 10.0
 """For requests that only change a flag."""
@@ -38,6 +41,8 @@ class Engine:
         """Token ids are below this."""
         self.context = 0
         """Most tokens of prompt and answer together; 0 when the model doesn't say."""
+        self.device = "cpu"
+        """Where the model is: "cpu" or "cuda"."""
         self.weights: Version | None = None
         """What it serves; None until the first commit."""
         self.quarantined = False
@@ -51,22 +56,26 @@ class Engine:
         folder: Path,
         config: RolloutConfig,
         *,
+        environment: Mapping[str, str],
         name: str,
         log_level: str,
+        python: str = "",
         on_exit: Callable[[ChildExit], None],
         on_tokens: Callable[[int, float], None],
     ) -> "Engine":
-        """Start a process and load the model in `folder`.
+        """Start a process and load the model in `folder`, with the interpreter `python` if not with this one.
 
+        `environment` is set on top of this process's, and names the GPUs that the engine may use.
         `on_exit` is called when the process ends unasked, before the requests under way fail; `on_tokens` about every
         second with the tokens that were generated since, and tokens per second. Raises ChildError.
         """
         engine = cls(on_exit, on_tokens)
-        environment = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
+        threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
         child = await Child.start(
-            "services.rollout.engine_process",
+            MODULES[config.engine],
             ["--name", f"{name}/engine", "--log-level", log_level],
-            environment,
+            {**environment, **threads},
+            python=python or None,
             name="the engine",
             on_event=engine._on_event,
         )
@@ -77,6 +86,10 @@ class Engine:
             "dtype": config.dtype,
             "max_running_samples": config.max_running_samples,
             "threads": config.threads,
+            "tensor_parallel": config.tensor_parallel,
+            "memory_fraction": config.memory_fraction,
+            "return_routed_experts": config.return_routed_experts,
+            "options": config.sglang,
         }
         try:
             loaded = await child.request("load", params, LOAD_SECONDS)
@@ -84,6 +97,7 @@ class Engine:
             await engine.stop()
             raise
         engine.vocabulary, engine.context = loaded["vocabulary"], loaded["context"]
+        engine.device = loaded["device"]
         return engine
 
     @property
@@ -169,14 +183,17 @@ class Engine:
         if event == "stats":
             self._take_stats(params)
             return
-        queue = self._queues.get(params["request_id"])
-        if queue is None:
-            return  # cancelled
         if event == "failed":
-            queue.put_nowait(RequestFailed(params["reason"]))
+            self._deliver(params["request_id"], [RequestFailed(params["reason"])])
         else:
-            for output in params["outputs"]:
-                queue.put_nowait(Output(**output))
+            for request_id, outputs in params["requests"].items():
+                self._deliver(request_id, [decode_output(words) for words in outputs])
+
+    def _deliver(self, request_id: str, outputs: Sequence[Output | Exception]) -> None:
+        queue = self._queues.get(request_id)
+        if queue is not None:  # else it was cancelled
+            for output in outputs:
+                queue.put_nowait(output)
 
     def _take_stats(self, stats: dict[str, Any]) -> None:
         now, tokens = time.monotonic(), stats["tokens_generated"]

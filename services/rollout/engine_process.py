@@ -1,11 +1,8 @@
-"""The engine's process: `python -m services.rollout.engine_process`, started by `services.rollout.engine`."""
+"""The transformers engine's process: `python -m services.rollout.engine_process`, started by the rollout service."""
 
-import argparse
 import base64
-import logging
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +11,33 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from relaxd.rpc.child_server import ChildServer, HandlerError
-from relaxd.telemetry import setup_logging
+from relaxd.rpc.child_server import HandlerError
 from relaxd.v1 import weights_pb2
 from relaxd.weights.group import WeightGroup, WeightGroupError
-from relaxd.weights.manifest import ManifestError, from_proto
-from services.rollout.engines.base import EngineError, Output, Request, Sampling, Version
-from services.rollout.engines.parameters import ManifestMismatch, WeightReceiver, check_manifest
+from relaxd.weights.manifest import ManifestError, ManifestMismatch, from_proto
+from services.rollout.engine_server import EngineServer, read_arguments
+from services.rollout.engines.base import EngineError, Version
+from services.rollout.engines.parameters import WeightReceiver, check_manifest
 from services.rollout.engines.transformers_engine import TransformersEngine
 
-STATS_SECONDS = 1.0
 SPARE_MEMORY = 1.5
 """Everything is received before the model is touched where this many times its size is free."""
 
-logger = logging.getLogger(__name__)
 
-
-class EngineProcess:
-    """Answers the parent's requests; the methods below are their handlers."""
+class EngineProcess(EngineServer):
+    """Answers with a TransformersEngine."""
 
     def __init__(self) -> None:
-        self.server = ChildServer(
-            {
-                "load": self.load,
-                "generate": self.generate,
-                "cancel": self.cancel,
-                "pause": self.pause,
-                "resume": self.resume,
-                "join": self.join,
-                "receive": self.receive,
-                "leave": self.leave,
-            }
-        )
+        super().__init__()
         self._engine: TransformersEngine | None = None
         self._lock = threading.Lock()
         self._groups: dict[str, WeightGroup] = {}
         self._receivers: dict[str, WeightReceiver] = {}
 
     def load(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Load a model; nothing is generated before its weights came. Returns what requests are checked against."""
+        """See EngineServer."""
+        if params["return_routed_experts"]:
+            raise HandlerError("rollout.return_routed_experts: the transformers engine does not tell them")
         folder = Path(params["folder"])
         dtype = getattr(torch, params["dtype"])
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -63,47 +48,21 @@ class EngineProcess:
             tokenizer.decode,
             end_ids,
             max_running_samples=params["max_running_samples"],
-            on_output=self._on_output,
-            on_failure=lambda request_id, reason: self.server.emit(
-                "failed", {"request_id": request_id, "reason": reason}
-            ),
+            on_output=lambda request_id, outputs: self._on_output({request_id: outputs}),
+            on_failure=self._on_failure,
             threads=params["threads"],
         )
-        threading.Thread(target=self._tell_stats, name="stats", daemon=True).start()
+        self._start_stats()
         config = model.config.get_text_config()
         return {
             "vocabulary": config.vocab_size,
             "context": getattr(config, "max_position_embeddings", 0) or 0,
             "end_ids": end_ids,
+            "device": "cpu",
         }
 
-    def generate(self, params: dict[str, Any]) -> None:
-        """Queue a request; its tokens come as events."""
-        sampling = params.pop("sampling")
-        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-        params["prompt_tokens"] = tuple(params["prompt_tokens"])
-        self._loaded().submit(Request(sampling=Sampling(**sampling), **params))
-
-    def cancel(self, params: dict[str, Any]) -> None:
-        """Forget a request."""
-        self._loaded().cancel(params["request_id"])
-
-    def pause(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Pause generation."""
-        try:
-            return {"paused_samples": self._loaded().pause(params["mode"], params["lease_seconds"], params["timeout"])}
-        except EngineError as error:
-            raise HandlerError(str(error), kind="EngineError") from error
-
-    def resume(self, params: dict[str, Any]) -> None:
-        """End the pause."""
-        try:
-            self._loaded().resume()
-        except EngineError as error:
-            raise HandlerError(str(error), kind="EngineError") from error
-
     def join(self, params: dict[str, Any]) -> None:
-        """Connect with a weight group, after checking what it will send."""
+        """See EngineServer."""
         engine = self._loaded()
         try:
             buckets = from_proto(weights_pb2.WeightManifest.FromString(base64.b64decode(params["manifest"])))
@@ -129,7 +88,7 @@ class EngineProcess:
             self._receivers[name] = receiver
 
     def receive(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Receive and commit one version."""
+        """See EngineServer."""
         with self._lock:
             receiver = self._receivers.get(params["name"])
         if receiver is None:
@@ -146,7 +105,7 @@ class EngineProcess:
         return {"seconds": time.monotonic() - started, "checksums": checksums}
 
     def leave(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Abort and forget a group; one that is not there is left already."""
+        """See EngineServer."""
         self._forget(params["name"])
         return {"quarantined": self._engine is not None and self._engine.quarantined}
 
@@ -162,18 +121,8 @@ class EngineProcess:
             raise HandlerError("no model is loaded", kind="EngineError")
         return self._engine
 
-    def _on_output(self, request_id: str, outputs: list[Output]) -> None:
-        self.server.emit("output", {"request_id": request_id, "outputs": [asdict(output) for output in outputs]})
-
-    def _tell_stats(self) -> None:
-        process = psutil.Process()
-        while True:
-            engine = self._loaded()
-            self.server.emit(
-                "stats",
-                {**engine.stats(), "quarantined": engine.quarantined, "rss_bytes": process.memory_info().rss},
-            )
-            time.sleep(STATS_SECONDS)
+    def _rss_bytes(self) -> int:
+        return int(psutil.Process().memory_info().rss)
 
 
 def end_token_ids(folder: Path, model: PreTrainedModel, eos_token_id: int | None) -> list[int]:
@@ -188,11 +137,7 @@ def end_token_ids(folder: Path, model: PreTrainedModel, eos_token_id: int | None
 
 def main() -> None:
     """Serve the parent until it is gone."""
-    parser = argparse.ArgumentParser(description="The engine of a rollout service; started by the service.")
-    parser.add_argument("--name", default="engine", help="name in the logs")
-    parser.add_argument("--log-level", default="info")
-    arguments = parser.parse_args()
-    setup_logging(arguments.name, arguments.log_level)
+    read_arguments()
     transformers_logging.disable_progress_bar()
     EngineProcess().server.serve()
 

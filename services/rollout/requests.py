@@ -10,6 +10,7 @@ PAUSE_MODES: dict[int, PauseMode] = {
     rollout_pb2.PAUSE_MODE_IN_PLACE: "in_place",
     rollout_pb2.PAUSE_MODE_ABORT: "abort",
     rollout_pb2.PAUSE_MODE_DRAIN: "drain",
+    rollout_pb2.PAUSE_MODE_RETRACT: "retract",
 }
 
 MOST_SAMPLES = 4096

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
-PauseMode = Literal["in_place", "abort", "drain"]
+PauseMode = Literal["in_place", "retract", "abort", "drain"]
 
 
 class EngineError(Exception):
@@ -57,6 +59,9 @@ class Output:
     """The whole text, with the last output."""
     continued: bool = False
     """With the last output: whether the sample went on in place across a weight update."""
+    routed_experts: "np.ndarray[Any, Any] | None" = None
+    """With the last output, where the run asks for it: the experts that each token was sent to, int32
+    [prompt and answer tokens but the last, layers, top_k]."""
 
 
 @dataclass(frozen=True)

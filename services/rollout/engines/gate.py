@@ -106,6 +106,10 @@ class Gate:
         """The generating thread waits here for a change, `changed` held, or for the end of the lease."""
         self._at_rest = True
         self.changed.notify_all()
+        self.wait()
+
+    def wait(self) -> None:
+        """As `rest`, without coming to rest: there is nothing to do although samples may run."""
         leased = self.mode is not None and not self._updating
         self.changed.wait(max(self._lease_end - time.monotonic(), 0.0) if leased else None)
 

@@ -106,8 +106,13 @@ class TransformersEngine:
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
         """Stop between two tokens; returns how many samples are held in place.
 
-        in_place keeps requests where they are; abort ends them now; drain waits for the running ones.
+        in_place keeps requests where they are; abort ends them now; drain waits for the running ones. Raises
+        EngineError for retract: this engine keeps no samples without their keys and values.
         """
+        if mode == "retract":
+            raise EngineError(
+                'rollout.engine = "transformers" cannot pause in mode retract: use in_place, abort or drain'
+            )
         self._gate.pause(mode, lease_seconds, timeout)
         with self._gate.changed:
             return sum(1 for _ in self._samples())

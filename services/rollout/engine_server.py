@@ -1,0 +1,132 @@
+"""What the processes of all engines share: requests from the rollout service, events to it."""
+
+import argparse
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+from relaxd.rpc.child_server import ChildServer, Handler, HandlerError
+from relaxd.telemetry import setup_logging
+from services.rollout.engines.base import EngineError, Output, PauseMode, Request, Sampling
+from services.rollout.engines.wire import encode_output
+
+STATS_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class ServedEngine(Protocol):
+    """What an engine offers to its process."""
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether a broken update touched the model."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request."""
+
+    def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
+        """Pause; returns how many samples are held."""
+
+    def resume(self) -> None:
+        """End the pause."""
+
+    def stats(self) -> dict[str, int]:
+        """running_samples, waiting_samples and tokens_generated so far."""
+
+
+class EngineServer(ABC):
+    """Answers the rollout service's requests; the methods without underscore are their handlers."""
+
+    def __init__(self) -> None:
+        handlers: dict[str, Handler] = {
+            "load": self.load,
+            "generate": self.generate,
+            "cancel": self.cancel,
+            "pause": self.pause,
+            "resume": self.resume,
+            "join": self.join,
+            "receive": self.receive,
+            "leave": self.leave,
+        }
+        self.server = ChildServer(handlers)
+
+    @abstractmethod
+    def load(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Load a model; nothing is generated before its weights came. Returns what requests are checked against."""
+
+    @abstractmethod
+    def join(self, params: dict[str, Any]) -> None:
+        """Connect with a weight group, after checking what it will send."""
+
+    @abstractmethod
+    def receive(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Receive and commit one version."""
+
+    @abstractmethod
+    def leave(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Abort and forget a group; one that is not there is left already."""
+
+    @abstractmethod
+    def _loaded(self) -> ServedEngine:
+        """The engine. Raises HandlerError while there is none."""
+
+    @abstractmethod
+    def _rss_bytes(self) -> int:
+        """Memory of the engine's processes."""
+
+    def generate(self, params: dict[str, Any]) -> None:
+        """Queue a request; its tokens come as events."""
+        sampling = params.pop("sampling")
+        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        params["prompt_tokens"] = tuple(params["prompt_tokens"])
+        self._loaded().submit(Request(sampling=Sampling(**sampling), **params))
+
+    def cancel(self, params: dict[str, Any]) -> None:
+        """Forget a request."""
+        self._loaded().cancel(params["request_id"])
+
+    def pause(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Pause generation."""
+        try:
+            return {"paused_samples": self._loaded().pause(params["mode"], params["lease_seconds"], params["timeout"])}
+        except EngineError as error:
+            raise HandlerError(str(error), kind="EngineError") from error
+
+    def resume(self, params: dict[str, Any]) -> None:
+        """End the pause."""
+        try:
+            self._loaded().resume()
+        except EngineError as error:
+            raise HandlerError(str(error), kind="EngineError") from error
+
+    def _start_stats(self) -> None:
+        threading.Thread(target=self._tell_stats, name="stats", daemon=True).start()
+
+    def _on_output(self, outputs: dict[str, list[Output]]) -> None:
+        words = {request_id: [encode_output(output) for output in each] for request_id, each in outputs.items()}
+        self.server.emit("output", {"requests": words})
+
+    def _on_failure(self, request_id: str, reason: str) -> None:
+        self.server.emit("failed", {"request_id": request_id, "reason": reason})
+
+    def _tell_stats(self) -> None:
+        while True:
+            engine = self._loaded()
+            stats = {**engine.stats(), "quarantined": engine.quarantined, "rss_bytes": self._rss_bytes()}
+            self.server.emit("stats", stats)
+            time.sleep(STATS_SECONDS)
+
+
+def read_arguments() -> None:
+    """Read the command line of an engine's process and set up its logging."""
+    parser = argparse.ArgumentParser(description="The engine of a rollout service; started by the service.")
+    parser.add_argument("--name", default="engine", help="name in the logs")
+    parser.add_argument("--log-level", default="info")
+    arguments = parser.parse_args()
+    setup_logging(arguments.name, arguments.log_level)

@@ -1,0 +1,132 @@
+"""The requests that an SGLang engine works on, in our words and in SGLang's."""
+
+import hashlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from services.rollout.engines.base import FinishReason, Request
+
+SHARED_PREFIX_TOKENS = 64
+"""A prompt of at least so many tokens is computed once for all samples of a request, before they begin."""
+PREFIX = "prefix"
+"""In the place of a sample's index: the request that computes the prompt."""
+
+
+@dataclass(eq=False)
+class Sample:
+    """One answer in the making."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    """(number of tokens, version): the version that makes tokens from there on; in order."""
+    continued: bool = False
+    finish_reason: FinishReason | None = None
+    routed_experts: "np.ndarray[tuple[int, ...], np.dtype[np.int32]] | None" = None
+    reported: int = 0
+    """Tokens that were reported already."""
+
+    def versions(self, start: int) -> list[int]:
+        """The version of each token from `start` on."""
+        versions: list[int] = []
+        ends = [first for first, _ in self.marks[1:]] + [len(self.tokens)]
+        for (first, version), end in zip(self.marks, ends, strict=True):
+            versions += [version] * (min(end, len(self.tokens)) - max(first, start))
+        return versions
+
+
+@dataclass(eq=False)
+class Group:
+    """A request and its samples."""
+
+    request: Request
+    samples: list[Sample]
+    end_ids: frozenset[int]
+    shares_prefix: bool
+    """Whether its prompt is computed before its samples begin; False once that is done."""
+    unfinished: int
+    failed: bool = False
+
+    @classmethod
+    def of(cls, request: Request, end_ids: frozenset[int]) -> "Group":
+        """A group that has not begun; `end_ids` are the model's own end tokens."""
+        shares = request.n > 1 and len(request.prompt_tokens) >= SHARED_PREFIX_TOKENS
+        stop_ids = frozenset(request.sampling.stop_token_ids) or end_ids
+        return cls(request, [Sample(index) for index in range(request.n)], stop_ids, shares, request.n)
+
+    def messages(self, key: str, *, routed_experts: bool) -> Iterator[tuple[str, TokenizedGenerateReqInput]]:
+        """What to send to the scheduler now, with ids: the prompt alone, or all samples. `key` is the cache's."""
+        if self.shares_prefix:
+            params = SamplingParams(max_new_tokens=0)
+            yield self._message(PREFIX, params, key, logprobs=False, routed_experts=False)
+            return
+        sampling = self.request.sampling
+        for sample in self.samples:
+            params = SamplingParams(
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k or -1,
+                stop_token_ids=set(self.end_ids),
+                ignore_eos=sampling.ignore_eos,
+                sampling_seed=sample_seed(sampling.seed, sample.index),
+            )
+            yield self._message(sample.index, params, key, logprobs=True, routed_experts=routed_experts)
+
+    def _message(
+        self, part: int | str, params: SamplingParams, key: str, *, logprobs: bool, routed_experts: bool
+    ) -> tuple[str, TokenizedGenerateReqInput]:
+        params.normalize(None)
+        rid = f"{self.request.request_id}:{part}"
+        message = TokenizedGenerateReqInput(
+            rid=rid,
+            input_text=None,
+            input_ids=array("q", self.request.prompt_tokens),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=params,
+            return_logprob=logprobs,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=self.request.stream and part != PREFIX,
+            return_routed_experts=routed_experts,
+            extra_key=key,
+        )
+        return rid, message
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of one sample; SGLang heeds it with enable_deterministic_inference."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def add_output(sample: Sample, output: BatchTokenIDOutput, row: int) -> str:
+    """Take in what the scheduler reports in one row; returns why the request failed, or nothing."""
+    assert output.output_ids is not None
+    sample.tokens += output.output_ids[row]
+    if output.output_token_logprobs_val is not None:
+        new = output.output_token_logprobs_val[row]
+        sample.logprobs += new
+        if len(new) and not np.isfinite(np.asarray(new, dtype=np.float64)).all():
+            return "the model's logits are not finite: its weights or its input are broken"
+    reason = output.finished_reasons[row]
+    if reason is None:
+        return ""
+    if reason["type"] == "abort" and reason.get("status_code"):
+        return str(reason.get("message"))
+    if isinstance(reason.get("matched"), str):
+        return f"the model's output is broken: {reason['matched']}"
+    if output.routed_experts is not None and output.routed_experts[row] is not None:
+        sample.routed_experts = output.routed_experts[row].numpy().astype(np.int32)
+    kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+    sample.finish_reason = kinds[reason["type"]]
+    return ""

@@ -1,0 +1,48 @@
+"""Outputs as JSON, small enough for a hundred thousand tokens a second: numbers travel as arrays, not as text."""
+
+from base64 import b64decode, b64encode
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from services.rollout.engines.base import Output
+
+Words = dict[str, Any]
+"""One output as JSON."""
+
+
+def encode_output(output: Output) -> Words:
+    """An output as JSON; what is empty is left out."""
+    words: Words = {"sample": output.sample}
+    if output.tokens:
+        words["tokens"] = _text(np.array(output.tokens, dtype=np.int32))
+        words["logprobs"] = _text(np.array(output.logprobs, dtype=np.float32))
+        words["versions"] = [[version, len(list(run))] for version, run in groupby(output.versions)]
+    if output.finish_reason is not None:
+        words["finish_reason"], words["text"], words["continued"] = output.finish_reason, output.text, output.continued
+    if output.routed_experts is not None:
+        words["routed_experts"] = [list(output.routed_experts.shape), _text(output.routed_experts)]
+    return words
+
+
+def decode_output(words: Words) -> Output:
+    """An output from its JSON."""
+    output = Output(
+        words["sample"],
+        finish_reason=words.get("finish_reason"),
+        text=words.get("text", ""),
+        continued=words.get("continued", False),
+    )
+    if "tokens" in words:
+        output.tokens = np.frombuffer(b64decode(words["tokens"]), dtype=np.int32).tolist()
+        output.logprobs = np.frombuffer(b64decode(words["logprobs"]), dtype=np.float32).tolist()
+        output.versions = [version for version, count in words["versions"] for _ in range(count)]
+    if "routed_experts" in words:
+        shape, text = words["routed_experts"]
+        output.routed_experts = np.frombuffer(b64decode(text), dtype=np.int32).reshape(shape)
+    return output
+
+
+def _text(array: "np.ndarray[Any, Any]") -> str:
+    return b64encode(np.ascontiguousarray(array).tobytes()).decode()
