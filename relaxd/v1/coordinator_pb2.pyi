@@ -775,6 +775,7 @@ class RegisterRequest(_message.Message):
     PACKAGE_VERSION_FIELD_NUMBER: _builtins.int
     ENGINE_RANKS_FIELD_NUMBER: _builtins.int
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
+    LAUNCH_ID_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Unique name, chosen by the replica, such as rollout-3f9a."""
     role: _replica_pb2.Role.ValueType
@@ -787,6 +788,8 @@ class RegisterRequest(_message.Message):
     """Version of the relaxd package, for people."""
     engine_ranks: _builtins.int
     """Ranks of its engine (rollout); 0 means 1."""
+    launch_id: _builtins.str
+    """The name under which it was scaled out; empty for one that was there from the start, which is never scaled in."""
     @_builtins.property
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """UUIDs of the GPUs that it sees."""
@@ -801,10 +804,11 @@ class RegisterRequest(_message.Message):
         package_version: _builtins.str = ...,
         engine_ranks: _builtins.int = ...,
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
+        launch_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_ranks", b"engine_ranks", "gpu_uuids", b"gpu_uuids", "package_version", b"package_version", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_ranks", b"engine_ranks", "gpu_uuids", b"gpu_uuids", "launch_id", b"launch_id", "package_version", b"package_version", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -912,8 +916,11 @@ class HeartbeatResponse(_message.Message):
 
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
     drain: _builtins.bool
-    """Whether the replica is asked to drain."""
+    """Whether the replica is asked to drain. When this is taken back, it works again."""
+    drain_seconds: _builtins.float
+    """Seconds that the drain may still take; unset: its own grace period."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """What to work on."""
@@ -923,12 +930,15 @@ class HeartbeatResponse(_message.Message):
         *,
         assignment: Global___Assignment | None = ...,
         drain: _builtins.bool = ...,
+        drain_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "assignment", b"assignment", "drain_seconds", b"drain_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "drain", b"drain"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "assignment", b"assignment", "drain", b"drain", "drain_seconds", b"drain_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__drain_seconds: _TypeAlias = _typing.Literal["drain_seconds"]  # noqa: Y015
+    _WhichOneofArgType__drain_seconds: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drain_seconds) -> _WhichOneofReturnType__drain_seconds | None: ...
 
 Global___HeartbeatResponse: _TypeAlias = HeartbeatResponse  # noqa: Y015
 

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from relaxd.v1 import coordinator_pb2 as relaxd_dot_v1_dot_coordinator__pb2
+from relaxd.v1 import scaling_pb2 as relaxd_dot_v1_dot_scaling__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -115,6 +116,31 @@ class CoordinatorStub:
                 '/relaxd.v1.Coordinator/GetWeights',
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.GetWeightsRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.GetWeightsResponse.FromString,
+                _registered_method=True)
+        self.ScaleOut = channel.unary_unary(
+                '/relaxd.v1.Coordinator/ScaleOut',
+                request_serializer=relaxd_dot_v1_dot_scaling__pb2.ScaleOutRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_scaling__pb2.ScaleOutResponse.FromString,
+                _registered_method=True)
+        self.ScaleIn = channel.unary_unary(
+                '/relaxd.v1.Coordinator/ScaleIn',
+                request_serializer=relaxd_dot_v1_dot_scaling__pb2.ScaleInRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_scaling__pb2.ScaleInResponse.FromString,
+                _registered_method=True)
+        self.GetScaleRequest = channel.unary_unary(
+                '/relaxd.v1.Coordinator/GetScaleRequest',
+                request_serializer=relaxd_dot_v1_dot_scaling__pb2.GetScaleRequestRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_scaling__pb2.GetScaleRequestResponse.FromString,
+                _registered_method=True)
+        self.ListScaleRequests = channel.unary_unary(
+                '/relaxd.v1.Coordinator/ListScaleRequests',
+                request_serializer=relaxd_dot_v1_dot_scaling__pb2.ListScaleRequestsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_scaling__pb2.ListScaleRequestsResponse.FromString,
+                _registered_method=True)
+        self.CancelScaleRequest = channel.unary_unary(
+                '/relaxd.v1.Coordinator/CancelScaleRequest',
+                request_serializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestResponse.FromString,
                 _registered_method=True)
 
 
@@ -236,6 +262,42 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScaleOut(self, request, context):
+        """ScaleOut asks for more replicas and answers at once; GetScaleRequest says how far it is. While another request is in
+        progress it is refused with FAILED_PRECONDITION, which names that one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScaleIn(self, request, context):
+        """ScaleIn asks for fewer replicas, as ScaleOut does for more. What was not scaled out stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetScaleRequest(self, request, context):
+        """GetScaleRequest says how far a scale request is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListScaleRequests(self, request, context):
+        """ListScaleRequests lists the scale requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelScaleRequest(self, request, context):
+        """CancelScaleRequest ends a scale request and rolls back what is not active (out) or not gone (in) yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -318,6 +380,31 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.GetWeights,
                     request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.GetWeightsRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_coordinator__pb2.GetWeightsResponse.SerializeToString,
+            ),
+            'ScaleOut': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScaleOut,
+                    request_deserializer=relaxd_dot_v1_dot_scaling__pb2.ScaleOutRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_scaling__pb2.ScaleOutResponse.SerializeToString,
+            ),
+            'ScaleIn': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScaleIn,
+                    request_deserializer=relaxd_dot_v1_dot_scaling__pb2.ScaleInRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_scaling__pb2.ScaleInResponse.SerializeToString,
+            ),
+            'GetScaleRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetScaleRequest,
+                    request_deserializer=relaxd_dot_v1_dot_scaling__pb2.GetScaleRequestRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_scaling__pb2.GetScaleRequestResponse.SerializeToString,
+            ),
+            'ListScaleRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListScaleRequests,
+                    request_deserializer=relaxd_dot_v1_dot_scaling__pb2.ListScaleRequestsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_scaling__pb2.ListScaleRequestsResponse.SerializeToString,
+            ),
+            'CancelScaleRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelScaleRequest,
+                    request_deserializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -754,6 +841,141 @@ class Coordinator:
             '/relaxd.v1.Coordinator/GetWeights',
             relaxd_dot_v1_dot_coordinator__pb2.GetWeightsRequest.SerializeToString,
             relaxd_dot_v1_dot_coordinator__pb2.GetWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleOut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/ScaleOut',
+            relaxd_dot_v1_dot_scaling__pb2.ScaleOutRequest.SerializeToString,
+            relaxd_dot_v1_dot_scaling__pb2.ScaleOutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleIn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/ScaleIn',
+            relaxd_dot_v1_dot_scaling__pb2.ScaleInRequest.SerializeToString,
+            relaxd_dot_v1_dot_scaling__pb2.ScaleInResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetScaleRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/GetScaleRequest',
+            relaxd_dot_v1_dot_scaling__pb2.GetScaleRequestRequest.SerializeToString,
+            relaxd_dot_v1_dot_scaling__pb2.GetScaleRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListScaleRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/ListScaleRequests',
+            relaxd_dot_v1_dot_scaling__pb2.ListScaleRequestsRequest.SerializeToString,
+            relaxd_dot_v1_dot_scaling__pb2.ListScaleRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelScaleRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/CancelScaleRequest',
+            relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestRequest.SerializeToString,
+            relaxd_dot_v1_dot_scaling__pb2.CancelScaleRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,16 @@ class ReplicaStub:
                 request_serializer=relaxd_dot_v1_dot_replica__pb2.DrainRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_replica__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Join = channel.unary_unary(
+                '/relaxd.v1.Replica/Join',
+                request_serializer=relaxd_dot_v1_dot_replica__pb2.JoinRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_replica__pb2.JoinResponse.FromString,
+                _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/relaxd.v1.Replica/Leave',
+                request_serializer=relaxd_dot_v1_dot_replica__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_replica__pb2.LeaveResponse.FromString,
+                _registered_method=True)
 
 
 class ReplicaServicer:
@@ -66,6 +76,20 @@ class ReplicaServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Join(self, request, context):
+        """Join tells a process that waits to be asked (--standby) to register with its coordinator. Asking again does nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Leave(self, request, context):
+        """Leave is the opposite of Join: drain, as Drain does, leave the run and wait to be asked again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +102,16 @@ def add_ReplicaServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=relaxd_dot_v1_dot_replica__pb2.DrainRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_replica__pb2.DrainResponse.SerializeToString,
+            ),
+            'Join': grpc.unary_unary_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=relaxd_dot_v1_dot_replica__pb2.JoinRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_replica__pb2.JoinResponse.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=relaxd_dot_v1_dot_replica__pb2.LeaveRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_replica__pb2.LeaveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +169,60 @@ class Replica:
             '/relaxd.v1.Replica/Drain',
             relaxd_dot_v1_dot_replica__pb2.DrainRequest.SerializeToString,
             relaxd_dot_v1_dot_replica__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Replica/Join',
+            relaxd_dot_v1_dot_replica__pb2.JoinRequest.SerializeToString,
+            relaxd_dot_v1_dot_replica__pb2.JoinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Replica/Leave',
+            relaxd_dot_v1_dot_replica__pb2.LeaveRequest.SerializeToString,
+            relaxd_dot_v1_dot_replica__pb2.LeaveResponse.FromString,
             options,
             channel_credentials,
             insecure,
