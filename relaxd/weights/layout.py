@@ -1,12 +1,12 @@
 """How the tensors of a bucket travel."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 
 from relaxd.weights.group import Transport
-from relaxd.weights.manifest import Bucket
+from relaxd.weights.manifest import Bucket, ManifestError
 
 Layout = Literal["flat", "direct"]
 """flat: one broadcast per bucket, of a buffer that holds its tensors one after the other (`pack`, `unpack`).
@@ -39,6 +39,17 @@ def pieces(bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
     return views
 
 
-def scratch_bytes(buckets: Sequence[Bucket]) -> int:
-    """Bytes of a buffer that any of the buckets' tensors fit into."""
-    return max((piece_bytes(bucket) for bucket in buckets), default=0)
+def as_sent(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """A bucket's tensors as they travel: contiguous and of their wire types, where they are if they are that already.
+
+    Raises ManifestError where a tensor is missing or of another shape.
+    """
+    sent = []
+    for spec in bucket.tensors:
+        tensor = tensors.get(spec.name)
+        if tensor is None:
+            raise ManifestError(f"{spec.name} is to be sent, but there is no such tensor")
+        if tuple(tensor.shape) != spec.shape:
+            raise ManifestError(f"{spec.name} is of shape {tuple(tensor.shape)}; the manifest says {spec.shape}")
+        sent.append(tensor.to(spec.dtype).contiguous())
+    return sent

@@ -9,21 +9,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
 
-from relaxd.weights.checksum import checksum
+from relaxd.weights.checksum import checksums
 from relaxd.weights.group import Transfer, Transport, WeightGroup, WeightGroupError
+from relaxd.weights.layout import Layout, as_sent, broadcast_layout, piece_bytes, pieces
 from relaxd.weights.manifest import Bucket, TensorSpec, pack, plan_buckets
 from services.trainer.learner import Learner
 
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
-"""Buffers: one travels while the next is filled."""
+"""Buckets under way: one travels while the next is filled."""
+_POLL_SECONDS = 0.0005
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,23 @@ def weight_buckets(learner: Learner, bucket_bytes: int) -> list[Bucket]:
 
 
 class Broadcaster:
-    """This rank's part in weight groups and broadcasts."""
+    """This rank's part in weight groups and broadcasts.
 
-    def __init__(self, learner: Learner, buckets: list[Bucket]) -> None:
+    On a GPU all is enqueued on a stream beside training: while a bucket travels the next one is gathered, and the host
+    only waits for the end. Tensors that Megatron keeps as checkpoints do are sent from where they are.
+    """
+
+    def __init__(self, learner: Learner, buckets: list[Bucket], engine: str) -> None:
+        """`engine` is the kind of engine that receives (rollout.engine)."""
         self._learner = learner
         self._buckets = buckets
+        self._engine = engine
         self._lock = threading.Lock()
         self._gathering = threading.Lock()
         """One broadcast gathers at a time: one that failed may still be at it when the next one comes."""
-        self._group: WeightGroup | None = None
+        self._membership: _Membership | None = None
+        device = learner.world.device
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def join(self, transport: Transport, host: str, port: int, name: str, world_size: int, timeout: float) -> None:
         """Connect this source rank with the engines; an older group is left.
@@ -70,12 +81,14 @@ class Broadcaster:
             WeightGroupError: not everybody came within `timeout` seconds, or `leave` was called meanwhile.
         """
         world = self._learner.world
-        device = world.device if world.device.type == "cuda" else None
+        device = world.device if transport == "nccl" else None
         group = WeightGroup(transport, host, port, name, world.stage, world_size, device)
+        layout = broadcast_layout(transport, self._engine)
+        membership = _Membership(group, layout, self._make_buffers(layout))
         with self._lock:
-            old, self._group = self._group, group
+            old, self._membership = self._membership, membership
         if old is not None:
-            old.abort()
+            old.group.abort()
         try:
             group.connect(timeout)
         except WeightGroupError:
@@ -85,11 +98,11 @@ class Broadcaster:
     def leave(self, name: str) -> None:
         """Abort and forget a group, also in the middle of a broadcast. Without effect if it isn't this rank's group."""
         with self._lock:
-            group = self._group
-            if group is None or group.name != name:
+            membership = self._membership
+            if membership is None or membership.group.name != name:
                 return
-            self._group = None
-        group.abort()
+            self._membership = None
+        membership.group.abort()
 
     def broadcast(self, name: str, timeout: float, with_checksums: bool) -> BroadcastResult:
         """Take part in one broadcast. All ranks that hold a part of the weights call it at the same time.
@@ -98,61 +111,99 @@ class Broadcaster:
             WeightGroupError: this rank isn't in the group; a member died or was late; the group was left meanwhile.
         """
         started = time.monotonic()
-        with self._gathering:
+        stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with self._gathering, torch.no_grad(), stream:
             return self._broadcast(name, started, timeout, with_checksums)
 
     def _broadcast(self, name: str, started: float, timeout: float, with_checksums: bool) -> BroadcastResult:
         tensors = self._learner.iter_hf_tensors()
+        source = self._learner.world.gather.source
         try:
-            if not self._learner.world.gather.source:
-                return BroadcastResult(time.monotonic() - started, 0)
-            with self._lock:
-                group = self._group
-            if group is None or group.name != name:
-                raise WeightGroupError(f"this trainer is not in weight group {name}")
-            try:
-                return self._send(group, tensors, started, timeout, with_checksums)
-            except BaseException:
-                self.leave(name)
-                raise
+            if source:
+                with self._lock:
+                    membership = self._membership
+                if membership is None or membership.group.name != name:
+                    raise WeightGroupError(f"this trainer is not in weight group {name}")
+                try:
+                    return self._send(membership, tensors, started + timeout, started, with_checksums)
+                except BaseException:
+                    self.leave(name)
+                    raise
         finally:
             # Ranks that hold parts of the same tensors gather together: who stopped halfway would leave them waiting.
             for _ in tensors:
                 pass
+        self._wait_until_gathered(started + timeout)
+        return BroadcastResult(time.monotonic() - started, 0)
 
     def _send(
         self,
-        group: WeightGroup,
+        membership: "_Membership",
         tensors: Iterator[tuple[str, torch.Tensor]],
+        deadline: float,
         started: float,
-        timeout: float,
         with_checksums: bool,
     ) -> BroadcastResult:
-        world = self._learner.world
-        largest = max(bucket.nbytes for bucket in self._buckets)
-        # Made anew each time: what an aborted transfer still reads must not be written again.
-        buffers = [torch.empty(largest, dtype=torch.uint8, device=world.device) for _ in range(IN_FLIGHT)]
-        under_way: deque[Transfer] = deque()
+        group, stage = membership.group, self._learner.world.stage
+        transfers: list[Transfer] = []
+        kept: deque[list[torch.Tensor]] = deque()
+        """What is being sent lives until it is: at most IN_FLIGHT buckets of gathered tensors."""
         sent = 0
-        checksums: dict[str, int] = {}
+        found: dict[str, int] = {}
         for index, bucket in enumerate(self._buckets):
-            if len(under_way) == IN_FLIGHT:
-                under_way.popleft().wait()
-            left = started + timeout - time.monotonic()
-            if left <= 0:
-                raise WeightGroupError(f"the broadcast in weight group {group.name} did not end within {timeout:g} s")
-            buffer = buffers[index % IN_FLIGHT][: bucket.nbytes]
-            if bucket.source_rank == world.stage:
-                # A tensor lives until it is packed, so that no more than one bucket's tensors are ever gathered.
+            if len(kept) == IN_FLIGHT:
+                transfers[index - IN_FLIGHT].precede_current_stream()
+                kept.popleft()
+            buffer = membership.buffers[index % IN_FLIGHT]
+            gathered = None
+            if bucket.source_rank == stage:
                 gathered = dict(islice(tensors, len(bucket.tensors)))
                 if with_checksums:
-                    checksums |= {spec.name: checksum(gathered[spec.name].to(spec.dtype)) for spec in bucket.tensors}
-                pack(bucket, gathered, buffer)
+                    found |= checksums({s.name: gathered[s.name].to(s.dtype) for s in bucket.tensors})
                 sent += bucket.nbytes
-            under_way.append(group.start_broadcast(buffer, bucket.source_rank, left))
-        for transfer in under_way:
+            if membership.layout == "flat":
+                wire = [buffer[: bucket.nbytes] if gathered is None else pack(bucket, gathered, buffer)]
+            else:
+                wire = pieces(bucket, buffer) if gathered is None else as_sent(bucket, gathered)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise WeightGroupError(f"the broadcast in weight group {group.name} did not end in time")
+            transfers.append(group.start_broadcasts(wire, bucket.source_rank, left))
+            kept.append(wire)
+        for transfer in transfers:
             transfer.wait()
-        return BroadcastResult(time.monotonic() - started, sent, checksums)
+        return BroadcastResult(time.monotonic() - started, sent, found)
+
+    def _make_buffers(self, layout: Layout) -> list[torch.Tensor]:
+        """Buffers for buckets: all in the flat layout, else those of other stages, which this rank has no use for.
+
+        They are given up with their group: what an aborted transfer still reads must not be written again.
+        """
+        stage, device = self._learner.world.stage, self._learner.world.device
+        if layout == "flat":
+            size = max(bucket.nbytes for bucket in self._buckets)
+        else:
+            size = max((piece_bytes(bucket) for bucket in self._buckets if bucket.source_rank != stage), default=0)
+        return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
+
+    def _wait_until_gathered(self, deadline: float) -> None:
+        """Return when this rank's parameters have been read."""
+        if self._stream is None:
+            return
+        event = self._stream.record_event()
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise WeightGroupError("the weights were not gathered in time")
+            time.sleep(_POLL_SECONDS)
+
+
+@dataclass(frozen=True)
+class _Membership:
+    """A group, and what belongs to it."""
+
+    group: WeightGroup
+    layout: Layout
+    buffers: list[torch.Tensor]
 
 
 def result_to_json(result: BroadcastResult) -> dict[str, Any]:

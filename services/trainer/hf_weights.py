@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.trainer.architecture import Architecture, ModelError
-from services.trainer.mapping import Replicated, entries
+from services.trainer.mapping import Entry, Replicated, entries
 from services.trainer.parallel import World
 
 MAX_FILE_BYTES = 4 << 30
@@ -107,23 +107,37 @@ def load_hf(model: torch.nn.Module, folder: Path, shape: Architecture, world: Wo
         raise AssertionError(f"no rule of the mapping loads {sorted(parameters)}")
 
 
+Exported = list[tuple[Entry, torch.nn.Parameter]]
+"""What this rank exports, in order."""
+
+
+def exported_parameters(model: torch.nn.Module, shape: Architecture, world: World) -> Exported:
+    """What `gather_hf_tensors` goes through. It stays the same for the model's life: find it once."""
+    parameters = dict(model.named_parameters())
+    return [
+        (entry, parameters[entry.megatron])
+        for entry in entries(shape, world.stage, world.stages, world.expert_size)
+        if entry.exported
+    ]
+
+
 @torch.no_grad()
-def gather_hf_tensors(model: torch.nn.Module, shape: Architecture, world: World) -> Iterator[tuple[str, Tensor]]:
+def gather_hf_tensors(exported: Exported, shape: Architecture, world: World) -> Iterator[tuple[str, Tensor]]:
     """Gather this stage's tensors, one at a time, on its source rank.
 
     Ranks of the first data-parallel replica call it together; other ranks have nothing to do and yield nothing, nor do
     ranks that only contribute. It uses `world.gather`'s groups and no other, so it may run in a thread beside training,
-    as long as nobody changes the weights. A yielded tensor may be a view of the parameter: copy it, don't change it.
+    as long as nobody changes the weights. A yielded tensor may be a view of the parameter: don't change it. On a GPU
+    everything is enqueued on the current stream, and nothing waited for.
 
     Yields:
         (Hugging Face name, full tensor) in the order of `hf_tensor_specs`, on the source rank.
     """
-    parameters = dict(model.named_parameters())
-    for entry in entries(shape, world.stage, world.stages, world.expert_size):
+    for entry, whole in exported:
         group = world.gather.experts if entry.expert else world.gather.dense
-        if not entry.exported or group is None:
+        if group is None:
             continue
-        parameter = parameters[entry.megatron].detach()
+        parameter = whole.detach()
         if entry.layout is Replicated or group.size() == 1:
             shards = [parameter]
         else:
@@ -167,7 +181,7 @@ def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Archite
             written.update(dict.fromkeys(tensors, name))
         tensors, size = {}, 0
 
-    for name, tensor in gather_hf_tensors(model, shape, world):
+    for name, tensor in gather_hf_tensors(exported_parameters(model, shape, world), shape, world):
         tensors[name] = tensor.cpu().contiguous()
         size += tensor.nbytes
         total += tensor.nbytes

@@ -22,9 +22,17 @@ from torch import Tensor
 from relaxd.algorithms import LossInputs, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer.architecture import read_architecture
+from services.trainer.checkpoint import Snapshot, Stateful, load_snapshot
 from services.trainer.data_parallel import DataParallel
 from services.trainer.heads import rotary_table
-from services.trainer.hf_weights import HFTensorSpec, gather_hf_tensors, hf_tensor_specs, load_hf, save_hf
+from services.trainer.hf_weights import (
+    HFTensorSpec,
+    exported_parameters,
+    gather_hf_tensors,
+    hf_tensor_specs,
+    load_hf,
+    save_hf,
+)
 from services.trainer.logprobs import VocabShard, token_logprobs
 from services.trainer.model import PolicyModel, build_model, padded_vocab, transformer_config
 from services.trainer.optimizer import NonFiniteGradients, build_optimizer, build_schedule, clip_and_step
@@ -118,6 +126,10 @@ class Learner:
         self._step = 0
         self._sums: dict[str, Tensor] = {}
         self._model.zero_grad_buffer()
+        self._exported = exported_parameters(self._policy, self._shape, self.world)
+        self._changed = torch.cuda.Event() if self.world.device.type == "cuda" else None
+        """When the GPU has the weights that `step` counts."""
+        self._weights_changed()
 
     @property
     def step(self) -> int:
@@ -163,6 +175,7 @@ class Learner:
             lr = float(self._optimizer.param_groups[0]["lr"])
             with before_step or nullcontext():
                 grad_norm = clip_and_step(self._optimizer, self._config.optimizer.clip_grad)
+                self._weights_changed()
                 self._step += 1
         except NonFiniteGradients:
             self._schedule.step(-1)
@@ -196,12 +209,34 @@ class Learner:
         return hf_tensor_specs(self._shape, dtype, self.world.stages, self.world.expert_size)
 
     def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This stage's full tensors under their Hugging Face names; see `gather_hf_tensors`."""
-        return gather_hf_tensors(self._policy, self._shape, self.world)
+        """This stage's full tensors under their Hugging Face names; see `gather_hf_tensors`.
+
+        In any thread: the current stream comes after the last optimizer step, not after what was enqueued since.
+        """
+        if self._changed is not None:
+            torch.cuda.current_stream(self.world.device).wait_event(self._changed)
+        return gather_hf_tensors(self._exported, self._shape, self.world)
 
     def save_hf(self, folder: Path) -> None:
         """Write the current weights as a Hugging Face folder. All ranks call it together."""
         save_hf(self._policy, folder, self._folder, self._shape, self.world)
+
+    def snapshot(self, folder: Path) -> Snapshot:
+        """Take the state after the last `finish`, to be written into an empty folder. All ranks call it together."""
+        return Snapshot(self._stateful(), folder)
+
+    def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
+        """Be as the learner was whose snapshot of a step is in a folder; see `load_snapshot`. All ranks together."""
+        load_snapshot(self._stateful(), folder, same_layout=same_layout)
+        self._step = step
+        self.discard()
+
+    def _stateful(self) -> Stateful:
+        return Stateful(self._policy, self._optimizer, self._schedule, self.world)
+
+    def _weights_changed(self) -> None:
+        if self._changed is not None:
+            self._changed.record(torch.cuda.current_stream(self.world.device))
 
     def _frozen_copy(self) -> PolicyModel:
         """The initial model, as the reference of the KL term."""

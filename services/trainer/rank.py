@@ -91,7 +91,7 @@ class Rank:
         crew = Crew(config.trainer.collective_timeout_seconds)
         algorithm = create(config.algorithm)
         buckets = weight_buckets(learner, config.weights.bucket_bytes)
-        self._broadcaster = Broadcaster(learner, buckets)
+        self._broadcaster = Broadcaster(learner, buckets, config.rollout.engine)
         board = Board(params["redis"], params["run_id"], stages_for(config), config.board)
         gather = learner.world.gather
         has_part = gather.dense is not None or gather.experts is not None
