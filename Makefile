@@ -1,5 +1,6 @@
 # relaxd: `make demo` shows it, `make test` proves it. Both set up what they need on a fresh machine.
 PYTHON ?= python3
+# Made here; `make test-gpu VENV=` uses what $(PYTHON) has instead.
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -35,6 +36,10 @@ test: $(STAMP) lint ## everything that can be tested without a GPU
 .PHONY: test-fast
 test-fast: $(STAMP) ## the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow"
+
+.PHONY: test-gpu
+test-gpu: $(if $(VENV),$(STAMP)) ## what needs GPUs, in minutes (VENV= PYTHON=: with an environment of your own)
+	$(if $(VENV),$(BIN)/python,$(PYTHON)) -m pytest tests/gpu
 
 .PHONY: lint
 lint: $(STAMP) ## ruff, mypy, import-linter, buf

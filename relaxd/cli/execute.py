@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
@@ -132,7 +133,10 @@ def _train(coordinator: Coordinator, config: RunConfig, run_id: str, where: Wher
     save_samples(run_folder, samples)
     if ours:
         shutil.copytree(where.folder.logs, run_folder / "logs", dirs_exist_ok=True)
-    write_report(run_folder)
+    if find_spec("matplotlib") is None:
+        console.print("no report: matplotlib is not installed (pip install 'relaxd[demo]')")
+    else:
+        write_report(run_folder)
     console.print(result_table(run_folder))
     for line in result_paths(run_folder):
         console.print(line, soft_wrap=True)
