@@ -128,6 +128,8 @@ class OptimizerConfig(Section):
     """AdamW's epsilon."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Clip the global gradient norm to this; 0 is off."""
+    cpu_offload: bool = False
+    """Keep the optimizer's state and main weights in the host's memory, and update them there."""
 
 
 class TrainerConfig(Section):
@@ -166,6 +168,15 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"trainer.ranks is {self.ranks}: it must be a multiple of tensor_parallel x pipeline_parallel x "
                 f"context_parallel = {model_ranks}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_fits(self) -> Self:
+        if self.optimizer.cpu_offload and self.dtype != "bfloat16":
+            raise ValueError(
+                f'trainer.optimizer.cpu_offload needs trainer.dtype = "bfloat16", but it is "{self.dtype}": only then '
+                "are there main weights beside those that the model computes with"
             )
         return self
 

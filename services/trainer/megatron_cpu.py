@@ -46,6 +46,12 @@ _MODULE_REWRITES: dict[str, list[tuple[str, str]]] = {
     ],
     # The decorator is torch.compile: it needs a C++ compiler at run time and 1.6 s of imports, for nothing on CPU.
     "megatron.core.jit": [("jit_fuser = torch.compile", "jit_fuser = noop_decorator")],
+    # It offloads what is on a GPU.
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": [
+        ("for param in params if param.is_cuda]", "for param in params]"),
+        ("offload_params_numel < offload_threshold and param.is_cuda:", "offload_params_numel < offload_threshold:"),
+        (".cpu().pin_memory()", ""),
+    ],
     # gloo's all-to-all wants its splits as numbers, and Megatron only converts them when they live on a GPU.
     "megatron.core.transformer.moe.moe_utils": [
         (
@@ -66,6 +72,10 @@ _EXPECTED_WARNINGS = (
     ".*torch.distributed.all_gather_into_tensor.* is deprecated.*",
     # Megatron's default for CUDA graphs, which are off.
     "full scope is deprecated.*",
+    # Said to Megatron when it loads a checkpoint.
+    ".*load_state_dict. is deprecated and will be removed.*",
+    "Please use DTensor instead and we are deprecating ShardedTensor.*",
+    "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
 )
 
 

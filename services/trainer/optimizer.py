@@ -20,7 +20,8 @@ class NonFiniteGradients(ArithmeticError):
 def build_optimizer(model: DataParallel, config: TrainerConfig) -> MegatronOptimizer:
     """AdamW (arXiv 1711.05101), its state and main weights sharded over the data-parallel ranks.
 
-    Norms have no weight decay.
+    Norms have no weight decay. With `cpu_offload` state and main weights are in the host's memory and the update is
+    computed there, parameter after parameter, while others travel.
     """
     settings = config.optimizer
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -36,7 +37,17 @@ def build_optimizer(model: DataParallel, config: TrainerConfig) -> MegatronOptim
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_distributed_optimizer=True,
+        optimizer_cpu_offload=settings.cpu_offload,
+        optimizer_offload_fraction=float(settings.cpu_offload),
+        overlap_cpu_optimizer_d2h_h2d=settings.cpu_offload,
+        pin_cpu_grads=torch.cuda.is_available(),
     )
+    if settings.cpu_offload:
+        # The main weights are the offloaded optimizer's only, none on the GPU. Set afterwards, as the constructor asks
+        # for Transformer Engine's version, which this doesn't use.
+        megatron_config.use_precision_aware_optimizer = True
+        megatron_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        megatron_config.store_param_remainders = False
     optimizer = get_megatron_optimizer(megatron_config, [model], config_overrides=no_decay_for_norms(megatron_config))
     for group in optimizer.param_groups:
         group["fused"] = True  # one pass over memory instead of a dozen
@@ -93,6 +104,7 @@ def clip_and_step(optimizer: MegatronOptimizer, clip_grad: float) -> float:
     for one in optimizer.chained_optimizers:
         parameters = one.get_parameters()
         if clip_grad > 0 and parameters:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=norm)
+            decoupled = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, clip_grad, norm, decoupled)
     optimizer.step_with_ready_grads()
     return norm

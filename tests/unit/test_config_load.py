@@ -88,6 +88,7 @@ def test_any_text_survives_dump(text: str) -> None:
         ("[reward]", "[[reward]]", ["line 13: reward", "must be a section"]),
         ('source = "addition"', 'source = "jsonl"', ["data.path is missing"]),
         ("lr = 1e-5", "lr = 1e-5\n[trainer]\ntensor_parallel = 2", ["trainer.ranks is 1: it must be a multiple of"]),
+        ("lr = 1e-5", "lr = 1e-5\ncpu_offload = true", ["trainer.optimizer.cpu_offload needs trainer.dtype"]),
         ("steps = 4", "steps = ", ["x.toml line 2: not valid TOML: Invalid value"]),
         ("steps = 4", "steps = 4\nsteps = 5", ["x.toml line 3: not valid TOML: Cannot overwrite a value"]),
         ("lr = 1e-5", 'lr = "1', ["x.toml line 20: not valid TOML"]),
