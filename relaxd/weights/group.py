@@ -214,7 +214,7 @@ class WeightGroup:
             if self._device is None:
                 raise WeightGroupError(f"weight group {self.name}: nccl needs a GPU, none was given")
             return NcclConnection(store, self.rank, self.world_size, self._device, timeout, self.aborted)
-        return GlooConnection(store, self.rank, self.world_size, _address_towards(*self._store_address), timeout)
+        return GlooConnection(store, self.rank, self.world_size, address_towards(*self._store_address), timeout)
 
     def _let_go(self) -> None:
         with self._lock:
@@ -246,7 +246,7 @@ def _tell_aborted(store: dist.Store) -> None:
         store.set(_ABORTED, "1")
 
 
-def _address_towards(host: str, port: int) -> str:
+def address_towards(host: str, port: int) -> str:
     """The address of this machine from which `host` is reached (connecting a UDP socket sends nothing)."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

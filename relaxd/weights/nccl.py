@@ -30,7 +30,9 @@ class NcclError(RuntimeError):
     """NCCL reported an error."""
 
 
-class _UniqueId(ctypes.Structure):
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId: by it the members of a communicator find each other."""
+
     _fields_ = [("internal", ctypes.c_byte * 128)]
 
 
@@ -104,11 +106,7 @@ class NcclConnection:
                     ctypes.byref(self._communicator), world_size, unique_id, rank, ctypes.byref(config)
                 )
                 self._settle("ncclCommInitRankConfig", code, deadline)
-                # The first broadcast loads kernels and connects channels, which should not happen in a pause.
-                scratch = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=device)
-                first = self.start([scratch], 0, deadline - time.monotonic())
-                while not first.done():
-                    self._pass_time("the first broadcast", deadline)
+                self._warm_up(deadline)
             except NcclError:
                 self.abort()
                 raise
@@ -158,17 +156,29 @@ class NcclConnection:
             with torch.cuda.device(self.device):
                 self._nccl.ncclCommAbort(communicator)
 
-    def _share_id(self, store: dist.Store, rank: int, deadline: float) -> _UniqueId:
-        unique_id = _UniqueId()
+    def _warm_up(self, deadline: float) -> None:
+        """The first broadcast loads kernels and connects channels, which should not happen in a pause."""
+        scratch = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self.device)
+        first = self.start([scratch], 0, deadline - time.monotonic())
+        while not first.done():
+            self._pass_time("the first broadcast", deadline)
+
+    def _share_id(self, store: dist.Store, rank: int, deadline: float) -> UniqueId:
         if rank == 0:
-            code = self._nccl.ncclGetUniqueId(ctypes.byref(unique_id))
-            if code != _SUCCESS:
-                raise self._error("ncclGetUniqueId", code)
+            unique_id = self._new_id()
             store.set(_ID_KEY, bytes(unique_id).hex())
         else:
+            unique_id = UniqueId()
             while not store.check([_ID_KEY]):
                 self._pass_time("rank 0", deadline)
             ctypes.memmove(ctypes.byref(unique_id), bytes.fromhex(store.get(_ID_KEY).decode()), 128)
+        return unique_id
+
+    def _new_id(self) -> UniqueId:
+        unique_id = UniqueId()
+        code = self._nccl.ncclGetUniqueId(ctypes.byref(unique_id))
+        if code != _SUCCESS:
+            raise self._error("ncclGetUniqueId", code)
         return unique_id
 
     def _settle(self, what: str, code: int, deadline: float) -> None:
@@ -209,9 +219,9 @@ def _library() -> ctypes.CDLL:
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     nccl.ncclGetErrorString.argtypes, nccl.ncclGetErrorString.restype = [number], ctypes.c_char_p
     nccl.ncclGetLastError.argtypes, nccl.ncclGetLastError.restype = [pointer], ctypes.c_char_p
-    nccl.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
+    nccl.ncclGetUniqueId.argtypes = [ctypes.POINTER(UniqueId)]
     nccl.ncclCommInitRankConfig.argtypes = [
-        ctypes.POINTER(pointer), number, _UniqueId, number, ctypes.POINTER(_Config)
+        ctypes.POINTER(pointer), number, UniqueId, number, ctypes.POINTER(_Config)
     ]  # fmt: skip
     nccl.ncclCommGetAsyncError.argtypes = [pointer, ctypes.POINTER(number)]
     nccl.ncclCommAbort.argtypes = [pointer]

@@ -1,0 +1,110 @@
+"""Meeting an external SGLang server: whether it is up, and whether it fits the run."""
+
+import asyncio
+import logging
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from relaxd.config import RolloutConfig
+from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
+from services.rollout.model_folder import ModelFolder
+from services.rollout.sglang_http import ServerGone, SGLangClient
+
+UP_SECONDS = 600.0
+"""A server may take so long to come up."""
+ASK_SECONDS = 10.0
+RETRY_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class ServerMismatch(ChildError):
+    """The server has another model than the run, or is set up in a way that cannot work."""
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """How a server is set up."""
+
+    context: int
+    """Its --context-length; 0 when that is the model's own."""
+    device: str
+    """cpu or cuda."""
+    incremental: bool
+    """--incremental-streaming-output: events bring new tokens only."""
+    late_tokens: int
+    """1 where its scheduler overlaps, and so reports a token after the batch that follows has begun."""
+    prefix_cache: bool
+    """Whether prompts are kept for later requests."""
+
+
+async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfig) -> ServerFacts:
+    """Wait until the server is up, and check that it fits.
+
+    Raises ServerMismatch, which says what would be right; ServerGone or ChildTimeout when it does not come up.
+    """
+    info = await _wait_until_up(client)
+    described = await client.call("/model_info", timeout=ASK_SECONDS)
+    wrong = []
+    if not described.get("is_generation"):
+        wrong.append(f"its model {described.get('model_path')} does not generate")
+    architectures = tuple(described.get("architectures") or ())
+    if architectures != model.architectures:
+        wrong.append(f"its model is {', '.join(architectures)}, the run's {', '.join(model.architectures)}")
+    vocabulary = await _vocabulary(client)
+    if vocabulary is not None and vocabulary != model.vocabulary:
+        wrong.append(f"its model has {vocabulary} token ids, the run's {model.vocabulary}")
+    for option, right in (("tp_size", config.tensor_parallel), ("dp_size", 1), ("pp_size", 1)):
+        if info.get(option) != right:
+            wrong.append(f"its {option} is {info.get(option)}: it must be {right}")
+    if info.get("tp_size") != config.tensor_parallel:
+        wrong[-1] += " (or set rollout.tensor_parallel)" if info.get("dp_size") == info.get("pp_size") == 1 else ""
+    if info.get("quantization"):
+        wrong.append(f"its quantization is {info['quantization']}: it cannot take the trainer's weights")
+    if info.get("speculative_algorithm"):
+        wrong.append("it uses speculative decoding, whose draft model would keep its weights")
+    if wrong:
+        raise ServerMismatch(f"the server {client.url} does not fit the run: {'; '.join(wrong)}")
+    if not info.get("incremental_streaming_output"):
+        logger.warning(
+            "%s was started without --incremental-streaming-output: tokens that are generated around an update count "
+            "as older than they may be",
+            client.url,
+        )
+    return ServerFacts(
+        context=info.get("context_length") or 0,
+        device=str(info.get("device")),
+        incremental=bool(info.get("incremental_streaming_output")),
+        late_tokens=0 if info.get("disable_overlap_schedule") else 1,
+        prefix_cache=not info.get("disable_radix_cache"),
+    )
+
+
+async def _wait_until_up(client: SGLangClient) -> dict[str, Any]:
+    deadline = time.monotonic() + UP_SECONDS
+    while True:
+        try:
+            return await client.call("/server_info", timeout=ASK_SECONDS)
+        except (ServerGone, ChildTimeout) as error:
+            if time.monotonic() > deadline:
+                raise
+            logger.info("waiting for the server: %s", error)
+            await asyncio.sleep(RETRY_SECONDS)
+
+
+async def _vocabulary(client: SGLangClient) -> int | None:
+    """How many token ids the server's model has; None if it doesn't say.
+
+    No call tells it, but the refusal of a bias for token -1, which can do no harm, names the ids that there are.
+    """
+    body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "logit_bias": {"-1": 0.0}}}
+    try:
+        await client.call("/generate", body, timeout=ASK_SECONDS)
+    except ChildRequestError as error:
+        found = re.search(r"keys in \[0, (\d+)\]", str(error))
+        if found:
+            return int(found[1]) + 1
+    logger.warning("%s does not tell how many token ids its model has", client.url)
+    return None

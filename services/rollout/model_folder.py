@@ -1,0 +1,65 @@
+"""What a model folder says about requests, read without torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from relaxd.data.errors import DataError
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model's configuration and tokenizer."""
+
+    vocabulary: int
+    """Token ids are below this."""
+    context: int
+    """Most tokens of prompt and answer together; 0 when the model doesn't say."""
+    architectures: tuple[str, ...]
+    """Names of its classes in transformers."""
+    end_ids: tuple[int, ...]
+    """Tokens that end an answer."""
+    tokenizer: Tokenizer
+    """Its tokenizer."""
+
+
+def read_model_folder(folder: Path) -> ModelFolder:
+    """Read config.json, generation_config.json, tokenizer.json and tokenizer_config.json.
+
+    Raises DataError: a file is missing or broken.
+    """
+    config = _json(folder / "config.json")
+    text_config = config.get("text_config") or config
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the Rust binding raises plain Exception
+        raise DataError("model.path", f"{folder / 'tokenizer.json'} is not a tokenizer: {error}") from error
+    generation = folder / "generation_config.json"
+    configured = (_json(generation) if generation.is_file() else text_config).get("eos_token_id")
+    end_ids = set(configured if isinstance(configured, list) else [configured])
+    eos_token = _json(folder / "tokenizer_config.json").get("eos_token")
+    eos_text = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
+    if eos_text is not None:
+        end_ids.add(tokenizer.token_to_id(eos_text))
+    if not isinstance(text_config.get("vocab_size"), int):
+        raise DataError("model.path", f"{folder / 'config.json'} has no vocab_size")
+    return ModelFolder(
+        vocabulary=text_config["vocab_size"],
+        context=text_config.get("max_position_embeddings") or 0,
+        architectures=tuple(config.get("architectures") or ()),
+        end_ids=tuple(sorted(end_ids - {None})),
+        tokenizer=tokenizer,
+    )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError("model.path", f"{file} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError("model.path", f"{file} is not a JSON object")
+    return value
