@@ -11,6 +11,7 @@ from relaxd.board import Board, StageWorker, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
 from relaxd.rpc.child import ChildError, ChildExit
+from relaxd.rpc.gpus import gpu_environment
 from relaxd.rpc.service import ReplicaService, ServiceStatus
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import replica_pb2
@@ -38,6 +39,8 @@ class RolloutService(ReplicaService):
         self._generator: GroupGenerator | None = None
         self._engine: Engine | None = None
         self._restarting: asyncio.Task[None] | None = None
+        self._environment: dict[str, str] = {}
+        """Of the engine: the GPUs that it may use."""
         self._detail = ""
         self._run_id = ""
         self._run_paused = False
@@ -57,6 +60,9 @@ class RolloutService(ReplicaService):
         """See ReplicaService."""
         self._config, self._run_paused = config, False
         self._run_id = assignment.run_id
+        rollout = config.rollout
+        gpus = await self.lease_gpus(rollout.tensor_parallel if rollout.engine == "sglang" else 0)
+        self._environment = gpu_environment(gpus)
         self._engine = await self._start_engine(config)
         self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
         self._generator = generator = GroupGenerator(config, self._board, lambda: self.engine, self._open_or_close)
@@ -66,6 +72,7 @@ class RolloutService(ReplicaService):
             self._settings.replica_id,
             generator.process,
             concurrency=lambda: generator.room(worker.held),
+            on_failure=self.give_up,
         )
         worker.pause()  # until there are weights
         self._worker = worker
@@ -149,6 +156,7 @@ class RolloutService(ReplicaService):
         engine = await Engine.start(
             folder,
             config.rollout,
+            environment=self._environment,
             name=self._settings.replica_id,
             log_level=self._settings.log_level,
             on_exit=self._engine_died,
