@@ -68,8 +68,9 @@ class RolloutConfig(Section):
     """Nucleus sampling; 1 is off."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k likeliest tokens; 0 is off."""
-    engine: Literal["transformers", "sglang"] = "transformers"
-    """The inference engine. transformers runs on a CPU; sglang is for GPUs (docs/engines.md)."""
+    engine: Literal["transformers", "sglang", "sglang_external"] = "transformers"
+    """The inference engine. transformers runs on a CPU; sglang is for GPUs; sglang_external is a server that runs
+    already, whose URL each rollout replica is given (docs/engines.md)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the engine's weights."""
     max_running_samples: int = Field(default=64, ge=1)
@@ -77,7 +78,7 @@ class RolloutConfig(Section):
     threads: int = Field(default=0, ge=0)
     """CPU threads of the engine; 0 means all cores."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs that share each layer's matrices (sglang)."""
+    """GPUs that share each layer's matrices (sglang; sglang_external: as the servers were started)."""
     memory_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the GPU's memory for weights and key-value cache; 0 lets SGLang decide (sglang)."""
     return_routed_experts: bool = False
@@ -87,12 +88,15 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _engine_has(self) -> Self:
-        if self.engine == "transformers":
-            for name in ("tensor_parallel", "memory_fraction", "return_routed_experts", "sglang"):
-                if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                    raise ValueError(
-                        f'rollout.{name} is for rollout.engine = "sglang", but rollout.engine is "{self.engine}"'
-                    )
+        only_sglang = {
+            "transformers": ("tensor_parallel", "memory_fraction", "return_routed_experts", "sglang"),
+            "sglang_external": ("memory_fraction", "return_routed_experts", "sglang"),
+        }
+        for name in only_sglang.get(self.engine, ()):
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(
+                    f'rollout.{name} is for rollout.engine = "sglang", but rollout.engine is "{self.engine}"'
+                )
         return self
 
 
@@ -272,5 +276,14 @@ class RunConfig(Section):
             raise ValueError(
                 'weights.pause is "retract", which rollout.engine = "transformers" cannot: use "in_place", "abort" or '
                 '"drain", or rollout.engine = "sglang"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_rank_sends(self) -> Self:
+        if self.rollout.engine == "sglang_external" and self.trainer.pipeline_parallel > 1:
+            raise ValueError(
+                f"trainer.pipeline_parallel is {self.trainer.pipeline_parallel}: with rollout.engine = "
+                '"sglang_external" it must be 1, because such servers receive weights from one rank only'
             )
         return self
