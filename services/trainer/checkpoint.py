@@ -1,0 +1,223 @@
+"""The state of a learner as a sharded Megatron checkpoint, for any arrangement of ranks: taking, writing, loading it.
+
+What is in it: the model, the optimizer's float32 main weights, moments and step, the learning-rate schedule, and each
+rank's random generators. Without Transformer Engine or apex, Megatron's distributed optimizer over torch's AdamW has
+three traps on the way back; `_fill_optimizer`, `_accept_missing_step` and `_separate_steps` are for one each.
+"""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import services.trainer.megatron_cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
+
+from services.trainer.checkpoint_writer import ThreadStrategy
+from services.trainer.model import PolicyModel
+from services.trainer.parallel import World
+
+SHARDING = {
+    # The optimizer's state in the shapes of the parameters, so that any other arrangement of ranks can load it.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # Gathered over gloo on the first data-parallel rank only: no GPU memory, one copy per model on the host.
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+class CheckpointError(Exception):
+    """A checkpoint can't be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class Stateful:
+    """What a checkpoint holds of a learner."""
+
+    model: PolicyModel
+    """This rank's part of the model."""
+    optimizer: MegatronOptimizer
+    """Its optimizer."""
+    schedule: OptimizerParamScheduler
+    """Its learning-rate schedule."""
+    world: World
+    """Its place."""
+
+
+class Snapshot:
+    """The state as it was when this was made, on its way to the disk. Training may go on meanwhile."""
+
+    def __init__(self, state: Stateful, folder: Path) -> None:
+        """Copy the state and plan its files. All ranks make it together; `folder` exists and is empty."""
+        _fill_optimizer(state.optimizer)
+        model = state.model.sharded_state_dict(metadata=dict(SHARDING))
+        # The optimizer's parts are found by the parameters that the model's point to, so these are copied only after.
+        optimizer = state.optimizer.sharded_state_dict(model, metadata=dict(SHARDING))
+        _drop_empty(optimizer)
+        for part in nested_values(model):
+            if isinstance(getattr(part, "data", None), torch.Tensor):
+                part.data = part.data.detach().to("cpu", copy=True)
+        content = {
+            "model": model,
+            "optimizer": optimizer,
+            "schedule": state.schedule.state_dict(),
+            "generators": _generators(state.world, read_generators()),
+        }
+        request = dist_checkpointing.save(
+            content, str(folder), sharded_strategy=ThreadStrategy(), async_sharded_save=True
+        )
+        assert request is not None
+        self._request: AsyncRequest = request
+
+    def write(self) -> None:
+        """Write this rank's file and wait until it is on the disk. For a thread beside training.
+
+        Raises:
+            Exception: what writing raised, such as OSError.
+        """
+        assert self._request.async_fn is not None
+        self._request.async_fn(*self._request.async_fn_args)
+
+    def finish(self) -> None:
+        """Write what describes the files. All ranks call it together, after `write` has ended well on all of them."""
+        for function in self._request.finalize_fns:
+            function()
+
+
+def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> None:
+    """Bring a learner to a checkpoint's state. All ranks call it together.
+
+    Args:
+        state: what to fill, just made.
+        folder: the checkpoint.
+        same_layout: whether the ranks are arranged as they were when it was saved: only then do the random generators
+            have a place to go to.
+
+    Raises:
+        CheckpointError: it doesn't hold what this model needs.
+    """
+    _fill_optimizer(state.optimizer)
+    model = state.model.sharded_state_dict(metadata=dict(SHARDING))
+    content: dict[str, Any] = {
+        "model": model,
+        "optimizer": state.optimizer.sharded_state_dict(model, is_loading=True, metadata=dict(SHARDING)),
+    }
+    if same_layout:
+        content["generators"] = _generators(state.world, None)
+    try:
+        loaded = dist_checkpointing.load(content, str(folder))
+    except CheckpointException as error:
+        reasons = {str(failure) or type(failure).__name__ for failure, _ in error.failures.values()}
+        raise CheckpointError(f"{folder} doesn't fit this model and trainer: {'; '.join(sorted(reasons))}") from error
+    state.model.load_state_dict(loaded["model"])
+    with _accept_missing_step(state.optimizer):
+        state.optimizer.load_state_dict(loaded["optimizer"])
+    _separate_steps(state.optimizer)
+    state.schedule.load_state_dict(loaded["schedule"])
+    if same_layout:
+        write_generators(loaded["generators"])
+
+
+def read_generators() -> dict[str, Any]:
+    """The states of this process's random generators, as tensors and plain values."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": {name: states.cpu() for name, states in get_cuda_rng_tracker().get_states().items()},
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+    }
+
+
+def write_generators(states: dict[str, Any]) -> None:
+    """Bring this process's random generators to what `read_generators` gave."""
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(dict(states["megatron"]))
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+
+
+def _generators(world: World, states: dict[str, Any] | None) -> ShardedObject:
+    return ShardedObject("generators", states, (world.size,), (world.rank,), replica_id=0)
+
+
+def _single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _drop_empty(state: dict[Any, Any]) -> None:
+    """Data-parallel ranks that gather nothing have None where the others have tensors: leave that out."""
+    for part in (state, *(value for value in state.values() if isinstance(value, dict))):
+        if "param_state" in part and part["param_state"] is None:
+            part["param_state"] = {}
+
+
+def _fill_optimizer(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter the state that AdamW makes at its first step.
+
+    Trap 1: Megatron reads the optimizer's step from the first parameter's state, and what is to be loaded from the
+    shapes that are there. Before the first step there is nothing.
+    """
+    for one in _single_optimizers(optimizer):
+        inner = one.optimizer
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    device = parameter.device if group["fused"] else None
+                    inner.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=device),
+                        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    }
+
+
+@contextlib.contextmanager
+def _accept_missing_step(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Let a parameter keep the step that it has where the tensors to be loaded have none.
+
+    Trap 2: Megatron copies every entry of a parameter's state, and torch's AdamW has its step there. Megatron keeps
+    that with the groups of parameters and doesn't save it per parameter: KeyError.
+    """
+    singles = _single_optimizers(optimizer)
+    for one in singles:
+
+        def fill(parameter: Any, tensors: dict[str, Any], one: Any = one) -> None:
+            have = one._get_main_param_and_optimizer_states(parameter)
+            type(one)._set_main_param_and_optimizer_states(one, parameter, {"step": have.get("step"), **tensors})
+
+        one._set_main_param_and_optimizer_states = fill
+    try:
+        yield
+    finally:
+        for one in singles:
+            del one._set_main_param_and_optimizer_states
+
+
+def _separate_steps(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter a step of its own.
+
+    Trap 3: Megatron puts one tensor into every parameter's state. Each parameter's update then counts it up, so that
+    the next step is not the s-th but the (s + parameters)-th: too little bias correction, and nobody says a word.
+    """
+    for one in _single_optimizers(optimizer):
+        for state in one.optimizer.state.values():
+            state["step"] = state["step"].clone()

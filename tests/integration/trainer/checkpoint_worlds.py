@@ -1,0 +1,129 @@
+"""Worlds of real processes that train, save, and go on from what was saved, perhaps arranged otherwise.
+
+A process costs seconds of imports, so one spawn does a list of jobs, one after the other.
+"""
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples
+
+
+@dataclass(frozen=True)
+class CheckpointJob:
+    """Start from the model or from a checkpoint, train two steps, save, train two more."""
+
+    model: Path
+    parallel: dict[str, int] = field(default_factory=dict)
+    load: Path | None = None
+    """Start from here, at step 2, and only do the last two steps."""
+    same_layout: bool = False
+    save: Path | None = None
+
+
+def train(learner: Any, steps: int) -> list[tuple[float, float]]:
+    """Steps on the same samples; loss and gradient norm of each."""
+    from services.trainer.packing import assign_to_ranks, empty_micro_batch, pack
+
+    samples, data_size = make_samples(), learner.world.data_size
+    shares = assign_to_ranks([len(sample.tokens) for sample in samples], 60, data_size)[learner.world.data_rank]
+    batches = [pack([samples[i] for i in indices]) if indices else empty_micro_batch() for indices in shares]
+    found = []
+    for _ in range(steps):
+        learner.accumulate(batches)
+        stats = learner.finish(20.0)
+        found.append((stats.loss, stats.grad_norm))
+    return found
+
+
+def drawn() -> list[float]:
+    """What this process's generators give next, all of them."""
+    import torch
+
+    return [float(torch.rand(())), float(np.random.random()), random.random()]
+
+
+def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
+    """Run one job on this rank."""
+    import torch.distributed as dist
+
+    learner = make_learner(Job(job.model, job.parallel), ranks)
+    result: dict[str, Any] = {}
+    if job.load is not None:
+        drawn()
+        learner.restore(job.load, 2, same_layout=job.same_layout)
+    else:
+        train(learner, 2)
+        drawn()
+    if job.save is not None:
+        if learner.world.rank == 0:
+            job.save.mkdir(parents=True)
+        dist.barrier()
+        snapshot = learner.snapshot(job.save)
+        result["at_save"] = copied(learner)
+    result["drawn"] = drawn()
+    result["trajectory"] = train(learner, 1)
+    if job.save is not None:
+        snapshot.write()  # only now: a snapshot holds what was, not what is
+        dist.barrier()
+        snapshot.finish()
+    result["trajectory"] += train(learner, 1)
+    result["step"] = learner.step
+    result["tensors"] = copied(learner)
+    from megatron.core import parallel_state  # only now: Megatron is imported after the bridge
+
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+def run_world(jobs: list[CheckpointJob], ranks: int, folder: Path, port: int) -> list[list[dict[str, Any]]]:
+    """Run jobs in a world of `ranks` gloo processes. Returns for each job the results of each rank."""
+    folder.mkdir()
+    (folder / "jobs.pickle").write_bytes(pickle.dumps(jobs))
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.integration.trainer.checkpoint_worlds", str(folder)]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**environment, "RANK": str(rank), "WORLD_SIZE": str(ranks)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, process in enumerate(processes):
+        assert process.returncode == 0, f"rank {rank} failed:\n{outputs[rank]}"
+    by_rank = [pickle.loads((folder / f"rank-{rank}.pickle").read_bytes()) for rank in range(ranks)]
+    return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def main() -> None:
+    """One rank."""
+    folder = Path(sys.argv[1])
+    jobs: list[CheckpointJob] = pickle.loads((folder / "jobs.pickle").read_bytes())
+    results = [run_job(job, int(os.environ["WORLD_SIZE"])) for job in jobs]
+    (folder / f"rank-{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(results))
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # Under its own name, or the pickled jobs would be of another class than __main__'s.
+    from tests.integration.trainer import checkpoint_worlds
+
+    checkpoint_worlds.main()
