@@ -2,12 +2,15 @@
 
 import argparse
 import os
+import re
+import socket
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 from relaxd import __version__
 
@@ -136,6 +139,7 @@ def parse_settings(
         values[key] = given[key] if given[key] is not None else _from_environment(parser, flag, environment)
     try:
         values["token"] = read_token(values.pop("token_file"), environment)
+        values["redis"] = _with_password(values["redis"], values.pop("redis_password_file"))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return ServiceSettings(role=role, **values)
@@ -159,6 +163,26 @@ def read_token(token_file: str = "", environment: Mapping[str, str] | None = Non
     return token
 
 
+def _with_password(redis_url: str, file: str) -> str:
+    """The URL with the password that a file holds. Raises OSError, ValueError."""
+    if not file:
+        return redis_url
+    password = Path(file).read_text(encoding="utf-8").strip()
+    parts = urlsplit(redis_url)
+    if not password:
+        raise ValueError(f"the Redis password in {file} is empty")
+    if parts.scheme == "unix" or parts.password:
+        raise ValueError(f"a Redis password file ({file}) goes with a redis:// URL that has no password of its own")
+    user, _, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}").geturl()
+
+
+def _new_replica_id(role: str) -> str:
+    """A name that no other process has, with the host (in a container: its id) in it for people."""
+    host = re.sub(r"[^A-Za-z0-9-]", "", socket.gethostname().partition(".")[0])[:24]
+    return "-".join(part for part in (role, host, uuid.uuid4().hex[:6]) if part)
+
+
 def _from_environment(parser: argparse.ArgumentParser, flag: _Flag, environment: Mapping[str, str]) -> Any:
     text = environment.get(flag.variable)
     if not text:
@@ -178,7 +202,8 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("advertise", _address, "", "host:port at which others reach this process"),
         _Flag("coordinator", _address, settings.coordinator, "host:port of the coordinator"),
         _Flag("redis", _redis_url, settings.redis, "URL of the Redis that holds the board"),
-        _Flag("replica-id", str, f"{role}-{uuid.uuid4().hex[:8]}", "unique name of this process"),
+        _Flag("redis-password-file", str, "", "file with the password of that Redis"),
+        _Flag("replica-id", str, _new_replica_id(role), "unique name of this process"),
         _Flag("grace-seconds", _seconds, settings.grace_seconds, "seconds that draining may take after SIGTERM"),
         _Flag("lease-seconds", _seconds, settings.lease_seconds, "a replica is dead after so long without a heartbeat"),
         _Flag("log-level", _level, settings.log_level, ", ".join(LOG_LEVELS)),

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from relaxd.rpc.settings import parse_settings, read_token
+from services.coordinator.server import REPLICA_ID
 
 
 def test_defaults():
@@ -72,3 +73,35 @@ def test_help_names_every_variable(capsys):
 def test_the_library_of_a_service_needs_no_torch():
     code = "import relaxd.rpc.replica, relaxd.telemetry, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": "."})
+
+
+def test_a_redis_password_comes_from_a_file(tmp_path):
+    file = tmp_path / "password"
+    file.write_text("p@ss/word\n")
+    environment = {"RELAXD_REDIS": "redis://redis:6379/0", "RELAXD_REDIS_PASSWORD_FILE": str(file)}
+    assert parse_settings("reward", [], environment).redis == "redis://:p%40ss%2Fword@redis:6379/0"
+    environment["RELAXD_REDIS"] = "redis://relaxd@redis:6379/0"
+    assert parse_settings("reward", [], environment).redis == "redis://relaxd:p%40ss%2Fword@redis:6379/0"
+
+
+@pytest.mark.parametrize(
+    ("url", "password", "message"),
+    [
+        ("redis://redis:6379/0", "", "the Redis password in"),
+        ("redis://:other@redis:6379/0", "secret", "that has no password of its own"),
+    ],
+)
+def test_a_redis_password_file_must_fit(tmp_path, capsys, url, password, message):
+    file = tmp_path / "password"
+    file.write_text(password)
+    with pytest.raises(SystemExit):
+        parse_settings("reward", ["--redis", url, "--redis-password-file", str(file)], {})
+    output = capsys.readouterr().err
+    assert message in output
+    assert "secret" not in output
+
+
+def test_a_replica_id_names_the_host_and_is_never_given_twice():
+    ids = {parse_settings("rollout", [], {}).replica_id for _ in range(100)}
+    assert len(ids) == 100
+    assert all(REPLICA_ID.fullmatch(replica_id) for replica_id in ids)

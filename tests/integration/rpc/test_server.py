@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -297,3 +298,27 @@ async def test_a_restarted_server_is_found_again_soon():
             begun = time.monotonic()
             await score(to, "fine", wait_for_ready=True)
             assert time.monotonic() - begun < 1.5
+
+
+async def test_the_health_check_of_containers_tells_serving_from_not():
+    async def check(port: int) -> tuple[int | None, str]:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "relaxd.rpc.health_check"),
+            env=os.environ | {"RELAXD_PORT": str(port)},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        output, _ = await process.communicate()
+        return process.returncode, output.decode()
+
+    server = await start_server([], serving=True, token="secret")
+    try:
+        assert await check(server.port) == (0, f"127.0.0.1:{server.port} serves\n")
+        await server.set_serving(False)
+        code, output = await check(server.port)
+        assert code == 1
+        assert "does not serve" in output
+    finally:
+        await server.stop()
+    code, output = await check(server.port)
+    assert code == 1
+    assert "UNAVAILABLE" in output
