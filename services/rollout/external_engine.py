@@ -16,7 +16,7 @@ from typing import Any
 
 from relaxd.config import RolloutConfig
 from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
-from services.rollout.engine import RequestFailed
+from services.rollout.engine import Engine, RequestFailed
 from services.rollout.engines.base import Output, PauseMode, Sampling, Version
 from services.rollout.external_samples import EVENT_TOKENS, ONLY_AT_END, EventStyle, ExternalSample, label
 from services.rollout.external_server import ServerFacts, connect
@@ -445,3 +445,7 @@ class ExternalEngine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+AnyEngine = Engine | ExternalEngine
+"""What the service works with; both have the same methods."""

@@ -3,7 +3,7 @@
 import base64
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
 from relaxd.rpc.errors import (
@@ -16,10 +16,13 @@ from relaxd.rpc.errors import (
     Violations,
 )
 from relaxd.v1 import replica_pb2, rollout_pb2, rollout_pb2_grpc
-from services.rollout.engine import Engine, RequestFailed
+from services.rollout.engine import RequestFailed
 from services.rollout.engines.base import Output, Version
 from services.rollout.requests import PAUSE_MODES, parse_generate
 from services.rollout.service import RolloutService
+
+if TYPE_CHECKING:
+    from services.rollout.external_engine import AnyEngine
 
 REPLY_SECONDS = 0.3
 """The engine is given up this long before the caller gives up, so that the caller learns why."""
@@ -152,7 +155,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self._service.weights_changed()
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
 
-    def _engine(self) -> Engine:
+    def _engine(self) -> "AnyEngine":
         engine = self._service.engine
         if engine is None:
             raise Unavailable("there is no engine (yet): " + (self._service.status().detail or "no run is assigned"))

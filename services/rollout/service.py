@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -18,6 +20,9 @@ from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from services.rollout.engine import Engine
 from services.rollout.stage import GroupGenerator
+
+if TYPE_CHECKING:
+    from services.rollout.external_engine import AnyEngine, ExternalEngine
 
 FIRST_RESTART_SECONDS = 0.5
 MOST_RESTART_SECONDS = 30.0
@@ -37,7 +42,7 @@ class RolloutService(ReplicaService):
         self._board: Board | None = None
         self._worker: StageWorker | None = None
         self._generator: GroupGenerator | None = None
-        self._engine: Engine | None = None
+        self._engine: AnyEngine | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._environment: dict[str, str] = {}
         """Of the engine: the GPUs that it may use."""
@@ -48,7 +53,7 @@ class RolloutService(ReplicaService):
         self._process = psutil.Process()
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> "AnyEngine | None":
         """The engine, once its model is loaded; None while there is none."""
         return self._engine if self._engine is not None and self._engine.alive else None
 
@@ -150,8 +155,10 @@ class RolloutService(ReplicaService):
         else:
             worker.pause()
 
-    async def _start_engine(self, config: RunConfig) -> Engine:
+    async def _start_engine(self, config: RunConfig) -> "AnyEngine":
         folder = await asyncio.to_thread(resolve_model, config.model.path)
+        if config.rollout.engine == "sglang_external":
+            return await self._connect_engine(folder, config)
         self._detail = f"loading {folder.name}"
         engine = await Engine.start(
             folder,
@@ -159,22 +166,43 @@ class RolloutService(ReplicaService):
             environment=self._environment,
             name=self._settings.replica_id,
             log_level=self._settings.log_level,
-            on_exit=self._engine_died,
+            on_exit=lambda ended: self._engine_died(f"the engine {_how(ended)}"),
             on_tokens=self._record_tokens,
         )
         self._detail = ""
         logger.info("%s is loaded (process %d), waiting for weights", folder.name, engine.pid)
         return engine
 
+    async def _connect_engine(self, folder: Path, config: RunConfig) -> "ExternalEngine":
+        from services.rollout.external_engine import ExternalEngine  # an HTTP client is for such runs only
+
+        url = self._settings.sglang_url
+        if not url:
+            raise ChildError(
+                'rollout.engine is "sglang_external", but this replica has no server: start it with --sglang-url '
+                "(RELAXD_SGLANG_URL)"
+            )
+        self._detail = f"waiting for the SGLang server at {url}"
+        engine = await ExternalEngine.start(
+            url,
+            self._settings.sglang_key,
+            folder,
+            config.rollout,
+            on_exit=self._engine_died,
+            on_tokens=self._record_tokens,
+        )
+        self._detail = ""
+        logger.info("the SGLang server at %s fits, waiting for weights", url)
+        return engine
+
     def _record_tokens(self, count: int, per_second: float) -> None:
         telemetry.record("generate.tokens", count, {"relaxd.run_id": self._run_id})
         telemetry.record("generate.tokens_per_second", per_second, {"relaxd.run_id": self._run_id})
 
-    def _engine_died(self, ended: ChildExit) -> None:
+    def _engine_died(self, how: str) -> None:
         if self._engine is None or self._config is None:
             return  # it never finished loading: whoever waits for that is told
-        how = f"was killed by signal {-ended.exit_code}" if ended.exit_code < 0 else f"exited with {ended.exit_code}"
-        self._detail = f"the engine {how}: starting another"
+        self._detail = f"{how}: starting another"
         logger.error("%s", self._detail)
         self._engine = None
         self._open_or_close()  # before its groups are released, or they would come straight back
@@ -197,3 +225,7 @@ class RolloutService(ReplicaService):
         """Leave nothing behind."""
         with contextlib.suppress(ChildError):
             await self.stop_run()
+
+
+def _how(ended: ChildExit) -> str:
+    return f"was killed by signal {-ended.exit_code}" if ended.exit_code < 0 else f"exited with {ended.exit_code}"

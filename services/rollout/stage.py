@@ -4,15 +4,18 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from relaxd.board import Board, Column, Delivery, Drop
 from relaxd.board.worker import Result
 from relaxd.config import RunConfig
-from services.rollout.engine import Engine
 from services.rollout.engines.base import Output, Sampling
 from services.rollout.requests import run_sampling
+
+if TYPE_CHECKING:
+    from services.rollout.external_engine import AnyEngine
 
 
 class GroupGenerator:
@@ -22,7 +25,7 @@ class GroupGenerator:
         self,
         config: RunConfig,
         board: Board,
-        engine: Callable[[], Engine | None],
+        engine: "Callable[[], AnyEngine | None]",
         on_progress: Callable[[], None],
     ) -> None:
         """`on_progress` is called, in the event loop, whenever a sample has ended: there may be room for more."""
@@ -83,7 +86,7 @@ class GroupGenerator:
             self._unfinished.pop(delivery.group_id, None)
 
     async def _samples(
-        self, engine: Engine, group_id: str, prompt: tuple[int, ...], sampling: Sampling
+        self, engine: "AnyEngine", group_id: str, prompt: tuple[int, ...], sampling: Sampling
     ) -> list[Output]:
         n = self._config.rollout.samples_per_prompt
         samples: dict[int, Output] = {}

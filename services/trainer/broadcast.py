@@ -20,6 +20,7 @@ from relaxd.weights.checksum import checksums
 from relaxd.weights.group import Transfer, Transport, WeightGroup, WeightGroupError
 from relaxd.weights.layout import Layout, as_sent, broadcast_layout, piece_bytes, pieces
 from relaxd.weights.manifest import Bucket, TensorSpec, pack, plan_buckets
+from relaxd.weights.stock_group import StockWeightGroup
 from services.trainer.learner import Learner
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,8 @@ class Broadcaster:
         """
         world = self._learner.world
         device = world.device if transport == "nccl" else None
-        group = WeightGroup(transport, host, port, name, world.stage, world_size, device)
+        kind = StockWeightGroup if self._engine == "sglang_external" else WeightGroup
+        group = kind(transport, host, port, name, world.stage, world_size, device)
         layout = broadcast_layout(transport, self._engine)
         membership = _Membership(group, layout, self._make_buffers(layout))
         with self._lock:
