@@ -39,7 +39,8 @@ class AssignmentFollower:
         self._service = service
         self._changed = changed
         self._gpus = gpus
-        self._drained = False
+        self._drained = self._restart = False
+        self._idle = asyncio.Event()
         self._wanted = Assignment()
         self._wake = asyncio.Event()
         self._starting: asyncio.Task[None] | None = None
@@ -69,17 +70,34 @@ class AssignmentFollower:
                 held = await self._service.drain(seconds)
         except TimeoutError:
             return self._service.status().held_groups
-        if not held and self._gpus.held:
+        if not held and self.draining and self._gpus.held:
             self._drained = True
             self._wake.set()
         return held
+
+    def undrain(self) -> None:
+        """Work again after a drain: the run is started anew."""
+        if self.draining:
+            self.draining = self._drained = False
+            self._restart = True
+            self._interrupt()
+            self._changed()
+
+    async def dismiss(self) -> None:
+        """Forget the assignment and the drain; returns once the run has been stopped."""
+        self._wanted = Assignment()
+        self.draining = self._drained = False
+        self._interrupt()
+        if self.state != replica_pb2.REPLICA_STATE_IDLE:
+            await self._idle.wait()
 
     async def run(self) -> None:
         """Follow the assignment until cancelled."""
         while True:
             self._wake.clear()
-            if self.run_id and self.run_id != self._target():
+            if self.run_id and (self.run_id != self._target() or self._restart):
                 await self.stop()
+            self._restart = False
             retry_seconds = None
             if self._target() and self.state in (replica_pb2.REPLICA_STATE_IDLE, replica_pb2.REPLICA_STATE_FAILED):
                 retry_seconds = await self._start(self._wanted)
@@ -115,6 +133,7 @@ class AssignmentFollower:
 
     def _be(self, state: "replica_pb2.ReplicaState.ValueType", detail: str = "") -> None:
         self.state, self.detail = state, detail
+        (self._idle.set if state == replica_pb2.REPLICA_STATE_IDLE else self._idle.clear)()
         self._changed()
 
     async def _start(self, assignment: Assignment) -> float | None:

@@ -19,7 +19,11 @@ DEFAULT_STREAM_DEADLINE_SECONDS = 330.0
 
 IDEMPOTENT_METHODS = {
     "relaxd.v1.Replica": ("GetStatus",),
-    "relaxd.v1.Coordinator": ("GetRun", "ListRuns", "ListSamples", "ListReplicas", "GetWeights", "LeaseGpus"),
+    "relaxd.v1.Coordinator": (
+        *("GetRun", "ListRuns", "ListSamples", "ListReplicas", "GetWeights", "LeaseGpus"),
+        *("GetScaleRequest", "ListScaleRequests"),
+    ),
+    "relaxd.v1.Launcher": ("List",),
     "relaxd.v1.Trainer": ("GetWeightManifest",),
     "relaxd.v1.Reward": ("ListRewards",),
 }

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from relaxd.rpc.errors import explain
-from relaxd.v1.coordinator_pb2 import Assignment, HeartbeatRequest, RegisterRequest
+from relaxd.v1.coordinator_pb2 import HeartbeatRequest, HeartbeatResponse, RegisterRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.replica_pb2 import GetStatusResponse
 
@@ -41,7 +41,7 @@ class Membership:
         address: where the coordinator is, for messages.
         registration: what to register with.
         status: what to say in heartbeats.
-        heard: called with every answer: the assignment, and whether to drain.
+        heard: called with every answer; that to a registration as if it were one to a heartbeat.
         registered: called after each registration, before `heard`.
     """
 
@@ -51,7 +51,7 @@ class Membership:
         address: str,
         registration: RegisterRequest,
         status: Callable[[], GetStatusResponse],
-        heard: Callable[[Assignment, bool], Awaitable[None]],
+        heard: Callable[[HeartbeatResponse], Awaitable[None]],
         registered: Callable[[], Awaitable[None]],
     ) -> None:
         self._coordinator = coordinator
@@ -67,6 +67,15 @@ class Membership:
     def tell_soon(self) -> None:
         """Send the next heartbeat now: the status has changed."""
         self._soon.set()
+
+    @property
+    def launch_id(self) -> str:
+        """The name under which this replica was scaled out, for the next registration; empty if it wasn't."""
+        return self._registration.launch_id
+
+    @launch_id.setter
+    def launch_id(self, launch_id: str) -> None:
+        self._registration.launch_id = launch_id
 
     async def run(self) -> None:
         """Register and send heartbeats until cancelled. Raises Refused."""
@@ -91,7 +100,7 @@ class Membership:
             self._away = False
             self._heartbeat_seconds = answer.heartbeat_seconds or 1.0
             _log.info("registered with the coordinator at %s", self._address)
-            await self._heard(answer.assignment, False)
+            await self._heard(HeartbeatResponse(assignment=answer.assignment))
             return
 
     async def last_word(self) -> None:
@@ -121,7 +130,7 @@ class Membership:
         if self._away:
             self._away = False
             _log.info("the coordinator at %s is back", self._address)
-        await self._heard(answer.assignment, answer.drain)
+        await self._heard(answer)
         return True
 
     async def _pause(self, seconds: float) -> None:

@@ -8,7 +8,9 @@ A service implements ReplicaService; run_replica does the rest:
   back: pause_run, resume_run. No run, or one that ended: stop_run.
 - A start_run that fails puts the replica in FAILED with the reason in status.detail and is tried again, after 1 s, 2 s,
   4 s ... at most 30 s, as long as the assignment stays: what failed may be a Redis that is just starting.
-- A drain that is asked for by call or by heartbeat lasts until the replica is given another run.
+- A drain that is asked for by call or by heartbeat lasts until the replica is given another run, or until heartbeats
+  that asked for it no longer do.
+- With settings.standby it registers only when Replica.Join asks it to, and until Replica.Leave.
 - A service that gives up (give_up) is FAILED, drains as on SIGTERM, and the process ends with code 1: whoever
   supervises it starts another. So does a replica whose GPUs another one got while it was out of touch.
 - SIGTERM or SIGINT: health says NOT_SERVING, the service drains within grace_seconds, the process ends with code 0. A
@@ -25,7 +27,7 @@ from typing import Any
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
 from relaxd.rpc.assignment import AssignmentFollower
 from relaxd.rpc.client import channel
-from relaxd.rpc.errors import ResourceExhausted, ServerError
+from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, ServerError
 from relaxd.rpc.gpus import GpuLeases, gpu_gauges, visible_gpus
 from relaxd.rpc.interceptor import DEFAULT_DEADLINE_SECONDS
 from relaxd.rpc.membership import Membership, Refused
@@ -35,7 +37,7 @@ from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
 from relaxd.telemetry import setup_logging
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
-from relaxd.v1.coordinator_pb2 import Assignment, RegisterRequest
+from relaxd.v1.coordinator_pb2 import HeartbeatResponse, RegisterRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 __all__ = ["ReplicaService", "ReplicaServicer", "ServiceStatus", "run_replica"]
@@ -47,12 +49,16 @@ _log = logging.getLogger(__name__)
 
 
 class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
-    """relaxd.v1.Replica over two functions: what the status is, and how to drain within some seconds."""
+    """relaxd.v1.Replica over functions: what the status is, how to drain within some seconds, and (where this process
+    waits to be asked) how to join under a name and leave it within some seconds."""
 
     def __init__(
-        self, status: Callable[[], replica_pb2.GetStatusResponse], drain: Callable[[float], Awaitable[int]]
+        self,
+        status: Callable[[], replica_pb2.GetStatusResponse],
+        drain: Callable[[float], Awaitable[int]],
+        standby: tuple[Callable[[str], None], Callable[[str, float], Awaitable[None]]] | None = None,
     ) -> None:
-        self._status, self._drain = status, drain
+        self._status, self._drain, self._standby = status, drain, standby
 
     async def GetStatus(self, request: replica_pb2.GetStatusRequest, context: Any) -> replica_pb2.GetStatusResponse:
         """See the proto."""
@@ -60,9 +66,29 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 
     async def Drain(self, request: replica_pb2.DrainRequest, context: Any) -> replica_pb2.DrainResponse:
         """See the proto."""
-        remaining = context.time_remaining()
-        seconds = DEFAULT_DEADLINE_SECONDS if remaining is None else remaining
-        return replica_pb2.DrainResponse(held_groups=await self._drain(max(0.0, seconds - ANSWER_SECONDS)))
+        return replica_pb2.DrainResponse(held_groups=await self._drain(_seconds_left(context)))
+
+    async def Join(self, request: replica_pb2.JoinRequest, context: Any) -> replica_pb2.JoinResponse:
+        """See the proto."""
+        self._asked()[0](request.launch_id)
+        status = self._status()
+        return replica_pb2.JoinResponse(replica_id=status.replica_id, role=status.role)
+
+    async def Leave(self, request: replica_pb2.LeaveRequest, context: Any) -> replica_pb2.LeaveResponse:
+        """See the proto."""
+        await self._asked()[1](request.launch_id, _seconds_left(context))
+        return replica_pb2.LeaveResponse()
+
+    def _asked(self) -> tuple[Callable[[str], None], Callable[[str, float], Awaitable[None]]]:
+        if self._standby is None:
+            raise FailedPrecondition("this process registers by itself: only one started with --standby can be asked")
+        return self._standby
+
+
+def _seconds_left(context: Any) -> float:
+    """How long a call may work, given its deadline."""
+    remaining = context.time_remaining()
+    return max(0.0, (DEFAULT_DEADLINE_SECONDS if remaining is None else remaining) - ANSWER_SECONDS)
 
 
 class _Life:
@@ -82,6 +108,10 @@ class _Life:
         self.broken = ""
         """Why the service has given up."""
         self.gave_up = asyncio.Event()
+        self.joined, self.left = asyncio.Event(), asyncio.Event()
+        if not settings.standby:
+            self.joined.set()
+        self._told_to_drain = False
         self._coordinator = coordinator
         self._drains: set[asyncio.Task[int]] = set()
         self._loop = asyncio.get_running_loop()
@@ -134,18 +164,58 @@ class _Life:
         except ResourceExhausted as error:
             self.give_up(f"the GPUs went to others while the coordinator did not hear of this replica: {error}")
 
-    async def heard(self, assignment: Assignment, drain: bool) -> None:
+    async def heard(self, answer: HeartbeatResponse) -> None:
         await self.gpus.settle()
-        begin = drain and not self.follower.draining
-        self.follower.assign(assignment, drain)
+        begin = answer.drain and not self.follower.draining
+        self.follower.assign(answer.assignment, answer.drain)
         if begin:
-            task = asyncio.create_task(self.follower.drain(self.settings.grace_seconds))
+            seconds = answer.drain_seconds if answer.HasField("drain_seconds") else self.settings.grace_seconds
+            task = asyncio.create_task(self.follower.drain(seconds))
             self._drains.add(task)
             task.add_done_callback(self._drains.discard)
+        elif self._told_to_drain and not answer.drain:
+            self.follower.undrain()
+        self._told_to_drain = answer.drain
         if self.server and not self.ending and self.server.serving == self.follower.draining:
             await self.server.set_serving(not self.follower.draining)
 
-    def join(self, server: RunningServer) -> Membership:
+    def join(self, launch_id: str) -> None:
+        assert self.membership
+        if self.joined.is_set() and self.membership.launch_id != launch_id:
+            raise FailedPrecondition(f"it has joined already, as {self.membership.launch_id!r}")
+        self.membership.launch_id = launch_id
+        self.joined.set()
+
+    async def leave(self, launch_id: str, seconds: float) -> None:
+        assert self.membership
+        if not self.joined.is_set() or self.membership.launch_id != launch_id:
+            return  # it has left
+        await self.follower.drain(seconds)
+        self.joined.clear()
+        self.left.set()
+        await self.follower.dismiss()
+        self._told_to_drain = False
+        if self.server and not self.ending:
+            await self.server.set_serving(False)
+
+    async def belong(self) -> None:
+        """Be registered, from Join to Leave. Raises Refused."""
+        assert self.membership
+        while True:
+            await self.joined.wait()
+            self.left.clear()
+            membership = asyncio.create_task(self.membership.run())
+            left = asyncio.create_task(self.left.wait())
+            try:
+                await asyncio.wait({membership, left}, return_when=asyncio.FIRST_COMPLETED)
+                if membership.done():
+                    membership.result()
+            finally:
+                for task in (membership, left):
+                    task.cancel()
+                await asyncio.gather(membership, left, return_exceptions=True)
+
+    def begin(self, server: RunningServer) -> None:
         self.server = server
         registration = RegisterRequest(
             replica_id=self.settings.replica_id,
@@ -155,11 +225,11 @@ class _Life:
             package_version=__version__,
             engine_ranks=self.service.engine_ranks,
             gpu_uuids=[gpu.uuid for gpu in self.gpus.visible],
+            launch_id=self.settings.launch_id,
         )
         self.membership = Membership(
             self._coordinator, self.settings.coordinator, registration, self.status, self.heard, self.registered
         )
-        return self.membership
 
 
 async def run_replica(
@@ -186,7 +256,7 @@ async def run_replica(
         life = _Life(service, settings, gpus, coordinator)
         own = Service(
             replica_pb2_grpc.add_ReplicaServicer_to_server,
-            ReplicaServicer(life.status, life.follower.drain),
+            ReplicaServicer(life.status, life.follower.drain, (life.join, life.leave) if settings.standby else None),
             "relaxd.v1.Replica",
         )
         try:
@@ -194,12 +264,12 @@ async def run_replica(
         except ServerError as error:
             _log.error("%s", error)
             raise SystemExit(1) from None
-        membership = life.join(server)
+        life.begin(server)
         _log.info("listening on %s:%d", settings.host, server.port)
         stopping = asyncio.create_task(stop.wait())
         giving_up = asyncio.create_task(life.gave_up.wait())
         following = asyncio.create_task(life.follower.run())
-        belonging = asyncio.create_task(membership.run())
+        belonging = asyncio.create_task(life.belong())
         try:
             await asyncio.wait({stopping, giving_up, following, belonging}, return_when=asyncio.FIRST_COMPLETED)
             for task in (following, belonging):

@@ -39,10 +39,20 @@ class ServiceSettings:
     """Unique name of this process."""
     grace_seconds: float = 20.0
     """Seconds that draining may take after SIGTERM."""
+    launch_id: str = ""
+    """The name under which a launcher started this process, by which it is scaled in; empty: it never is."""
+    standby: bool = False
+    """Register only when asked to (Replica.Join)."""
     lease_seconds: float = 6.0
     """Coordinator: a replica is dead after so many seconds without a heartbeat; it is asked for six in that time."""
+    launcher: str = ""
+    """Coordinator: host:port of the launcher that starts replicas; empty: there is none."""
     log_level: str = "info"
     """debug, info, warning or error."""
+    sglang_url: str = ""
+    """Rollout: base URL of the SGLang server to use where the run's engine is sglang_external."""
+    sglang_key: str | None = field(default=None, repr=False)
+    """Rollout: that server's API key; None where it has none."""
     token: str | None = field(default=None, repr=False)
     """Bearer token that every call must carry; None lets everyone in."""
 
@@ -96,6 +106,16 @@ def _level(text: str) -> str:
     return text.lower()
 
 
+def _switch(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError
+    return words[text.lower()]
+
+
+_switch.__name__ = "switch (yes or no)"
+
+
 _level.__name__ = f"log level ({', '.join(LOG_LEVELS)})"
 
 
@@ -104,6 +124,14 @@ def _redis_url(text: str) -> str:
         raise ValueError
     return text
 
+
+def _http_url(text: str) -> str:
+    if text and (urlsplit(text).scheme not in ("http", "https") or not urlsplit(text).hostname):
+        raise ValueError
+    return text.rstrip("/")
+
+
+_http_url.__name__ = "URL (http://host:port)"
 
 _redis_url.__name__ = "Redis URL (redis://host:port/database)"
 
@@ -129,9 +157,9 @@ def parse_settings(
     )
     flags = _flags(role)
     for flag in flags:
-        parser.add_argument(
-            f"--{flag.name}", type=flag.kind, default=None, help=f"{flag.help} [{flag.variable}, {flag.default!r}]"
-        )
+        bare: dict[str, Any] = {"nargs": "?", "const": True} if flag.kind is _switch else {}
+        text = f"{flag.help} [{flag.variable}, {flag.default!r}]"
+        parser.add_argument(f"--{flag.name}", type=flag.kind, default=None, help=text, **bare)
     given = vars(parser.parse_args(sys.argv[1:] if arguments is None else arguments))
     values = {}
     for flag in flags:
@@ -139,23 +167,27 @@ def parse_settings(
         values[key] = given[key] if given[key] is not None else _from_environment(parser, flag, environment)
     try:
         values["token"] = read_token(values.pop("token_file"), environment)
+        if "sglang_key_file" in values:
+            values["sglang_key"] = read_token(values.pop("sglang_key_file"), environment, "RELAXD_SGLANG_KEY")
         values["redis"] = _with_password(values["redis"], values.pop("redis_password_file"))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return ServiceSettings(role=role, **values)
 
 
-def read_token(token_file: str = "", environment: Mapping[str, str] | None = None) -> str | None:
-    """The bearer token from a file, else from RELAXD_TOKEN, else from the file named by RELAXD_TOKEN_FILE, else None.
+def read_token(
+    token_file: str = "", environment: Mapping[str, str] | None = None, variable: str = "RELAXD_TOKEN"
+) -> str | None:
+    """The bearer token from a file, else from `variable`, else from the file named by `variable`_FILE, else None.
 
     Raises OSError when the file cannot be read, ValueError when the token is empty or not printable ASCII.
     """
     environment = os.environ if environment is None else environment
-    token_file = token_file or ("" if environment.get("RELAXD_TOKEN") else environment.get("RELAXD_TOKEN_FILE", ""))
+    token_file = token_file or ("" if environment.get(variable) else environment.get(f"{variable}_FILE", ""))
     if token_file:
         token, source = Path(token_file).read_text(encoding="utf-8").strip(), token_file
     else:
-        token, source = environment.get("RELAXD_TOKEN", "").strip(), "RELAXD_TOKEN"
+        token, source = environment.get(variable, "").strip(), variable
         if not token:
             return None
     if not token or not token.isascii() or not token.isprintable():
@@ -206,8 +238,16 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("replica-id", str, _new_replica_id(role), "unique name of this process"),
         _Flag("grace-seconds", _seconds, settings.grace_seconds, "seconds that draining may take after SIGTERM"),
         _Flag("lease-seconds", _seconds, settings.lease_seconds, "a replica is dead after so long without a heartbeat"),
+        _Flag("launcher", _address, "", "host:port of the launcher that starts replicas"),
+        _Flag("launch-id", str, "", "name under which a launcher started this process"),
+        _Flag("standby", _switch, settings.standby, "register only when asked to (Replica.Join)"),
         _Flag("log-level", _level, settings.log_level, ", ".join(LOG_LEVELS)),
         _Flag("token-file", str, "", "file with the bearer token that calls must carry"),
     ]
-    others = ("coordinator", "advertise") if is_coordinator else ("lease-seconds",)
+    if role == "rollout":
+        flags += [
+            _Flag("sglang-url", _http_url, "", "URL of the SGLang server of runs with engine sglang_external"),
+            _Flag("sglang-key-file", str, "", "file with that server's API key"),
+        ]
+    others = ("coordinator", "advertise", "launch-id", "standby") if is_coordinator else ("lease-seconds", "launcher")
     return [flag for flag in flags if flag.name not in others]
