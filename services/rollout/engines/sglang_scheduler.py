@@ -11,7 +11,6 @@ import os
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,7 +24,9 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from relaxd.rpc.child_server import ChildServer, HandlerError, die_with_parent
 from relaxd.weights.group import WeightGroupError
+from relaxd.weights.manifest import ManifestMismatch
 from services.rollout.engines.sglang_control import ADDRESS_VARIABLE
+from services.rollout.engines.sglang_weights import SGLangWeights
 
 PAUSED_SECONDS = 0.002
 """How long a paused loop waits between two looks at its messages: spinning would slow down who receives weights."""
@@ -55,6 +56,11 @@ class ControlledScheduler(Scheduler):
         self._line.server.emit("hello", {"rank": rank})
         try:
             super().__init__(*args, **arguments)
+            runner = self.tp_worker.model_runner
+            # Threads other than this one have to say which GPU they mean.
+            self.on_gpu = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else None
+            device = self.on_gpu or torch.device("cpu")
+            self.weights = SGLangWeights(runner.model, device, self.ps.tp_rank, self.ps.tp_size)
         except Exception as error:
             self._line.server.emit("failed", {"reason": f"{type(error).__name__}: {error}"})
             raise
@@ -149,7 +155,6 @@ class _Line:
 
     def __init__(self, scheduler: ControlledScheduler) -> None:
         self._scheduler = scheduler
-        self._weights: Any = None
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(os.environ[ADDRESS_VARIABLE])
         handlers = (self.wait_change, self.commit, self.end_all, self.stats)
@@ -163,8 +168,8 @@ class _Line:
         with scheduler.changed:
             if not scheduler.changed.wait_for(lambda: scheduler.change >= params["number"], timeout):
                 raise HandlerError(f"the scheduler did not pause or go on within {timeout:g} s", kind="Timeout")
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if scheduler.on_gpu is not None:
+            torch.cuda.synchronize(scheduler.on_gpu)
 
     def commit(self, params: dict[str, Any]) -> dict[str, list[int]]:
         """See ControlledScheduler."""
@@ -188,20 +193,13 @@ class _Line:
 
     def join(self, params: dict[str, Any]) -> None:
         """Connect with a weight group, as rank `rank` + our tensor-parallel rank."""
-        from services.rollout.engines.sglang_weights import ManifestMismatch, SGLangWeights
-
-        scheduler = self._scheduler
-        runner = scheduler.tp_worker.model_runner
-        ranks = scheduler.ps.tp_rank, scheduler.ps.tp_size
-        if self._weights is None:
-            self._weights = SGLangWeights(runner.model, torch.device(runner.device, self._device_index()), *ranks)
         try:
-            self._weights.join(
+            self._scheduler.weights.join(
                 params["transport"],
                 params["store_host"],
                 params["store_port"],
                 params["name"],
-                params["rank"] + scheduler.ps.tp_rank,
+                params["rank"] + self._scheduler.ps.tp_rank,
                 params["world_size"],
                 base64.b64decode(params["manifest"]),
                 params["timeout"],
@@ -211,18 +209,12 @@ class _Line:
 
     def receive(self, params: dict[str, Any]) -> dict[str, Any]:
         """Receive one version into the model."""
-        started = time.monotonic()
-        if self._weights is None:
-            raise HandlerError(f"this engine is not in weight group {params['name']}", kind="EngineError")
         try:
-            result = self._weights.receive(params["name"], params["timeout"], checksum=params["checksum"])
+            result = self._scheduler.weights.receive(params["name"], params["timeout"], checksum=params["checksum"])
         except WeightGroupError as error:
             raise HandlerError(str(error)) from error
-        return {"seconds": time.monotonic() - started, "checksums": result.checksums}
+        return {"seconds": result.seconds, "checksums": result.checksums}
 
     def leave(self, params: dict[str, Any]) -> bool:
         """Abort and forget a group; whether a reception that broke had touched the model."""
-        return self._weights is not None and bool(self._weights.leave(params["name"]))
-
-    def _device_index(self) -> int | None:
-        return torch.cuda.current_device() if torch.cuda.is_available() else None
+        return self._scheduler.weights.leave(params["name"])

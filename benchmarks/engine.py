@@ -1,0 +1,266 @@
+"""Tokens per second of SGLang inside relaxd, beside the bare in-process sglang.Engine under the same settings.
+
+    python -m benchmarks.engine --shape 4b
+
+Three ways to the same model (random weights), with the same prompts, lengths and number of requests in flight:
+bare: sglang.Engine in this process, asked with async_generate. relaxd: services.rollout.engine.Engine, as the rollout
+stage asks it: whole answers. grpc: the Generate call of a rollout service, token by token, from one client in a process
+of its own: the naive case. Each request is one prompt and one answer of a forced length, with log-probabilities.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config
+
+from benchmarks.reporting import report
+from tests.models import byte_tokenizer
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "heads": 4},
+    "0.2b": {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "heads": 16},
+    "4b": {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "heads": 32},
+}
+"""Of Qwen3; 4b is Qwen3-4B's."""
+PROMPT_TOKENS = 32
+READY_SECONDS = 420.0
+
+Ask = Callable[[list[int], int], Awaitable[int]]
+"""Send a prompt, wait for an answer of so many tokens; returns how many came."""
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """A model's configuration and a tokenizer; SGLang makes up the weights."""
+    values = dict(SHAPES[shape])
+    heads = values.pop("heads")
+    small = shape == "tiny"
+    config = Qwen3Config(
+        **values,
+        num_attention_heads=heads,
+        num_key_value_heads=2 if small else 8,
+        head_dim=16 if small else 128,
+        max_position_embeddings=8192,
+        tie_word_embeddings=shape != "0.2b",
+        architectures=["Qwen3ForCausalLM"],
+        dtype="bfloat16",
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    config.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+
+def default_options(concurrent: int) -> dict[str, Any]:
+    """SGLang's options for this machine: what it chooses itself, unless the kernels for that are not installed."""
+    options: dict[str, Any] = {"load_format": "dummy"}
+    if not torch.cuda.is_available():
+        options |= {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
+        return options | {"max_total_tokens": 1 << 17, "chunked_prefill_size": -1}
+    options |= {"cuda_graph_max_bs_decode": concurrent, "cuda_graph_backend_prefill": "disabled"}
+    kernels = importlib.util.find_spec("sgl_kernel")
+    places = (kernels.submodule_search_locations or []) if kernels else []
+    if not any(list(Path(place).glob("flash_ops*")) for place in places):
+        options |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
+    return options
+
+
+async def measure(ask: Ask, arguments: argparse.Namespace) -> list[float]:
+    """Tokens per second of each round, after a round that warms up."""
+    numbers = random.Random(0)
+    vocabulary = SHAPES[arguments.shape]["vocab_size"]
+    free = asyncio.Semaphore(arguments.concurrent)
+
+    async def one(new: int) -> int:
+        prompt = [numbers.randrange(3, vocabulary) for _ in range(PROMPT_TOKENS)]
+        async with free:
+            return await ask(prompt, new)
+
+    await asyncio.gather(*(one(min(32, arguments.new_tokens)) for _ in range(arguments.concurrent)))
+    speeds = []
+    for _ in range(arguments.rounds):
+        started = time.perf_counter()
+        counts = await asyncio.gather(*(one(arguments.new_tokens) for _ in range(arguments.requests)))
+        speeds.append(sum(counts) / (time.perf_counter() - started))
+        assert sum(counts) == arguments.requests * arguments.new_tokens, "an answer is too short"
+    return speeds
+
+
+async def measure_bare(arguments: argparse.Namespace) -> dict[str, Any]:
+    import sglang
+
+    started = time.perf_counter()
+    fraction = {"mem_fraction_static": arguments.memory_fraction} if arguments.memory_fraction else {}
+    engine = sglang.Engine(
+        model_path=arguments.model,
+        dtype="bfloat16",
+        tp_size=arguments.tensor_parallel,
+        max_running_requests=arguments.concurrent,
+        skip_tokenizer_init=True,
+        grammar_backend="none",
+        **fraction,
+        **json.loads(arguments.options),
+    )
+    ready = time.perf_counter() - started
+
+    async def ask(prompt: list[int], new: int) -> int:
+        params = {"max_new_tokens": new, "temperature": 1.0, "ignore_eos": True}
+        answer = await engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+        assert len(answer["meta_info"]["output_token_logprobs"]) == new
+        return len(answer["output_ids"])
+
+    speeds = await measure(ask, arguments)
+    engine.shutdown()
+    return {"bare": speeds, "seconds to ready": ready}
+
+
+class _Service:
+    """As much of a rollout service as Generate needs."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+
+async def measure_relaxd(arguments: argparse.Namespace) -> dict[str, Any]:
+    from relaxd.config import RolloutConfig
+    from relaxd.rpc.server import start_server
+    from relaxd.v1 import rollout_pb2_grpc
+    from services.rollout import engine as engine_module
+    from services.rollout.engines.base import Sampling, Version
+    from services.rollout.server import RolloutServicer
+
+    engine_module.MODULES["sglang"] = "benchmarks.engine_process"
+    config = RolloutConfig(
+        engine="sglang",
+        dtype="bfloat16",
+        max_running_samples=arguments.concurrent,
+        tensor_parallel=arguments.tensor_parallel,
+        memory_fraction=arguments.memory_fraction,
+        sglang=json.loads(arguments.options),
+    )
+    started = time.perf_counter()
+    engine = await engine_module.Engine.start(
+        Path(arguments.model),
+        config,
+        environment={},
+        name="benchmark",
+        log_level="warning",
+        on_exit=lambda ended: print("the engine ended", ended, file=sys.stderr),
+        on_tokens=lambda count, per_second: None,
+    )
+    ready = time.perf_counter() - started
+    await engine.pause("in_place", 60, 60)
+    group = {"name": "none", "transport": "", "store_host": "", "store_port": 0, "rank": 1, "world_size": 2}
+    await engine.join({**group, "manifest": ""}, 10)
+    await engine.receive("none", Version(1, 0), 10, checksum=False)
+    await engine.resume()
+
+    async def ask(prompt: list[int], new: int) -> int:
+        count = 0
+        async for output in engine.generate(tuple(prompt), 1, Sampling(new, ignore_eos=True)):
+            assert len(output.logprobs) == len(output.tokens)
+            count += len(output.tokens)
+        return count
+
+    speeds = await measure(ask, arguments)
+    servicer = RolloutServicer(_Service(engine))  # type: ignore[arg-type]
+    registration = (rollout_pb2_grpc.add_RolloutServicer_to_server, servicer, "relaxd.v1.Rollout")
+    server = await start_server([registration], serving=True)
+    client = await asyncio.create_subprocess_exec(
+        *_command(arguments, "client", address=f"127.0.0.1:{server.port}"), stdout=subprocess.PIPE
+    )
+    output, _ = await client.communicate()
+    await server.stop()
+    await engine.stop()
+    return {"relaxd": speeds, "seconds to ready": ready, **json.loads(output.decode().splitlines()[-1])}
+
+
+async def measure_client(arguments: argparse.Namespace) -> dict[str, Any]:
+    from relaxd.rpc.client import channel
+    from relaxd.v1 import rollout_pb2, rollout_pb2_grpc
+
+    async with channel(arguments.address) as connection:
+        stub = rollout_pb2_grpc.RolloutStub(connection)
+
+        async def ask(prompt: list[int], new: int) -> int:
+            sampling = {"max_new_tokens": new, "temperature": 1.0, "ignore_eos": True}
+            request = rollout_pb2.GenerateRequest(prompt_tokens=prompt, n=1, sampling=sampling)
+            parts: AsyncIterator[Any] = stub.Generate(request, timeout=300)
+            return sum([len(part.tokens) async for part in parts])
+
+        return {"grpc": await measure(ask, arguments)}
+
+
+def _command(arguments: argparse.Namespace, part: str, **changes: Any) -> list[str]:
+    values = {**vars(arguments), "part": part, **changes}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value != ""]
+    return [sys.executable, "-m", "benchmarks.engine", *flags]
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="4b")
+    parser.add_argument("--concurrent", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--memory-fraction", type=float, default=0.0)
+    parser.add_argument("--options", default="", help="SGLang's options as JSON, instead of what fits this machine")
+    parser.add_argument("--part", choices=("all", "bare", "relaxd", "client"), default="all", help=argparse.SUPPRESS)
+    parser.add_argument("--model", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--address", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part != "all":
+        parts = {"bare": measure_bare, "relaxd": measure_relaxd, "client": measure_client}
+        print(json.dumps(asyncio.run(parts[arguments.part](arguments))))
+        return
+    arguments.options = arguments.options or json.dumps(default_options(arguments.concurrent))
+    results: dict[str, Any] = {}
+    ready: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="relaxd-benchmark-") as folder:
+        write_model(Path(folder), arguments.shape)
+        arguments.model = folder
+        for part in ("bare", "relaxd"):
+            run = subprocess.run(_command(arguments, part), stdout=subprocess.PIPE, check=True, timeout=READY_SECONDS)
+            result = json.loads(run.stdout.decode().splitlines()[-1])
+            ready[part] = result.pop("seconds to ready")
+            results |= result
+    arguments.model = ""
+    bare = statistics.median(results["bare"])
+    rows = [
+        {
+            "way": way,
+            "tokens/s": statistics.median(speeds),
+            "x bare": statistics.median(speeds) / bare,
+            "rounds": " ".join(f"{speed:,.0f}" for speed in speeds),
+            "seconds to ready": ready.get(way, ready["relaxd"]),
+        }
+        for way, speeds in results.items()
+    ]
+    report(
+        "engine",
+        rows,
+        shape=arguments.shape,
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        load=f"{arguments.concurrent} in flight, {arguments.requests} requests of {PROMPT_TOKENS} prompt tokens and "
+        f"{arguments.new_tokens} new ones, bfloat16, temperature 1, log-probs",
+        options=arguments.options,
+        goal="relaxd >= 0.95 x bare at shape 4b",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""A rollout engine asked from a test, without a service: its event loop runs while something is awaited."""
+
+import asyncio
+import base64
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from relaxd.config import RolloutConfig
+from relaxd.rpc.child import ChildExit
+from services.rollout.engine import Engine
+from services.rollout.engines.base import Output, Sampling, Version
+
+PATIENCE = 60.0
+
+
+@dataclass
+class Answer:
+    """One sample, put together."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    parts: int = 0
+    last: Output | None = None
+
+    def add(self, output: Output) -> None:
+        assert self.last is None, "an output after the last one"
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        self.versions += output.versions
+        self.parts += 1
+        if output.finish_reason is not None:
+            self.last = output
+
+    @property
+    def finish(self) -> str:
+        return self.last.finish_reason or "" if self.last else ""
+
+    @property
+    def continued(self) -> bool:
+        return self.last is not None and self.last.continued
+
+
+class Asked:
+    """A request under way. `begun` is set with its first output."""
+
+    def __init__(self, n: int) -> None:
+        self.answers = [Answer() for _ in range(n)]
+        self.begun = asyncio.Event()
+        self.task: asyncio.Task[None]
+
+
+class EngineRunner:
+    """An engine and its event loop."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self.engine: Engine
+        self.exits: list[ChildExit] = []
+        self._gone = asyncio.Event()
+
+    def start(
+        self,
+        folder: Path,
+        config: RolloutConfig,
+        *,
+        python: str = "",
+        environment: Mapping[str, str] | None = None,
+        timeout: float = 120.0,
+    ) -> None:
+        """Start the engine; raises ChildError."""
+        started = Engine.start(
+            folder,
+            config,
+            environment=environment or {},
+            name="test",
+            log_level="info",
+            python=python,
+            on_exit=self._on_exit,
+            on_tokens=lambda count, per_second: None,
+        )
+        self.engine = self.run(started, timeout)
+
+    def run(self, work: Coroutine[Any, Any, Any], timeout: float = PATIENCE) -> Any:
+        async def limited() -> Any:
+            async with asyncio.timeout(timeout):
+                return await work
+
+        return self._runner.run(limited())
+
+    def ask(self, prompt: Sequence[int], n: int = 1, *, stream: bool = False, **sampling: Any) -> Asked:
+        """Send a request, which goes on while something else is awaited."""
+
+        async def send() -> Asked:
+            asked = Asked(n)
+            asked.task = asyncio.create_task(self._collect(asked, tuple(prompt), n, stream, Sampling(**sampling)))
+            return asked
+
+        asked: Asked = self.run(send())
+        return asked
+
+    def wait_begun(self, *asked: Asked) -> None:
+        for each in asked:
+            self.run(each.begun.wait())
+
+    def wait(self, asked: Asked) -> list[Answer]:
+        async def wait() -> list[Answer]:
+            await asked.task
+            return asked.answers
+
+        answers: list[Answer] = self.run(wait())
+        return answers
+
+    def generate(self, prompt: Sequence[int], n: int = 1, *, stream: bool = False, **sampling: Any) -> list[Answer]:
+        return self.wait(self.ask(prompt, n, stream=stream, **sampling))
+
+    def pause(self, mode: str = "in_place", lease: float = 60.0, timeout: float = 30.0) -> int:
+        return int(self.run(self.engine.pause(mode, lease, timeout)))
+
+    def resume(self) -> None:
+        self.run(self.engine.resume())
+
+    def join(self, name: str, port: int, manifest: bytes, timeout: float = 20.0) -> None:
+        self.run(self.engine.join(_group(name, port, manifest), timeout))
+
+    def receive(self, name: str, version: int, timeout: float = 20.0, *, checksum: bool = False) -> dict[str, Any]:
+        result = self.run(self.engine.receive(name, Version(1, version), timeout, checksum=checksum))
+        return dict(result)
+
+    def wait_exit(self) -> ChildExit:
+        self.run(self._gone.wait())
+        return self.exits[0]
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Until it holds; the engine's events are heard meanwhile."""
+
+        async def poll() -> None:
+            while not condition():
+                await asyncio.sleep(0.02)
+
+        self.run(poll())
+
+    def close(self) -> None:
+        if hasattr(self, "engine"):
+            self.run(self.engine.stop())
+        self._runner.close()
+
+    async def _collect(self, asked: Asked, prompt: tuple[int, ...], n: int, stream: bool, sampling: Sampling) -> None:
+        async for output in self.engine.generate(prompt, n, sampling, stream=stream):
+            asked.answers[output.sample].add(output)
+            asked.begun.set()
+
+    def _on_exit(self, ended: ChildExit) -> None:
+        self.exits.append(ended)
+        self._gone.set()
+
+
+def _group(name: str, port: int, manifest: bytes) -> dict[str, Any]:
+    place = {"transport": "gloo", "store_host": "127.0.0.1", "store_port": port, "rank": 1, "world_size": 2}
+    return {"name": name, "manifest": base64.b64encode(manifest).decode(), **place}
+
+
+def reference_logprobs(
+    reference: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-prob of each answer token from one forward pass of transformers over everything."""
+    with torch.inference_mode():
+        ids = torch.tensor([[*prompt, *tokens]], device=reference.device)
+        logits = reference(ids).logits[0, len(prompt) - 1 : -1].double()
+    logprobs = (logits / temperature).log_softmax(-1).cpu()
+    return logprobs.gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
