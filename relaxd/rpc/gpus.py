@@ -101,8 +101,11 @@ def gpu_gauges(gpus: Sequence[Gpu]) -> dict[str, float]:
 @functools.cache
 def _nvml() -> Any:
     """The initialised module pynvml; None without a driver."""
-    import pynvml
-
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        logger.warning("nvidia-ml-py is not installed: GPUs, if there are any, are not seen")
+        return None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
