@@ -43,6 +43,7 @@ class Membership:
         status: what to say in heartbeats.
         heard: called with every answer; that to a registration as if it were one to a heartbeat.
         registered: called after each registration, before `heard`.
+        engine_ranks: ranks of the engine now; when they change, the replica registers again.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Membership:
         status: Callable[[], GetStatusResponse],
         heard: Callable[[HeartbeatResponse], Awaitable[None]],
         registered: Callable[[], Awaitable[None]],
+        engine_ranks: Callable[[], int],
     ) -> None:
         self._coordinator = coordinator
         self._address = address
@@ -60,6 +62,7 @@ class Membership:
         self._status = status
         self._heard = heard
         self._registered = registered
+        self._engine_ranks = engine_ranks
         self._soon = asyncio.Event()
         self._away = False
         self._heartbeat_seconds = 1.0
@@ -86,6 +89,7 @@ class Membership:
 
     async def _register(self) -> None:
         while True:
+            self._registration.engine_ranks = self._engine_ranks()
             try:
                 answer = await self._coordinator.Register(self._registration, timeout=CALL_SECONDS)
                 await self._registered()
@@ -113,6 +117,8 @@ class Membership:
 
     async def _heartbeat(self) -> bool:
         """Send one heartbeat. Returns whether this replica is still known, as far as anyone can say."""
+        if self._engine_ranks() != self._registration.engine_ranks:
+            return False  # the place that it has in weight groups would be too small, or too large
         self._soon.clear()
         request = HeartbeatRequest(replica_id=self._registration.replica_id, status=self._status())
         try:

@@ -223,12 +223,17 @@ class _Life:
             address=advertised_address(self.settings, server.port),
             protocol_version=PROTOCOL_VERSION,
             package_version=__version__,
-            engine_ranks=self.service.engine_ranks,
             gpu_uuids=[gpu.uuid for gpu in self.gpus.visible],
             launch_id=self.settings.launch_id,
         )
         self.membership = Membership(
-            self._coordinator, self.settings.coordinator, registration, self.status, self.heard, self.registered
+            self._coordinator,
+            self.settings.coordinator,
+            registration,
+            self.status,
+            self.heard,
+            self.registered,
+            lambda: self.service.engine_ranks,
         )
 
 

@@ -40,7 +40,7 @@ class ReplicaService(ABC):
     role: "ClassVar[replica_pb2.Role.ValueType]"
     """The part that the service plays."""
     engine_ranks: int = 0
-    """Ranks of its engine (rollout)."""
+    """Ranks of its engine (rollout). When a run changes it, the replica is registered again."""
     lease_gpus: Callable[[int], Awaitable[tuple[Gpu, ...]]]
     """Lease so many of the GPUs that this process sees, for children of the run that is started; `gpu_environment` of
     the answer is what the children need. () where there is no GPU. They are given back after stop_run. Raises

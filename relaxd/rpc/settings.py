@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shutil
 import socket
 import sys
 import uuid
@@ -49,6 +50,9 @@ class ServiceSettings:
     """Coordinator: host:port of the launcher that starts replicas; empty: there is none."""
     log_level: str = "info"
     """debug, info, warning or error."""
+    engine_python: str = ""
+    """Rollout: Python interpreter of the engine's process, which has relaxd and the engine installed; empty: this
+    process's own."""
     sglang_url: str = ""
     """Rollout: base URL of the SGLang server to use where the run's engine is sglang_external."""
     sglang_key: str | None = field(default=None, repr=False)
@@ -134,6 +138,16 @@ def _http_url(text: str) -> str:
 _http_url.__name__ = "URL (http://host:port)"
 
 _redis_url.__name__ = "Redis URL (redis://host:port/database)"
+
+
+def _program(text: str) -> str:
+    found = shutil.which(text)
+    if found is None:
+        raise ValueError
+    return found
+
+
+_program.__name__ = "program (a path, or a name on PATH)"
 
 
 def parse_settings(
@@ -246,6 +260,7 @@ def _flags(role: str) -> list[_Flag]:
     ]
     if role == "rollout":
         flags += [
+            _Flag("engine-python", _program, "", "Python interpreter of the engine, if not this one"),
             _Flag("sglang-url", _http_url, "", "URL of the SGLang server of runs with engine sglang_external"),
             _Flag("sglang-key-file", str, "", "file with that server's API key"),
         ]

@@ -86,7 +86,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
     ) -> rollout_pb2.JoinWeightGroupResponse:
         """See the proto."""
-        group = request.group
+        engine, group = self._engine(), request.group
         violations = Violations()
         violations.check(group.name, "group.name", "is empty")
         violations.check(group.world_size >= 2, "group.world_size", f"is {group.world_size}: it must be at least 2")
@@ -97,14 +97,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         )
         violations.check(0 < group.store_port < 65536, "group.store_port", f"is {group.store_port}: no such port")
         violations.check(group.store_host, "group.store_host", "is empty")
+        place, right = ("a CPU", "gloo") if engine.device == "cpu" else ("a GPU", "nccl")
         violations.check(
-            group.transport == "gloo", "group.transport", f'is "{group.transport}": this engine is on a CPU, use "gloo"'
+            group.transport == right,
+            "group.transport",
+            f'is "{group.transport}": this engine is on {place}, use "{right}" (weights.transport)',
         )
         timeout = group.timeout_seconds
         violations.check(0 < timeout < float("inf"), "group.timeout_seconds", f"is {timeout:g}: it must be positive")
         violations.check(request.manifest.buckets, "manifest", "is empty")
         violations.raise_if_any()
-        engine = self._engine()
         self._take_sync_id(request.sync_id)
         member = {
             "name": group.name,
@@ -151,7 +153,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         if engine is None:
             return rollout_pb2.LeaveWeightGroupResponse()
         with _answering("leave"):
-            quarantined = await engine.leave(request.group_name)
+            quarantined = await engine.leave(request.group_name, quarantine=request.quarantine)
         self._service.weights_changed()
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
 

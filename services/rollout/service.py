@@ -66,6 +66,7 @@ class RolloutService(ReplicaService):
         self._config, self._run_paused = config, False
         self._run_id = assignment.run_id
         rollout = config.rollout
+        self.engine_ranks = rollout.tensor_parallel
         gpus = await self.lease_gpus(rollout.tensor_parallel if rollout.engine == "sglang" else 0)
         self._environment = gpu_environment(gpus)
         self._engine = await self._start_engine(config)
@@ -166,6 +167,7 @@ class RolloutService(ReplicaService):
             environment=self._environment,
             name=self._settings.replica_id,
             log_level=self._settings.log_level,
+            python=self._settings.engine_python,
             on_exit=lambda ended: self._engine_died(f"the engine {_how(ended)}"),
             on_tokens=self._record_tokens,
         )

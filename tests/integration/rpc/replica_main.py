@@ -1,6 +1,7 @@
 """A replica process for tests: run_replica with a service that prints what is asked of it, one word pair per line.
 
 FAIL_STARTS: number of start_run calls that fail. SLOW_START: start_run takes for ever when the run id begins with it.
+ENGINE_RANKS: what start_run makes of engine_ranks.
 HELD: groups that it holds until it is drained; draining takes DRAIN_SECONDS for all but STUCK of them.
 """
 
@@ -29,6 +30,7 @@ class Talkative(ReplicaService):
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         say("start", assignment.run_id)
+        self.engine_ranks = int(os.environ.get("ENGINE_RANKS", "0"))
         if assignment.run_id.startswith("slow"):
             try:
                 await asyncio.Event().wait()

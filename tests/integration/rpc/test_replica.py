@@ -43,6 +43,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.refusal: Exception | None = None
         self.registered: dict[str, coordinator_pb2.RegisterRequest] = {}
         self.registrations = 0
+        self.heard_before = 0
+        """Heartbeats before the last registration."""
         self.statuses: list[replica_pb2.GetStatusResponse] = []
         self.heard = asyncio.Condition()
 
@@ -57,6 +59,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.registered[request.replica_id] = request
         async with self.heard:
             self.registrations += 1
+            self.heard_before = len(self.statuses)
             self.heard.notify_all()
         return coordinator_pb2.RegisterResponse(lease_seconds=1, heartbeat_seconds=0.1, assignment=self.assignment)
 
@@ -217,6 +220,20 @@ async def test_a_start_that_fails_is_reported_and_tried_again(coordinator):
         await process.says("start one")
         assert asyncio.get_running_loop().time() - begun > 0.9  # not at every heartbeat
         await coordinator.hears(READY)
+
+
+async def test_registers_again_when_a_run_changes_the_ranks_of_its_engine(coordinator):
+    async with serving(coordinator) as server, replica(server.port, ENGINE_RANKS="2") as process:
+        await coordinator.hears(IDLE)
+        assert coordinator.registered["reward-1"].engine_ranks == 0
+        coordinator.assign("one")
+        await process.says("start one")
+        await coordinator.until(lambda: coordinator.registered["reward-1"].engine_ranks == 2)
+        assert coordinator.registrations == 2
+        # Nobody is told that it is ready as what it was before.
+        assert READY not in [status.state for status in coordinator.statuses[: coordinator.heard_before]]
+        await coordinator.hears(READY)
+        assert coordinator.registrations == 2
 
 
 async def test_a_configuration_that_cannot_be_read_is_reported(coordinator):
