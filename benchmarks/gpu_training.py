@@ -1,155 +1,159 @@
 """Training speed on GPUs: the trainer's own learner on a model of a given shape with random weights.
 
-    torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape 1.7b --tokens 16384 --sequences 8
+    torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape 1.7b --tokens 8192 16384
+    torchrun --nproc-per-node 4 -m benchmarks.gpu_training --shape 1.7b --tokens 16384 --micro-batches 8
+    torchrun --nproc-per-node 1 -m benchmarks.gpu_training --largest
+    torchrun --nproc-per-node 1 -m benchmarks.gpu_training --profile
 
-Reported are medians over the timed steps: seconds of forward and backward, of the optimizer, tokens/s, and MFU:
-model FLOPs (6 per parameter and token, 12 per layer, head, head size and attended pair of tokens, halved for causality)
-over the GPU's dense bf16 peak. Every token but the first of a sequence is trained, so all logits are computed.
+Every layout of LAYOUTS for this number of GPUs is measured (or those named with --layouts), each on the same
+micro-batches, which data-parallel ranks share out. Reported are medians over the timed steps: seconds of forward and
+backward of all micro-batches, of the optimizer with the gradients' reduction, tokens/s of both together, and MFU:
+`gpu_models.flops` over forward's and backward's seconds, the GPUs and their dense bf16 peak. Every token but the first
+of a sequence is trained, so all logits are computed. What is computed twice doesn't count.
 """
 
 import argparse
+import gc
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import torch.distributed as dist
+from transformers import AutoConfig, PretrainedConfig
 
+from benchmarks.gpu_memory import largest
+from benchmarks.gpu_models import SHAPES, count_parameters, flops, make_batch, make_learner, peak_flops, prepare_model
 from benchmarks.gpu_profile import profile
 from benchmarks.reporting import report
-from relaxd.config import AlgorithmConfig, TrainerConfig
+from services.trainer.fusion import fused_kernels
 from services.trainer.learner import Learner
-from services.trainer.packing import TrainSample, pack
+from services.trainer.parallel import leave_layout, shut_down
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
-"""Dense bf16 peak by a word in the GPU's name."""
-SHAPES = {
-    "0.2b": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12},
-    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+SIZES = {"TP": "tensor_parallel", "PP": "pipeline_parallel", "CP": "context_parallel"}
+LAYOUTS = {
+    1: ["DP1"],
+    2: ["DP2", "TP2", "CP2", "PP2"],
+    4: ["DP4", "TP2xDP2", "CP2xDP2", "PP2xDP2", "PP2xTP2", "TP4"],
 }
+"""By GPUs; what isn't TP, PP or CP is DP."""
 
 
-def write_model(shape: str, folder: Path) -> Qwen3Config:
-    """Write a Qwen3 of this shape with random bf16 weights as a Hugging Face folder."""
-    config = Qwen3Config(
-        **SHAPES[shape],
-        num_key_value_heads=8 if shape != "0.2b" else 4,
-        head_dim=128,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-        max_position_embeddings=40960,
-        rope_theta=1e6,
-    )
-    with torch.device("cuda"):
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    del model
-    torch.cuda.empty_cache()
-    return config
+def parse_layout(name: str) -> dict[str, int]:
+    """TP2xDP2 to the trainer's settings."""
+    return {SIZES[part[:2]]: int(part[2:]) for part in name.split("x") if part[:2] in SIZES}
 
 
-def make_samples(vocab: int, tokens: int, sequences: int) -> list[TrainSample]:
-    """Random sequences of equal length, all of whose tokens but the first are trained."""
-    rng = np.random.default_rng(0)
-    length = tokens // sequences
-    mask = np.ones(length, np.uint8)
-    mask[0] = 0
-    ones = np.ones(length, np.float32)
-    return [
-        TrainSample(rng.integers(0, vocab, length), mask, -12 * ones, ones, ones * mask, mask) for _ in range(sequences)
+def measure(
+    learner: Learner, config: PretrainedConfig, layout: str, tokens: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Time some steps of `options.micro_batches` micro-batches of so many tokens over all ranks."""
+    world = learner.world
+    batches = [
+        make_batch(config.vocab_size, tokens, options.sequences, seed)
+        for seed in range(options.micro_batches)
+        if seed % world.data_size == world.data_rank
     ]
+    trained = options.micro_batches * (tokens - options.sequences)
+    torch.cuda.reset_peak_memory_stats()
+    passes, updates = [], []
+    for _ in range(options.steps + 1):
+        _synchronize()
+        began = time.perf_counter()
+        learner.accumulate(batches)
+        _synchronize()
+        passed = time.perf_counter()
+        learner.finish(float(trained))
+        torch.cuda.synchronize()
+        passes.append(passed - began)
+        updates.append(time.perf_counter() - passed)
+    seconds, update = statistics.median(passes[1:]), statistics.median(updates[1:])
+    lengths = [tokens // options.sequences] * options.sequences * options.micro_batches
+    return {
+        "layout": layout,
+        "tokens": tokens,
+        "sequences": options.sequences,
+        "micro_batches": options.micro_batches,
+        "forward_backward_seconds": seconds,
+        "optimizer_seconds": update,
+        "tokens_per_second": sum(lengths) / (seconds + update),
+        "mfu": flops(config, count_parameters(learner), lengths) / seconds / peak_flops() / world.size,
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
+    }
 
 
-def flops(config: Qwen3Config, parameters: int, lengths: Sequence[int]) -> float:
-    """Model FLOPs of forward and backward."""
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    return 6 * parameters * sum(lengths) + attention * sum(length**2 for length in lengths) / 2
+def _synchronize() -> None:
+    torch.cuda.synchronize()
+    if dist.get_world_size() > 1:
+        dist.barrier()
 
 
 def main() -> None:
+    """Parse the command line, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1.7b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384], help="tokens of one micro-batch")
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--tensor", type=int, default=1)
-    parser.add_argument("--pipeline", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=4, help="timed steps; one more is for warming up")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences of one micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step, over all ranks")
+    parser.add_argument("--layouts", nargs="+", help="such as TP2xDP2; default: all of LAYOUTS for these GPUs")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps; one more is for warming up")
+    parser.add_argument("--recompute", choices=("none", "full"), default="none")
+    parser.add_argument("--cpu-offload", action="store_true", help="keep the optimizer in the host's memory")
     parser.add_argument("--folder", type=Path, help="where the model is, or is written")
     parser.add_argument("--profile", action="store_true", help="say which kernels the time of the largest went to")
+    parser.add_argument("--largest", action="store_true", help="find the largest micro-batches that fit instead")
     options = parser.parse_args()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-
-    folder = options.folder or Path(tempfile.gettempdir()) / f"relaxd-bench-{options.shape}"
-    if rank == 0 and not (folder / "config.json").is_file():
-        write_model(options.shape, folder)
-    while not (folder / "config.json").is_file():
-        time.sleep(0.5)
-    config = Qwen3Config.from_pretrained(folder)
-    trainer = TrainerConfig.model_validate(
-        {
-            "dtype": "bfloat16",
-            "ranks": size,
-            "tensor_parallel": options.tensor,
-            "pipeline_parallel": options.pipeline,
-            "micro_batch_tokens": max(options.tokens),
-        }
-    )
-    learner = Learner(folder, trainer, AlgorithmConfig(), steps=1000)
-    parameters = sum(int(np.prod(spec.shape)) for spec in learner.hf_tensor_specs())
-    name = torch.cuda.get_device_name()
-    peak = next((value for word, value in PEAK_FLOPS.items() if word in name), float("nan"))
-    rows = []
-    for tokens in options.tokens:
-        batch = pack(make_samples(config.vocab_size, tokens, options.sequences))
-        torch.cuda.reset_peak_memory_stats()
-        passes, updates = [], []
-        for _ in range(options.steps + 1):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            learner.accumulate([batch])
-            torch.cuda.synchronize()
-            passed = time.perf_counter()
-            learner.finish(float(batch.loss_mask.sum()))
-            torch.cuda.synchronize()
-            passes.append(passed - began)
-            updates.append(time.perf_counter() - passed)
-        seconds, update = statistics.median(passes[1:]), statistics.median(updates[1:])
-        work = flops(config, parameters, [tokens // options.sequences] * options.sequences)
-        replicas = size // (options.tensor * options.pipeline)
-        rows.append(
-            {
-                "layout": f"TP{options.tensor} PP{options.pipeline} DP{replicas}",
-                "tokens": tokens,
-                "sequences": options.sequences,
-                "forward_backward_seconds": seconds,
-                "optimizer_seconds": update,
-                "tokens_per_second": replicas * tokens / (seconds + update),
-                "mfu": work * replicas / seconds / peak / size,
-                "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
-            }
-        )
-        if options.profile and tokens == max(options.tokens):
-            learner.accumulate([batch])
-            table = profile(partial(learner.accumulate, [batch]))
-            learner.discard()
-            if rank == 0:
-                print(table, flush=True)
+    folder = prepare_model(options.shape, options.folder)
+    config = AutoConfig.from_pretrained(folder)
+    settings = {
+        "micro_batch_tokens": max(options.tokens),
+        "recompute": options.recompute,
+        "optimizer": {"cpu_offload": options.cpu_offload},
+    }
+    rows: list[dict[str, Any]] = []
+    parameters = 0
+    for layout in options.layouts or LAYOUTS[size]:
+        learner = make_learner(folder, size, {**settings, **parse_layout(layout)})
+        parameters = count_parameters(learner)
+        if options.largest:
+            for chunked in (False, True):
+                found = largest(learner, config.vocab_size, chunked=chunked)
+                rows.append({"logits": "in chunks" if chunked else "whole", "recompute": options.recompute, **found})
+                if rank == 0:
+                    print(rows[-1], flush=True)
+        else:
+            for tokens in options.tokens:
+                rows.append(measure(learner, config, layout, tokens, options))
+                if rank == 0:
+                    print(rows[-1], flush=True)
+            if options.profile:
+                batch = make_batch(config.vocab_size, max(options.tokens), options.sequences)
+                learner.accumulate([batch])
+                table = profile(partial(learner.accumulate, [batch]))
+                learner.discard()
+                if rank == 0:
+                    print(table, flush=True)
+        del learner
+        gc.collect()
+        torch.cuda.empty_cache()
+        leave_layout()
     if rank == 0:
+        kind = "memory" if options.largest else "training"
         report(
-            f"gpu-training-{options.shape}",
+            f"gpu-{kind}-{options.shape}-{size}" + ("-recompute" if options.recompute == "full" else ""),
             rows,
-            gpu=name,
+            gpu=torch.cuda.get_device_name(),
+            gpus=size,
             parameters=f"{parameters / 1e9:.2f}B",
             torch=torch.__version__,
+            fused_kernels=fused_kernels(),
         )
+    shut_down()
 
 
 if __name__ == "__main__":

@@ -150,9 +150,14 @@ def expert_tensor_parallel(config: TrainerConfig) -> int:
     return config.tensor_parallel if config.expert_parallel == 1 else 1
 
 
+def leave_layout() -> None:
+    """Forget how the processes are divided, so that `initialize` can divide them anew."""
+    parallel_state.destroy_model_parallel()
+
+
 def shut_down() -> None:
     """Leave the world, so that another can be initialized in this process."""
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
 

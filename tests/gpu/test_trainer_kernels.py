@@ -33,7 +33,7 @@ def exact(tensor: Tensor) -> Tensor:
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.double() - theirs).norm() / theirs.norm())
+    return float((ours.detach().double() - theirs.detach()).norm() / theirs.detach().norm())
 
 
 def test_swiglu() -> None:

@@ -21,8 +21,8 @@ VOCAB = 259
 """Odd, so that two tensor-parallel ranks have to pad it."""
 
 
-def make_model(folder: Path, kind: str, *, tied: bool = False) -> Path:
-    """A random fp32 model with sharp logits and norms that aren't all ones, so that a mix-up can't hide."""
+def make_model(folder: Path, kind: str, *, tied: bool = False, **changes: int) -> Path:
+    """A random fp32 model, tiny but for `changes`, with sharp logits and norms that aren't all ones: mix-ups show."""
     import torch
     import transformers
 
@@ -38,6 +38,7 @@ def make_model(folder: Path, kind: str, *, tied: bool = False) -> Path:
         "max_position_embeddings": 512,
         "initializer_range": 0.1,
         "tie_word_embeddings": tied,
+        **changes,
     }
     if kind == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
@@ -90,6 +91,7 @@ class Job:
     """Parallel sizes, and other settings of the trainer."""
     algorithm: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
+    samples: int = 7
     pieces: int = 1
     """Micro-batches per data-parallel rank and step."""
     gather_beside: bool = False
@@ -102,7 +104,13 @@ def trainer_config(ranks: int = 1, **parallel: Any) -> TrainerConfig:
     """A fp32 configuration with a learning rate large enough to see differences grow."""
     optimizer = {"lr": 1e-2, "min_lr": 1e-3, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.1}
     optimizer |= parallel.pop("optimizer", {})
-    settings = {"ranks": ranks, "threads": 1, "collective_timeout_seconds": 60.0, "optimizer": optimizer, **parallel}
+    settings: dict[str, Any] = {
+        "ranks": ranks,
+        "threads": 1,
+        "collective_timeout_seconds": 60.0,
+        "optimizer": optimizer,
+        **parallel,
+    }
     return TrainerConfig.model_validate(settings)
 
 
@@ -139,7 +147,7 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     from services.trainer.packing import assign_to_ranks, empty_micro_batch, pack
 
     learner = make_learner(job, ranks)
-    samples = make_samples()
+    samples = make_samples(job.samples)
     result: dict[str, Any] = {"trajectory": [], "stage": learner.world.stage, "source": learner.world.gather.source}
     everything = [pack(samples[:3]), pack(samples[3:])]
     result["logprobs"] = learner.log_probs(everything)
@@ -175,7 +183,7 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
 
 def copied(learner: Any) -> dict[str, np.ndarray]:
     """This rank's gathered tensors."""
-    return {name: tensor.float().numpy().copy() for name, tensor in learner.iter_hf_tensors()}
+    return {name: tensor.float().cpu().numpy().copy() for name, tensor in learner.iter_hf_tensors()}
 
 
 def run_world(jobs: list[Job], ranks: int, folder: Path, port: int, timeout: float = 120) -> list[list[dict[str, Any]]]:

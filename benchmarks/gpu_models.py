@@ -1,0 +1,91 @@
+"""Models of known shapes with random weights, and samples to train them on, for benchmarks on GPUs."""
+
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
+
+from relaxd.config import AlgorithmConfig, TrainerConfig
+from services.trainer.learner import Learner
+from services.trainer.packing import MicroBatch, TrainSample, pack
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
+"""Dense bf16 peak by a word in the GPU's name."""
+SHAPES = {
+    "0.2b": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+
+
+def prepare_model(shape: str, folder: Path | None) -> Path:
+    """A folder with a Qwen3 of this shape and random bf16 weights; rank 0 writes it where it isn't there yet."""
+    folder = folder or Path(tempfile.gettempdir()) / f"relaxd-bench-{shape}"
+    done = folder / "complete"
+    if os.environ.get("RANK", "0") == "0" and not done.is_file():
+        config = Qwen3Config(
+            **SHAPES[shape],
+            num_key_value_heads=8 if shape != "0.2b" else 4,
+            head_dim=128,
+            vocab_size=151936,
+            tie_word_embeddings=True,
+            max_position_embeddings=40960,
+            rope_theta=1e6,
+        )
+        with torch.device("cuda"):
+            torch.manual_seed(0)
+            model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        del model
+        torch.cuda.empty_cache()
+        done.touch()
+    while not done.is_file():
+        time.sleep(0.5)
+    return folder
+
+
+def make_learner(folder: Path, ranks: int, settings: dict[str, object]) -> Learner:
+    """The trainer's learner on a bf16 model."""
+    config = TrainerConfig.model_validate({"dtype": "bfloat16", "ranks": ranks, **settings})
+    return Learner(folder, config, AlgorithmConfig(), steps=1000)
+
+
+def make_batch(vocabulary: int, tokens: int, sequences: int, seed: int = 0) -> MicroBatch:
+    """Random sequences of equal length, all of whose tokens but the first are trained."""
+    rng = np.random.default_rng(seed)
+    length = tokens // sequences
+    mask = np.ones(length, np.uint8)
+    mask[0] = 0
+    ones = np.ones(length, np.float32)
+    return pack(
+        [
+            TrainSample(rng.integers(0, vocabulary, length), mask, -12 * ones, ones, ones * mask, mask)
+            for _ in range(sequences)
+        ]
+    )
+
+
+def count_parameters(learner: Learner) -> int:
+    """Parameters of the whole model, tied ones once."""
+    return sum(int(np.prod(spec.shape)) for spec in learner.hf_tensor_specs())
+
+
+def flops(config: PretrainedConfig, parameters: int, lengths: Sequence[int]) -> float:
+    """Model FLOPs of forward and backward.
+
+    6 x parameters x tokens, and 12 x layers x heads x head size for each pair of tokens that attend to each other
+    (length^2 / 2 of a sequence).
+    """
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return 6 * parameters * sum(lengths) + attention * sum(length**2 for length in lengths) / 2
+
+
+def peak_flops() -> float:
+    """This GPU's dense bf16 peak; NaN where it isn't known."""
+    name = torch.cuda.get_device_name()
+    return next((value for word, value in PEAK_FLOPS.items() if word in name), float("nan"))
