@@ -136,6 +136,21 @@ class OptimizerConfig(Section):
     """Keep the optimizer's state and main weights in the host's memory, and update them there."""
 
 
+class CheckpointConfig(Section):
+    """Checkpoints of the trainer (docs/reliability.md)."""
+
+    every: int = Field(default=50, ge=0)
+    """Steps between two checkpoints; 0 takes one only when asked. A trainer that comes back loads the newest one and
+    repeats the steps after it."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints to keep; with two or more, one that is found damaged costs nothing but time."""
+    keep_step_files: Literal["until_checkpoint", "always"] = "until_checkpoint"
+    """until_checkpoint: remove a step's file once `keep` checkpoints after it are on the disk. always: keep all, so
+    that `relaxd replay` can repeat any step."""
+    timeout_seconds: float = Field(default=1800.0, gt=0)
+    """A checkpoint that isn't on the disk by then is given up; training goes on."""
+
+
 class TrainerConfig(Section):
     """How the model is trained."""
 
@@ -160,6 +175,8 @@ class TrainerConfig(Section):
     a tenth of the memory."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of each rank; 0 means all cores, divided by ranks."""
     collective_timeout_seconds: float = Field(default=120.0, gt=0)
@@ -220,6 +237,10 @@ class WeightsConfig(Section):
     """A broadcast that takes longer is aborted and repeated without whoever is late."""
     connect_timeout_seconds: float = Field(default=10.0, gt=0)
     """A weight group that isn't connected by then is given up."""
+    verify: Literal["first", "always", "never"] = "first"
+    """When a checksum of every tensor is compared between trainer and engine: at an engine's first synchronisation
+    with a trainer, always or never. An engine with other values than were sent serves nothing and is synchronised
+    again."""
     pause: Literal["in_place", "retract", "abort", "drain"] = "in_place"
     """What happens to running requests during a synchronisation: in_place keeps them and their key-value cache,
     retract keeps their tokens and computes the cache anew under the new weights (sglang), abort ends them, drain

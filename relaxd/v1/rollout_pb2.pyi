@@ -385,19 +385,23 @@ class LeaveWeightGroupRequest(_message.Message):
 
     SYNC_ID_FIELD_NUMBER: _builtins.int
     GROUP_NAME_FIELD_NUMBER: _builtins.int
+    QUARANTINE_FIELD_NUMBER: _builtins.int
     sync_id: _builtins.int
     """Identifies the synchronisation; 0 means whatever runs."""
     group_name: _builtins.str
     """The group to leave."""
+    quarantine: _builtins.bool
+    """The weights that the engine took over last are not what was sent: it serves nothing until it gets others."""
     def __init__(
         self,
         *,
         sync_id: _builtins.int = ...,
         group_name: _builtins.str = ...,
+        quarantine: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_name", b"group_name", "sync_id", b"sync_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_name", b"group_name", "quarantine", b"quarantine", "sync_id", b"sync_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

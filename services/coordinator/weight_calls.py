@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -40,11 +40,15 @@ TO_BLAME = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class SyncFailed(Exception):
-    """A synchronisation ended without success; `blamed` are the members that are dead or late."""
+    """A synchronisation ended without success.
 
-    def __init__(self, reason: str, blamed: Sequence[Member] = ()) -> None:
+    `blamed` are the members that are dead or late, or have other weights than were sent; `wrong` are the latter.
+    """
+
+    def __init__(self, reason: str, blamed: Iterable[Member] = (), wrong: Iterable[Member] = ()) -> None:
         super().__init__(reason)
-        self.blamed = frozenset(blamed)
+        self.wrong = frozenset(wrong)
+        self.blamed = frozenset(blamed) | self.wrong
 
 
 class WeightCalls:
@@ -62,7 +66,7 @@ class WeightCalls:
         request = rollout_pb2.PauseGenerationRequest(
             sync_id=sync_id,
             mode=PAUSE_MODES[config.pause],
-            lease_seconds=wait + config.connect_timeout_seconds + config.timeout_seconds + 3 * SHORT_SECONDS,
+            lease_seconds=wait + config.timeout_seconds + 3 * SHORT_SECONDS,
         )
         await self._together("pause", engines, lambda e: self._rollout(e).PauseGeneration(request, timeout=wait))
 
@@ -104,23 +108,40 @@ class WeightCalls:
 
         await self._together("join the weight group", [group.trainer, *group.engines], join)
 
-    async def transfer(self, sync_id: int, group: GroupRecord, version: Version) -> None:
-        """Broadcast and receive at once."""
+    async def transfer(
+        self, sync_id: int, group: GroupRecord, version: Version, unverified: Collection[Member]
+    ) -> None:
+        """Broadcast and receive at once; compare with the trainer what the `unverified` engines have then."""
         weights = WeightVersion(epoch=version[0], version=version[1])
         seconds = self._config.timeout_seconds
         send = trainer_pb2.BroadcastWeightsRequest(
-            sync_id=sync_id, group_name=group.name, weights=weights, timeout_seconds=seconds
-        )
-        receive = rollout_pb2.ReceiveWeightsRequest(
-            sync_id=sync_id, group_name=group.name, weights=weights, timeout_seconds=seconds
+            sync_id=sync_id,
+            group_name=group.name,
+            weights=weights,
+            timeout_seconds=seconds,
+            checksum=bool(unverified),
         )
 
         def transfer(member: Member) -> Call:
             if member == group.trainer:
                 return self._trainer(member).BroadcastWeights(send, timeout=seconds + MARGIN_SECONDS)
+            receive = rollout_pb2.ReceiveWeightsRequest(
+                sync_id=sync_id,
+                group_name=group.name,
+                weights=weights,
+                timeout_seconds=seconds,
+                checksum=member in unverified,
+            )
             return self._rollout(member).ReceiveWeights(receive, timeout=seconds + MARGIN_SECONDS)
 
-        await self._together("transfer weights", [group.trainer, *group.engines], transfer)
+        answers = await self._together("transfer weights", [group.trainer, *group.engines], transfer)
+        sent = answers[group.trainer].checksums
+        wrong = {engine: _differences(sent, answers[engine].checksums) for engine in unverified}
+        if any(wrong.values()):
+            said = "; ".join(f"{engine.replica_id}: {why}" for engine, why in wrong.items() if why)
+            raise SyncFailed(
+                f"engines have other weights than were sent ({said})", wrong=[e for e in wrong if wrong[e]]
+            )
 
     async def resume(self, sync_id: int, engines: Sequence[Member]) -> None:
         """Let the engines go on."""
@@ -134,14 +155,23 @@ class WeightCalls:
         members = [member for member in (group.trainer, *group.engines) if self._registry.holds(member)]
         await self._together("leave the old weight group", members, lambda m: self._leave(sync_id, group, m))
 
-    async def abort(self, sync_id: int, group: GroupRecord | None, engines: Sequence[Member]) -> set[Member]:
-        """Make everybody leave the group, which aborts what they are in, and let untouched engines go on.
+    async def abort(
+        self,
+        sync_id: int,
+        group: GroupRecord | None,
+        engines: Sequence[Member],
+        wrong: Collection[Member] = (),
+    ) -> set[Member]:
+        """Make everybody leave the group, which aborts what they are in, and let engines go on that may.
 
+        Those that were touched serve nothing, nor do those with `wrong` weights.
         Returns the members that are gone or don't answer; raises no SyncFailed.
         """
         members = set(engines) | ({group.trainer, *group.engines} if group else set())
         there = [member for member in members if self._registry.holds(member)]
-        answers = await asyncio.gather(*(self._let_go(sync_id, group, m) for m in there), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(self._let_go(sync_id, group, m, m in wrong) for m in there), return_exceptions=True
+        )
         silent = members - set(there)
         for member, answer in zip(there, answers, strict=True):
             if isinstance(answer, grpc.aio.AioRpcError):
@@ -152,24 +182,27 @@ class WeightCalls:
                 raise answer
         return silent
 
-    async def _let_go(self, sync_id: int, group: GroupRecord | None, member: Member) -> None:
+    async def _let_go(self, sync_id: int, group: GroupRecord | None, member: Member, wrong: bool) -> None:
         if group is not None:
-            answer = await self._leave(sync_id, group, member)
+            answer = await self._leave(sync_id, group, member, quarantine=wrong)
             if member == group.trainer or answer.quarantined:
                 return
         request = rollout_pb2.ResumeGenerationRequest(sync_id=sync_id)
         await self._rollout(member).ResumeGeneration(request, timeout=SHORT_SECONDS)
 
-    def _leave(self, sync_id: int, group: GroupRecord, member: Member) -> Call:
+    def _leave(self, sync_id: int, group: GroupRecord, member: Member, *, quarantine: bool = False) -> Call:
         if member == group.trainer:
             request = trainer_pb2.TrainerLeaveWeightGroupRequest(sync_id=sync_id, group_name=group.name)
             return self._trainer(member).LeaveWeightGroup(request, timeout=SHORT_SECONDS)
         return self._rollout(member).LeaveWeightGroup(
-            rollout_pb2.LeaveWeightGroupRequest(sync_id=sync_id, group_name=group.name), timeout=SHORT_SECONDS
+            rollout_pb2.LeaveWeightGroupRequest(sync_id=sync_id, group_name=group.name, quarantine=quarantine),
+            timeout=SHORT_SECONDS,
         )
 
-    async def _together(self, what: str, members: Sequence[Member], call: Callable[[Member], Call]) -> None:
-        """Call every member at once.
+    async def _together(
+        self, what: str, members: Sequence[Member], call: Callable[[Member], Call]
+    ) -> dict[Member, Any]:
+        """Call every member at once; returns what they answered.
 
         Raises SyncFailed soon after the first failure or lost lease; the calls that still run are cancelled.
         """
@@ -199,12 +232,23 @@ class WeightCalls:
                     blamed.append(member)
         if said or pending:
             raise SyncFailed(f"could not {what} ({'; '.join(said)})", blamed)
+        return {member: task.result() for member, task in tasks.items()}
 
     def _trainer(self, member: Member) -> TrainerStub:
         return self._peers.trainer(member.address)
 
     def _rollout(self, member: Member) -> RolloutStub:
         return self._peers.rollout(member.address)
+
+
+def _differences(sent: Mapping[str, int], received: Mapping[str, int]) -> str:
+    """Which tensors differ, for people; empty if none does. External servers tell no checksums."""
+    if not received:
+        return ""
+    different = sorted(name for name in {*sent, *received} if sent.get(name) != received.get(name))
+    if not different:
+        return ""
+    return f"{different[0]}" + (f" and {len(different) - 1} more tensors" if len(different) > 1 else "")
 
 
 async def _awaited(call: Call) -> Any:

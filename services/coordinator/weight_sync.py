@@ -1,14 +1,15 @@
 """Bringing the trainer's weights to the engines: one synchronisation at a time, none of which can hang.
 
-The sequence is: pause the engines; where the membership changed, leave the old weight group and connect a new one;
-broadcast and receive at once; resume. When a member dies or is late, everybody leaves the group (which aborts what
-they are in), the engines to blame are set aside for a while, and the next attempt goes on without them.
+The sequence is: where the membership changed, leave the old weight group and connect a new one, while the engines go on
+generating; pause them; broadcast and receive at once; resume. When a member dies or is late, everybody leaves the group
+(which aborts what they are in), the engines to blame are set aside for a while, and the next attempt goes on without
+them.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from relaxd import telemetry
@@ -35,10 +36,13 @@ class WeightSync:
         self._store = store
         self._fleet = fleet
         self._registry = fleet.registry
+        self._config = config
         self._calls = WeightCalls(fleet.registry, peers, config)
         self._saving = asyncio.Lock()
         self._blame: dict[Member, tuple[int, float]] = {}
         """Failures in a row of an engine, and until when it is left out."""
+        self._verified: set[tuple[Member, Member]] = set()
+        """Trainers and engines whose weights were compared."""
         self.record = record
         self.last_failure = ""
         """Why the last attempt failed, for people; empty after a success."""
@@ -61,6 +65,11 @@ class WeightSync:
         if announced is None or not engines:
             return False
         return all(engine.version == (announced.epoch, announced.version) for engine in engines)
+
+    def involves(self, replica_id: str) -> bool:
+        """Whether a synchronisation runs that would break if this engine went now."""
+        group = self.record.group
+        return self.record.running and (group is None or any(e.replica_id == replica_id for e in group.engines))
 
     async def run_forever(self) -> None:
         """Synchronise whenever an engine doesn't serve what is announced."""
@@ -107,24 +116,37 @@ class WeightSync:
         attributes = {"relaxd.sync_id": sync_id, "relaxd.version": announced.version, "relaxd.engines": len(engines)}
         with telemetry.root_span("sync_weights", attributes=attributes):
             try:
-                await self._calls.pause(sync_id, engines)
                 group = await self._connected(sync_id, trainer, engines)
-                await self._calls.transfer(sync_id, group, version)
+                await self._calls.pause(sync_id, engines)
+                await self._calls.transfer(sync_id, group, version, self._unverified(trainer, engines))
                 await self._calls.resume(sync_id, engines)
             except SyncFailed as error:
-                silent = await self._calls.abort(sync_id, self.record.group, engines)
+                if error.wrong:
+                    logger.error("%s: they serve nothing and get them again", error)
+                silent = await self._calls.abort(sync_id, self.record.group, engines, error.wrong)
                 await self._save(running=False, group=None)
                 blamed = error.blamed | silent
                 if trainer in silent or (len(engines) > 1 and blamed.issuperset(engines)):
                     blamed = frozenset()  # the trainer is gone, or everybody at once: no engine is to blame
-                raise SyncFailed(str(error), tuple(blamed)) from error
+                raise SyncFailed(str(error), blamed) from error
         seconds = time.monotonic() - started
         for engine in engines:
             self._blame.pop(engine, None)
             self._registry.mark_synced(engine, version)
+            self._verified.add((trainer, engine))
         await self._save(running=False, last_sync_seconds=seconds)
         telemetry.record("sync.seconds", seconds, {"relaxd.run_id": self._fleet.run_id})
         logger.info("version %d is on %d engines after %.2f s", announced.version, len(engines), seconds)
+
+    def _unverified(self, trainer: Member, engines: Sequence[Member]) -> list[Member]:
+        """Whose weights are to be compared with the trainer's this time."""
+        match self._config.verify:
+            case "always":
+                return list(engines)
+            case "never":
+                return []
+        self._verified = {pair for pair in self._verified if pair[0] == trainer}
+        return [engine for engine in engines if (trainer, engine) not in self._verified]
 
     async def _connected(self, sync_id: int, trainer: Member, engines: list[Member]) -> GroupRecord:
         """The weight group of these members: the one that is, or a new one."""

@@ -162,9 +162,10 @@ class Engine:
         self.weights, self.quarantined = weights, False
         return result
 
-    async def leave(self, group_name: str) -> bool:
-        """Abort and forget a weight group; returns whether the engine is quarantined."""
-        self.quarantined = (await self._ask("leave", {"name": group_name}, CONTROL_SECONDS))["quarantined"]
+    async def leave(self, group_name: str, *, quarantine: bool) -> bool:
+        """Abort and forget a weight group; returns whether the engine is quarantined, which `quarantine` asks for."""
+        params = {"name": group_name, "quarantine": quarantine}
+        self.quarantined = (await self._ask("leave", params, CONTROL_SECONDS))["quarantined"]
         return self.quarantined
 
     async def stop(self) -> None:

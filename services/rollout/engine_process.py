@@ -107,6 +107,8 @@ class EngineProcess(EngineServer):
     def leave(self, params: dict[str, Any]) -> dict[str, Any]:
         """See EngineServer."""
         self._forget(params["name"])
+        if params["quarantine"] and self._engine is not None:
+            self._engine.quarantine()
         return {"quarantined": self._engine is not None and self._engine.quarantined}
 
     def _forget(self, name: str) -> None:

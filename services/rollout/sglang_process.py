@@ -125,7 +125,12 @@ class SGLangProcess(EngineServer):
                 results = self._receive_all(engine, params)
         except EngineError as error:
             raise HandlerError(str(error), kind="EngineError") from error
-        checksums = {tensor: value for result in results for tensor, value in result["checksums"].items()}
+        checksums: dict[str, int] = results[0]["checksums"]
+        for result in results[1:]:
+            different = sorted(
+                tensor for tensor, value in checksums.items() if result["checksums"].get(tensor) != value
+            )
+            checksums |= dict.fromkeys(different, 0)  # no rank's word counts where they don't agree
         return {"seconds": max(result["seconds"] for result in results), "checksums": checksums}
 
     def _receive_all(self, engine: SGLangEngine, params: dict[str, Any]) -> list[dict[str, Any]]:
@@ -146,6 +151,8 @@ class SGLangProcess(EngineServer):
             return {"quarantined": False}
         if self._group == params["name"]:
             self._leave(params["name"])
+        if params["quarantine"]:
+            self._engine.quarantine()
         return {"quarantined": self._engine.quarantined or self._left_touched}
 
     def _leave(self, name: str) -> None:

@@ -89,6 +89,12 @@ class Gate:
         """Inside `update`: the model is about to change, so a failure from here on means quarantine."""
         self._touched = True
 
+    def quarantine(self) -> None:
+        """What was committed last turned out not to be what it should: serve nothing until other weights come."""
+        with self.changed:
+            self.quarantined = True
+            self.changed.notify_all()
+
     def may_run(self) -> bool:
         """Whether samples that run may go on."""
         return self._serves() and self.mode in (None, "drain")

@@ -81,6 +81,10 @@ class SGLangEngine:
         """Whether a broken update touched the model."""
         return self._gate.quarantined
 
+    def quarantine(self) -> None:
+        """See Gate."""
+        self._gate.quarantine()
+
     def stats(self) -> dict[str, int]:
         """Running and waiting samples now, and tokens generated so far, as SGLang's scheduler sees it."""
         stats = dict(self._schedulers.ask_first("stats", {}, ANSWER_SECONDS))

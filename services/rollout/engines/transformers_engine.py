@@ -73,6 +73,10 @@ class TransformersEngine:
         """Whether a broken update touched the model."""
         return self._gate.quarantined
 
+    def quarantine(self) -> None:
+        """See Gate."""
+        self._gate.quarantine()
+
     def stats(self) -> dict[str, int]:
         """Running and waiting samples now, and tokens generated so far."""
         batch = self._batch

@@ -38,7 +38,8 @@ def first_call(cluster: Cluster, name: str, method: str, number: int) -> float:
 
 
 def check_the_sequence(cluster: Cluster) -> None:
-    """Ids ascend on every member; a group is joined before it is used; engines are paused first and resumed last."""
+    """Ids ascend on every member; a group is joined before it is used; engines generate while they join, and are paused
+    before they receive."""
     for name in ("trainer", "sound", "other"):
         calls = [call for call in cluster.calls(name) if "sync_id" in call]
         ids = [call["sync_id"] for call in calls]
@@ -53,7 +54,10 @@ def check_the_sequence(cluster: Cluster) -> None:
         if name != "trainer":
             for received in (i for i, call in enumerate(calls) if call["method"] == "ReceiveWeights"):
                 same = [call["method"] for call in calls[:received] if call["sync_id"] == ids[received]]
-                assert same[0] == "PauseGeneration"
+                assert same[-1] == "PauseGeneration"
+                assert (
+                    "PauseGeneration" not in same[: same.index("JoinWeightGroup") if "JoinWeightGroup" in same else 0]
+                )
     received = [call["version"] for call in cluster.calls("sound", "ReceiveWeights")]
     assert received == sorted(received)
 
@@ -79,6 +83,22 @@ def test_an_engine_that_dies_in_a_broadcast_does_not_stop_the_trainer(cluster: C
     if fault == "freeze":  # it wakes up in a world that has gone on, and is taken in again
         cluster.send("other", signal.SIGCONT)
         cluster.until("other registers again", lambda: "other" in replicas(cluster))
+
+
+def test_an_engine_with_other_weights_than_were_sent_serves_nothing_until_it_has_them(cluster: Cluster) -> None:
+    begin(cluster, steps=200, faults={"ReceiveWeights": {"1": "wrong"}})
+    received = cluster.until("a second try", lambda: cluster.calls("other", "ReceiveWeights")[1:2])
+    wrong = cluster.calls("other", "ReceiveWeights")[0]
+    left = cluster.calls("other", "LeaveWeightGroup")[0]
+    assert left["quarantine"]
+    between = [c for c in cluster.calls("other") if wrong["time"] < c["time"] < received[0]["time"]]
+    assert "ResumeGeneration" not in [call["method"] for call in between]
+    assert not cluster.calls("sound", "LeaveWeightGroup")[0]["quarantine"]
+    assert received[0]["checksum"]
+    cluster.until("both", lambda: None not in (w := weights(cluster)).values() and len(w) == 2)
+    # Once compared, an engine is believed.
+    cluster.until("a later one", lambda: not cluster.calls("sound", "ReceiveWeights")[-1]["checksum"])
+    check_the_sequence(cluster)
 
 
 def test_an_engine_that_stalls_is_left_out_and_comes_back(cluster: Cluster) -> None:

@@ -18,7 +18,7 @@ from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, rollout_pb2, rollout_pb2_grpc
 from relaxd.v1.replica_pb2 import REPLICA_STATE_QUARANTINED, ROLE_ROLLOUT, WeightVersion
 from tests.integration.peers.faults import Calls, SyncIds, misbehave
-from tests.integration.peers.meeting import CHUNK, CHUNKS
+from tests.integration.peers.meeting import CHECKSUM, CHUNK, CHUNKS
 
 ANSWER_TOKENS = 4
 
@@ -148,7 +148,11 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
     async def ReceiveWeights(self, request, context):
         self.sync_ids.check(request.sync_id)
         fault = self.calls.note(
-            "ReceiveWeights", sync_id=request.sync_id, group=request.group_name, version=request.weights.version
+            "ReceiveWeights",
+            sync_id=request.sync_id,
+            group=request.group_name,
+            version=request.weights.version,
+            checksum=request.checksum,
         )
         if request.group_name not in self.connections:
             raise FailedPrecondition(f"no group {request.group_name}")
@@ -167,14 +171,17 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
             raise Aborted(f"a member has left: {error}") from error
         self.touched = self.quarantined = False
         self.weights = WeightVersion(epoch=request.weights.epoch, version=request.weights.version)
-        return rollout_pb2.ReceiveWeightsResponse()
+        checksums = {"w": CHECKSUM if fault != "wrong" else 0} if request.checksum else {}
+        return rollout_pb2.ReceiveWeightsResponse(checksums=checksums)
 
     async def LeaveWeightGroup(self, request, context):
         self.sync_ids.check(request.sync_id)
-        self.calls.note("LeaveWeightGroup", sync_id=request.sync_id, group=request.group_name)
+        self.calls.note(
+            "LeaveWeightGroup", sync_id=request.sync_id, group=request.group_name, quarantine=request.quarantine
+        )
         if request.group_name in self.connections:
             self.connections.pop(request.group_name)[1].close()
-        self.quarantined = self.quarantined or self.touched
+        self.quarantined = self.quarantined or self.touched or request.quarantine
         self.touched = False
         self.follow()
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=self.quarantined)

@@ -22,7 +22,7 @@ from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.replica_pb2 import ROLE_TRAINER, WeightVersion
 from relaxd.v1.weights_pb2 import WeightManifest
 from tests.integration.peers.faults import Calls, SyncIds, misbehave
-from tests.integration.peers.meeting import CHUNK, CHUNKS, Meeting
+from tests.integration.peers.meeting import CHECKSUM, CHUNK, CHUNKS, Meeting
 
 STEP_SECONDS = float(os.environ.get("PEER_STEP_SECONDS", "0.05"))
 
@@ -177,7 +177,8 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
             raise FailedPrecondition(f"no group {request.group_name}")
         async with self.broadcasting:
             await self.meeting.broadcast(request.group_name, request.timeout_seconds)
-        return trainer_pb2.BroadcastWeightsResponse(bytes=CHUNKS * CHUNK)
+        checksums = {"w": CHECKSUM} if request.checksum else {}
+        return trainer_pb2.BroadcastWeightsResponse(bytes=CHUNKS * CHUNK, checksums=checksums)
 
     async def LeaveWeightGroup(self, request, context):
         self.sync_ids.check(request.sync_id)
