@@ -205,14 +205,14 @@ class _Line:
                 params["timeout"],
             )
         except (ManifestMismatch, WeightGroupError) as error:
-            raise HandlerError(str(error)) from error
+            raise HandlerError(str(error), kind=type(error).__name__) from error
 
     def receive(self, params: dict[str, Any]) -> dict[str, Any]:
         """Receive one version into the model."""
         try:
             result = self._scheduler.weights.receive(params["name"], params["timeout"], checksum=params["checksum"])
         except WeightGroupError as error:
-            raise HandlerError(str(error)) from error
+            raise HandlerError(str(error), kind=type(error).__name__) from error
         return {"seconds": result.seconds, "checksums": result.checksums}
 
     def leave(self, params: dict[str, Any]) -> bool:
