@@ -12,6 +12,8 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         left: [k, n], of any element type.
         right: [k, m], of the same type.
     """
+    if len(left) == 0:  # an expert that no token was sent to
+        return
     if left.dtype == total.dtype:
         total.addmm_(left.t(), right)
     elif left.is_cuda:
