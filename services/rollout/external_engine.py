@@ -19,7 +19,7 @@ from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
 from services.rollout.engine import Engine, RequestFailed
 from services.rollout.engines.base import Output, PauseMode, Sampling, Version
 from services.rollout.external_samples import EVENT_TOKENS, ONLY_AT_END, EventStyle, ExternalSample, label
-from services.rollout.external_server import ServerFacts, connect
+from services.rollout.external_server import KEEP_MEMORY, ServerFacts, connect
 from services.rollout.external_weights import ExternalWeights
 from services.rollout.model_folder import ModelFolder, read_model_folder
 from services.rollout.sglang_http import ServerGone, SGLangClient
@@ -30,8 +30,6 @@ PROBE_SECONDS = 2.0
 SCHEDULER_SECONDS = 60.0
 """A server whose scheduler doesn't answer for so long, outside of an update, is taken for dead."""
 STATS_SECONDS = 1.0
-KEEP_MEMORY = {"torch_empty_cache": False}
-"""Emptying the allocator's cache at each resume costs time, and fails on a CPU."""
 SHARED_PROMPT_TOKENS = 64
 """A prompt of so many tokens is computed first and then shared by its samples; SGLang would compute it for each."""
 
@@ -120,9 +118,6 @@ class ExternalEngine:
         client = SGLangClient(url, key)
         try:
             facts = await connect(client, model, config)
-            # Whoever used the server before may have died during a pause, and left requests behind.
-            await client.call("/abort_request", {"abort_all": True}, timeout=CONTROL_SECONDS)
-            await client.call("/continue_generation", KEEP_MEMORY, timeout=CONTROL_SECONDS)
         except BaseException:
             await client.close()
             raise
@@ -236,9 +231,10 @@ class ExternalEngine:
         self.weights, self.quarantined = weights, False
         return {"seconds": time.monotonic() - started, "checksums": {}}
 
-    async def leave(self, group_name: str) -> bool:
-        """Abort and forget a weight group; returns whether the engine is quarantined."""
+    async def leave(self, group_name: str, *, quarantine: bool) -> bool:
+        """Abort and forget a weight group; returns whether the engine is quarantined, which `quarantine` asks for."""
         await self._updates.leave(group_name)
+        self.quarantined = self.quarantined or quarantine
         return self.quarantined
 
     async def stop(self) -> None:

@@ -16,6 +16,8 @@ UP_SECONDS = 600.0
 """A server may take so long to come up."""
 ASK_SECONDS = 10.0
 RETRY_SECONDS = 1.0
+KEEP_MEMORY = {"torch_empty_cache": False}
+"""With /continue_generation: emptying the allocator's cache each time costs time, and fails on a CPU."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ class ServerFacts:
 
 
 async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfig) -> ServerFacts:
-    """Wait until the server is up, and check that it fits.
+    """Wait until the server is up, check that it fits, and end what an earlier user left: requests and a pause.
 
     Raises ServerMismatch, which says what would be right; ServerGone or ChildTimeout when it does not come up.
     """
@@ -53,18 +55,22 @@ async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfi
     architectures = tuple(described.get("architectures") or ())
     if architectures != model.architectures:
         wrong.append(f"its model is {', '.join(architectures)}, the run's {', '.join(model.architectures)}")
-    vocabulary = await _vocabulary(client)
-    if vocabulary is not None and vocabulary != model.vocabulary:
-        wrong.append(f"its model has {vocabulary} token ids, the run's {model.vocabulary}")
-    for option, right in (("tp_size", config.tensor_parallel), ("dp_size", 1), ("pp_size", 1)):
+    for option, right, why in (
+        ("tp_size", config.tensor_parallel, " as rollout.tensor_parallel says"),
+        ("dp_size", 1, ""),
+        ("pp_size", 1, ""),
+    ):
         if info.get(option) != right:
-            wrong.append(f"its {option} is {info.get(option)}: it must be {right}")
-    if info.get("tp_size") != config.tensor_parallel:
-        wrong[-1] += " (or set rollout.tensor_parallel)" if info.get("dp_size") == info.get("pp_size") == 1 else ""
+            wrong.append(f"its {option} is {info.get(option)}: it must be {right}{why}")
     if info.get("quantization"):
         wrong.append(f"its quantization is {info['quantization']}: it cannot take the trainer's weights")
     if info.get("speculative_algorithm"):
         wrong.append("it uses speculative decoding, whose draft model would keep its weights")
+    if not wrong:
+        await _take_over(client)
+        vocabulary = await _vocabulary(client)
+        if vocabulary is not None and vocabulary != model.vocabulary:
+            wrong.append(f"its model has {vocabulary} token ids, the run's {model.vocabulary}")
     if wrong:
         raise ServerMismatch(f"the server {client.url} does not fit the run: {'; '.join(wrong)}")
     if not info.get("incremental_streaming_output"):
@@ -92,6 +98,12 @@ async def _wait_until_up(client: SGLangClient) -> dict[str, Any]:
                 raise
             logger.info("waiting for the server: %s", error)
             await asyncio.sleep(RETRY_SECONDS)
+
+
+async def _take_over(client: SGLangClient) -> None:
+    """Whoever used the server before may have died during a pause, and left requests behind."""
+    await client.call("/abort_request", {"abort_all": True}, timeout=ASK_SECONDS)
+    await client.call("/continue_generation", KEEP_MEMORY, timeout=ASK_SECONDS)
 
 
 async def _vocabulary(client: SGLangClient) -> int | None:

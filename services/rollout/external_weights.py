@@ -19,7 +19,7 @@ from relaxd.rpc.child import ChildError, ChildRequestError
 from relaxd.v1 import sample_pb2, weights_pb2
 from services.rollout.sglang_http import SGLangClient
 
-LEAVE_SECONDS = 5.0
+LEAVE_SECONDS = 2.0
 _PREFIX = "ELEMENT_TYPE_"
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
