@@ -58,14 +58,12 @@ class TrainerService(ReplicaService):
 
     async def stop_run(self) -> None:
         """Hand back what is held and end the ranks."""
-        living, self._living = self._living, None
         if self.world is not None:
             await self.world.drain(1.0)
-        if living is not None:
-            living.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await living
-        self.world = None
+        if self._living is not None:
+            self._living.cancel()
+            await asyncio.wait({self._living})  # and not `await`: a cancellation of our own must not pass for its
+        self._living = self.world = None
 
     async def drain(self, seconds: float) -> int:
         """Take no new groups, hand back those that are held."""
