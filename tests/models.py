@@ -33,10 +33,19 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def make_tiny_model(folder: Path, *, architecture: str = "llama", tied: bool = True, seed: int = 0) -> Path:
-    """Write a random fp32 model (hidden 64, 2 layers, 4 heads of which 2 are key-value heads) into `folder`.
+def make_tiny_model(
+    folder: Path,
+    *,
+    architecture: str = "llama",
+    tied: bool = True,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **sizes: int,
+) -> Path:
+    """Write a random model (hidden 64, 2 layers, 4 heads of which 2 are key-value heads) into `folder`.
 
-    `architecture` is "llama" or "qwen3". Returns `folder`.
+    `architecture` is "llama" or "qwen3"; `sizes` are fields of its configuration that are to be otherwise. Returns
+    `folder`.
     """
     shape = {
         "vocab_size": 259,
@@ -51,6 +60,7 @@ def make_tiny_model(folder: Path, *, architecture: str = "llama", tied: bool = T
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
+        **sizes,
     }
     torch.manual_seed(seed)
     if architecture == "llama":
@@ -61,6 +71,6 @@ def make_tiny_model(folder: Path, *, architecture: str = "llama", tied: bool = T
         raise ValueError(f'architecture is {architecture!r}: one of "llama", "qwen3"')
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

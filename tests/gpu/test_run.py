@@ -1,0 +1,150 @@
+"""The whole stack on two GPUs, as `relaxd run` starts it: a Megatron trainer on one, an SGLang engine on the other."""
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from relaxd.cli.coordinator import Coordinator
+from relaxd.cli.state import StateFolder
+from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER
+from tests.e2e.conftest import REWARD, Workplace
+from tests.e2e.test_run import check_books, read_summary
+from tests.models import make_tiny_model
+
+STEPS = 6
+CONFIG = """
+[run]
+steps = {steps}
+
+[model]
+path = "{model}"
+
+[data]
+source = "addition"
+digits = 2
+max_prompt_tokens = 128
+
+[reward]
+name = "tiny_reward:even_bytes"
+workers = 1
+
+[rollout]
+engine = "sglang"
+dtype = "bfloat16"
+samples_per_prompt = 8
+max_new_tokens = 64
+max_running_samples = 64
+memory_fraction = 0.4
+
+[rollout.sglang]
+attention_backend = "triton"
+sampling_backend = "pytorch"
+
+[trainer]
+dtype = "bfloat16"
+groups_per_step = 4
+micro_batch_tokens = 4096
+
+[trainer.optimizer]
+lr = 1e-5
+
+[weights]
+transport = "nccl"
+
+[eval]
+prompts = 16
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Iterator[Workplace]:
+    """A random Qwen3 of 0.2 billion parameters, and a configuration."""
+    model = make_tiny_model(
+        tmp_path / "model",
+        architecture="qwen3",
+        dtype=torch.bfloat16,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    (tmp_path / "tiny_reward.py").write_text(REWARD)
+    (tmp_path / "run.toml").write_text(CONFIG.format(model=model, steps=STEPS))
+    place = Workplace(tmp_path)
+    yield place
+    for process in place.processes:
+        if process.poll() is None:
+            process.terminate()  # its supervisor goes with it
+            process.wait(timeout=60)
+    place.relaxd("down")
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.timeout(420)
+def test_a_run_with_an_sglang_engine(workplace: Workplace, facts: Callable[[str, object], None]) -> None:
+    process = workplace.start("run", "run.toml", "--run-id", "gpu")
+    state = StateFolder(workplace.folder / ".relaxd")
+    assert process.stdout is not None
+    output: list[str] = []
+    gpus: dict[int, list[str]] = {}
+    gauges: dict[int, dict[str, float]] = {}
+    started: list[psutil.Process] = []
+    for line in process.stdout:
+        output.append(line)
+        if re.match(rf"step +2/{STEPS}", line):
+            stack = state.read()
+            assert stack is not None
+            with Coordinator(stack.coordinator) as coordinator:
+                replicas = coordinator.replicas()
+            gpus = {r.registration.role: list(r.leased_gpu_uuids) for r in replicas}
+            gauges = {r.registration.role: dict(r.status.gauges) for r in replicas}
+            started = psutil.Process(stack.pid).children(recursive=True)
+    logs = workplace.folder / ".relaxd" / "logs"
+    tails = "".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in sorted(logs.glob("*.log")))
+    assert process.wait(timeout=60) == 0, "".join(output) + tails
+
+    trainer, engine = gpus[ROLE_TRAINER], gpus[ROLE_ROLLOUT]
+    assert (len(trainer), len(engine), len({*trainer, *engine})) == (1, 1, 2), gpus
+    for role in (ROLE_TRAINER, ROLE_ROLLOUT):
+        assert gauges[role]["gpu_memory_bytes"] > 1e9, gauges
+    assert not [p for p in started if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    folder = workplace.folder / "runs" / "gpu"
+    summary = read_summary(folder)
+    check_books(summary, steps=STEPS, groups_per_step=4)
+    assert summary["notes"] == []
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    for line in lines[1:]:
+        assert math.isfinite(line["loss"])
+        assert line["grad_norm"] > 0
+        assert 0 <= line["staleness_max"] <= 1
+    # Two implementations of bf16 agree on a token's log-prob to about 1 % on average.
+    differences = [line["logprob_difference"] for line in lines[1:] if "logprob_difference" in line]
+    assert differences
+    assert max(differences) < 0.03, differences
+    assert (folder / "model" / "config.json").exists()
+
+    # Each version reached the engine at the first attempt, the last one for the evaluation, and was learned from.
+    log = (folder / "logs" / "coordinator.log").read_text()
+    assert not re.search("weight synchronisation .* failed", log), log
+    syncs = re.findall(r"version (\d+) is on 1 engines after ([0-9.]+) s", log)
+    versions = [int(version) for version, _ in syncs]
+    assert versions == sorted(set(versions)), versions
+    assert (versions[0], versions[-1]) == (0, STEPS)
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert max(sample["version"] for sample in samples) >= STEPS - 2
+
+    facts("wall_seconds", summary["wall_seconds"])
+    facts("step_seconds", statistics.median(line["step_seconds"] for line in lines[2:]))
+    facts("sync_seconds", statistics.median(float(seconds) for _, seconds in syncs[1:]))
+    facts("logprob_difference", max(differences))
