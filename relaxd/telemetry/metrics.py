@@ -83,6 +83,18 @@ METRICS: dict[str, Metric] = {
         Metric("wait_seconds", "step", "s", "Part of step_seconds in which the trainer waited for groups."),
         Metric("train_seconds", "step", "s", "Part of step_seconds in forward, backward and the optimizer."),
         Metric("tokens_per_second", "step", "{token}/s", "tokens divided by step_seconds."),
+        Metric(
+            "checkpoint_seconds",
+            "step",
+            "s",
+            "Part of step_seconds in which training stood still for a checkpoint. Absent where it didn't.",
+        ),
+        Metric(
+            "weights_checksum",
+            "step",
+            "1",
+            "Sum of the bits of all ranks' weights after the step: the same after an exact replay.",
+        ),
         Metric("eval_accuracy", "step", "1", "Greedy accuracy on the held-out prompts."),
         Metric("eval_format", "step", "1", "Share of well-formed greedy answers on the held-out prompts."),
         Metric("reward", "histogram", "1", "Reward of each trained sample.", _PER_RUN, _REWARDS),
@@ -102,6 +114,14 @@ METRICS: dict[str, Metric] = {
         Metric("generate.tokens_per_second", "gauge", "{token}/s", "Tokens per second of an engine.", _PER_RUN),
         Metric("sync.seconds", "histogram", "s", "Time of one weight synchronisation.", _PER_RUN, _SECONDS),
         Metric("sync.failures", "counter", "{sync}", "Weight synchronisations that had to be repeated.", _PER_RUN),
+        Metric(
+            "checkpoint.seconds",
+            "histogram",
+            "s",
+            "Time from a checkpoint's begin until it is durable.",
+            _PER_RUN,
+            _SECONDS,
+        ),
         Metric("replicas", "gauge", "{replica}", "Replicas whose lease holds.", ("relaxd.role",)),
         Metric(
             "rpc.seconds",

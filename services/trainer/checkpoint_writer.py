@@ -47,7 +47,7 @@ class ThreadWriter(FileSystemWriterAsync):
         name = f"{plan.storage_data.prefix}0.distcp"
         path = str(Path(self.checkpoint_dir) / name)
         self.write_buckets = [(path, name, (objects, tensors))] if data else []
-        self.results_queue = queue.Queue() if data else None
+        self.results_queue: Any = queue.Queue() if data else None
 
     def write(self) -> None:
         """Write the file and wait until it is on the disk.
@@ -86,7 +86,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
         return AsyncRequest(writer.write, (), [lambda: save_state_dict_async_finalize(*planned)])
 
 
-def _copies(tensors: list[tuple[Any, torch.Tensor]]) -> Iterator[tuple[Any, torch.Tensor]]:
+def _copies(tensors: list[tuple[Any, Any]]) -> Iterator[tuple[Any, torch.Tensor]]:
     for item, tensor in tensors:
         yield item, tensor.detach().cpu().clone() if _is_part(tensor) else tensor.detach().cpu()
 

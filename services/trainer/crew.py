@@ -36,6 +36,20 @@ class Crew:
         dist.broadcast(torch.tensor([payload.numel()]), 0, group=self._group)
         dist.broadcast(payload, 0, group=self._group)
 
+    def agree(self, yes: bool) -> bool:
+        """Whether all ranks say yes. All call it together."""
+        votes = torch.tensor([int(yes)])
+        if self.size > 1:
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
+        return bool(votes)
+
+    def add_up(self, value: int) -> int:
+        """The sum of every rank's value. All call it together."""
+        values = torch.tensor([value])
+        if self.size > 1:
+            dist.all_reduce(values, group=self._group)
+        return int(values)
+
     def tick(self) -> None:
         """Rank 0: show the others that it lives, if it hasn't for a while."""
         if time.monotonic() - self._last >= TICK_SECONDS:

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 from relaxd.board import Board, BoardUnavailable, Delivery
+from services.trainer.checkpoint_part import CheckpointPart
 from services.trainer.crew import TICK_SECONDS, Crew
 from services.trainer.groups import TRAIN_COLUMNS, Group, check_group
 from services.trainer.learner import Learner
@@ -30,6 +31,7 @@ def follow(
         BoardUnavailable: the board was away for too long.
     """
     groups: dict[str, Group] = {}
+    part = CheckpointPart(learner)
     while True:
         command = crew.receive()
         match command["do"]:
@@ -41,14 +43,27 @@ def follow(
                 runner.run(entry, groups)
             case "finish":
                 learner.finish(command["normalizer"])
+                crew.add_up(learner.checksum())
                 groups.clear()
             case "discard":
                 learner.discard()
                 groups.clear()
             case "replay":
                 runner.replay(read_step_file(step_file_path(run_folder, command["step"])))
+                crew.add_up(learner.checksum())
             case "save":
                 learner.save_hf(Path(command["folder"]))
+            case "begin_checkpoint":
+                crew.add_up(learner.checksum())
+                part.begin(Path(command["folder"]))
+            case "end_checkpoint":
+                part.end()
+            case "abandon_checkpoint":
+                part.abandon()
+            case "verify_checkpoint":
+                crew.agree(part.intact(Path(command["folder"])))
+            case "restore":
+                part.restore(Path(command["folder"]), command["step"], same_layout=command["same_layout"])
             case unknown:
                 raise RuntimeError(f"rank 0 says {unknown!r}, which this rank doesn't know")
 

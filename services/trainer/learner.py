@@ -221,6 +221,18 @@ class Learner:
         """Write the current weights as a Hugging Face folder. All ranks call it together."""
         save_hf(self._policy, folder, self._folder, self._shape, self.world)
 
+    def checksum(self) -> int:
+        """The sum of the bits of this rank's weights, as signed integers of their size, modulo 2^48.
+
+        Summed over ranks it tells, almost surely, whether two worlds that are arranged alike have the same weights; and
+        it then still is a whole number as a float64, which metrics are.
+        """
+        words = {2: torch.int16, 4: torch.int32}
+        total = torch.zeros((), dtype=torch.int64, device=self.world.device)
+        for parameter in self._policy.parameters():
+            total += parameter.detach().view(words[parameter.element_size()]).sum(dtype=torch.int64)
+        return int(total) % (1 << 48)
+
     def snapshot(self, folder: Path) -> Snapshot:
         """Take the state after the last `finish`, to be written into an empty folder. All ranks call it together."""
         return Snapshot(self._stateful(), folder)

@@ -22,6 +22,8 @@ from relaxd.rpc.child_server import ChildServer, HandlerError
 from relaxd.weights.group import WeightGroupError, host_store
 from relaxd.weights.manifest import to_proto
 from services.trainer.broadcast import Broadcaster, result_to_json, weight_buckets
+from services.trainer.checkpoint_part import CheckpointPart
+from services.trainer.checkpoints import Answer, CheckpointFailed, Checkpoints
 from services.trainer.crew import Crew
 from services.trainer.following import follow
 from services.trainer.intake import Intake
@@ -53,6 +55,7 @@ class Rank:
                 "leave_group": self._leave_group,
                 "broadcast": self._broadcast,
                 "export": self._export,
+                "checkpoint": self._checkpoint,
             }
         )
 
@@ -129,6 +132,15 @@ class Rank:
             algorithm=algorithm,
             crew=crew,
             weights=self._weights,
+            checkpoints=Checkpoints(
+                config=config,
+                run_id=params["run_id"],
+                run_folder=run_folder,
+                epoch=epoch,
+                board=board,
+                part=CheckpointPart(learner),
+                crew=crew,
+            ),
             controls=self._controls,
             emit=self._server.emit,
         ).run()
@@ -167,6 +179,15 @@ class Rank:
         answer: Future[int] = Future()
         self._controls.exports.put((Path(params["folder"]), answer))
         return answer.result(params["seconds"])
+
+    def _checkpoint(self, params: dict[str, Any]) -> dict[str, Any]:
+        answer: Answer = Future()
+        self._controls.checkpoints.put(answer)
+        try:
+            path, step = answer.result(params["seconds"])
+        except CheckpointFailed as error:
+            raise HandlerError(str(error), kind="CheckpointFailed") from error
+        return {"path": path, "step": step}
 
     def _sender(self) -> Broadcaster:
         if self._broadcaster is None:

@@ -14,6 +14,7 @@ from relaxd import telemetry
 from relaxd.algorithms import Algorithm
 from relaxd.board import Board, BoardUnavailable
 from relaxd.config import RunConfig
+from services.trainer.checkpoints import Answer, Checkpoints
 from services.trainer.crew import TICK_SECONDS, Crew
 from services.trainer.intake import Intake
 from services.trainer.learner import Learner, StepStats
@@ -38,6 +39,7 @@ class Controls:
         self.draining = threading.Event()
         self.drained = threading.Event()
         self.exports: queue.SimpleQueue[tuple[Path, Future[int]]] = queue.SimpleQueue()
+        self.checkpoints: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         if paused:
             self.paused.set()
 
@@ -58,6 +60,7 @@ class Training:
         algorithm: Algorithm,
         crew: Crew,
         weights: WeightsHold,
+        checkpoints: Checkpoints,
         controls: Controls,
         emit: Emit,
     ) -> None:
@@ -73,6 +76,8 @@ class Training:
         self._runner = RoundRunner(learner, algorithm, config.rollout.temperature)
         self._crew = crew
         self._weights = weights
+        self._checkpoints = checkpoints
+        self._weights_checksum = 0
         self._controls = controls
         self._emit = emit
         self._told: dict[str, Any] = {}
@@ -96,6 +101,7 @@ class Training:
                 opened.worked += time.monotonic() - began - held_back
                 self._commit(opened, plan, stats)
                 self._announce(telemetry.inject(span))
+                self._checkpoints.after_step(plan.step)
         while True:
             self._between_rounds(f"all {self._config.run.steps} steps are done")
             time.sleep(0.05)
@@ -153,7 +159,9 @@ class Training:
         with self._weights.changing(waiting, TICK_SECONDS) as held_back:
             self._crew.send({"do": "finish", "normalizer": plan.normalizer})
             try:
-                return self._learner.finish(plan.normalizer), held_back
+                stats = self._learner.finish(plan.normalizer)
+                self._weights_checksum = self._crew.add_up(self._learner.checksum())
+                return stats, held_back
             except NonFiniteGradients:
                 # The schedule has moved on and the weights have not: start anew, without the groups that did it.
                 for taken in opened.members.values():
@@ -172,7 +180,10 @@ class Training:
             "wait_seconds": opened.waited,
             "train_seconds": opened.worked,
             "tokens_per_second": metrics["tokens"] / max(seconds, 1e-9),
+            "weights_checksum": float(self._weights_checksum),
         }
+        if stalled := self._checkpoints.take_stall():
+            metrics["checkpoint_seconds"] = stalled
         samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step)
         while True:
             try:
@@ -199,15 +210,21 @@ class Training:
         self._emit("version", {"epoch": self._epoch, "version": self._learner.step, "trace": trace})
 
     def _replay(self) -> None:
-        """Repeat the steps that the ledger has, from their files."""
-        for entry in self._board.ledger():
+        """Load the newest checkpoint, and repeat the steps that the ledger has after it, from their files."""
+        self._tell("looking for a checkpoint")
+        ledger = self._board.ledger()
+        done = self._checkpoints.restore(ledger)
+        for entry in ledger[done:]:
             self._tell(f"replaying step {entry.step}")
             file = read_committed(self._run_folder, entry.step, entry.plan)
             self._crew.send({"do": "replay", "step": entry.step})
             stats = self._runner.replay(file)
+            checksum = float(self._crew.add_up(self._learner.checksum()))
             was = entry.metrics.get("grad_norm")
             if was is not None and abs(stats.grad_norm - was) > 1e-3 * abs(was):
                 logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, stats.grad_norm, was)
+            elif checksum != entry.metrics.get("weights_checksum", checksum):
+                logger.info("replayed step %d: the weights are not the same to the bit", entry.step)
         self._last_end = time.monotonic()
 
     def _between_rounds(self, detail: str) -> bool:
@@ -217,6 +234,9 @@ class Training:
             self._tell(detail)
             self._crew.tick()
             self._export()
+            while not self._controls.checkpoints.empty():
+                self._checkpoints.request(self._controls.checkpoints.get())
+            self._checkpoints.poll(self._learner.step)
             if self._controls.draining.is_set():
                 if not self._controls.drained.is_set():
                     self._intake.release_all()

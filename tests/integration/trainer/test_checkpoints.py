@@ -1,0 +1,192 @@
+"""The trainer service saves, dies, and comes back from its checkpoints and step files, bit for bit."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.checkpoint_folder import (
+    MANIFEST,
+    checkpoint_path,
+    checkpoint_steps,
+    checkpoints_folder,
+    read_state,
+    verify,
+)
+from services.trainer.step_file import step_file_path
+from tests.integration.trainer.service_kit import (
+    Feeder,
+    ScriptedCoordinator,
+    TrainerProcess,
+    export,
+    make_config,
+    trainer_service,
+    wait_until,
+)
+from tests.models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3")
+
+
+def config_of(model: Path, *, every: int = 2, steps: int = 8, **trainer: Any) -> Any:
+    checkpoint = {"every": every, **trainer.pop("checkpoint", {})}
+    return make_config(model, run={"steps": steps}, trainer={"checkpoint": checkpoint, **trainer})
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def train_to(coordinator: ScriptedCoordinator, feeder: Feeder, epoch: int, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        feeder.feed(2, step - 1)
+        coordinator.wait_for_version(epoch, step)
+
+
+def wait_for_checkpoint(folder: Path, step: int) -> Path:
+    wait_until(lambda: step in checkpoint_steps(folder))
+    return checkpoint_path(folder, step)
+
+
+def kill_and_wait(coordinator: ScriptedCoordinator, process: TrainerProcess, epoch: int, version: int) -> None:
+    os.kill(process.rank_pid(), signal.SIGKILL)
+    coordinator.wait_for_version(epoch, version)
+
+
+def test_checkpoints_come_and_go_and_the_weights_come_back(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
+    with trainer_service(config_of(tiny_qwen3), redis_url, tmp_path) as (coordinator, feeder, process):
+        train_to(coordinator, feeder, 1, 1, 2)
+        first = wait_for_checkpoint(tmp_path, 2)
+        verify(first)
+        state = read_state(first)
+        assert (state.run_id, state.step, state.epoch, state.ledger.step) == ("run-1", 2, 1, 2)
+        assert (state.board.published, state.board.trained, state.board.open_groups) == (4, 4, ())
+        assert float(state.weights_checksum) == feeder.board.ledger()[1].metrics["weights_checksum"]
+        train_to(coordinator, feeder, 1, 3, 5)
+        wait_for_checkpoint(tmp_path, 4)
+        assert feeder.board.ledger()[2].metrics["checkpoint_seconds"] > 0  # the stall after step 2, in step 3
+        # Two are kept; the files of the steps that both cover are gone, the others are there.
+        assert checkpoint_steps(tmp_path) == [4, 2]
+        assert [step for step in range(1, 6) if step_file_path(tmp_path, step).exists()] == [3, 4, 5]
+        before = export(process, "before")
+
+        kill_and_wait(coordinator, process, 2, 5)
+        assert weights(export(process, "after")) == weights(before)
+
+        # The newest is damaged: the one before does, and the damaged one is put aside.
+        newest = checkpoint_path(tmp_path, 4)
+        data = newest / "__0_0.distcp"
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+        kill_and_wait(coordinator, process, 3, 5)
+        assert weights(export(process, "again")) == weights(before)
+        assert checkpoint_steps(tmp_path) == [2]
+        assert newest.with_name("step-000004.broken").is_dir()
+
+        # It goes on as if nothing had happened, and what was broken is forgotten with what is older than it.
+        train_to(coordinator, feeder, 3, 6, 8)
+        wait_for_checkpoint(tmp_path, 8)
+        wait_until(lambda: checkpoint_steps(tmp_path) == [8, 6])
+        wait_until(lambda: not newest.with_name("step-000004.broken").exists())
+        assert process.stop() == 0
+
+
+def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
+    tiny_qwen3: Path, redis_url: str, tmp_path: Path
+) -> None:
+    with trainer_service(config_of(tiny_qwen3, every=1), redis_url, tmp_path) as (coordinator, feeder, process):
+        train_to(coordinator, feeder, 1, 1, 1)
+        wait_for_checkpoint(tmp_path, 1)
+        pid = process.rank_pid()
+        feeder.feed(2, 1)
+        partial = checkpoints_folder(tmp_path) / ".step-000002.1.partial"
+        deadline = time.monotonic() + 60
+        while not partial.exists():  # as closely as possible: no event comes
+            assert time.monotonic() < deadline
+        os.kill(pid, signal.SIGKILL)
+        crashed_inside = partial.exists()
+        coordinator.wait(lambda: coordinator.announced[-1][0] == 2 and coordinator.announced[-1][1] == 2)
+        assert crashed_inside or checkpoint_steps(tmp_path)[0] == 2
+        assert not partial.exists()
+        for step in checkpoint_steps(tmp_path):
+            verify(checkpoint_path(tmp_path, step))
+        after = export(process, "after")
+    # The same groups without any crash or checkpoint give the same weights.
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    url = redis_url.removesuffix("/0") + "/1"
+    with trainer_service(config_of(tiny_qwen3, every=0), url, undisturbed) as (coordinator, feeder, process):
+        train_to(coordinator, feeder, 1, 1, 2)
+        assert checkpoint_steps(undisturbed) == []
+        assert weights(export(process, "model")) == weights(after)
+
+
+def test_death_at_random_moments_changes_no_bit(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
+    moments = random.Random(0)
+    steps = 8
+    config = config_of(tiny_qwen3, every=1, steps=steps, micro_batch_tokens=24)
+    with trainer_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
+        deaths = 0
+        for step in range(1, steps + 1):
+            feeder.feed(2, step - 1)
+            if step in (3, 6):
+                time.sleep(moments.uniform(0, 0.15))  # the moment is what is tested, not waited for
+                os.kill(process.rank_pid(), signal.SIGKILL)
+                deaths += 1
+            coordinator.wait(lambda step=step: any(version == step for _, version in coordinator.announced))  # type: ignore[misc]
+        # A step may have been committed just before the death: the next life announces it again.
+        coordinator.wait(lambda: coordinator.announced[-1] == (1 + deaths, steps))
+        disturbed = export(process, "model")
+        plans = [entry.plan["groups"] for entry in feeder.board.ledger()]
+        counts = feeder.board.counts()
+        counts.check()
+        assert (counts.trained, counts.open, counts.dropped) == (2 * steps, 0, 0)
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    url = redis_url.removesuffix("/0") + "/1"
+    config = config_of(tiny_qwen3, every=0, steps=steps, micro_batch_tokens=24)
+    with trainer_service(config, url, undisturbed) as (coordinator, feeder, process):
+        train_to(coordinator, feeder, 1, 1, steps)
+        assert [entry.plan["groups"] for entry in feeder.board.ledger()] == plans
+        assert weights(export(process, "model")) == weights(disturbed)
+
+
+def test_two_ranks_write_and_read_one_checkpoint(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
+    config = config_of(tiny_qwen3, ranks=2, tensor_parallel=2)
+    with trainer_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
+        train_to(coordinator, feeder, 1, 1, 3)
+        path = wait_for_checkpoint(tmp_path, 2)
+        verify(path)
+        assert (path / "__0_0.distcp").exists()
+        assert (path / "__1_0.distcp").exists()
+        assert (path / MANIFEST).exists()
+        before = export(process, "before")
+        kill_and_wait(coordinator, process, 2, 3)
+        assert weights(export(process, "after")) == weights(before)
+
+
+def test_a_checkpoint_that_the_ledger_does_not_know_is_not_used(
+    tiny_qwen3: Path, redis_server: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A Redis that came back without its last second has a ledger that ends before the newest checkpoint."""
+    server = redis_server(append_only=False)
+    config = config_of(tiny_qwen3, every=1, checkpoint={"keep_step_files": "always"})
+    with trainer_service(config, server.url, tmp_path) as (coordinator, feeder, process):
+        train_to(coordinator, feeder, 1, 1, 2)
+        wait_for_checkpoint(tmp_path, 2)
+        one = export(process, "one")
+        client, prefix = feeder.board._connection.client, feeder.board.prefix
+        client.xdel(f"{prefix}ledger", "2-0")
+        client.hset(f"{prefix}state", mapping={"last_step": 1})
+        kill_and_wait(coordinator, process, 2, 1)
+        assert weights(export(process, "two")) != weights(one)
+        assert checkpoint_steps(tmp_path) == [2, 1]
