@@ -72,6 +72,16 @@ class CoordinatorStub:
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.StopRunResponse.FromString,
                 _registered_method=True)
+        self.SaveCheckpoint = channel.unary_unary(
+                '/relaxd.v1.Coordinator/SaveCheckpoint',
+                request_serializer=relaxd_dot_v1_dot_coordinator__pb2.SaveCheckpointRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.SaveCheckpointResponse.FromString,
+                _registered_method=True)
+        self.RestoreRun = channel.unary_unary(
+                '/relaxd.v1.Coordinator/RestoreRun',
+                request_serializer=relaxd_dot_v1_dot_coordinator__pb2.RestoreRunRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.RestoreRunResponse.FromString,
+                _registered_method=True)
         self.ListSamples = channel.unary_unary(
                 '/relaxd.v1.Coordinator/ListSamples',
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.ListSamplesRequest.SerializeToString,
@@ -193,6 +203,20 @@ class CoordinatorServicer:
 
     def StopRun(self, request, context):
         """StopRun ends a run early: open groups are dropped, the model is exported.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SaveCheckpoint(self, request, context):
+        """SaveCheckpoint lets the trainer take a checkpoint now; answers when it is on the disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreRun(self, request, context):
+        """RestoreRun takes up a run from its folder on a Redis that doesn't know it (any more). One run is active at a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -335,6 +359,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.StopRun,
                     request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.StopRunRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_coordinator__pb2.StopRunResponse.SerializeToString,
+            ),
+            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveCheckpoint,
+                    request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.SaveCheckpointRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_coordinator__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'RestoreRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreRun,
+                    request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.RestoreRunRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_coordinator__pb2.RestoreRunResponse.SerializeToString,
             ),
             'ListSamples': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSamples,
@@ -598,6 +632,60 @@ class Coordinator:
             '/relaxd.v1.Coordinator/StopRun',
             relaxd_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
             relaxd_dot_v1_dot_coordinator__pb2.StopRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/SaveCheckpoint',
+            relaxd_dot_v1_dot_coordinator__pb2.SaveCheckpointRequest.SerializeToString,
+            relaxd_dot_v1_dot_coordinator__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/RestoreRun',
+            relaxd_dot_v1_dot_coordinator__pb2.RestoreRunRequest.SerializeToString,
+            relaxd_dot_v1_dot_coordinator__pb2.RestoreRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -260,6 +260,51 @@ class TrainerLeaveWeightGroupResponse(_message.Message):
 Global___TrainerLeaveWeightGroupResponse: _TypeAlias = TrainerLeaveWeightGroupResponse  # noqa: Y015
 
 @_typing.final
+class TrainerSaveCheckpointRequest(_message.Message):
+    """Asks for a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerSaveCheckpointRequest: _TypeAlias = TrainerSaveCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class TrainerSaveCheckpointResponse(_message.Message):
+    """The checkpoint is on the disk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Its folder, as the trainer sees it."""
+    @_builtins.property
+    def weights(self) -> _replica_pb2.WeightVersion:
+        """The weights that are in it."""
+
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        weights: _replica_pb2.WeightVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerSaveCheckpointResponse: _TypeAlias = TrainerSaveCheckpointResponse  # noqa: Y015
+
+@_typing.final
 class ExportHuggingFaceRequest(_message.Message):
     """Asks for an export."""
 

@@ -60,6 +60,11 @@ class TrainerStub:
                 request_serializer=relaxd_dot_v1_dot_trainer__pb2.ExportHuggingFaceRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_trainer__pb2.ExportHuggingFaceResponse.FromString,
                 _registered_method=True)
+        self.SaveCheckpoint = channel.unary_unary(
+                '/relaxd.v1.Trainer/SaveCheckpoint',
+                request_serializer=relaxd_dot_v1_dot_trainer__pb2.TrainerSaveCheckpointRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_trainer__pb2.TrainerSaveCheckpointResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServicer:
@@ -102,6 +107,13 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SaveCheckpoint(self, request, context):
+        """SaveCheckpoint takes a checkpoint of the newest version now; answers when it is on the disk. A step goes on meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +141,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.ExportHuggingFace,
                     request_deserializer=relaxd_dot_v1_dot_trainer__pb2.ExportHuggingFaceRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_trainer__pb2.ExportHuggingFaceResponse.SerializeToString,
+            ),
+            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveCheckpoint,
+                    request_deserializer=relaxd_dot_v1_dot_trainer__pb2.TrainerSaveCheckpointRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_trainer__pb2.TrainerSaveCheckpointResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +284,33 @@ class Trainer:
             '/relaxd.v1.Trainer/ExportHuggingFace',
             relaxd_dot_v1_dot_trainer__pb2.ExportHuggingFaceRequest.SerializeToString,
             relaxd_dot_v1_dot_trainer__pb2.ExportHuggingFaceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Trainer/SaveCheckpoint',
+            relaxd_dot_v1_dot_trainer__pb2.TrainerSaveCheckpointRequest.SerializeToString,
+            relaxd_dot_v1_dot_trainer__pb2.TrainerSaveCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,
