@@ -19,6 +19,7 @@ from relaxd.v1.replica_pb2 import Role
 
 COORDINATOR_PORT = 50050
 ROLES = ("trainer", "rollout", "reward", "advantage")
+SCALABLE = ("rollout", "reward", "advantage")
 READY_SECONDS = 120.0
 """How long services may take until they have registered."""
 
@@ -56,25 +57,31 @@ def make_plan(
         "RELAXD_REDIS": redis_url,
         "RELAXD_GRACE_SECONDS": str(grace_seconds),
     }
+    launcher = f"{LOOPBACK}:{free_port()}"
+    services.append(
+        ServiceSpec(
+            name="launcher",
+            role="launcher",
+            command=[sys.executable, "-m", "relaxd.cli.launcher", str(folder.path)],
+            environment={**common, "RELAXD_PORT": launcher.rpartition(":")[2]},
+        )
+    )
     counts = {"coordinator": 1, **{role: (replicas or {}).get(role, 1) for role in ROLES}}
     for role, count in counts.items():
+        environment = {**common, "RELAXD_PORT": "0"}
+        if role == "coordinator":
+            environment |= {"RELAXD_PORT": coordinator.rpartition(":")[2], "RELAXD_LAUNCHER": launcher}
+        command = [sys.executable, "-m", f"services.{role}"]
         for number in range(1, count + 1):
-            services.append(
-                ServiceSpec(
-                    name=role if count == 1 else f"{role}-{number}",
-                    role=role,
-                    command=[sys.executable, "-m", f"services.{role}"],
-                    environment={
-                        **common,
-                        "RELAXD_PORT": coordinator.rpartition(":")[2] if role == "coordinator" else "0",
-                    },
-                )
-            )
+            name = role if count == 1 else f"{role}-{number}"
+            services.append(ServiceSpec(name=name, role=role, command=command, environment=environment))
+    templates = {spec.role: spec for spec in services if spec.role in SCALABLE}
     return Plan(
         state_folder=folder.path,
         coordinator=coordinator,
         redis=redis_url,
         services=services,
+        templates=templates,
         stop_with_parent=stop_with_parent,
         grace_seconds=grace_seconds + 2.0,  # a service ends by itself first
     )

@@ -21,12 +21,14 @@ class ServiceState(BaseModel):
     name: str
     """Such as rollout-2."""
     role: str
-    """coordinator, trainer, rollout, reward, advantage or redis."""
+    """coordinator, trainer, rollout, reward, advantage, launcher or redis."""
     phase: Phase = "starting"
     pid: int | None = None
     restarts: int = 0
     exit_code: int | None = None
     """How it ended last; negative is the signal that ended it."""
+    launched: bool = False
+    """Scaled out; not one of those that the stack began with."""
 
 
 class StackState(BaseModel):
@@ -44,8 +46,24 @@ class StackState(BaseModel):
     services: list[ServiceState] = []
 
     def failed(self) -> list[ServiceState]:
-        """The services that the supervisor gave up on."""
-        return [service for service in self.services if service.phase == "failed"]
+        """The services that the supervisor gave up on, of those that the stack began with."""
+        return [service for service in self.services if service.phase == "failed" and not service.launched]
+
+
+class LaunchWish(BaseModel):
+    """A replica that the launcher wants to have, or to be rid of."""
+
+    role: str
+    gpu_uuids: list[str] = []
+    """The GPUs that it may see; empty: all."""
+    stop_seconds: float | None = None
+    """Set: it has to go, and may take so long to end by itself."""
+
+
+class LaunchWishes(BaseModel):
+    """What the launcher wants, by launch id. It alone writes them, and the supervisor follows."""
+
+    wishes: dict[str, LaunchWish] = {}
 
 
 class StateFolder:
@@ -57,6 +75,7 @@ class StateFolder:
         self.redis_data = self.path / "redis"
         self.plan = self.path / "plan.json"
         self._state = self.path / "state.json"
+        self._launched = self.path / "launched.json"
         self._lock = self.path / "lock"
 
     def create(self) -> None:
@@ -112,10 +131,19 @@ class StateFolder:
             return None
 
     def write(self, state: StackState) -> None:
-        """Replace the state at once, so that readers never see half of it."""
-        temporary = self._state.with_suffix(".tmp")
-        temporary.write_text(state.model_dump_json(indent=2))
-        os.replace(temporary, self._state)
+        """Replace the state."""
+        _replace(self._state, state)
+
+    def read_launched(self) -> LaunchWishes:
+        """What the launcher wants."""
+        try:
+            return LaunchWishes.model_validate_json(self._launched.read_bytes())
+        except FileNotFoundError:
+            return LaunchWishes()
+
+    def write_launched(self, wishes: LaunchWishes) -> None:
+        """Replace what the launcher wants."""
+        _replace(self._launched, wishes)
 
     def wait_until_down(self, seconds: float) -> bool:
         """Wait until no supervisor holds the folder; False when that takes longer."""
@@ -125,3 +153,10 @@ class StateFolder:
                 return False
             time.sleep(0.05)
         return True
+
+
+def _replace(path: Path, content: BaseModel) -> None:
+    """Write a file at once, so that readers never see half of it."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(content.model_dump_json(indent=2))
+    os.replace(temporary, path)

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from relaxd.cli import embedded_redis
 from relaxd.cli.errors import CliError
-from relaxd.cli.state import Phase, ServiceState, StackState, StateFolder
+from relaxd.cli.state import LaunchWish, LaunchWishes, Phase, ServiceState, StackState, StateFolder
 
 PR_SET_PDEATHSIG = 1
 
@@ -45,6 +45,8 @@ class Plan(BaseModel):
     """URL."""
     services: list[ServiceSpec]
     """Started in this order, stopped in the other; the roles redis and coordinator are stopped after all others."""
+    templates: dict[str, ServiceSpec] = {}
+    """By role: what one more replica is like, for the launcher."""
     stop_with_parent: bool = False
     """Stop everything when the process that started the supervisor is gone."""
     grace_seconds: float = 20.0
@@ -59,10 +61,12 @@ class Plan(BaseModel):
 class Child:
     """One service: its process, and when it died."""
 
-    def __init__(self, spec: ServiceSpec, log: Path) -> None:
+    def __init__(self, spec: ServiceSpec, log: Path, *, launched: bool = False) -> None:
         self.spec = spec
         self.log = log
-        self.state = ServiceState(name=spec.name, role=spec.role)
+        self.state = ServiceState(name=spec.name, role=spec.role, launched=launched)
+        self.kill_at: float | None = None
+        """It has been told to end for good, and may take until then."""
         self.process: subprocess.Popen[bytes] | None = None
         self.restart_at: float | None = None
         self.deaths: deque[float] = deque()
@@ -131,6 +135,7 @@ class Supervisor:
         """Start everything, watch it, and stop it on SIGTERM or SIGINT (at once on the second one)."""
         self.folder.create()
         with self.folder.locked():
+            self.folder.write_launched(LaunchWishes())
             self._handle_signals()
             try:
                 self._start()
@@ -158,10 +163,16 @@ class Supervisor:
 
     def _watch(self) -> None:
         now = time.monotonic()
-        for child in self.children:
+        self._follow_launcher(now)
+        for child in list(self.children):
             if child.reap():
                 self._after_death(child, now)
                 self._write()
+            elif child.kill_at is not None:
+                if now >= child.kill_at:
+                    self._say(f"{child.spec.name} did not stop within its grace period: killing it")
+                    child.signal(signal.SIGKILL)
+                    child.kill_at = float("inf")
             elif child.restart_at is not None and now >= child.restart_at:
                 child.state.restarts += 1
                 child.start()
@@ -171,7 +182,40 @@ class Supervisor:
             self._say("the process that started the services is gone: stopping them")
             self.stopping = True
 
+    def _follow_launcher(self, now: float) -> None:
+        """Start what the launcher wants, and stop what it wants no more."""
+        launched = {child.spec.name: child for child in self.children if child.state.launched}
+        for launch_id, wish in self.folder.read_launched().wishes.items():
+            child = launched.get(launch_id)
+            if child is None and wish.stop_seconds is None:
+                self._launch(launch_id, wish)
+            elif child is not None and wish.stop_seconds is not None and child.kill_at is None:
+                child.restart_at, child.kill_at = None, now + wish.stop_seconds
+                child.signal(signal.SIGTERM)
+                if child.process is None:
+                    self._forget(child)
+
+    def _launch(self, launch_id: str, wish: LaunchWish) -> None:
+        template = self.plan.templates[wish.role]
+        environment = {**template.environment, "RELAXD_LAUNCH_ID": launch_id}
+        if wish.gpu_uuids:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(wish.gpu_uuids)
+        spec = template.model_copy(update={"name": launch_id, "environment": environment})
+        child = Child(spec, self.folder.log(launch_id), launched=True)
+        child.start()
+        self.children.append(child)
+        self._say(f"launched {launch_id} (pid {child.state.pid})")
+        self._write()
+
+    def _forget(self, child: Child) -> None:
+        self.children.remove(child)
+        self._say(f"removed {child.spec.name}")
+        self._write()
+
     def _after_death(self, child: Child, now: float) -> None:
+        if child.kill_at is not None:
+            self._forget(child)
+            return
         while child.deaths and now - child.deaths[0] > self.plan.restart_window_seconds:
             child.deaths.popleft()
         child.deaths.append(now)

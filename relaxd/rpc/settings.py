@@ -25,7 +25,7 @@ class ServiceSettings:
     """How one service process is set up. What it works on comes from the coordinator."""
 
     role: str
-    """coordinator, trainer, rollout, reward or advantage."""
+    """coordinator, trainer, rollout, reward, advantage or launcher."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 0
@@ -48,6 +48,8 @@ class ServiceSettings:
     """Coordinator: a replica is dead after so many seconds without a heartbeat; it is asked for six in that time."""
     launcher: str = ""
     """Coordinator: host:port of the launcher that starts replicas; empty: there is none."""
+    project: str = ""
+    """Launcher: the compose project whose services it starts more of; empty: that of its own container."""
     log_level: str = "info"
     """debug, info, warning or error."""
     engine_python: str = ""
@@ -156,7 +158,7 @@ def parse_settings(
     """Read the settings of a service from the command line, then the environment, then the defaults.
 
     Args:
-        role: coordinator, trainer, rollout, reward or advantage.
+        role: coordinator, trainer, rollout, reward, advantage or launcher.
         arguments: instead of sys.argv[1:].
         environment: instead of os.environ.
 
@@ -253,6 +255,7 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("grace-seconds", _seconds, settings.grace_seconds, "seconds that draining may take after SIGTERM"),
         _Flag("lease-seconds", _seconds, settings.lease_seconds, "a replica is dead after so long without a heartbeat"),
         _Flag("launcher", _address, "", "host:port of the launcher that starts replicas"),
+        _Flag("project", str, "", "compose project; that of this container unless given"),
         _Flag("launch-id", str, "", "name under which a launcher started this process"),
         _Flag("standby", _switch, settings.standby, "register only when asked to (Replica.Join)"),
         _Flag("log-level", _level, settings.log_level, ", ".join(LOG_LEVELS)),
@@ -264,5 +267,9 @@ def _flags(role: str) -> list[_Flag]:
             _Flag("sglang-url", _http_url, "", "URL of the SGLang server of runs with engine sglang_external"),
             _Flag("sglang-key-file", str, "", "file with that server's API key"),
         ]
-    others = ("coordinator", "advertise", "launch-id", "standby") if is_coordinator else ("lease-seconds", "launcher")
-    return [flag for flag in flags if flag.name not in others]
+    not_for = {
+        "coordinator": {"coordinator", "advertise", "launch-id", "standby", "project"},
+        "launcher": {flag.name for flag in flags}
+        - {"host", "port", "project", "replica-id", "log-level", "token-file"},
+    }.get(role, {"lease-seconds", "launcher", "project"})
+    return [flag for flag in flags if flag.name not in not_for]

@@ -5,6 +5,7 @@ import time
 import grpc
 
 from relaxd.rpc.client import channel
+from relaxd.v1.launcher_pb2_grpc import LauncherStub
 from relaxd.v1.replica_pb2_grpc import ReplicaStub
 from relaxd.v1.reward_pb2_grpc import RewardStub
 from relaxd.v1.rollout_pb2_grpc import RolloutStub
@@ -40,6 +41,10 @@ class Peers:
     def replica(self, address: str) -> ReplicaStub:
         """Any replica at an address."""
         return ReplicaStub(self._channel(address))
+
+    def launcher(self, address: str) -> LauncherStub:
+        """The launcher at an address."""
+        return LauncherStub(self._channel(address))
 
     async def forget(self, current: set[str]) -> None:
         """Close channels that have not led to any replica for long; `current` are the addresses of all replicas."""

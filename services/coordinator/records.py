@@ -68,6 +68,8 @@ class ReplicaRecord(Record):
     registered_at: float
     """Unix time; tells this registration from an earlier one under the same id."""
     draining: bool = False
+    drain_until: float | None = None
+    """Unix time until which it may drain; None: as long as its own grace period lasts."""
 
 
 class Announcement(Record):

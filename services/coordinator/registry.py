@@ -38,6 +38,8 @@ class Replica:
     """Its last word; empty until the first heartbeat."""
     draining: bool = False
     """Asked to drain."""
+    drain_until: float | None = None
+    """Unix time until which it may drain; None: as long as its own grace period lasts."""
     unheard: bool = False
     """Taken over from an earlier coordinator, and not heard of since: what it works on and serves isn't known."""
     synced: Version | None = None
@@ -48,6 +50,11 @@ class Replica:
     def replica_id(self) -> str:
         """Its unique name."""
         return self.registration.replica_id
+
+    @property
+    def launch_id(self) -> str:
+        """The name under which it was scaled out; empty for one that was there from the start."""
+        return self.registration.launch_id
 
     @property
     def member(self) -> Member:
@@ -92,7 +99,9 @@ class Registry:
         self._gpu_holders = dict(gpu_holders)
         for record in records.values():
             registration = json_format.Parse(record.registration_json, RegisterRequest())
-            self._add(registration, record.registered_at, draining=record.draining, unheard=True)
+            self._add(registration, record.registered_at, unheard=True)
+            self._replicas[registration.replica_id].draining = record.draining
+            self._replicas[registration.replica_id].drain_until = record.drain_until
 
     async def register(self, registration: RegisterRequest) -> None:
         """Make a replica known, in the place of an earlier one of the same id."""
@@ -128,17 +137,25 @@ class Registry:
             replica.status.state = REPLICA_STATE_READY
             self.changed.fire()
 
-    async def drain(self, replica: Replica) -> None:
-        """Remember that a replica was asked to drain; its heartbeats tell it again."""
-        replica.draining = True
-        record = ReplicaRecord(
-            registration_json=json_format.MessageToJson(replica.registration),
-            registered_at=replica.registered_at,
-            draining=True,
-        )
-        async with self._writing:
-            await asyncio.to_thread(self._store.save_replica, replica.replica_id, record)
+    async def drain(self, replica: Replica, until: float | None = None) -> None:
+        """Remember that a replica was asked to drain, until a Unix time if any; its heartbeats tell it again."""
+        replica.draining, replica.drain_until = True, until
+        await self._save(replica)
+
+    async def undrain(self, replica: Replica) -> None:
+        """Take back a drain: with its next heartbeat the replica hears that it has to work again."""
+        replica.draining, replica.drain_until = False, None
+        await self._save(replica)
+
+    async def remove(self, replicas: Iterable[Replica]) -> None:
+        """Forget replicas whose processes are known to be gone, before their leases end."""
+        gone = [r.replica_id for r in replicas if self._replicas.get(r.replica_id) is r]
+        for replica_id in gone:
+            del self._replicas[replica_id]
+            logger.info("%s is gone", replica_id)
+        self._gone.update(gone)
         self.changed.fire()
+        await self._forget_gone()
 
     async def lease_gpus(self, replica_id: str, candidates: Sequence[str], count: int) -> list[str]:
         """Let a replica hold `count` of the candidates and nothing else; returns their UUIDs.
@@ -173,6 +190,11 @@ class Registry:
         """Whether this very registration is still there."""
         replica = self._replicas.get(member.replica_id)
         return replica is not None and replica.registered_at == member.registered_at
+
+    def of_launch(self, launch_id: str) -> list[Replica]:
+        """The replicas of one launch id, oldest first: more than one while the lease of a process that died holds."""
+        found = (r for r in self._replicas.values() if r.launch_id == launch_id)
+        return sorted(found, key=lambda replica: replica.registered_at)
 
     def of_role(self, role: "Role.ValueType", run_id: str | None = None) -> list[Replica]:
         """The replicas of a role, oldest first; with `run_id` only those that work on that run."""
@@ -221,14 +243,19 @@ class Registry:
             for uuid in gpus:
                 del self._gpu_holders[uuid]
 
-    def _add(
-        self, registration: RegisterRequest, registered_at: float, *, draining: bool = False, unheard: bool = False
-    ) -> None:
+    async def _save(self, replica: Replica) -> None:
+        record = ReplicaRecord(
+            registration_json=json_format.MessageToJson(replica.registration),
+            registered_at=replica.registered_at,
+            draining=replica.draining,
+            drain_until=replica.drain_until,
+        )
+        async with self._writing:
+            if self._replicas.get(replica.replica_id) is replica:
+                await asyncio.to_thread(self._store.save_replica, replica.replica_id, record)
+        self.changed.fire()
+
+    def _add(self, registration: RegisterRequest, registered_at: float, *, unheard: bool = False) -> None:
         self._replicas[registration.replica_id] = Replica(
-            registration,
-            registered_at,
-            seen=time.monotonic(),
-            status=GetStatusResponse(),
-            draining=draining,
-            unheard=unheard,
+            registration, registered_at, seen=time.monotonic(), status=GetStatusResponse(), unheard=unheard
         )

@@ -16,6 +16,8 @@ from services.coordinator.manager import RunManager, read_board
 from services.coordinator.peers import Peers
 from services.coordinator.records import Announcement
 from services.coordinator.registry import Registry
+from services.coordinator.scale_calls import ScalingCalls
+from services.coordinator.scaling import Scaler
 from services.coordinator.starting import check_run_id
 from services.coordinator.view import sample_message
 from services.coordinator.watch import watch
@@ -23,14 +25,16 @@ from services.coordinator.watch import watch
 REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
 GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
+LONGEST_LAUNCH_ID = 300
 MOST_SAMPLES = 1000
 DRAIN_SECONDS = 25.0
 
 
-class CoordinatorService(CoordinatorServicer):
+class CoordinatorService(ScalingCalls, CoordinatorServicer):
     """Answers every call of the Coordinator."""
 
-    def __init__(self, manager: RunManager, registry: Registry, peers: Peers) -> None:
+    def __init__(self, manager: RunManager, registry: Registry, peers: Peers, scaler: Scaler) -> None:
+        super().__init__(scaler)
         self._manager = manager
         self._registry = registry
         self._peers = peers
@@ -99,6 +103,7 @@ class CoordinatorService(CoordinatorServicer):
         violations.check(known, "role", "must be rollout, reward, advantage or trainer")
         violations.check(ADDRESS.fullmatch(request.address), "address", "must be host:port")
         violations.check(request.engine_ranks >= 0, "engine_ranks", "must not be negative")
+        violations.check(len(request.launch_id) <= LONGEST_LAUNCH_ID, "launch_id", "must be one that was launched")
         violations.raise_if_any()
         if request.protocol_version != PROTOCOL_VERSION:
             raise FailedPrecondition(
@@ -118,7 +123,12 @@ class CoordinatorService(CoordinatorServicer):
         replica = self._registry.heartbeat(request.replica_id, request.status)
         if replica is None:
             raise NotFound(f"no replica {request.replica_id!r} is registered: register again")
-        return pb.HeartbeatResponse(assignment=self._manager.assignment(), drain=replica.draining)
+        until = replica.drain_until
+        return pb.HeartbeatResponse(
+            assignment=self._manager.assignment(),
+            drain=replica.draining,
+            drain_seconds=None if until is None else max(0.0, until - time.time()),
+        )
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Any) -> pb.ListReplicasResponse:
         """List the replicas whose lease holds."""

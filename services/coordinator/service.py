@@ -19,6 +19,7 @@ from services.coordinator.manager import RunManager
 from services.coordinator.peers import Peers
 from services.coordinator.registry import Registry
 from services.coordinator.runs import Context
+from services.coordinator.scaling import Scaler
 from services.coordinator.server import CoordinatorService
 from services.coordinator.store import Store, Superseded
 
@@ -43,6 +44,7 @@ class Coordinator:
         context = Context(store, self._registry, self._peers, settings.redis)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._manager = RunManager(context, self._fail)
+        self._scaler = Scaler(store, self._registry, self._manager, self._peers, settings.launcher, self._fail)
         self._started = asyncio.get_running_loop().time()
 
     async def run(self) -> None:
@@ -51,7 +53,7 @@ class Coordinator:
         services = [
             Service(
                 add_CoordinatorServicer_to_server,
-                CoordinatorService(self._manager, self._registry, self._peers),
+                CoordinatorService(self._manager, self._registry, self._peers, self._scaler),
                 "relaxd.v1.Coordinator",
             ),
             Service(add_ReplicaServicer_to_server, ReplicaServicer(self._status, self._drain), "relaxd.v1.Replica"),
@@ -69,6 +71,7 @@ class Coordinator:
             # The run first, then the door: a replica that asks in between would hear that there is nothing to do, and
             # would drop what it has.
             await self._manager.take_up()
+            await self._scaler.take_up()
             server = await start_server(
                 services, host=self._settings.host, port=self._settings.port, token=self._settings.token
             )
@@ -83,6 +86,7 @@ class Coordinator:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._scaler.close()
             await self._manager.close()
             await self._peers.close()
             self._store.close()
@@ -96,7 +100,8 @@ class Coordinator:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             replicas = self._registry.all()
-            await self._peers.forget({replica.registration.address for replica in replicas})
+            launcher = {self._settings.launcher} - {""}
+            await self._peers.forget({replica.registration.address for replica in replicas} | launcher)
             for role in Role.values():
                 count = sum(replica.registration.role == role for replica in replicas)
                 telemetry.record("replicas", count, {"relaxd.role": Role.Name(role).removeprefix("ROLE_").lower()})

@@ -11,6 +11,7 @@ from redis.retry import Retry
 
 from relaxd.rpc.errors import Unavailable
 from services.coordinator.records import ReplicaRecord, RunRecord, WeightsRecord
+from services.coordinator.scale_records import ScaleRecord
 
 PREFIX = "relaxd:coordinator:"
 EPOCH = PREFIX + "epoch"
@@ -19,6 +20,7 @@ ACTIVE = PREFIX + "active"
 REPLICAS = PREFIX + "replicas"
 GPUS = PREFIX + "gpus"
 WEIGHTS = PREFIX + "weights"
+SCALING = PREFIX + "scaling"
 
 # KEYS: epoch. ARGV: the writer's epoch, commands as JSON.
 _GUARDED = """
@@ -150,6 +152,18 @@ class Store:
         """The state of weight synchronisation."""
         text = self._call(lambda: self._redis.get(WEIGHTS))
         return WeightsRecord.model_validate_json(text) if text else WeightsRecord()
+
+    def save_scaling(self, record: ScaleRecord, forget: Sequence[str] = ()) -> None:
+        """Remember how far a scale request is, and forget others."""
+        commands = [["HSET", SCALING, record.request_id, record.model_dump_json()]]
+        if forget:
+            commands.append(["HDEL", SCALING, *forget])
+        self._write(commands)
+
+    def scaling(self) -> list[ScaleRecord]:
+        """All scale requests, oldest first."""
+        stored = self._call(lambda: self._redis.hvals(SCALING))
+        return sorted(map(ScaleRecord.model_validate_json, stored), key=lambda record: record.create_time)
 
     def close(self) -> None:
         """Close all connections."""

@@ -1,0 +1,114 @@
+"""The gRPC side of every launcher: checks requests, refuses coordinators of the past, and runs until a signal.
+
+What starting and removing means is a Host: local processes (relaxd.cli.launcher), containers (services.launcher).
+"""
+
+import asyncio
+import logging
+import re
+from typing import Any, Protocol
+
+from relaxd.rpc.errors import FailedPrecondition, ServerError, Violations
+from relaxd.rpc.server import Service, start_server
+from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.signals import stop_signals
+from relaxd.telemetry import setup_logging
+from relaxd.v1 import launcher_pb2 as pb
+from relaxd.v1.launcher_pb2_grpc import LauncherServicer as Servicer
+from relaxd.v1.launcher_pb2_grpc import add_LauncherServicer_to_server
+
+LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
+MOST_GRACE_SECONDS = 600.0
+
+_log = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """Where replicas are started. Its methods block and are called in threads; they raise RpcError."""
+
+    roles: frozenset[str]
+    """What it can start."""
+
+    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
+        """Start a replica, or look up the one of that id."""
+
+    def remove(self, launch_id: str, grace_seconds: float) -> None:
+        """End a replica; returns once it is gone."""
+
+    def list(self) -> list[pb.Instance]:
+        """What was launched and not removed."""
+
+
+class LauncherServicer(Servicer):
+    """relaxd.v1.Launcher over a host."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._launching = asyncio.Lock()
+        self._epoch = 0
+
+    async def Launch(self, request: pb.LaunchRequest, context: Any) -> pb.LaunchResponse:
+        """See the proto."""
+        violations = Violations()
+        _check_launch_id(request.launch_id, violations)
+        roles = ", ".join(sorted(self._host.roles))
+        violations.check(request.role in self._host.roles, "role", f"is {request.role!r}: it must be one of {roles}")
+        for index, uuid in enumerate(request.gpu_uuids):
+            violations.check(
+                GPU_UUID.fullmatch(uuid), f"gpu_uuids[{index}]", f"is {uuid!r}: it must be GPU-... or MIG-..."
+            )
+        violations.raise_if_any()
+        async with self._launching:
+            self._check_epoch(request.epoch)
+            gpus = tuple(request.gpu_uuids)
+            instance = await asyncio.to_thread(self._host.launch, request.launch_id, request.role, gpus)
+        _log.info("launched %s: %s", request.launch_id, instance.detail)
+        return pb.LaunchResponse(instance=instance)
+
+    async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
+        """See the proto."""
+        violations = Violations()
+        _check_launch_id(request.launch_id, violations)
+        in_range = 0 <= request.grace_seconds <= MOST_GRACE_SECONDS
+        violations.check(in_range, "grace_seconds", f"must be 0 to {MOST_GRACE_SECONDS:g}")
+        violations.raise_if_any()
+        self._check_epoch(request.epoch)
+        await asyncio.to_thread(self._host.remove, request.launch_id, request.grace_seconds)
+        _log.info("removed %s", request.launch_id)
+        return pb.RemoveResponse()
+
+    async def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
+        """See the proto."""
+        instances = await asyncio.to_thread(self._host.list)
+        return pb.ListResponse(instances=sorted(instances, key=lambda instance: instance.launch_id))
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise FailedPrecondition(f"a coordinator of epoch {self._epoch} was heard: epoch {epoch} is over")
+        self._epoch = epoch
+
+
+async def run_launcher(host: Host, settings: ServiceSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises SystemExit(1), the reason being logged, when the port is taken."""
+    setup_logging(settings.replica_id, settings.log_level)
+    stop = stop_signals()
+    service = Service(add_LauncherServicer_to_server, LauncherServicer(host), "relaxd.v1.Launcher")
+    try:
+        server = await start_server(
+            [service], host=settings.host, port=settings.port, token=settings.token, serving=True
+        )
+    except ServerError as error:
+        _log.error("%s", error)
+        raise SystemExit(1) from None
+    _log.info("listening on %s:%d, for %s", settings.host, server.port, ", ".join(sorted(host.roles)))
+    await stop.wait()
+    await server.stop(1.0)
+
+
+def _check_launch_id(launch_id: str, violations: Violations) -> None:
+    violations.check(
+        LAUNCH_ID.fullmatch(launch_id),
+        "launch_id",
+        "must be 1 to 100 letters, digits, dots, dashes and underscores, the first one a letter or digit",
+    )
