@@ -132,6 +132,27 @@ class EngineRunner:
         result = self.run(self.engine.receive(name, Version(1, version), timeout, checksum=checksum))
         return dict(result)
 
+    def next_version(self) -> Version:
+        assert self.engine.weights is not None
+        return Version(self.engine.weights.epoch, self.engine.weights.version + 1)
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Start something that goes on while something else is awaited."""
+
+        async def start() -> asyncio.Task[Any]:
+            task = asyncio.create_task(work)
+            await asyncio.sleep(0)
+            return task
+
+        task: asyncio.Task[Any] = self.run(start())
+        return task
+
+    def finish(self, task: "asyncio.Task[Any]") -> Any:
+        async def wait() -> Any:
+            return await task
+
+        return self.run(wait())
+
     def wait_exit(self) -> ChildExit:
         self.run(self._gone.wait())
         return self.exits[0]

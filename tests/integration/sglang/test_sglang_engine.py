@@ -1,0 +1,255 @@
+"""The rollout service's engine on the real SGLang: what it generates, and under which weights."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from relaxd.rpc.child import ChildRequestError
+from relaxd.v1 import weights_pb2
+from services.rollout.engine import RequestFailed
+from tests.engines import Answer, EngineRunner, reference_logprobs
+from tests.integration.rollout.rollout_kit import Source
+from tests.integration.rollout.weight_source import weights_of
+from tests.integration.sglang.syncs import join, sync, transfer
+
+SHORT = [5, 9, 17, 200, 33]
+LONG = list(range(3, 103))
+"""Long enough to be computed once for all samples."""
+END = 2
+FAR = 300
+"""Tokens that take some seconds."""
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[..., EngineRunner], source: Source) -> EngineRunner:
+    runner = start()
+    assert runner.engine.weights is None
+    assert (runner.engine.vocabulary, runner.engine.device) == (259, "cpu")
+    sync(runner, source, 0)
+    return runner
+
+
+@pytest.fixture
+def version(engine: EngineRunner) -> int:
+    """What the engine serves."""
+    assert engine.engine.weights is not None
+    return engine.engine.weights.version
+
+
+def with_weights(folder: Path, version: int) -> PreTrainedModel:
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference.load_state_dict(weights_of(folder, version), strict=False)
+    return reference
+
+
+def check_logprobs(folder: Path, prompt: list[int], answer: Answer, temperature: float = 1.0) -> None:
+    """Each token's log-prob is that under the version that it is said to be of."""
+    for version in set(answer.versions):
+        right = reference_logprobs(with_weights(folder, version), prompt, answer.tokens, temperature)
+        rows = [row for row, each in enumerate(answer.versions) if each == version]
+        torch.testing.assert_close(torch.tensor(answer.logprobs).double()[rows], right[rows], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("prompt", [SHORT, LONG])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.6, "top_p": 0.8, "top_k": 20}]
+)
+def test_logprobs_are_those_of_transformers(
+    engine: EngineRunner, model: Path, version: int, prompt: list[int], sampling: dict[str, float]
+) -> None:
+    temperature = sampling["temperature"]
+    answers = engine.generate(prompt, 3, max_new_tokens=16, ignore_eos=True, **sampling)
+    for answer in answers:
+        assert (len(answer.tokens), answer.finish, answer.continued) == (16, "length", False)
+        assert answer.versions == [version] * 16
+        check_logprobs(model, prompt, answer, temperature or 1.0)
+    assert len({tuple(answer.tokens) for answer in answers}) == (3 if temperature else 1)
+
+
+def test_answers_come_whole_unless_they_are_streamed(engine: EngineRunner, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    (whole,) = engine.generate(SHORT, max_new_tokens=60, temperature=0.0, ignore_eos=True)
+    (streamed,) = engine.generate(SHORT, stream=True, max_new_tokens=60, temperature=0.0, ignore_eos=True)
+    assert whole.tokens == streamed.tokens
+    assert whole.logprobs == pytest.approx(streamed.logprobs, abs=1e-6)
+    assert whole.parts == 1
+    assert streamed.parts == 60
+    for answer in (whole, streamed):
+        assert answer.last is not None
+        assert answer.last.text == tokenizer.decode(answer.tokens)
+
+
+def test_what_ends_an_answer(engine: EngineRunner, model: Path) -> None:
+    (free,) = engine.generate(SHORT, max_new_tokens=200, temperature=1.5, ignore_eos=True)
+    assert len(free.tokens) == 200
+    answers = engine.generate(SHORT, 8, max_new_tokens=400, temperature=1.5)
+    ended = [answer for answer in answers if answer.finish == "stop"]
+    assert ended, "none of 8 long random answers met the end token"
+    for answer in ended:
+        assert answer.tokens.index(END) == len(answer.tokens) - 1
+        assert answer.last is not None
+        assert answer.last.text == AutoTokenizer.from_pretrained(model).decode(answer.tokens[:-1])
+    stops = (40, 41, 42, 43)
+    answers = engine.generate(SHORT, 8, max_new_tokens=400, temperature=1.5, stop_token_ids=stops)
+    assert {answer.finish for answer in answers} == {"stop"}
+    assert {answer.tokens[-1] for answer in answers} <= set(stops)
+    # The model's own end token ends nothing when others are asked for.
+    assert any(END in answer.tokens for answer in answers)
+
+
+def test_cancelled_requests_leave_the_engine(engine: EngineRunner) -> None:
+    asked = engine.ask(LONG, 4, stream=True, max_new_tokens=FAR, ignore_eos=True)
+    engine.wait_begun(asked)
+    engine.wait_until(lambda: engine.engine.gauges.get("running_samples") == 4)
+    asked.task.cancel()
+    engine.wait_until(lambda: engine.engine.gauges["running_samples"] == 0)
+    assert all(len(answer.tokens) < FAR for answer in asked.answers)
+
+
+def test_a_request_that_cannot_be_served_fails_alone(engine: EngineRunner) -> None:
+    good = engine.ask(SHORT, 2, max_new_tokens=50, ignore_eos=True)
+    with pytest.raises(RequestFailed, match="longer than the model's context length"):
+        engine.generate([7] * 600, max_new_tokens=5)
+    assert [len(answer.tokens) for answer in engine.wait(good)] == [50, 50]
+
+
+def test_an_update_between_tokens_that_keeps_the_cache(
+    engine: EngineRunner, model: Path, source: Source, version: int
+) -> None:
+    asked = engine.ask(LONG, 4, stream=True, max_new_tokens=FAR, ignore_eos=True)
+    whole = engine.ask(SHORT, 2, max_new_tokens=FAR, ignore_eos=True)
+    engine.wait_begun(asked)
+    assert sync(engine, source, version + 1) == 6
+    answers = engine.wait(asked)
+    for answer in answers + engine.wait(whole):
+        assert set(answer.versions) == {version, version + 1}
+        assert answer.versions == sorted(answer.versions)
+        assert answer.continued
+        assert len(answer.tokens) == len(answer.logprobs) == FAR
+        before = answer.versions.count(version)
+        prompt = LONG if answer in answers else SHORT
+        right = reference_logprobs(with_weights(model, version), prompt, answer.tokens[:before])
+        torch.testing.assert_close(torch.tensor(answer.logprobs[:before]).double(), right, atol=2e-5, rtol=0)
+    # A request that begins with what they said finds nothing of theirs in the cache.
+    prompt = LONG + answers[0].tokens[:100]
+    (after,) = engine.generate(prompt, max_new_tokens=8, temperature=0.0, ignore_eos=True)
+    assert (after.versions, after.continued) == ([version + 1] * 8, False)
+    check_logprobs(model, prompt, after)
+
+
+def test_an_update_between_tokens_that_gives_the_cache_up(
+    engine: EngineRunner, model: Path, source: Source, version: int
+) -> None:
+    asked = [
+        engine.ask(LONG, 4, stream=True, max_new_tokens=FAR, ignore_eos=True),
+        engine.ask(SHORT, 2, stream=False, max_new_tokens=FAR, ignore_eos=True),
+    ]
+    engine.wait_begun(asked[0])
+    assert sync(engine, source, version + 1, "retract") == 6
+    for prompt, each in zip((LONG, SHORT), asked, strict=True):
+        for answer in engine.wait(each):
+            assert set(answer.versions) == {version, version + 1}
+            assert not answer.continued
+            assert len(answer.tokens) == FAR
+            check_logprobs(model, prompt, answer)  # which version made which token is right to the token
+
+
+def test_requests_that_wait_begin_under_the_new_weights(
+    engine: EngineRunner, model: Path, source: Source, version: int
+) -> None:
+    running = [engine.ask(SHORT, 8, stream=True, max_new_tokens=FAR, ignore_eos=True) for _ in range(2)]
+    engine.wait_begun(*running)
+    waiting = engine.ask(LONG, 1, max_new_tokens=8, temperature=0.0, ignore_eos=True)  # SGLang takes 16 at once
+    assert sync(engine, source, version + 1) == 17
+    (answer,) = engine.wait(waiting)
+    assert (answer.versions, answer.continued) == ([version + 1] * 8, False)
+    check_logprobs(model, LONG, answer)
+    for each in running:
+        assert all(answer.continued for answer in engine.wait(each))
+
+
+def test_abort_ends_requests_with_what_they_have(engine: EngineRunner, model: Path, source: Source) -> None:
+    streamed = engine.ask(LONG, 4, stream=True, max_new_tokens=FAR, ignore_eos=True)
+    whole = engine.ask(SHORT, 2, max_new_tokens=FAR, ignore_eos=True)
+    engine.wait_begun(streamed)
+    assert engine.pause("abort") == 0
+    for prompt, each in ((LONG, streamed), (SHORT, whole)):
+        for answer in engine.wait(each):
+            assert answer.finish == "abort"
+            assert 0 < len(answer.tokens) == len(answer.logprobs) == len(answer.versions) < FAR
+            check_logprobs(model, prompt, answer)
+    later = engine.ask(SHORT, 2, max_new_tokens=3, ignore_eos=True)
+    engine.resume()
+    assert [answer.finish for answer in engine.wait(later)] == ["length", "length"]
+
+
+def test_drain_waits_for_what_has_begun(engine: EngineRunner, source: Source, version: int) -> None:
+    asked = engine.ask(SHORT, 2, stream=True, max_new_tokens=150, ignore_eos=True)
+    engine.wait_begun(asked)
+    assert engine.pause("drain") == 0
+    assert all(len(answer.tokens) == 150 for answer in engine.wait(asked))
+    later = engine.ask(SHORT, max_new_tokens=3, ignore_eos=True)
+    join(engine, source, "drained")
+    transfer(engine, source, "drained", version + 1)
+    engine.resume()
+    assert engine.wait(later)[0].versions == [version + 1] * 3
+
+
+def test_a_pause_ends_by_itself(engine: EngineRunner, source: Source) -> None:
+    join(engine, source, "late")
+    engine.pause("in_place", lease=0.5)
+    started = time.monotonic()
+    engine.generate(SHORT, max_new_tokens=3, ignore_eos=True)
+    assert 0.2 < time.monotonic() - started < 5
+    with pytest.raises(ChildRequestError, match="not paused"):
+        engine.run(engine.engine.receive("late", engine.next_version(), 5, checksum=False))
+
+
+def test_a_group_that_is_left_in_time_changes_nothing(engine: EngineRunner, source: Source, version: int) -> None:
+    engine.pause()
+    join(engine, source, "silent")
+    begun = engine.begin(engine.engine.receive("silent", engine.next_version(), 20, checksum=False))
+    assert not engine.run(engine.engine.leave("silent"))
+    with pytest.raises(ChildRequestError) as error:
+        engine.finish(begun)
+    assert error.value.kind == "WeightGroupError"
+    assert not engine.engine.quarantined
+    engine.resume()
+    (answer,) = engine.generate(SHORT, max_new_tokens=3, ignore_eos=True)
+    assert answer.versions == [version] * 3
+
+
+def test_a_broadcast_that_breaks_halfway_quarantines(engine: EngineRunner, model: Path, source: Source) -> None:
+    held = engine.ask(SHORT, 2, stream=True, max_new_tokens=FAR, ignore_eos=True)
+    engine.wait_begun(held)
+    engine.pause()
+    join(engine, source, "halfway")
+    begun = engine.begin(engine.engine.receive("halfway", engine.next_version(), 2, checksum=False))
+    source.tell(do="broadcast", version=50, buckets=2)
+    source.answer()
+    with pytest.raises(ChildRequestError) as error:
+        engine.finish(begun)
+    assert error.value.kind == "WeightGroupError"
+    assert engine.run(engine.engine.leave("halfway"))
+    assert engine.engine.quarantined
+    assert not engine.engine.serving
+    join(engine, source, "again")
+    transfer(engine, source, "again", 51)
+    engine.resume()
+    assert engine.engine.serving
+    assert all(answer.versions[-1] == 51 for answer in engine.wait(held))
+    (answer,) = engine.generate(LONG, max_new_tokens=8, temperature=0.0, ignore_eos=True)
+    check_logprobs(model, LONG, answer)
+
+
+def test_a_manifest_that_does_not_fit_is_refused(engine: EngineRunner, source: Source) -> None:
+    wrong = weights_pb2.WeightManifest.FromString(source.manifest.SerializeToString())
+    wrong.buckets[0].tensors[0].name = "model.no_such.weight"
+    with pytest.raises(ChildRequestError, match=r"model\.no_such\.weight") as error:
+        engine.join("wrong", source.port, wrong.SerializeToString())
+    assert error.value.kind == "ManifestMismatch"
+    assert engine.generate(SHORT, max_new_tokens=2)[0].tokens
