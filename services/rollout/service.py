@@ -18,6 +18,7 @@ from relaxd.rpc.service import ReplicaService, ServiceStatus
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
+from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.rollout.engine import Engine
 from services.rollout.stage import GroupGenerator
 
@@ -45,7 +46,7 @@ class RolloutService(ReplicaService):
         self._engine: AnyEngine | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._environment: dict[str, str] = {}
-        """Of the engine: the GPUs that it may use."""
+        """Of the engine: the GPUs that it may use, and how NCCL has to be set."""
         self._detail = ""
         self._run_id = ""
         self._run_paused = False
@@ -68,7 +69,7 @@ class RolloutService(ReplicaService):
         rollout = config.rollout
         self.engine_ranks = rollout.tensor_parallel
         gpus = await self.lease_gpus(rollout.tensor_parallel if rollout.engine == "sglang" else 0)
-        self._environment = gpu_environment(gpus)
+        self._environment = gpu_environment(gpus) | NCCL_ENVIRONMENT
         self._engine = await self._start_engine(config)
         self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
         self._generator = generator = GroupGenerator(config, self._board, lambda: self.engine, self._open_or_close)

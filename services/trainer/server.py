@@ -17,6 +17,7 @@ from relaxd.rpc.gpus import gpu_environment
 from relaxd.rpc.replica import ReplicaService, ServiceStatus, advertised_address
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, replica_pb2, trainer_pb2, trainer_pb2_grpc
+from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.export import export_folder
 from services.trainer.world import World
 
@@ -53,7 +54,7 @@ class TrainerService(ReplicaService):
             "ranks": config.trainer.ranks,
             "paused": False,  # pause_run follows, if it is
         }
-        self.world = World(self._settings, start, gpu_environment(gpus))
+        self.world = World(self._settings, start, gpu_environment(gpus) | NCCL_ENVIRONMENT)
         self._living = asyncio.create_task(self.world.live(), name="world")
 
     async def stop_run(self) -> None:
