@@ -63,10 +63,11 @@ class Workplace:
         """Start `relaxd WORDS` without waiting for it."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RELAXD_")}
         clean.pop("REDIS_URL", None)
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(
             [sys.executable, "-m", "relaxd.cli", *words],
             cwd=self.folder,
-            env=clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CI": "1"} | environment,
+            env=clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CI": "1"} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
