@@ -82,3 +82,31 @@ def test_no_tokens_give_no_values_but_a_gradient() -> None:
     logprobs.sum().backward()
     assert logprobs.shape == (0,)
     assert not weight.grad.any()
+
+
+def test_logits_that_are_kept_and_those_made_anew_give_the_same_bits(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    hidden, weight, tokens, temperature = (x.float() if x.is_floating_point() else x for x in inputs)
+    found = []
+    for kept_bytes in (0, 2 * 4 * VOCAB * 4, 1 << 20):  # no chunk, two of the three, all
+        leaf = hidden.clone().requires_grad_()
+        shard = VocabShard(0, VOCAB, None)
+        logprobs, entropy = token_logprobs(leaf, weight, tokens, temperature, shard, 4, kept_bytes)
+        (logprobs * entropy).sum().backward()
+        found.append((logprobs.detach(), entropy.detach(), leaf.grad))
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+
+
+def test_a_gradient_buffer_gets_the_weight_s_gradient(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    hidden, weight, tokens, temperature = (x.float() if x.is_floating_point() else x for x in inputs)
+    plain, buffered = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+    buffered.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
+    for leaf in (plain, buffered):
+        logprobs, _ = token_logprobs(hidden, leaf, tokens, temperature, VocabShard(0, VOCAB, None), 4)
+        logprobs.sum().backward()
+    assert buffered.grad is None
+    torch.testing.assert_close(buffered.main_grad - 1, plain.grad, atol=1e-6, rtol=1e-5)  # type: ignore[attr-defined]
