@@ -1,4 +1,4 @@
-"""`python -m relaxd.rpc.health_check`: whether a service of this machine says that it serves; for container health checks.
+"""`python -m relaxd.rpc.health_check`: whether a service of this machine serves, for container health checks.
 
 It imports gRPC and nothing else: a container is asked every few seconds.
 """
@@ -15,7 +15,7 @@ SECONDS = 2.0
 
 
 def check(address: str, seconds: float = SECONDS) -> str:
-    """"" when the service at `address` (host:port) serves, else what is wrong."""
+    """ "" when the service at `address` (host:port) serves, else what is wrong."""
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         ask = channel.unary_unary("/grpc.health.v1.Health/Check")
         try:
