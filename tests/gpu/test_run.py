@@ -5,6 +5,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,8 @@ from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER
 from tests.e2e.conftest import REWARD, Workplace
 from tests.e2e.test_run import check_books, read_summary
 from tests.models import make_tiny_model
+
+pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs the extra sglang")
 
 STEPS = 6
 CONFIG = """
