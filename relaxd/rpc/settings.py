@@ -185,7 +185,8 @@ def parse_settings(
         values["token"] = read_token(values.pop("token_file"), environment)
         if "sglang_key_file" in values:
             values["sglang_key"] = read_token(values.pop("sglang_key_file"), environment, "RELAXD_SGLANG_KEY")
-        values["redis"] = _with_password(values["redis"], values.pop("redis_password_file"))
+        if "redis_password_file" in values:
+            values["redis"] = _with_password(values["redis"], values.pop("redis_password_file"))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return ServiceSettings(role=role, **values)
@@ -267,9 +268,9 @@ def _flags(role: str) -> list[_Flag]:
             _Flag("sglang-url", _http_url, "", "URL of the SGLang server of runs with engine sglang_external"),
             _Flag("sglang-key-file", str, "", "file with that server's API key"),
         ]
-    not_for = {
-        "coordinator": {"coordinator", "advertise", "launch-id", "standby", "project"},
-        "launcher": {flag.name for flag in flags}
-        - {"host", "port", "project", "replica-id", "log-level", "token-file"},
-    }.get(role, {"lease-seconds", "launcher", "project"})
-    return [flag for flag in flags if flag.name not in not_for]
+    if role == "launcher":
+        used = ("host", "port", "project", "replica-id", "log-level", "token-file")
+        return [flag for flag in flags if flag.name in used]
+    not_for_coordinator = ("coordinator", "advertise", "launch-id", "standby", "project")
+    unused = not_for_coordinator if is_coordinator else ("lease-seconds", "launcher", "project")
+    return [flag for flag in flags if flag.name not in unused]
