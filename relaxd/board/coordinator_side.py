@@ -2,14 +2,15 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import redis
 
 from relaxd.board import payloads
 from relaxd.board.core import BoardCore
-from relaxd.board.errors import GateClosed
-from relaxd.board.types import JSON, NewGroup, Retry
+from relaxd.board.errors import BoardError, GateClosed
+from relaxd.board.types import JSON, LedgerEntry, NewGroup, Retry
 
 GROUP_ID = re.compile(r"[^\s,|]+")
 
@@ -34,6 +35,46 @@ class CoordinatorSide(BoardCore):
         names = json.dumps([stage.name for stage in self.stages])
         fields = [part for item in gate.items() for part in item]
         self._connection.script("create", self.prefix, epoch, settings, names, *fields)
+
+    def restore(
+        self, *, ledger: Sequence[LedgerEntry], cursor: JSON, dropped: Mapping[str, int], trainer_epoch: int
+    ) -> None:
+        """Give a run that was just made the past that it has had on a board that was lost. No group is open then.
+
+        Args:
+            ledger: every committed step, from the first.
+            cursor: the data cursor.
+            dropped: groups that were dropped, by reason.
+            trainer_epoch: an epoch that no trainer of the run has had above.
+
+        Raises BoardError: something has happened in the run already.
+        """
+        drops: dict[Any, Any] = dict(dropped)
+        if [entry.step for entry in ledger] != list(range(1, len(ledger) + 1)):
+            raise ValueError(f"ledger has steps {[entry.step for entry in ledger]}: it must have every one from 1 on")
+        trained = sum(len(entry.plan["groups"]) for entry in ledger)
+        all_dropped = sum(dropped.values())
+        state: dict[Any, Any] = {
+            "published": trained + all_dropped,
+            "trained": trained,
+            "dropped": all_dropped,
+            "last_step": len(ledger),
+            "trainer_epoch": trainer_epoch,
+            "cursor": json.dumps(cursor),
+        }
+
+        def commands(pipe: redis.client.Pipeline) -> None:
+            for entry in ledger:
+                texts = {"plan": json.dumps(entry.plan, sort_keys=True), "metrics": json.dumps(entry.metrics)}
+                fields = {"time": f"{entry.time:.6f}", "epoch": entry.epoch, **texts}
+                pipe.xadd(f"{self.prefix}ledger", fields, id=f"{entry.step}-0")  # type: ignore[arg-type]
+            if drops:
+                pipe.hset(f"{self.prefix}drops", mapping=drops)
+            pipe.hset(f"{self.prefix}state", mapping=state)
+
+        if self._state("published") != b"0":
+            raise BoardError(f"{self.prefix} has published groups already: it isn't a new run")
+        self._connection.pipeline(commands, atomic=True)
 
     def set_gate(self, *, epoch: int, oldest_version: int | None, open: bool) -> None:
         """Open or shut the gate; say the oldest version on any engine that takes prompts (None: no engine has weights).

@@ -1,7 +1,7 @@
 """A prompt data set that can be read from any cursor on."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -17,21 +17,41 @@ from relaxd.data.tokens import PromptTokenizer
 CHECK_BATCH = 1024
 
 
+Place = tuple[int, int]
+"""A place in the endless sequence of prompts: an epoch, and a position in it."""
+
+
 @dataclass(frozen=True)
 class Cursor:
-    """A place in the endless sequence of prompts: the position-th prompt of an epoch."""
+    """How far the endless sequence of prompts has been visited: to the position-th prompt of an epoch.
+
+    The last two fields are empty but in a run whose board was lost: prompts were under way then.
+    """
 
     epoch: int = 0
     position: int = 0
+    again: tuple[Place, ...] = ()
+    """Places before this one that are to be visited first, once more."""
+    done: tuple[Place, ...] = ()
+    """Places from this one on that have been visited, in order; never the place itself."""
 
-    def to_json(self) -> dict[str, int]:
+    @property
+    def place(self) -> Place:
+        """The place to visit next."""
+        return self.again[0] if self.again else (self.epoch, self.position)
+
+    def to_json(self) -> dict[str, Any]:
         """As it is kept on the board."""
-        return {"epoch": self.epoch, "position": self.position}
+        detours = {"again": self.again, "done": self.done}
+        return {"epoch": self.epoch, "position": self.position} | {name: v for name, v in detours.items() if v}
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
         """From the board; None is the beginning."""
-        return cls() if value is None else cls(epoch=value["epoch"], position=value["position"])
+        if value is None:
+            return cls()
+        again, done = (tuple((e, p) for e, p in value.get(name, ())) for name in ("again", "done"))
+        return cls(value["epoch"], value["position"], again, done)
 
 
 @dataclass(frozen=True)
@@ -74,13 +94,37 @@ class PromptDataset:
         return Prompt(tokens, example.text, example.answer, example.metadata, index)
 
     def at(self, cursor: Cursor) -> Prompt:
-        """The prompt at a place of the endless sequence."""
-        return self.prompt(int(self._epoch_order(cursor.epoch)[cursor.position]))
+        """The prompt to visit next."""
+        epoch, position = cursor.place
+        return self.prompt(int(self._epoch_order(epoch)[position]))
 
     def after(self, cursor: Cursor) -> Cursor:
-        """The place after a place."""
-        last = cursor.position + 1 == len(self)
-        return Cursor(cursor.epoch + 1, 0) if last else Cursor(cursor.epoch, cursor.position + 1)
+        """The cursor once the next prompt was visited."""
+        if cursor.again:
+            return replace(cursor, again=cursor.again[1:])
+        return self._past_done(self._next((cursor.epoch, cursor.position)), cursor.done)
+
+    def resumed(self, cursor: Cursor, open_places: Collection[Place], done: Collection[Place]) -> Cursor:
+        """A cursor that visits every place once that is neither before another one nor done, and those that were open.
+
+        Args:
+            cursor: how far prompts had been visited.
+            open_places: places before it that have to be visited once more.
+            done: places, wherever, that must not be.
+        """
+        here = (cursor.epoch, cursor.position)
+        again = {*cursor.again, *(place for place in open_places if place < here)} - set(done)
+        after = sorted(place for place in {*cursor.done, *done} if place >= here)
+        return replace(self._past_done(here, tuple(after)), again=tuple(sorted(again)))
+
+    def _next(self, place: Place) -> Place:
+        epoch, position = place
+        return (epoch + 1, 0) if position + 1 == len(self) else (epoch, position + 1)
+
+    def _past_done(self, place: Place, done: tuple[Place, ...]) -> Cursor:
+        while done and done[0] == place:
+            place, done = self._next(place), done[1:]
+        return Cursor(*place, done=done)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:

@@ -13,6 +13,7 @@ from relaxd.data.errors import DataError
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.records import Phase, RunRecord
+from services.coordinator.restoring import read_run
 from services.coordinator.run_files import RunFiles
 from services.coordinator.runs import ActiveRun, Context
 from services.coordinator.starting import prepare
@@ -70,6 +71,43 @@ class RunManager:
             if prepared.data.skipped:
                 logger.warning("%d prompts are left out: they are too long", prepared.data.skipped)
             active = ActiveRun(self._context, prepared.record, prepared.config, prepared.data, prepared.files)
+            self._go(active)
+            return active
+
+    async def restore(self, folder: str) -> ActiveRun:
+        """Take up a run from its folder, on a Redis that doesn't know it.
+
+        Raises InvalidArgument, AlreadyExists, FailedPrecondition.
+        """
+        async with self._starting:
+            if self.active is not None:
+                raise self._busy(self.active.record.run_id)
+            found = await asyncio.to_thread(read_run, folder)
+            run_id = found.record.run_id
+            if await asyncio.to_thread(self._context.store.run, run_id) is not None:
+                raise AlreadyExists(f"Redis knows run {run_id!r}: it goes on from there")
+            active = ActiveRun(self._context, found.record, found.config, found.data, found.files)
+
+            def fill() -> None:
+                active.board.delete()  # what an attempt that didn't end well left
+                active.board.create(
+                    epoch=self._context.store.epoch,
+                    groups_per_step=found.config.trainer.groups_per_step,
+                    steps=found.config.run.steps,
+                )
+                active.board.restore(
+                    ledger=found.ledger,
+                    cursor=found.cursor.to_json(),
+                    dropped=found.dropped,
+                    trainer_epoch=found.trainer_epoch,
+                )
+                self._context.store.create_run(found.record)
+
+            try:
+                await asyncio.to_thread(fill)
+            except AnotherRunActive as error:
+                raise self._busy(str(error)) from error
+            logger.warning("run %s is restored from %s, after step %d", run_id, folder, len(found.ledger))
             self._go(active)
             return active
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from relaxd import telemetry
 from relaxd.board import Board, BoardUnavailable, GateClosed, NewGroup, Retry
 from relaxd.config import RunConfig
-from relaxd.data.dataset import Cursor, PromptDataset
+from relaxd.data.dataset import Cursor, Place, PromptDataset
 from services.coordinator.changes import Signal
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,18 @@ TOKEN_BYTES = 32
 """A token's share of all columns (tokens, loss_mask, rollout_logprobs, versions, advantages), and of its text."""
 GROUP_BYTES = 4096
 """What a group needs besides its tokens."""
+
+
+def group_id_at(place: Place) -> str:
+    """The id of the group at a place of the sequence of prompts; a retry has "~" and its number behind it."""
+    epoch, position = place
+    return f"{epoch}-{position:06d}"
+
+
+def place_of(group_id: str) -> Place:
+    """The place of a group or of a retry of it."""
+    epoch, _, position = group_id.partition("~")[0].partition("-")
+    return int(epoch), int(position)
 
 
 class Publisher:
@@ -87,7 +99,7 @@ class Publisher:
     def _group(self, spans: ExitStack, cursor: Cursor) -> NewGroup:
         """The prompt at a cursor, as a group."""
         prompt = self._prompts.at(cursor)
-        group_id = f"{cursor.epoch}-{cursor.position:06d}"
+        group_id = group_id_at(cursor.place)
         return NewGroup(
             group_id=group_id,
             columns={"prompt_tokens": prompt.tokens, "prompt": prompt.to_json()},

@@ -1,21 +1,29 @@
-"""The files that the coordinator writes into a run's folder."""
+"""The files that the coordinator writes into a run's folder.
+
+run.json and ledger.jsonl are copies of what is in Redis: with them, the trainer's checkpoints and its step files a run
+goes on when Redis has lost everything (see `restoring`).
+"""
 
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from relaxd.board import LedgerEntry
 from relaxd.config import RunConfig
-from services.coordinator.records import Evaluation
+from services.coordinator.records import Evaluation, RunRecord
+
+RECORD, LEDGER = "run.json", "ledger.jsonl"
 
 Steps = Iterable[tuple[int, Mapping[str, float]]]
 """(step, metrics), in order."""
 
 
 class RunFiles:
-    """config.json, config.toml, metrics.jsonl and summary.json of one run."""
+    """config.json, config.toml, run.json, ledger.jsonl, metrics.jsonl and summary.json of one run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,6 +47,21 @@ class RunFiles:
         self.folder.mkdir(parents=True, exist_ok=True)
         _replace(self.folder / "metrics.jsonl", "".join(_line(lines[step]) for step in sorted(lines)))
         self.last_step = max(lines, default=0)
+
+    def write_record(self, record: RunRecord) -> None:
+        """Write run.json."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _replace(self.folder / RECORD, record.model_dump_json(indent=2) + "\n")
+
+    def rewrite_ledger(self, entries: Iterable[LedgerEntry]) -> None:
+        """Write ledger.jsonl anew; done after a restart, as the file may then end in half a line."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _replace(self.folder / LEDGER, "".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
+
+    def append_ledger(self, entries: Iterable[LedgerEntry]) -> None:
+        """Add the lines of new steps to ledger.jsonl."""
+        with (self.folder / LEDGER).open("a") as file:
+            file.writelines(json.dumps(asdict(entry)) + "\n" for entry in entries)
 
     def append_metrics(self, steps: Steps) -> None:
         """Add the lines of new steps."""

@@ -111,6 +111,7 @@ class ActiveRun:
             groups_per_step=self.config.trainer.groups_per_step,
             steps=self.config.run.steps,
         )
+        await asyncio.to_thread(self._files.write_record, self.record)
         self.assignable = True
         self._changed.fire()
         helpers = [asyncio.create_task(self.sync.run_forever()), asyncio.create_task(self._publisher.run_forever())]
@@ -306,16 +307,19 @@ class ActiveRun:
             record = self.record.model_copy(update=changes)
             await self._patiently(self._context.store.save_run, record)
             self.record = record
+            await asyncio.to_thread(self._files.write_record, record)
         self._changed.fire()
 
     async def _rewrite_metrics(self) -> None:
         ledger = await self._patiently(self.board.ledger)
         steps = [(entry.step, entry.metrics) for entry in ledger]
+        await asyncio.to_thread(self._files.rewrite_ledger, ledger)
         await asyncio.to_thread(self._files.rewrite_metrics, steps, self.record.evaluations)
 
     async def _append_metrics(self) -> None:
         ledger = await self._patiently(self.board.ledger, self._files.last_step)
         steps = [(entry.step, entry.metrics) for entry in ledger]
+        await asyncio.to_thread(self._files.append_ledger, ledger)
         await asyncio.to_thread(self._files.append_metrics, steps)
 
     async def _patiently(self, operation: Callable[..., Result], *arguments: Any, **named: Any) -> Result:

@@ -12,6 +12,7 @@ from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable, Violati
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer
 from relaxd.v1.replica_pb2 import ROLE_COORDINATOR, ROLE_UNSPECIFIED, DrainRequest, Role, WeightVersion
+from services.coordinator.checkpoint_calls import CheckpointCalls
 from services.coordinator.manager import RunManager, read_board
 from services.coordinator.peers import Peers
 from services.coordinator.records import Announcement
@@ -30,7 +31,7 @@ MOST_SAMPLES = 1000
 DRAIN_SECONDS = 25.0
 
 
-class CoordinatorService(ScalingCalls, CoordinatorServicer):
+class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
     """Answers every call of the Coordinator."""
 
     def __init__(self, manager: RunManager, registry: Registry, peers: Peers, scaler: Scaler) -> None:

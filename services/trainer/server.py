@@ -27,6 +27,8 @@ HOLD_MARGIN_SECONDS = 1.0
 """The weights are held a little longer than a broadcast may take, so that they never change under one."""
 EXPORT_SECONDS = 600.0
 """Longest export."""
+CHECKPOINT_SECONDS = 1800.0
+"""How long a caller waits for a checkpoint at most."""
 
 
 class TrainerService(ReplicaService):
@@ -222,6 +224,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             version = await world.request(0, "export", {"folder": str(target), "seconds": seconds}, seconds)
         return trainer_pb2.ExportHuggingFaceResponse(
             path=str(target), weights=replica_pb2.WeightVersion(epoch=epoch, version=version)
+        )
+
+    async def SaveCheckpoint(
+        self, request: trainer_pb2.TrainerSaveCheckpointRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.TrainerSaveCheckpointResponse:
+        """Take a checkpoint, and wait until it is on the disk."""
+        world = self._ready_world()
+        epoch = world.epoch
+        seconds = min(context.time_remaining() or CHECKPOINT_SECONDS, CHECKPOINT_SECONDS)
+        with _answering("take a checkpoint"):
+            saved = await world.request(0, "checkpoint", {"seconds": seconds}, seconds)
+        return trainer_pb2.TrainerSaveCheckpointResponse(
+            path=saved["path"], weights=replica_pb2.WeightVersion(epoch=epoch, version=saved["step"])
         )
 
     def _ready_world(self) -> World:

@@ -1,0 +1,45 @@
+"""The calls of the Coordinator that are about checkpoints and about runs that Redis has lost."""
+
+from typing import Any
+
+import grpc
+
+from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations, explain
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.trainer_pb2 import TrainerSaveCheckpointRequest
+from services.coordinator.manager import RunManager
+from services.coordinator.peers import Peers
+from services.coordinator.starting import check_run_id
+
+CHECKPOINT_SECONDS = 1800.0
+"""Deadline of a checkpoint when the caller gives none."""
+
+
+class CheckpointCalls:
+    """The part of the Coordinator's servicer that is about checkpoints."""
+
+    _manager: RunManager
+    _peers: Peers
+
+    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
+        """Let the trainer take a checkpoint."""
+        violations = Violations()
+        check_run_id(request.run_id, violations)
+        violations.raise_if_any()
+        trainer = self._manager.require_active(request.run_id).fleet.trainer()
+        if trainer is None:
+            raise Unavailable("no trainer is ready")
+        seconds = min(context.time_remaining() or CHECKPOINT_SECONDS, CHECKPOINT_SECONDS)
+        stub = self._peers.trainer(trainer.registration.address)
+        try:
+            saved = await stub.SaveCheckpoint(TrainerSaveCheckpointRequest(), timeout=seconds)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+                raise FailedPrecondition(error.details() or "the trainer refuses") from error
+            raise Unavailable(f"{trainer.replica_id}: {explain(error)}") from error
+        return pb.SaveCheckpointResponse(path=saved.path, weights=saved.weights)
+
+    async def RestoreRun(self, request: pb.RestoreRunRequest, context: Any) -> pb.RestoreRunResponse:
+        """Take up a run from its folder."""
+        active = await self._manager.restore(request.folder)
+        return pb.RestoreRunResponse(run=await self._manager.message(active.record))
