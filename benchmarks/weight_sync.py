@@ -24,15 +24,10 @@ from typing import Any
 import torch
 from transformers import Qwen3Config
 
+from benchmarks.gpu_models import SHAPES
 from benchmarks.reporting import report
 from services.trainer.architecture import read_architecture
 from services.trainer.hf_weights import hf_tensor_specs
-
-SHAPES = {
-    "0.2b": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12},
-    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-}
 
 
 def write_model(shape: str, folder: Path) -> None:

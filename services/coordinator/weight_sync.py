@@ -111,15 +111,24 @@ class WeightSync:
 
     async def _synchronise(self, trainer: Member, engines: list[Member], announced: Announcement) -> None:
         started = time.monotonic()
+        parts: dict[str, float] = {}
+
+        def part_done(name: str) -> None:
+            parts[name] = time.monotonic() - started - sum(parts.values())
+
         await self._save(last_sync_id=self._next_sync_id(), running=True)
         sync_id, version = self.record.last_sync_id, (announced.epoch, announced.version)
         attributes = {"relaxd.sync_id": sync_id, "relaxd.version": announced.version, "relaxd.engines": len(engines)}
         with telemetry.root_span("sync_weights", attributes=attributes):
             try:
                 group = await self._connected(sync_id, trainer, engines)
+                part_done("connect")
                 await self._calls.pause(sync_id, engines)
+                part_done("pause")
                 await self._calls.transfer(sync_id, group, version, self._unverified(trainer, engines))
+                part_done("transfer")
                 await self._calls.resume(sync_id, engines)
+                part_done("resume")
             except SyncFailed as error:
                 if error.wrong:
                     logger.error("%s: they serve nothing and get them again", error)
@@ -136,7 +145,8 @@ class WeightSync:
             self._verified.add((trainer, engine))
         await self._save(running=False, last_sync_seconds=seconds)
         telemetry.record("sync.seconds", seconds, {"relaxd.run_id": self._fleet.run_id})
-        logger.info("version %d is on %d engines after %.2f s", announced.version, len(engines), seconds)
+        said = ", ".join(f"{name} {1e3 * took:.1f} ms" for name, took in parts.items())
+        logger.info("version %d is on %d engines after %.4f s (%s)", announced.version, len(engines), seconds, said)
 
     def _unverified(self, trainer: Member, engines: Sequence[Member]) -> list[Member]:
         """Whose weights are to be compared with the trainer's this time."""

@@ -157,7 +157,7 @@ def find_destinations(
         destinations[numbers[storage]].by_loader = True
     _check_use(destinations, complete)
     if not any(destination.by_loader for destination in destinations):
-        _check_coverage(model, destinations, recorder.filled)
+        _check_coverage(model, destinations, recorder.filled, complete)
     return destinations
 
 
@@ -174,20 +174,31 @@ def _check_use(destinations: Sequence[Destination], complete: bool) -> None:
 
 
 def _check_coverage(
-    model: torch.nn.Module, destinations: Sequence[Destination], filled: Sequence[torch.Tensor]
+    model: torch.nn.Module, destinations: Sequence[Destination], filled: Sequence[torch.Tensor], complete: bool
 ) -> None:
-    """Raise ManifestMismatch unless every element of every parameter is written, and none twice."""
+    """Raise ManifestMismatch unless every element of every parameter is written, and none twice.
+
+    Loaders fill up a vocabulary with zeros; on a CPU they do so with any tensor that is too small, which only tensor
+    parallelism is a good reason for.
+    """
     written: dict[int, list[torch.Tensor]] = {}
-    for tensor in (*(copy.target for destination in destinations for copy in destination.copies), *filled):
+    for tensor in (copy.target for destination in destinations for copy in destination.copies):
         written.setdefault(_storage(tensor), []).append(tensor)
-    for name, parameter in model.named_parameters():
-        parts = [part for part in written.get(_storage(parameter), []) if part.numel()]
-        places = {(part.storage_offset(), part.shape, part.stride()) for part in parts}
-        count = sum(part.numel() for part in parts)
-        if len(places) < len(parts) or count > parameter.numel():
-            raise ManifestMismatch(f"{name}: the manifest brings parts of it twice")
-        if count < parameter.numel():
-            raise ManifestMismatch(f"{name}: the manifest does not bring this tensor, or not all of it")
+    padding: dict[int, list[torch.Tensor]] = {}
+    for tensor in filled:
+        padding.setdefault(_storage(tensor), []).append(tensor)
+    for prefix, module in model.named_modules():
+        padded = not complete or hasattr(module, "org_vocab_size")
+        for leaf, parameter in module.named_parameters(recurse=False):
+            storage, name = _storage(parameter), f"{prefix}.{leaf}"
+            parts = [*written.get(storage, []), *(padding.get(storage, []) if padded else [])]
+            parts = [part for part in parts if part.numel()]
+            places = {(part.storage_offset(), part.shape, part.stride()) for part in parts}
+            count = sum(part.numel() for part in parts)
+            if len(places) < len(parts) or count > parameter.numel():
+                raise ManifestMismatch(f"{name}: the manifest brings parts of it twice")
+            if count < parameter.numel():
+                raise ManifestMismatch(f"{name}: the manifest does not bring this tensor, or not all of it")
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -216,7 +216,8 @@ def test_what_does_not_fit_is_named_and_what_breaks_is_told(
         (lambda s: s.specs.append(extra), "self_attn.x: the model has no such tensor"),
         (lambda s: s.specs.append(s.specs[-1]), "model.norm.weight: the manifest brings parts of it twice"),
         (lambda s: resize(s, q_proj, (96, 64)), "q_proj.weight: the shape .* of which the model takes only a part"),
-        (lambda s: resize(s, down_proj, (64, 120)), "down_proj.weight: .*refuses the shape"),
+        (lambda s: resize(s, down_proj, (64, 120)), "down_proj.weight: the manifest does not bring .* all of it"),
+        (lambda s: resize(s, "model.norm.weight", (63,)), "model.norm.weight: .*refuses the shape"),
     ]
     for change, complaint in changes:
         source = Source(folder, 1)

@@ -1,0 +1,212 @@
+"""Weight synchronisation of a whole run on GPUs, as its coordinator measures it.
+
+    python -m benchmarks.weight_sync_run --shape 4b --engines 1
+    python -m benchmarks.weight_sync_run --shape 4b --engines 2 --kill
+
+NCCL alone is measured first, on the same GPUs. Then `relaxd run` trains a model of this shape strictly on-policy with
+tiny answers, so that engines are idle when a version comes; seconds are those from the coordinator's first call to all
+engines serving the version. With --kill NCCL is slowed down and an engine is killed (-9) while weights travel: reported
+is how long it takes until the others serve that version.
+"""
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.reporting import report
+from benchmarks.weight_sync import SHAPES, Member, free_port, write_model
+from tests.models import byte_tokenizer
+
+CONFIG = """
+[run]
+steps = {steps}
+folder = "{folder}"
+
+[model]
+path = "{model}"
+
+[data]
+source = "addition"
+digits = 2
+max_prompt_tokens = 128
+
+[reward]
+name = "addition"
+workers = 1
+
+[rollout]
+engine = "sglang"
+dtype = "bfloat16"
+samples_per_prompt = 4
+max_new_tokens = 4
+max_running_samples = 16
+memory_fraction = 0.3
+
+[rollout.sglang]
+attention_backend = "triton"
+sampling_backend = "pytorch"
+disable_cuda_graph = true
+
+[algorithm]
+drop_zero_variance = false
+
+[trainer]
+dtype = "bfloat16"
+groups_per_step = 2
+micro_batch_tokens = 2048
+
+[board]
+max_staleness = 0
+
+[weights]
+transport = "nccl"
+bucket_bytes = {bucket_bytes}
+timeout_seconds = {timeout}
+"""
+SYNC = re.compile(r"version (\d+) is on (\d+) engines after ([0-9.]+) s \((.*)\)")
+FAILED = re.compile(r"weight synchronisation \d+ failed: (.*)")
+TIMEOUT_SECONDS = 10.0
+
+
+def raw_seconds(nbytes: int, engines: int) -> float:
+    """NCCL alone: seconds of one broadcast of this many bytes."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    members = [Member("engine", gpu) for gpu in gpus[: engines + 1]]
+    try:
+        port = free_port()
+        for rank, member in enumerate(members):
+            member.tell("join_stock", port=port, rank=rank, world_size=len(members))
+        for member in members:
+            member.answer()
+        took = []
+        for _ in range(4):
+            started = time.monotonic()
+            for member in members:
+                member.tell("raw", nbytes=nbytes, repeat=10)
+            for member in members:
+                member.answer()
+            took.append((time.monotonic() - started) / 10)
+        return statistics.median(took[1:])
+    finally:
+        for member in members:
+            member.process.kill()
+            member.process.wait()
+
+
+class Killer(threading.Thread):
+    """Kills the newest engine's process, with what it started, when a weight broadcast has just begun."""
+
+    def __init__(self, log: Path, delay: float) -> None:
+        super().__init__(daemon=True)
+        self._log, self._delay = log, delay
+        self.killed_at: float | None = None
+
+    def run(self) -> None:
+        """Wait for the second version on the engines; the third one is on its way soon after."""
+        while not self._log.exists() or len(SYNC.findall(self._log.read_text())) < 2:
+            time.sleep(0.01)
+        engines = [p for p in psutil.process_iter(["cmdline"]) if "services.rollout.sglang_process" in _words(p)]
+        victim = max(engines, key=lambda process: process.pid)
+        family = [*victim.children(recursive=True), victim]
+        before = _count(self._log)
+        while _count(self._log) == before:  # the trainer announces, the coordinator begins: some log line or other
+            time.sleep(0.001)
+        time.sleep(self._delay)
+        self.killed_at = time.time()
+        for process in family:
+            process.kill()
+
+
+def _words(process: psutil.Process) -> list[str]:
+    return process.info["cmdline"] or []
+
+
+def _count(log: Path) -> int:
+    return log.stat().st_size
+
+
+def run(arguments: argparse.Namespace, place: Path) -> tuple[list[dict[str, Any]], str]:
+    """One run; its synchronisations, and the coordinator's log."""
+    model = place / "model"
+    write_model(arguments.shape, model)
+    byte_tokenizer().save_pretrained(model)
+    values = {"steps": arguments.steps, "folder": place / "runs", "model": model, "timeout": TIMEOUT_SECONDS}
+    (place / "run.toml").write_text(CONFIG.format(**values, bucket_bytes=arguments.bucket_mb << 20))
+    log = place / "runs" / "sync" / "logs" / "coordinator.log"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+    if arguments.kill:
+        environment |= {"NCCL_MAX_NCHANNELS": "1", "NCCL_MIN_NCHANNELS": "1"}
+        Killer(log, arguments.kill_after).start()
+    command = [sys.executable, "-m", "relaxd.cli", "run", "run.toml", "--run-id", "sync"]
+    command += ["--rollout", str(arguments.engines), "--state", str(place / "state")]
+    process = subprocess.run(command, cwd=place, env=environment, check=False, timeout=arguments.limit)
+    text = log.read_text() if log.exists() else ""
+    if process.returncode != 0 or not SYNC.search(text):
+        for each in sorted((place / "state").rglob("*.log")):
+            print(f"--- {each}\n{each.read_text()[-3000:]}", flush=True)
+        raise SystemExit(f"relaxd run ended with {process.returncode}")
+    found = [
+        {"version": int(v), "engines": int(n), "seconds": float(s), "parts": parts}
+        for v, n, s, parts in SYNC.findall(text)
+    ]
+    return found, text
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="4b")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--bucket-mb", type=int, default=256)
+    parser.add_argument("--kill", action="store_true", help="kill an engine in the middle of a broadcast")
+    parser.add_argument("--kill-after", type=float, default=0.1, help="seconds after a synchronisation begins")
+    parser.add_argument("--limit", type=float, default=270.0, help="seconds for the run")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        write_model(arguments.shape, place / "size")
+        nbytes = (place / "size" / "model.safetensors").stat().st_size
+        raw = 0.0 if arguments.kill else raw_seconds(nbytes, arguments.engines)
+        print(f"NCCL alone: {1e3 * raw:.1f} ms", flush=True)
+        syncs, text = run(arguments, place)
+    for sync in syncs:
+        print(sync, flush=True)
+    print("\n".join(line for line in text.splitlines() if "failed" in line or "left out" in line), flush=True)
+    if arguments.kill:
+        return
+    warm = [sync["seconds"] for sync in syncs[2:] if sync["engines"] == arguments.engines]
+    seconds = statistics.median(warm)
+    row = {
+        "model": arguments.shape,
+        "GB": nbytes / 1e9,
+        "engines": arguments.engines,
+        "bucket MB": arguments.bucket_mb,
+        "raw ms": 1e3 * raw,
+        "sync ms": 1e3 * seconds,
+        "fastest ms": 1e3 * min(warm),
+        "x raw": seconds / raw,
+        "first ms": 1e3 * syncs[0]["seconds"],
+        "syncs": len(warm),
+    }
+    report(
+        f"weight_sync_run_{arguments.shape}_{arguments.engines}",
+        [row],
+        gpu=torch.cuda.get_device_name(),
+        command="python -m benchmarks." + " ".join(["weight_sync_run", *sys.argv[1:]]),
+    )
+
+
+if __name__ == "__main__":
+    main()
