@@ -151,21 +151,6 @@ class CheckpointConfig(Section):
     """A checkpoint that isn't on the disk by then is given up; training goes on."""
 
 
-class CheckpointConfig(Section):
-    """Checkpoints of the trainer (docs/reliability.md)."""
-
-    every: int = Field(default=50, ge=0)
-    """Steps between two checkpoints; 0 takes one only when asked. A trainer that comes back loads the newest one and
-    repeats the steps after it."""
-    keep: int = Field(default=2, ge=1)
-    """Newest checkpoints to keep; with two or more, one that is found damaged costs nothing but time."""
-    keep_step_files: Literal["until_checkpoint", "always"] = "until_checkpoint"
-    """until_checkpoint: remove a step's file once `keep` checkpoints after it are on the disk. always: keep all, so
-    that `relaxd replay` can repeat any step."""
-    timeout_seconds: float = Field(default=1800.0, gt=0)
-    """A checkpoint that isn't on the disk by then is given up; training goes on."""
-
-
 class TrainerConfig(Section):
     """How the model is trained."""
 
@@ -190,8 +175,6 @@ class TrainerConfig(Section):
     a tenth of the memory."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """Checkpoints."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     threads: int = Field(default=0, ge=0)
@@ -248,8 +231,8 @@ class WeightsConfig(Section):
 
     transport: Literal["gloo", "nccl"] = "gloo"
     """How weights travel."""
-    bucket_bytes: int = Field(default=64 << 20, ge=1 << 20)
-    """Size of a flat bucket."""
+    bucket_bytes: int = Field(default=256 << 20, ge=1 << 20)
+    """Tensors are sent in buckets of this size: one travels while the next one is gathered."""
     timeout_seconds: float = Field(default=30.0, gt=0)
     """A broadcast that takes longer is aborted and repeated without whoever is late."""
     connect_timeout_seconds: float = Field(default=10.0, gt=0)
