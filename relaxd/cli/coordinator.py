@@ -50,6 +50,14 @@ class Coordinator:
         """All runs, newest first."""
         return list(self._call(self._stub.ListRuns, pb.ListRunsRequest()).runs)
 
+    def pause_run(self, run_id: str, reason: str) -> pb.Run:
+        """Publish nothing more and close no step until `resume_run`."""
+        return self._call(self._stub.PauseRun, pb.PauseRunRequest(run_id=run_id, reason=reason)).run
+
+    def resume_run(self, run_id: str) -> pb.Run:
+        """End a pause."""
+        return self._call(self._stub.ResumeRun, pb.ResumeRunRequest(run_id=run_id)).run
+
     def stop_run(self, run_id: str, reason: str) -> pb.Run:
         """End a run early."""
         return self._call(self._stub.StopRun, pb.StopRunRequest(run_id=run_id, reason=reason)).run

@@ -14,7 +14,7 @@ from rich.console import Console
 from relaxd import __version__
 from relaxd.cli import stack
 from relaxd.cli.check import check
-from relaxd.cli.coordinator import Coordinator
+from relaxd.cli.coordinator import Coordinator, state_name
 from relaxd.cli.errors import CliError
 from relaxd.cli.examples import example
 from relaxd.cli.execute import Where, execute
@@ -27,6 +27,7 @@ from relaxd.cli.view import samples_table
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, dump, load_file
 from relaxd.data.models import models_folder
+from relaxd.v1 import coordinator_pb2 as pb
 
 HELP = """
 relaxd teaches language models by reinforcement learning: prompts, answers, rewards and weights flow
@@ -47,6 +48,8 @@ Services that stay, for more than one run:
     relaxd up --rollout 2            start Redis and the services
 
     relaxd watch                     how the run is doing (also: samples, status)
+
+    relaxd pause                     hold the run (also: resume, stop)
 
     relaxd down                      stop them
 """
@@ -72,6 +75,10 @@ RunIdOption = Annotated[str, typer.Option("--run-id", help="Name of the run and 
 RunArgument = Annotated[
     str, typer.Argument(metavar="[RUN]", help="The run's id; default: the newest.", show_default=False)
 ]
+ActiveRunArgument = Annotated[
+    str, typer.Argument(metavar="[RUN]", help="The run's id; default: the active one.", show_default=False)
+]
+ReasonOption = Annotated[str, typer.Option("--reason", help="Why; shown wherever the run is.")]
 RolloutOption = Annotated[int, typer.Option("--rollout", min=1, help="Rollout replicas to start.")]
 RewardOption = Annotated[int, typer.Option("--reward", min=1, help="Reward replicas to start.")]
 AdvantageOption = Annotated[int, typer.Option("--advantage", min=1, help="Advantage replicas to start.")]
@@ -189,6 +196,39 @@ def watch(run_id: RunArgument = "", state: StateOption = DEFAULT_STATE, coordina
 
 
 @app.command()
+def pause(
+    run_id: ActiveRunArgument = "",
+    reason: ReasonOption = "",
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Pause a run: no more prompts, and no step ends, until `relaxd resume`."""
+    with Coordinator(_address(state, coordinator)) as client:
+        print(_told(client.pause_run(run_id, reason)))
+
+
+@app.command()
+def resume(
+    run_id: ActiveRunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None
+) -> None:
+    """End the pause of a run, also one that it made by itself."""
+    with Coordinator(_address(state, coordinator)) as client:
+        print(_told(client.resume_run(run_id)))
+
+
+@app.command()
+def stop(
+    run_id: ActiveRunArgument = "",
+    reason: ReasonOption = "",
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """End a run early: what is open is dropped, the model is evaluated and exported. The services stay up."""
+    with Coordinator(_address(state, coordinator)) as client:
+        print(_told(client.stop_run(run_id, reason)))
+
+
+@app.command()
 def samples(
     run_id: RunArgument = "",
     step: Annotated[int, typer.Option(min=0, help="Only samples of this step; 0: the newest.")] = 0,
@@ -242,6 +282,11 @@ def model_list() -> None:
     for name in others:
         if name not in MODELS and not name.startswith("."):
             print(f"{name:<16} in {folder}")
+
+
+def _told(run: pb.Run) -> str:
+    """A run's state in a line."""
+    return f"run {run.run_id} is {state_name(run.state)}" + (f": {run.reason}" if run.reason else "")
 
 
 def _load(words: list[str]) -> tuple[Path, RunConfig]:

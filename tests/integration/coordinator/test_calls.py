@@ -8,8 +8,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+from typer.testing import CliRunner
 
 from relaxd import PROTOCOL_VERSION
+from relaxd.cli.errors import CliError
+from relaxd.cli.main import app
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import (
@@ -136,6 +139,22 @@ def test_calls_about_runs(up: Cluster) -> None:
     ):
         assert refused(call, request).code() == grpc.StatusCode.NOT_FOUND
     assert refused(stub.PauseRun, pb.PauseRunRequest()).code() == PRECONDITION
+
+
+def test_a_run_is_held_and_ended_from_the_command_line(up: Cluster) -> None:
+    def relaxd(*words: str) -> str:
+        return CliRunner().invoke(app, [*words, "--coordinator", f"127.0.0.1:{up.port}"], catch_exceptions=False).output
+
+    with pytest.raises(CliError, match="no run is active"):
+        relaxd("pause")
+    up.start_run("by-hand")
+    assert relaxd("pause", "--reason", "a closer look") == "run by-hand is paused: a closer look\n"
+    with pytest.raises(CliError, match="'by-hand' is"):
+        relaxd("resume", "another")
+    assert "paused" not in relaxd("resume", "by-hand")
+    assert up.run().state == pb.RUN_STATE_PENDING
+    assert "is stop" in relaxd("stop", "--reason", "seen enough")
+    assert up.until_state(pb.RUN_STATE_STOPPED).reason == "seen enough"
 
 
 def test_registration_and_leases(up: Cluster) -> None:
