@@ -26,6 +26,7 @@ from services.rollout.sglang_http import ServerGone, SGLangClient
 
 CONTROL_SECONDS = 10.0
 """For calls that only change a flag."""
+STOP_SECONDS = 5.0
 PROBE_SECONDS = 2.0
 SCHEDULER_SECONDS = 60.0
 """A server whose scheduler doesn't answer for so long, outside of an update, is taken for dead."""
@@ -242,12 +243,14 @@ class ExternalEngine:
         self._on_exit = lambda reason: None
         if self.alive:
             open_ids = [sample_id for running in self._running.values() for sample_id in running.open_ids]
+            paused = not self._open.is_set()
             self._end("the engine is stopped")
-            with suppress(ChildError):
-                await self._abort(open_ids)
-                await self._updates.leave_all()
-                if not self._open.is_set() or self.quarantined:
-                    await self._client.call("/continue_generation", KEEP_MEMORY, timeout=CONTROL_SECONDS)
+            with suppress(ChildError, TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self._abort(open_ids)
+                    await self._updates.leave_all()
+                    if paused:
+                        await self._client.call("/continue_generation", KEEP_MEMORY, timeout=STOP_SECONDS)
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()

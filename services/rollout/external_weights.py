@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from relaxd.rpc.child import ChildError, ChildRequestError
+from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
 from relaxd.v1 import sample_pb2, weights_pb2
 from services.rollout.sglang_http import SGLangClient
 
@@ -70,7 +70,13 @@ class ExternalWeights:
                 body["weight_version"] = label
             left = max(deadline - time.monotonic(), 0.01)
             self.touched = True
-            await self._in_group(self._client.call("/update_weights_from_distributed", body, timeout=left))
+            try:
+                await self._in_group(self._client.call("/update_weights_from_distributed", body, timeout=left))
+            except ChildTimeout as error:
+                raise ChildTimeout(
+                    f"the broadcast in weight group {group_name} did not end within {timeout:g} s: the server still "
+                    f"waits for bucket {number} of {len(self._buckets)}"
+                ) from error
 
     async def leave(self, group_name: str) -> None:
         """Give up what is under way in a group, and have the server forget it."""
