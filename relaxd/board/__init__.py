@@ -12,7 +12,7 @@ from relaxd.board.errors import (
     RunMissing,
     StepConflict,
 )
-from relaxd.board.stages import STAGES, Stage, stages_for
+from relaxd.board.stages import ROUTED_EXPERTS, STAGES, Stage, stages_for
 from relaxd.board.types import (
     JSON,
     Column,
@@ -28,6 +28,7 @@ from relaxd.board.worker import Drop, StageWorker
 
 __all__ = [
     "JSON",
+    "ROUTED_EXPERTS",
     "STAGES",
     "Board",
     "BoardError",

@@ -1,7 +1,7 @@
 """The stages of the dataflow: which columns each needs and which it writes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relaxd.config import RunConfig
 
@@ -23,6 +23,9 @@ class Stage:
     needs: tuple[str, ...]
     writes: tuple[str, ...]
 
+
+ROUTED_EXPERTS = "routed_experts"
+"""The column with the experts that each token was sent to, where rollout.return_routed_experts asks for it."""
 
 GENERATED = ("tokens", "lengths", "loss_mask", "rollout_logprobs", VERSIONS, "finish", "text", "continued")
 """What the rollout stage writes, and the trainer needs all of."""
@@ -55,9 +58,12 @@ STAGES: dict[str, Stage] = {
 
 
 def stages_for(config: RunConfig) -> tuple[Stage, ...]:
-    """The stages that a run has, from what its algorithm needs."""
-    del config  # every algorithm so far needs the same four
-    return tuple(STAGES[name] for name in ("rollout", "reward", "advantage", TRAIN))
+    """The stages that a run has, from what its algorithm needs and its rollout is asked to keep."""
+    stages = dict(STAGES)  # every algorithm so far needs the same four
+    if config.rollout.return_routed_experts:
+        rollout = stages["rollout"]
+        stages["rollout"] = replace(rollout, writes=(*rollout.writes, ROUTED_EXPERTS))
+    return tuple(stages[name] for name in ("rollout", "reward", "advantage", TRAIN))
 
 
 def producers(stages: Sequence[Stage]) -> dict[str, str]:

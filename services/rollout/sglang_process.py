@@ -21,7 +21,7 @@ from services.rollout.engines.base import EngineError, Version
 from services.rollout.engines.sglang_control import SchedulerError, Schedulers
 from services.rollout.engines.sglang_engine import SGLangEngine
 from services.rollout.engines.sglang_launch import MessageChannel, launch
-from services.rollout.engines.sglang_options import server_args
+from services.rollout.engines.sglang_options import OptionError, server_args
 
 MARGIN_SECONDS = 3.0
 """What scheduler processes may take beyond a deadline that they keep by themselves."""
@@ -60,13 +60,15 @@ class SGLangProcess(EngineServer):
     def _launch(self, params: dict[str, Any], schedulers: Schedulers, launched: "Future[dict[str, Any]]") -> None:
         try:
             args = server_args(params["folder"], params)
+            if params["return_routed_experts"] and not has_experts(args.get_model_config().hf_text_config):
+                raise OptionError("rollout.return_routed_experts is true, but the model has no experts")
             channel, info = launch(args, schedulers)
             model = args.get_model_config()
             tokenizer = AutoTokenizer.from_pretrained(params["folder"])
             end_ids = end_token_ids(params["folder"], model.hf_config, tokenizer)
             self._start(params, schedulers, channel, tokenizer, end_ids)
         except Exception as error:
-            kind = "OptionError" if isinstance(error, ValueError) else "LoadError"
+            kind = "OptionError" if isinstance(error, OptionError) else "LoadError"
             launched.set_exception(HandlerError(str(error) or type(error).__name__, kind=kind))
             return
         # SGLang would cut answers that don't fit, so longer ones are refused before.
@@ -203,6 +205,11 @@ def end_token_ids(folder: str, config: Any, tokenizer: PreTrainedTokenizerBase) 
     if configured is not None:
         found |= set(configured) if isinstance(configured, list) else {configured}
     return frozenset(found)
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a model is a mixture of experts, from its configuration."""
+    return any(getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from relaxd.board import Board, Column, Delivery, Drop
+from relaxd.board import ROUTED_EXPERTS, Board, Column, Delivery, Drop
 from relaxd.board.worker import Result
 from relaxd.config import RunConfig
 from services.rollout.engines.base import Output, Sampling
@@ -81,7 +81,7 @@ class GroupGenerator:
                 samples = await self._samples(engine, delivery.group_id, prompt, sampling)
                 # A pause in mode "abort" ended it: it begins anew, under the weights that come.
                 if all(sample.finish_reason != "abort" for sample in samples):
-                    return group_columns(samples)
+                    return group_columns(samples, routed_experts=self._config.rollout.return_routed_experts)
         finally:
             self._unfinished.pop(delivery.group_id, None)
 
@@ -103,10 +103,19 @@ def group_seed(run_seed: int, group_id: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def group_columns(samples: Sequence[Output]) -> dict[str, Column]:
-    """The columns that the stage writes, from the n complete samples of a group."""
+def group_columns(samples: Sequence[Output], *, routed_experts: bool = False) -> dict[str, Column]:
+    """The columns that the stage writes, from the n complete samples of a group.
+
+    Raises ValueError when the routed experts are asked for and a sample has none.
+    """
+    columns: dict[str, Column] = {}
+    if routed_experts:
+        found = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+        if len(found) < len(samples):
+            raise ValueError("rollout.return_routed_experts is true, but the engine returned none")
+        columns[ROUTED_EXPERTS] = np.concatenate(found)
     tokens = np.concatenate([np.array(sample.tokens, dtype=np.int32) for sample in samples])
-    return {
+    return columns | {
         "tokens": tokens,
         "lengths": np.array([len(sample.tokens) for sample in samples], dtype=np.int32),
         "loss_mask": np.ones(len(tokens), dtype=np.uint8),

@@ -1,0 +1,30 @@
+"""What [rollout] and [weights] may say of an engine."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from relaxd.config.load import dump, load
+from tests.unit.rollout.configs import run_config
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("tensor_parallel", 2), ("memory_fraction", 0.5), ("return_routed_experts", True), ("sglang", {"page_size": 1})],
+)
+def test_settings_of_sglang_are_refused_with_transformers(setting: str, value: Any) -> None:
+    assert getattr(run_config(engine="sglang", **{setting: value}).rollout, setting) == value
+    with pytest.raises(ValidationError, match=rf'rollout\.{setting} is for .*rollout\.engine is "transformers"'):
+        run_config(engine="transformers", **{setting: value})
+
+
+def test_transformers_cannot_retract() -> None:
+    assert run_config(engine="sglang", pause="retract").weights.pause == "retract"
+    with pytest.raises(ValidationError, match=r'weights\.pause is "retract", which rollout\.engine = "transformers"'):
+        run_config(pause="retract")
+
+
+def test_options_of_sglang_are_kept_as_they_are() -> None:
+    config = run_config(engine="sglang", sglang={"attention_backend": "triton", "page_size": 16, "random_seed": 3})
+    assert load(dump(config)) == config
