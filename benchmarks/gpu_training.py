@@ -88,7 +88,7 @@ def measure(
 def _synchronize() -> None:
     torch.cuda.synchronize()
     if dist.get_world_size() > 1:
-        dist.barrier()
+        dist.barrier(device_ids=[torch.cuda.current_device()])
 
 
 def main() -> None:

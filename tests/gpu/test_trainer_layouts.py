@@ -1,8 +1,8 @@
 """The trainer on 2 and 4 GPUs, divided in every way, against one GPU; and its log-probs against transformers'.
 
-In float32 the trajectories agree to 1e-3, which shows that the division is right. In bf16, which rounds to 3 digits and
-adds up in another order wherever a matrix is divided, to 3 %, and with experts, where rounding sends some tokens to
-another one, to 10 %.
+In float32 the trajectories agree to 1e-3 (measured: 1e-5), which shows that the division is right. In bf16 loss and
+gradient norm agree to 3 %, with experts, where rounding sends some tokens to another one, to 5 %: one GPU's own
+trajectory moves as much when its micro-batches are cut in another way, which is tested to the same tolerance.
 """
 
 from pathlib import Path
@@ -20,7 +20,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 TP, PP, CP, EP = ({f"{name}_parallel": 2} for name in ("tensor", "pipeline", "context", "expert"))
 LAYOUTS: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
-    1: {"qwen3": ("qwen3", {}), "qwen3_moe": ("qwen3_moe", {})},
+    1: {
+        "qwen3": ("qwen3", {}),
+        "qwen3_moe": ("qwen3_moe", {}),
+        "qwen3 cut anew": ("qwen3", {}),
+        "qwen3_moe cut anew": ("qwen3_moe", {}),
+    },
     2: {
         "TP2": ("qwen3", TP),
         "PP2": ("qwen3", PP),
@@ -37,9 +42,18 @@ LAYOUTS: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
     },
 }
 """By GPUs: model and parallel sizes; the rest of the GPUs are data-parallel."""
-SAMPLES = 32
-TOLERANCE = {("qwen3", "float32"): 1e-3, ("qwen3_moe", "float32"): 1e-3, ("qwen3", "bfloat16"): 0.03}
-TOLERANCE["qwen3_moe", "bfloat16"] = 0.1
+TOLERANCE = {
+    ("qwen3", "float32"): 1e-3,
+    ("qwen3_moe", "float32"): 1e-3,
+    ("qwen3", "bfloat16"): 0.03,
+    ("qwen3_moe", "bfloat16"): 0.05,
+}
+SAMPLES = 96
+STEPS = {
+    # Small steps and hardly any clipping: with both, one rounding more decides which tokens have a gradient.
+    "optimizer": {"lr": 1e-4, "min_lr": 1e-4},
+    "algorithm": {"entropy_coef": 0.01, "clip_low": 0.99, "clip_high": 50.0},
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +74,11 @@ def run(
             jobs = {
                 (layout, dtype): Job(
                     models[model],
-                    {**sizes, "dtype": dtype, "optimizer": {"lr": 1e-3}},
-                    {"entropy_coef": 0.01},
+                    {**sizes, "dtype": dtype, "optimizer": STEPS["optimizer"]},
+                    STEPS["algorithm"],
                     steps=2,
                     samples=SAMPLES,
-                    pieces=2,
+                    pieces=3 if layout.endswith("cut anew") else 2,
                 )
                 for layout, (model, sizes) in layouts.items()
                 for dtype in ("float32", "bfloat16")
@@ -75,7 +89,7 @@ def run(
     return results
 
 
-@pytest.mark.parametrize(("count", "layout"), [(count, name) for count in (2, 4) for name in LAYOUTS[count]])
+@pytest.mark.parametrize(("count", "layout"), [(count, name) for count, names in LAYOUTS.items() for name in names])
 def test_a_layout_gives_the_trajectory_of_one_gpu(
     run: dict[int, dict[tuple[str, str], list[dict[str, Any]]]], count: int, layout: str
 ) -> None:
@@ -88,9 +102,9 @@ def test_a_layout_gives_the_trajectory_of_one_gpu(
         for rank in run[count][layout, dtype]:
             for ours, theirs in zip(rank["trajectory"], expected, strict=True):
                 print(f"{layout} {dtype}: loss {ours.loss:.5f} {theirs.loss:.5f}", end="; ")
-                print(f"grad_norm {ours.grad_norm:.5f} {theirs.grad_norm:.5f}; {ours.metrics} {theirs.metrics}")
+                print(f"grad_norm {ours.grad_norm:.5f} {theirs.grad_norm:.5f}")
                 assert ours.tokens == theirs.tokens
-                assert ours.loss == pytest.approx(theirs.loss, rel=tolerance, abs=tolerance)
+                assert ours.loss == pytest.approx(theirs.loss, rel=tolerance, abs=tolerance / 3)
                 assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=tolerance)
                 assert ours.metrics["entropy"] == pytest.approx(theirs.metrics["entropy"], rel=tolerance)
 
@@ -98,7 +112,10 @@ def test_a_layout_gives_the_trajectory_of_one_gpu(
 def test_log_probs_equal_those_of_transformers(
     models: dict[str, Path], run: dict[int, dict[tuple[str, str], list[dict[str, Any]]]]
 ) -> None:
-    """In bf16 to 0.02 on average, and not further from float32 than transformers' own bf16 is (by a fifth)."""
+    """In bf16 to 0.04 on average, and not further from float32 than transformers' own bf16 is (by a fifth).
+
+    The model's logits are sharp, so that bf16 moves its log-probs by 0.02 on average.
+    """
     samples = make_samples(SAMPLES)
     reference = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -123,4 +140,4 @@ def test_log_probs_equal_those_of_transformers(
     between = np.abs(ours[torch.bfloat16] - reference[torch.bfloat16]).mean()
     print(f"mean |bf16 - float32|: trainer {error:.4f}, transformers {theirs:.4f}; of their difference {between:.4f}")
     assert error < max(1.2 * theirs, 0.005)
-    assert between < 0.02
+    assert between < 0.04
