@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import time
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from tests.integration.peers.faults import Calls, SyncIds, misbehave
 from tests.integration.peers.meeting import CHECKSUM, CHUNK, CHUNKS
 
 ANSWER_TOKENS = 4
+GENERATE_SECONDS = float(os.environ.get("PEER_GENERATE_SECONDS", "0"))
 
 
 class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
@@ -83,6 +86,8 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
     def generate_group(self, delivery: Delivery, columns: dict[str, Any]) -> dict[str, Any]:
         version = int(self.weights.version)
         self.board.begin(delivery, version)
+        self.calls.note("generate", version=version)
+        time.sleep(GENERATE_SECONDS)
         n = self.config.rollout.samples_per_prompt
         prompt = self.tokenizer.decode([int(token) for token in columns["prompt_tokens"]])
         total = n * ANSWER_TOKENS

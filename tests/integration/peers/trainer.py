@@ -85,6 +85,7 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
                     taken = await asyncio.to_thread(board.take, "train", name, count=16, block_seconds=0.1)
                 for delivery, columns in zip(taken, await self.load(taken, ["versions"]), strict=True):
                     held[delivery.group_id] = (int(columns["versions"].min()), delivery)
+                await asyncio.to_thread(board.renew, "train", name, [delivery for _, delivery in held.values()])
                 for group_id, (version, delivery) in list(held.items()):
                     if step - 1 - version > config.board.max_staleness:
                         await asyncio.to_thread(board.drop, delivery, reason="stale", retry=True)

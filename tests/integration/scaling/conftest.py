@@ -1,0 +1,18 @@
+"""Clusters that can be scaled."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.scaling.kit import ScalingCluster
+from tests.tokenizer import write_tokenizer
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, redis_url: str) -> Iterator[ScalingCluster]:
+    """A coordinator that is starting, and nothing else."""
+    cluster = ScalingCluster(tmp_path, redis_url, write_tokenizer(tmp_path / "model"))
+    cluster.coordinator()
+    yield cluster
+    cluster.close()
