@@ -10,6 +10,7 @@ of its own: the naive case. Each request is one prompt and one answer of a force
 
 import argparse
 import asyncio
+import importlib
 import importlib.util
 import json
 import random
@@ -224,6 +225,10 @@ def main() -> None:
     parser.add_argument("--address", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part != "all":
+        if arguments.part == "bare":
+            importlib.import_module(
+                "sglang.srt.entrypoints.engine"
+            )  # makes uvloop's the event loop, as SGLang likes it
         parts = {"bare": measure_bare, "relaxd": measure_relaxd, "client": measure_client}
         print(json.dumps(asyncio.run(parts[arguments.part](arguments))))
         return

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -195,3 +196,15 @@ def reference_logprobs(
         logits = reference(ids).logits[0, len(prompt) - 1 : -1].double()
     logprobs = (logits / temperature).log_softmax(-1).cpu()
     return logprobs.gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all below it."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    """Within some seconds."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -68,6 +68,7 @@ class SGLangEngine:
         """What the scheduler works on, by its ids; without a sample: a prompt that is computed for all."""
         self._commits = 0
         self._changes = 0
+        self._stats = {"running_samples": 0, "waiting_samples": 0, "tokens_generated": 0}
         for work in (self._supervise, self._read):
             threading.Thread(target=self._guard, args=(work,), name=work.__name__.strip("_"), daemon=True).start()
 
@@ -87,7 +88,11 @@ class SGLangEngine:
 
     def stats(self) -> dict[str, int]:
         """Running and waiting samples now, and tokens generated so far, as SGLang's scheduler sees it."""
-        stats = dict(self._schedulers.ask_first("stats", {}, ANSWER_SECONDS))
+        try:
+            self._stats = self._schedulers.ask_first("stats", {}, ANSWER_SECONDS)
+        except SchedulerError as error:
+            logger.warning("the last statistics are told again: %s", error)
+        stats = dict(self._stats)
         with self._gate.changed:
             stats["waiting_samples"] += sum(group.unfinished for group in self._held)
         return stats

@@ -1,14 +1,21 @@
 """Weight synchronisations between the source and an engine."""
 
+from itertools import count
+
 from tests.engines import EngineRunner
 from tests.integration.rollout.rollout_kit import Source
 
+NUMBERS = count()
+"""Names of groups are never used twice."""
 
-def join(runner: EngineRunner, source: Source, name: str) -> None:
-    """Connect both sides of a new group."""
+
+def join(runner: EngineRunner, source: Source) -> str:
+    """Connect both sides of a new group; returns its name."""
+    name = f"group-{next(NUMBERS)}"
     source.tell(do="connect", name=name, world_size=2)
     runner.join(name, source.port, source.manifest.SerializeToString())
     assert source.answer() == {}
+    return name
 
 
 def transfer(runner: EngineRunner, source: Source, name: str, version: int) -> None:
@@ -21,8 +28,6 @@ def transfer(runner: EngineRunner, source: Source, name: str, version: int) -> N
 def sync(runner: EngineRunner, source: Source, version: int, mode: str = "in_place") -> int:
     """Pause, send a version in a new group, resume; returns how many samples were held."""
     held = runner.pause(mode)
-    name = f"group-{version}-{mode}"
-    join(runner, source, name)
-    transfer(runner, source, name, version)
+    transfer(runner, source, join(runner, source), version)
     runner.resume()
     return held

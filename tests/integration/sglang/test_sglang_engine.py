@@ -1,5 +1,7 @@
 """The rollout service's engine on the real SGLang: what it generates, and under which weights."""
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from relaxd.rpc.child import ChildRequestError
+from relaxd.rpc.child import ChildExited, ChildRequestError
 from relaxd.v1 import weights_pb2
 from services.rollout.engine import RequestFailed
-from tests.engines import Answer, EngineRunner, reference_logprobs
+from tests.engines import Answer, EngineRunner, assert_gone, family, reference_logprobs
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.weight_source import weights_of
 from tests.integration.sglang.syncs import join, sync, transfer
@@ -193,27 +195,26 @@ def test_drain_waits_for_what_has_begun(engine: EngineRunner, source: Source, ve
     assert engine.pause("drain") == 0
     assert all(len(answer.tokens) == 150 for answer in engine.wait(asked))
     later = engine.ask(SHORT, max_new_tokens=3, ignore_eos=True)
-    join(engine, source, "drained")
-    transfer(engine, source, "drained", version + 1)
+    transfer(engine, source, join(engine, source), version + 1)
     engine.resume()
     assert engine.wait(later)[0].versions == [version + 1] * 3
 
 
 def test_a_pause_ends_by_itself(engine: EngineRunner, source: Source) -> None:
-    join(engine, source, "late")
+    name = join(engine, source)
     engine.pause("in_place", lease=0.5)
     started = time.monotonic()
     engine.generate(SHORT, max_new_tokens=3, ignore_eos=True)
     assert 0.2 < time.monotonic() - started < 5
     with pytest.raises(ChildRequestError, match="not paused"):
-        engine.run(engine.engine.receive("late", engine.next_version(), 5, checksum=False))
+        engine.run(engine.engine.receive(name, engine.next_version(), 5, checksum=False))
 
 
 def test_a_group_that_is_left_in_time_changes_nothing(engine: EngineRunner, source: Source, version: int) -> None:
     engine.pause()
-    join(engine, source, "silent")
-    begun = engine.begin(engine.engine.receive("silent", engine.next_version(), 20, checksum=False))
-    assert not engine.run(engine.engine.leave("silent"))
+    name = join(engine, source)
+    begun = engine.begin(engine.engine.receive(name, engine.next_version(), 20, checksum=False))
+    assert not engine.run(engine.engine.leave(name))
     with pytest.raises(ChildRequestError) as error:
         engine.finish(begun)
     assert error.value.kind == "WeightGroupError"
@@ -227,18 +228,17 @@ def test_a_broadcast_that_breaks_halfway_quarantines(engine: EngineRunner, model
     held = engine.ask(SHORT, 2, stream=True, max_new_tokens=FAR, ignore_eos=True)
     engine.wait_begun(held)
     engine.pause()
-    join(engine, source, "halfway")
-    begun = engine.begin(engine.engine.receive("halfway", engine.next_version(), 2, checksum=False))
+    name = join(engine, source)
+    begun = engine.begin(engine.engine.receive(name, engine.next_version(), 2, checksum=False))
     source.tell(do="broadcast", version=50, buckets=2)
     source.answer()
     with pytest.raises(ChildRequestError) as error:
         engine.finish(begun)
     assert error.value.kind == "WeightGroupError"
-    assert engine.run(engine.engine.leave("halfway"))
+    assert engine.run(engine.engine.leave(name))
     assert engine.engine.quarantined
     assert not engine.engine.serving
-    join(engine, source, "again")
-    transfer(engine, source, "again", 51)
+    transfer(engine, source, join(engine, source), 51)
     engine.resume()
     assert engine.engine.serving
     assert all(answer.versions[-1] == 51 for answer in engine.wait(held))
@@ -253,3 +253,15 @@ def test_a_manifest_that_does_not_fit_is_refused(engine: EngineRunner, source: S
         engine.join("wrong", source.port, wrong.SerializeToString())
     assert error.value.kind == "ManifestMismatch"
     assert engine.generate(SHORT, max_new_tokens=2)[0].tokens
+
+
+def test_all_processes_end_with_the_engine_that_is_killed(engine: EngineRunner) -> None:
+    asked = engine.ask(SHORT, 2, stream=True, max_new_tokens=FAR, ignore_eos=True)
+    engine.wait_begun(asked)
+    processes = family(engine.engine.pid)
+    assert len(processes) > 1
+    os.kill(engine.engine.pid, signal.SIGKILL)
+    assert engine.wait_exit().exit_code == -signal.SIGKILL
+    with pytest.raises(ChildExited):
+        engine.wait(asked)
+    assert_gone(processes)
