@@ -252,6 +252,9 @@ class EvalConfig(Section):
 
     prompts: int = Field(default=0, ge=0)
     """Held-out prompts to answer before the first and after the last step; 0 evaluates never."""
+    interval: int = Field(default=0, ge=0)
+    """Evaluate also after every so many steps, while training goes on, with the weights that the engines have then
+    and get meanwhile; 0 is off."""
     max_new_tokens: int = Field(default=0, ge=0)
     """Longest answer; 0 means rollout.max_new_tokens."""
 

@@ -31,6 +31,10 @@ class EvaluationFailed(Exception):
     """Held-out prompts could not be answered or judged."""
 
 
+class AnswerCut(Exception):
+    """An answer was ended before its end, by weights.pause = "abort"."""
+
+
 @dataclass(frozen=True)
 class Judged:
     """One answer."""
@@ -54,8 +58,8 @@ class Evaluator:
         """Whether the run evaluates at all."""
         return self._config.eval.prompts > 0 and self._data.held_out is not None
 
-    async def evaluate(self, version: Version) -> dict[str, float]:
-        """Ask the held-out prompts of the engines that serve a version.
+    async def evaluate(self, version: Version, *, or_later: bool = False) -> dict[str, float]:
+        """Ask the held-out prompts of the engines that serve a version, with `or_later` also a later one of its epoch.
 
         Returns eval_accuracy and eval_format (where the reward has such parts; eval_accuracy is the reward where it has
         none), eval_reward, eval_response_length (tokens) and eval_prompts. An answer that the reward can't score
@@ -64,16 +68,18 @@ class Evaluator:
         held_out = self._data.held_out
         assert held_out is not None  # asked only if `wanted`
         prompts = [held_out.prompt(index) for index in range(min(self._config.eval.prompts, len(held_out)))]
-        tasks = [asyncio.create_task(self._judge(number, prompt, version)) for number, prompt in enumerate(prompts)]
+        tasks = [
+            asyncio.create_task(self._judge(number, prompt, version, or_later)) for number, prompt in enumerate(prompts)
+        ]
         try:
             return summarise(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _judge(self, number: int, prompt: Prompt, version: Version) -> Judged:
+    async def _judge(self, number: int, prompt: Prompt, version: Version, or_later: bool) -> Judged:
         for attempt in range(1, ATTEMPTS + 1):
-            engines = [e for e in self._fleet.serving(version[0]) if e.version == version]
+            engines = [e for e in self._fleet.serving(version[0]) if or_later or e.version == version]
             rewards = self._fleet.rewards()
             if engines and rewards:
                 try:
@@ -84,6 +90,8 @@ class Evaluator:
                     problem = explain(error)
                     if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
                         raise EvaluationFailed(problem) from error
+                except AnswerCut:
+                    problem = "an answer was cut by a weight synchronisation"
             else:
                 problem = f"no {'rollout' if not engines else 'reward'} replica is ready"
             if number == 0:
@@ -105,6 +113,8 @@ class Evaluator:
             length += len(part.tokens)
             if part.finish_reason:
                 text, finish_reason = part.text, part.finish_reason
+        if finish_reason == "abort":
+            raise AnswerCut
         scored = await self._peers.reward(reward.registration.address).Score(
             ScoreRequest(
                 reward=self._config.reward.name,

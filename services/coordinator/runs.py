@@ -21,7 +21,7 @@ from services.coordinator.fleet import Fleet
 from services.coordinator.peers import Peers
 from services.coordinator.publisher import Publisher
 from services.coordinator.records import Evaluation, Phase, RunRecord
-from services.coordinator.registry import Registry
+from services.coordinator.registry import Registry, Version
 from services.coordinator.run_files import RunFiles
 from services.coordinator.store import Store, StoreUnavailable
 from services.coordinator.weight_sync import WeightSync
@@ -77,6 +77,9 @@ class ActiveRun:
             changed=self._changed,
         )
         self._saving = asyncio.Lock()
+        self._evaluation: asyncio.Task[None] | None = None
+        """The evaluation beside training that was begun last, and the version of which it was."""
+        self._evaluated = 0
         self.assignable = False
         """The board is there, so that replicas can begin."""
 
@@ -122,9 +125,10 @@ class ActiveRun:
             for task in done:
                 task.result()
         finally:
-            for task in (phases, *helpers):
+            tasks = [phases, *helpers, *([self._evaluation] if self._evaluation else [])]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(phases, *helpers, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _phases(self) -> None:
         try:
@@ -165,9 +169,14 @@ class ActiveRun:
                 break
             self._check_failure()
             await self._check_drops(counts)
+            self._begin_evaluation()
             missing = self.fleet.missing()
             await self._say(f"waiting for {', '.join(missing)}" if missing else "")
             await self._changed.wait(WATCH_SECONDS)
+        if self._evaluation is not None:
+            if self._stopping():
+                self._evaluation.cancel()
+            await asyncio.wait({self._evaluation})
 
     async def _finish(self) -> None:
         """Last synchronisation, last evaluation, export, summary."""
@@ -231,7 +240,30 @@ class ActiveRun:
         announced = self.sync.announced
         if announced is None or announced.version != step:
             raise EvaluationFailed(f"version {step} is not on the engines")
-        metrics = await self._evaluator.evaluate((announced.epoch, step))
+        await self._keep_evaluation(step, await self._evaluator.evaluate((announced.epoch, step)))
+
+    def _begin_evaluation(self) -> None:
+        """Begin an evaluation beside training, where eval.interval wants one and none is under way."""
+        interval, version = self.config.eval.interval, self.oldest_version()
+        if not interval or version is None or not self._evaluator.wanted or version >= self.config.run.steps:
+            return
+        if self._evaluation is not None and not self._evaluation.done():
+            return
+        last = max((evaluation.step for evaluation in self.record.evaluations), default=0)
+        announced = self.sync.announced
+        if announced is not None and version // interval > max(last, self._evaluated) // interval:
+            self._evaluated = version
+            self._evaluation = asyncio.create_task(self._evaluate_beside((announced.epoch, version)))
+
+    async def _evaluate_beside(self, version: Version) -> None:
+        try:
+            metrics = await self._evaluator.evaluate(version, or_later=True)
+        except EvaluationFailed as error:
+            await self._note(f"the evaluation of version {version[1]} failed: {error}")
+        else:
+            await self._keep_evaluation(version[1], metrics)
+
+    async def _keep_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         logger.info("evaluation of version %d: %s", step, metrics)
         await self._save(evaluations=(*self.record.evaluations, Evaluation(step=step, metrics=metrics)))
         telemetry.record_step(self.record.run_id, step, metrics)

@@ -22,6 +22,25 @@ def registered(cluster: Cluster, count: int) -> bool:
     return len(cluster.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas) == count
 
 
+def test_evaluations_beside_training(cluster: Cluster) -> None:
+    cluster.judges()
+    cluster.trainer(PEER_STEP_SECONDS="0.4")
+    cluster.rollout("rollout-1")
+    cluster.start_when_up("run", eval__prompts=20, eval__interval=3, run__steps=10)
+    run = cluster.until_state(STOPPED, 60)
+    assert (run.reason, run.step) == ("completed", 10)
+    folder = Path(run.folder)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(11))
+    accuracy = {line["step"]: line["eval_accuracy"] for line in lines if "eval_accuracy" in line}
+    # Before, after, and once in each interval: as soon as the engines have its weights, and it took no step's place.
+    assert [step // 3 for step in accuracy] == [0, 1, 2, 3, 3]
+    assert list(accuracy)[-1] == 10
+    assert list(accuracy.values()) == sorted(accuracy.values())  # the doubles get better with each version
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["accuracy_after"], summary["notes"]) == (accuracy[10], [])
+
+
 def test_a_run_from_start_to_end(cluster: Cluster) -> None:
     start_all(cluster)
     cluster.until("registrations", lambda: registered(cluster, 5))
