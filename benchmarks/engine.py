@@ -228,7 +228,7 @@ def main() -> None:
         if arguments.part == "bare":
             importlib.import_module(
                 "sglang.srt.entrypoints.engine"
-            )  # makes uvloop's the event loop, as SGLang likes it
+            )  # it chooses its event loop
         parts = {"bare": measure_bare, "relaxd": measure_relaxd, "client": measure_client}
         print(json.dumps(asyncio.run(parts[arguments.part](arguments))))
         return
