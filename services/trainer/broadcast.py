@@ -86,7 +86,7 @@ class Broadcaster:
         kind = StockWeightGroup if self._engine == "sglang_external" else WeightGroup
         group = kind(transport, host, port, name, world.stage, world_size, device)
         layout = broadcast_layout(transport, self._engine)
-        membership = _Membership(group, layout, self._make_buffers(layout))
+        membership = _Membership(group, layout, self._make_buffers(layout, device or torch.device("cpu")))
         with self._lock:
             old, self._membership = self._membership, membership
         if old is not None:
@@ -176,12 +176,12 @@ class Broadcaster:
             transfer.wait()
         return BroadcastResult(time.monotonic() - started, sent, found)
 
-    def _make_buffers(self, layout: Layout) -> list[torch.Tensor]:
+    def _make_buffers(self, layout: Layout, device: torch.device) -> list[torch.Tensor]:
         """Buffers for buckets: all in the flat layout, else those of other stages, which this rank has no use for.
 
         They are given up with their group: what an aborted transfer still reads must not be written again.
         """
-        stage, device = self._learner.world.stage, self._learner.world.device
+        stage = self._learner.world.stage
         if layout == "flat":
             size = max(bucket.nbytes for bucket in self._buckets)
         else:

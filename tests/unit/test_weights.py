@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from relaxd.weights.checksum import checksum
+from relaxd.weights.checksum import checksum, checksums
+from relaxd.weights.layout import as_sent, broadcast_layout, piece_bytes, pieces
 from relaxd.weights.manifest import (
     Bucket,
     ManifestError,
@@ -92,3 +93,28 @@ def test_the_checksum_of_a_large_tensor_does_not_depend_on_its_pieces() -> None:
     words = tensor.view(torch.int32).long()
     expected = int((words * (2 * torch.arange(words.numel()) + 1)).sum()) % 2**64
     assert checksum(tensor) == expected
+    assert checksums({"a": tensor, "b": tensor[:5]}) == {"a": expected, "b": checksum(tensor[:5])}
+    assert checksums({}) == {}
+
+
+def test_tensors_travel_from_where_they_are_if_they_can() -> None:
+    tensors = values()
+    bucket = Bucket(tuple(SPECS), 0)
+    sent = dict(zip(tensors, as_sent(bucket, tensors), strict=True))
+    assert all(sent[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
+    turned = {**tensors, "a": tensors["a"].t().contiguous().t().double()}
+    (first, *_) = as_sent(bucket, turned)
+    assert first.is_contiguous()
+    assert torch.equal(first, tensors["a"])
+    for spec, piece in zip(SPECS, pieces(bucket, torch.empty(piece_bytes(bucket), dtype=torch.uint8)), strict=True):
+        assert (piece.dtype, tuple(piece.shape)) == (spec.dtype, spec.shape)
+        piece.copy_(tensors[spec.name])
+        assert torch.equal(piece, tensors[spec.name])
+    with pytest.raises(ManifestError, match="a is of shape"):
+        as_sent(bucket, {**tensors, "a": torch.zeros(2)})
+
+
+def test_the_layout_follows_from_transport_and_engine() -> None:
+    assert broadcast_layout("nccl", "sglang") == "direct"
+    assert broadcast_layout("nccl", "sglang_external") == "flat"
+    assert broadcast_layout("gloo", "sglang") == broadcast_layout("gloo", "transformers") == "flat"

@@ -87,7 +87,8 @@ class SGLangWeights:
         device = self._device if transport == "nccl" else None
         group = WeightGroup(transport, store_host, store_port, name, rank, world_size, device)
         layout = broadcast_layout(transport, "sglang")
-        receiver = _Receiver(self._model, group, buckets, destinations, layout, self._device, self._touch)
+        place = device or torch.device("cpu")
+        receiver = _Receiver(self._model, group, buckets, destinations, layout, place, self._touch)
         with self._lock:
             old, self._receiver = self._receiver, receiver
         if old is not None:
@@ -233,7 +234,7 @@ class _Receiver:
                 self._model.load_weights([(part.spec.name, tensor)])
             for copy in part.copies:
                 copy.target.copy_(copy.source(tensor))
-                if with_checksums and not torch.equal(copy.target, copy.source(tensor).to(copy.target.dtype)):
+                if with_checksums and not torch.equal(copy.target, copy.source(tensor).to(copy.target)):
                     raise WeightGroupError(f"{part.spec.name}: the model's memory is not what was received")
         if not with_checksums:
             return {}

@@ -1,0 +1,33 @@
+"""One rank of a world that broadcasts its weights tensor by tensor, as over NCCL, but over gloo.
+
+RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as for torchrun; arguments: model, parallel sizes in JSON, the store's
+port, the group's name and size
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from services.trainer import broadcast
+from services.trainer.broadcast import Broadcaster, weight_buckets
+from tests.integration.trainer.trainer_worlds import Job, make_learner
+
+BUCKET_BYTES = 30_000
+
+
+def main() -> None:
+    """Send twice; print the result of the second time."""
+    model, parallel, port, name, size = sys.argv[1:]
+    learner = make_learner(Job(Path(model), json.loads(parallel)), int(os.environ["WORLD_SIZE"]))
+    broadcast.broadcast_layout = lambda transport, engine: "direct"  # type: ignore[assignment]
+    broadcaster = Broadcaster(learner, weight_buckets(learner, BUCKET_BYTES), "sglang")
+    if learner.world.gather.source:
+        broadcaster.join("gloo", "127.0.0.1", int(port), name, int(size), 60)
+    for checksums in (False, True):
+        result = broadcaster.broadcast(name, 60, checksums)
+    print(json.dumps({"bytes": result.bytes, "checksums": result.checksums}))
+
+
+if __name__ == "__main__":
+    main()
