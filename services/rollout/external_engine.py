@@ -1,16 +1,15 @@
 """An SGLang server that somebody else runs, in the place of an engine of one's own.
 
 It has the methods of `services.rollout.engine.Engine`, and speaks HTTP with the server (SGLang 0.5.15's native API).
-What the server itself cannot do is done here: the lease of a pause, the abort of requests, the version of each token,
+What the server itself cannot do is done here: the lease of a pause, ending requests at once, the version of each token,
 deadlines.
 """
 
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from relaxd.config import RolloutConfig
 from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
 from services.rollout.engine import Engine, RequestFailed
 from services.rollout.engines.base import Output, PauseMode, Sampling, Version
-from services.rollout.external_samples import EVENT_TOKENS, ONLY_AT_END, EventStyle, ExternalSample, label
+from services.rollout.external_requests import ExternalRequests
+from services.rollout.external_samples import label
 from services.rollout.external_server import KEEP_MEMORY, ServerFacts, connect
 from services.rollout.external_weights import ExternalWeights
 from services.rollout.model_folder import ModelFolder, read_model_folder
@@ -31,28 +31,8 @@ PROBE_SECONDS = 2.0
 SCHEDULER_SECONDS = 60.0
 """A server whose scheduler doesn't answer for so long, outside of an update, is taken for dead."""
 STATS_SECONDS = 1.0
-SHARED_PROMPT_TOKENS = 64
-"""A prompt of so many tokens is computed first and then shared by its samples; SGLang would compute it for each."""
 
 logger = logging.getLogger(__name__)
-
-
-class _Running:
-    """A request of n samples under way."""
-
-    def __init__(self, n: int, *, stream: bool) -> None:
-        identity = uuid.uuid4().hex
-        # Of equal length: the server's abort takes what it is given for a prefix.
-        self.sample_ids = [f"{identity}-{index:04d}" for index in range(n)]
-        self.stream = stream
-        self.samples: list[ExternalSample] = []
-        self.outputs: asyncio.Queue[Output | Exception] = asyncio.Queue()
-        self.reading: asyncio.Task[None] | None = None
-
-    @property
-    def open_ids(self) -> list[str]:
-        """Of the samples that have been sent and not ended."""
-        return [sample_id for sample_id, sample in zip(self.sample_ids, self.samples, strict=False) if not sample.ended]
 
 
 class ExternalEngine:
@@ -67,23 +47,18 @@ class ExternalEngine:
         on_tokens: Callable[[int, float], None],
     ) -> None:
         self._client = client
-        self._facts = facts
-        self._model = model
         self._on_exit = on_exit
         self._on_tokens = on_tokens
-        self._running: dict[str, _Running] = {}
-        self._sent = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._ended: str | None = None
         self._open = asyncio.Event()
-        """Whether requests may be sent: not during a pause, so that they carry the weights' label that holds then."""
+        """Whether requests may be sent: not during a pause, so that they carry the label of the weights they get."""
         self._open.set()
         self._lease: asyncio.Task[None] | None = None
+        self._requests = ExternalRequests(client, facts, model, self._wait_open, self._end)
         self._updates = ExternalWeights(client)
         self._updating = False
-        self._tokens = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Task[None] | None = None
         self.vocabulary = model.vocabulary
         """Token ids are below this."""
         self.context = facts.context or model.context
@@ -145,24 +120,9 @@ class ExternalEngine:
         Raises RequestFailed, or ServerGone when the server dies.
         """
         self._raise_if_gone()
-        running = _Running(n, stream=stream)
-        self._running[running.sample_ids[0]] = running
-        self._idle.clear()
-        running.reading = self._start(self._read(running, prompt_tokens, sampling), "read a request")
-        running.reading.add_done_callback(lambda task: self._finish_reading(running, task))
-        ended = 0
-        try:
-            while ended < n:
-                output = await running.outputs.get()
-                if isinstance(output, Exception):
-                    raise output
-                ended += output.finish_reason is not None
+        async with aclosing(self._requests.generate(prompt_tokens, n, sampling, stream=stream)) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
                 yield output
-        finally:
-            running.reading.cancel()
-            self._running.pop(running.sample_ids[0], None)
-            if running.open_ids and self.alive:
-                self._start(self._abort(running.open_ids), "abort a request")
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
         """Pause generation; returns the number of samples held in place.
@@ -170,52 +130,53 @@ class ExternalEngine:
         in_place and retract are the server's. For abort the server rests in place while requests end here at once,
         with what was reported of them; for drain no request is sent until those under way have ended.
         """
-        self._raise_if_gone()
         if self._updating:
             raise ChildRequestError("EngineError", "weights are being received: the engine is paused already", {})
         deadline = time.monotonic() + timeout
         self._open.clear()
-        if self._lease is not None:
-            self._lease.cancel()
+        self._replace_lease(None)
         try:
             if mode == "drain":
                 async with asyncio.timeout(timeout):
-                    await self._idle.wait()
+                    await self._requests.idle.wait()
             left = max(deadline - time.monotonic(), 0.1)
             body = {"mode": "retract" if mode == "retract" else "in_place"}
-            await self._client.call("/pause_generation", body, timeout=left)
-        except TimeoutError as error:
-            self._open.set()
-            raise ChildRequestError(
-                "EngineError", f"the running requests did not end within {timeout:g} s (mode drain)", {}
-            ) from error
-        except ChildError:
-            self._lease = self._start(self._end_lease(0.0), "take back a pause")  # the server may still get to it
+            with self._noticing_death():
+                await self._client.call("/pause_generation", body, timeout=left)
+        except BaseException as error:
+            self._replace_lease(self._go_on())  # the server may still come to pause
+            if isinstance(error, TimeoutError):
+                raise ChildRequestError(
+                    "EngineError", f"the running requests did not end within {timeout:g} s (mode drain)", {}
+                ) from error
             raise
-        self._lease = self._start(self._end_lease(lease_seconds), "lease of a pause")
+        self._replace_lease(self._end_lease(lease_seconds))
         if mode == "abort":
-            self._abort_all()
-        return sum(len(running.open_ids) for running in self._running.values())
+            self._requests.end_all()
+        return len(self._requests.running_ids)
 
     async def resume(self) -> None:
         """End the pause. Raises ChildRequestError during an update; a quarantined server stays paused."""
         if self._updating:
             raise ChildRequestError("EngineError", "weights are being received: the pause cannot end now", {})
-        if self._lease is not None:
-            self._lease.cancel()
-        await self._continue()
+        self._replace_lease(None)
+        try:
+            with self._noticing_death():
+                await self._continue()
+        except BaseException:
+            self._replace_lease(self._go_on())
+            raise
 
     async def join(self, group: Mapping[str, Any], timeout: float) -> None:
         """Connect with a weight group: name, transport, store_host, store_port, rank, world_size, manifest (base64)."""
-        self._raise_if_gone()
-        await self._updates.join(group, timeout)
+        with self._noticing_death():
+            await self._updates.join(group, timeout)
 
     async def receive(self, group_name: str, weights: Version, timeout: float, *, checksum: bool) -> dict[str, Any]:
         """Receive and commit one version; returns seconds, and no checksums: a stock server has none to give.
 
         Raises ChildRequestError of kind WeightGroupError when it breaks: the model may be of two versions then.
         """
-        self._raise_if_gone()
         if self._open.is_set():
             raise ChildRequestError("EngineError", "the engine is not paused, or the lease of its pause has ended", {})
         if self._updating:
@@ -223,7 +184,8 @@ class ExternalEngine:
         started = time.monotonic()
         self._updating = True
         try:
-            await self._updates.receive(group_name, label(weights), timeout)
+            with self._noticing_death():
+                await self._updates.receive(group_name, label(weights), timeout)
         except BaseException:
             self.quarantined = self.quarantined or self._updates.touched
             raise
@@ -240,103 +202,18 @@ class ExternalEngine:
 
     async def stop(self) -> None:
         """Let go of the server, which lives on: its requests of ours are aborted, its pause is ended."""
-        self._on_exit = lambda reason: None
         if self.alive:
-            open_ids = [sample_id for running in self._running.values() for sample_id in running.open_ids]
-            paused = not self._open.is_set()
-            self._end("the engine is stopped")
+            running_ids, paused = self._requests.running_ids, not self._open.is_set()
+            self._mark_ended("the engine is stopped")
             with suppress(ChildError, TimeoutError):
                 async with asyncio.timeout(STOP_SECONDS):
-                    await self._abort(open_ids)
+                    await self._requests.abort(running_ids)
                     await self._updates.leave_all()
                     if paused:
                         await self._client.call("/continue_generation", KEEP_MEMORY, timeout=STOP_SECONDS)
-        tasks = [*self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.close()
-
-    async def _read(self, running: _Running, prompt: tuple[int, ...], sampling: Sampling) -> None:
-        weights = await self._wait_open()
-        n = len(running.sample_ids)
-        while n > 1 and len(prompt) >= SHARED_PROMPT_TOKENS and self._facts.prefix_cache:
-            only_prompt = {
-                "input_ids": prompt,
-                "extra_key": label(weights),
-                "sampling_params": {"max_new_tokens": 0},
-                "stream": True,
-            }
-            with self._sending():
-                async for _ in self._client.stream("/generate", only_prompt):
-                    pass
-            before, weights = weights, await self._wait_open()
-            if weights == before:
-                break
-        style = self._style(stream=running.stream)
-        running.samples = [ExternalSample(index, style, weights, self._decode) for index in range(n)]
-        body = {
-            "input_ids": [prompt] * n,
-            "rid": running.sample_ids,
-            "extra_key": label(weights),  # the prefix cache never mixes versions
-            "sampling_params": [self._sampling(sampling, index, style) for index in range(n)],
-            "return_logprob": True,
-            "stream": True,
-        }
-        with self._sending():
-            async for event in self._client.stream("/generate", body):
-                sample = running.samples[event["index"]]
-                told = sample.tokens
-                sample.take(event)
-                self._tokens += sample.tokens - told
-                if running.stream or sample.ended:
-                    running.outputs.put_nowait(sample.undelivered())
-                if all(sample.ended for sample in running.samples):
-                    return
-
-    @contextmanager
-    def _sending(self) -> Iterator[None]:
-        """Around what the server works on: a pause in mode drain waits for its end."""
-        self._sent += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._sent -= 1
-            if not self._sent:
-                self._idle.set()
-
-    def _sampling(self, sampling: Sampling, index: int, style: EventStyle) -> dict[str, Any]:
-        stop_ids = () if sampling.ignore_eos else sampling.stop_token_ids or self._model.end_ids
-        return {
-            "max_new_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "stop_token_ids": stop_ids,
-            "ignore_eos": sampling.ignore_eos,
-            "sampling_seed": (sampling.seed + index) & 0x7FFFFFFF,
-            "stream_interval": style.interval,
-        }
-
-    def _style(self, *, stream: bool) -> EventStyle:
-        unstreamed = EVENT_TOKENS if self._facts.incremental else ONLY_AT_END
-        return EventStyle(self._facts.incremental, 1 if stream else unstreamed, self._facts.late_tokens)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._model.tokenizer.decode(list(tokens), skip_special_tokens=False))
-
-    def _finish_reading(self, running: _Running, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is None:
-            return
-        if isinstance(error, ServerGone):
-            self._end(str(error))
-        elif isinstance(error, RequestFailed | ChildRequestError):
-            running.outputs.put_nowait(RequestFailed(str(error)))
-        else:
-            logger.error("a request failed", exc_info=error)
-            running.outputs.put_nowait(RequestFailed(f"{type(error).__name__}: {error}"))
+            self._closing = asyncio.create_task(self._close(), name="let go of the server")
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
 
     async def _wait_open(self) -> Version:
         """Wait for the end of a pause; returns the weights that are served."""
@@ -346,28 +223,6 @@ class ExternalEngine:
         if self.weights is None:
             raise RequestFailed("the server has no weights yet")
         return self.weights
-
-    def _abort_all(self) -> None:
-        for running in list(self._running.values()):
-            open_ids = running.open_ids
-            if running.reading is not None:
-                running.reading.cancel()
-            if not running.samples:  # it had not been sent
-                style, weights = self._style(stream=running.stream), self.weights or Version(0, 0)
-                running.samples = [
-                    ExternalSample(index, style, weights, self._decode) for index in range(len(running.sample_ids))
-                ]
-            for sample in running.samples:
-                if not sample.ended:
-                    sample.end("abort")
-                    running.outputs.put_nowait(sample.undelivered())
-            self._start(self._abort(open_ids), "abort a request")
-
-    async def _abort(self, sample_ids: list[str]) -> None:
-        calls = (self._client.call("/abort_request", {"rid": rid}, timeout=CONTROL_SECONDS) for rid in sample_ids)
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(result, ChildError):
-                logger.warning("a request could not be aborted, it runs to its end: %s", result)
 
     async def _continue(self) -> None:
         if self.quarantined:
@@ -381,6 +236,10 @@ class ExternalEngine:
         while self._updating:  # it has a deadline of its own
             await asyncio.sleep(0.1)
         logger.warning("the lease of the pause has ended: generation goes on without a resume")
+        await self._go_on()
+
+    async def _go_on(self) -> None:
+        """End the pause, whatever it takes."""
         while True:
             try:
                 return await self._continue()
@@ -388,6 +247,12 @@ class ExternalEngine:
                 logger.error("the pause could not be ended, trying again: %s", error)
             except ChildError as error:
                 return self._end(str(error))
+
+    def _replace_lease(self, work: Coroutine[Any, Any, None] | None) -> None:
+        """Forget what would end the pause, and have something else end it."""
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = self._start(work, "end a pause") if work is not None else None
 
     async def _probe(self) -> None:
         """Ask the server's scheduler how it is, until it doesn't answer or serves weights that nobody gave it."""
@@ -399,6 +264,8 @@ class ExternalEngine:
             try:
                 info = await self._client.call("/server_info", timeout=SCHEDULER_SECONDS)
             except ChildError as error:
+                if self._updating and isinstance(error, ChildTimeout):
+                    continue  # it is busy with that
                 return self._end(str(error))
             served = str(info.get("weight_version"))
             if weights is not None and weights == self.weights and not self._updating and served != label(weights):
@@ -408,32 +275,52 @@ class ExternalEngine:
                 )
 
     async def _tell_stats(self) -> None:
-        measured, tokens = time.monotonic(), self._tokens
+        measured, tokens = time.monotonic(), self._requests.tokens
         while True:
             await asyncio.sleep(STATS_SECONDS)
             before, tokens_before = measured, tokens
-            measured, tokens = time.monotonic(), self._tokens
+            measured, tokens = time.monotonic(), self._requests.tokens
             per_second = (tokens - tokens_before) / (measured - before)
             self._on_tokens(tokens - tokens_before, per_second)
-            sent = [running for running in self._running.values() if running.samples]
-            waiting = [running for running in self._running.values() if not running.samples]
             self.gauges = {
                 "tokens_per_second": per_second,
-                "running_samples": float(sum(len(running.open_ids) for running in sent)),
-                "waiting_samples": float(sum(len(running.sample_ids) for running in waiting)),
+                "running_samples": float(len(self._requests.running_ids)),
+                "waiting_samples": float(self._requests.waiting_samples),
             }
 
     def _end(self, reason: str) -> None:
-        """The server is gone (or no longer ours): whoever waits for it is told."""
-        if self._ended is not None:
-            return
+        """The server is gone, or no longer ours."""
+        if self._ended is None:
+            self._ended = reason
+            self._on_exit(reason)
+            self._mark_ended(reason)
+            self._closing = asyncio.create_task(self._close(), name="let go of the server")
+
+    def _mark_ended(self, reason: str) -> None:
+        """Whoever waits for the server is told."""
         self._ended = reason
         self.weights = None
         self.gauges = {}
-        self._on_exit(reason)
         self._open.set()
-        for running in self._running.values():
-            running.outputs.put_nowait(ServerGone(reason))
+        self._requests.fail_all(reason)
+
+    async def _close(self) -> None:
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._requests.close()
+        await self._client.close()
+
+    @contextmanager
+    def _noticing_death(self) -> Iterator[None]:
+        """Raises ServerGone if the server is gone, or is found gone inside."""
+        self._raise_if_gone()
+        try:
+            yield
+        except ServerGone as error:
+            self._end(str(error))
+            raise
 
     def _raise_if_gone(self) -> None:
         if self._ended is not None:

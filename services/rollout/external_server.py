@@ -93,8 +93,9 @@ async def _wait_until_up(client: SGLangClient) -> dict[str, Any]:
     while True:
         try:
             return await client.call("/server_info", timeout=ASK_SECONDS)
-        except (ServerGone, ChildTimeout) as error:
-            if time.monotonic() > deadline:
+        except (ServerGone, ChildTimeout, ChildRequestError) as error:
+            refused = isinstance(error, ChildRequestError) and error.details["status"] < 500
+            if refused or time.monotonic() > deadline:
                 raise
             logger.info("waiting for the server: %s", error)
             await asyncio.sleep(RETRY_SECONDS)

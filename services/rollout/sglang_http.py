@@ -47,7 +47,7 @@ class SGLangClient:
         except aiohttp.ClientError as error:
             raise self._gone(path, error) from error
         if response.status != 200:
-            raise ChildRequestError("EngineError", self._reason(path, response.status, text), {})
+            raise self._refusal(path, response.status, text)
         return self._parse(path, text) if text else {}
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -61,7 +61,7 @@ class SGLangClient:
             async with self._session.post(self.url + path, json=body, timeout=deadline) as response:
                 if response.status != 200:
                     text = await response.text()
-                    raise ChildRequestError("EngineError", self._reason(path, response.status, text), {})
+                    raise self._refusal(path, response.status, text)
                 async for line in _lines(response.content):
                     if not line.startswith(b"data:"):
                         continue
@@ -70,7 +70,7 @@ class SGLangClient:
                         return
                     event = self._parse(path, data)
                     if "error" in event:
-                        raise ChildRequestError("EngineError", self._reason(path, 400, data.decode()), {})
+                        raise self._refusal(path, 400, data.decode())
                     yield event
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._gone(path, error) from error
@@ -92,8 +92,8 @@ class SGLangClient:
             raise ServerGone(f"{self.url} does not answer {path} as SGLang does: {text[:100]!r}")
         return value
 
-    def _reason(self, path: str, status: int, text: str) -> str:
-        """The server's words; its error bodies come in several shapes."""
+    def _refusal(self, path: str, status: int, text: str) -> ChildRequestError:
+        """With the server's words; its error bodies come in several shapes. `details` has the status."""
         try:
             words = json.loads(text)
         except ValueError:
@@ -103,7 +103,8 @@ class SGLangClient:
                 words = words[name]
         if status in (401, 403):
             words = f"{words} (is RELAXD_SGLANG_KEY the server's API key?)"
-        return f"{self.url}{path} refused ({status}): {str(words)[:_REASON_LENGTH]}"
+        reason = f"{self.url}{path} refused ({status}): {str(words)[:_REASON_LENGTH]}"
+        return ChildRequestError("EngineError", reason, {"status": status})
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

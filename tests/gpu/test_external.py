@@ -67,9 +67,11 @@ def server(model: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def trainer(model: Path) -> Trainer:
+def trainer(model: Path) -> Iterator[Trainer]:
     network = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to("cuda:0")
-    return Trainer(dict(network.state_dict()), bucket_bytes=128 << 20, device=torch.device("cuda", 0))
+    trainer = Trainer(dict(network.state_dict()), bucket_bytes=128 << 20, device=torch.device("cuda", 0))
+    yield trainer
+    trainer.close()
 
 
 @pytest.fixture

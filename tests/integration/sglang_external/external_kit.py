@@ -104,8 +104,14 @@ class Trainer:
         }
 
     def connect(self, name: str, timeout: float = 20.0) -> None:
+        self.close()
         self.group = StockWeightGroup(self._transport, "127.0.0.1", self._store.port, name, 0, 2, self._device)
         self.group.connect(timeout)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.group is not None:
+            self.group.abort()
 
     def broadcast(self, tensors: dict[str, torch.Tensor], *, buckets: int | None = None, timeout: float = 20.0) -> None:
         """Send some tensors in the place of one's own, or only the first buckets."""
@@ -174,7 +180,7 @@ async def connect(server: Server, model: Path, exits: list[str] | None = None, *
         server.url,
         KEY,
         model,
-        RolloutConfig(**config),
+        RolloutConfig(engine="sglang_external", **config),
         on_exit=(exits if exits is not None else []).append,
         on_tokens=lambda count, per_second: None,
     )

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,12 @@ from tests.models import make_tiny_model
 
 
 @pytest.fixture(scope="module")
-def trainer(model: Path) -> Trainer:
+def trainer(model: Path) -> Iterator[Trainer]:
     tensors = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     del tensors["lm_head.weight"]  # tied
-    return Trainer(tensors, bucket_bytes=60_000)
+    trainer = Trainer(tensors, bucket_bytes=60_000)
+    yield trainer
+    trainer.close()
 
 
 @pytest.fixture
@@ -207,13 +209,15 @@ async def test_an_aborting_pause_ends_requests_with_what_they_have(engine: Engin
             await asyncio.sleep(0.02)
 
 
-async def test_a_draining_pause_waits_for_requests(engine: Engine) -> None:
+async def test_a_draining_pause_waits_for_requests(engine: Engine, server: Server) -> None:
     await engine.sync(1)
-    sampling = Sampling(max_new_tokens=100, ignore_eos=True)
+    sampling = Sampling(max_new_tokens=200, ignore_eos=True)
     answering = asyncio.create_task(engine.generate(2, sampling))
-    await asyncio.sleep(0)
-    with pytest.raises(ChildRequestError, match=r"did not end within 0\.05 s"):
-        await engine.engine.pause("drain", 30, 0.05)
+    async with asyncio.timeout(10):
+        while not await running_samples(server):
+            await asyncio.sleep(0.01)
+    with pytest.raises(ChildRequestError, match=r"did not end within 0\.02 s"):
+        await engine.engine.pause("drain", 30, 0.02)
     pausing = asyncio.create_task(engine.engine.pause("drain", 30, 20))
     late = asyncio.create_task(engine.generate(sampling=sampling))
     assert await pausing == 0
