@@ -179,6 +179,31 @@ def write_page(page: Page) -> None:
     page.call("Which replicas are registered:", COORDINATOR, call("ListReplicas"), {"role": "ROLE_ROLLOUT"})
     page.call("Any process about itself:", f"127.0.0.1:{PORTS['reward']}", "relaxd.v1.Replica/GetStatus")
 
+    page.heading("GPUs")
+    uuid = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+    request = {"replica_id": "rollout-1", "candidate_uuids": [uuid], "count": 1}
+    page.call(
+        "Replicas lease the GPUs that they use when they start on a run; here it is done by hand, with a made-up one:",
+        COORDINATOR,
+        call("LeaseGpus"),
+        request,
+    )
+    page.call("Nobody else gets it:", COORDINATOR, call("LeaseGpus"), request | {"replica_id": "trainer-1"})
+    page.call(
+        "Who holds which (`relaxd status` shows it, too):",
+        COORDINATOR,
+        call("ListReplicas"),
+        {"role": "ROLE_ROLLOUT"},
+        tail="grep -A2 leased_gpu_uuids",
+    )
+    nothing = {"replica_id": "rollout-1", "count": 0}
+    page.call(
+        "It comes back when the replica stops working on the run, is drained or dies; by hand:",
+        COORDINATOR,
+        call("LeaseGpus"),
+        nothing,
+    )
+
     page.heading("Runs")
     wrong = {"config_toml": "[run]\nstep = 3"}
     page.call("A mistake is named with its field, and nothing is started:", COORDINATOR, call("StartRun"), wrong)
