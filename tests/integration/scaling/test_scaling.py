@@ -31,7 +31,7 @@ def start_all(cluster: ScalingCluster, *, trainer: bool = True, max_restarts: in
     cluster.rollout("first")
     if trainer:
         cluster.trainer(PEER_STEP_SECONDS="0.1")
-    cluster.start_when_up("run", run__steps=100000, board__max_staleness=4)
+    cluster.start_when_up("run", run__steps=100000, trainer__groups_per_step=8)
 
 
 def refusal(call, *arguments, **named) -> grpc.RpcError:
