@@ -216,14 +216,14 @@ class WeightGroup:
             return NcclConnection(store, self.rank, self.world_size, self._device, timeout, self.aborted)
         return GlooConnection(store, self.rank, self.world_size, address_towards(*self._store_address), timeout)
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, tell: bool = True) -> None:
         with self._lock:
             connection, self._connection = self._connection, None
             store, self._store = self._store, None
         if connection is None or store is None:
             return
-        # A store whose host is frozen doesn't answer, so nobody waits for it.
-        threading.Thread(target=_tell_aborted, args=(store,), name=f"abort {self.name}", daemon=True).start()
+        if tell:  # a store whose host is frozen doesn't answer, so nobody waits for it
+            threading.Thread(target=_tell_aborted, args=(store,), name=f"abort {self.name}", daemon=True).start()
         letting_go = threading.Thread(target=connection.abort, name=f"release {self.name}", daemon=True)
         letting_go.start()
         if self.transport == "nccl":
@@ -238,7 +238,8 @@ class WeightGroup:
                 if store.check([_ABORTED]):
                     self.abort()
             except RuntimeError:  # the store, and so the trainer, is gone
-                self.abort()
+                self.aborted.set()
+                self._let_go(tell=False)
 
 
 def _tell_aborted(store: dist.Store) -> None:

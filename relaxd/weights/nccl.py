@@ -7,6 +7,7 @@ communicators are nonblocking, every call returns at once and is followed up, an
 """
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
+
+from relaxd.weights.environment import NCCL_ENVIRONMENT
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
@@ -88,6 +91,7 @@ class NcclConnection:
 
         Raises NcclError when that fails or takes longer than `timeout` seconds, or as soon as `cancelled` is set.
         """
+        check_environment()
         self.device = device
         self._nccl = _library()
         self._cancelled = cancelled
@@ -107,7 +111,7 @@ class NcclConnection:
                 )
                 self._settle("ncclCommInitRankConfig", code, deadline)
                 self._warm_up(deadline)
-            except NcclError:
+            except BaseException:
                 self.abort()
                 raise
 
@@ -210,6 +214,16 @@ class NcclConnection:
         name = self._nccl.ncclGetErrorString(code).decode()
         detail = (self._nccl.ncclGetLastError(self._communicator) or b"").decode().strip()
         return NcclError(f"{what}: {name}" + (f" ({detail})" if detail else ""))
+
+
+def check_environment() -> None:
+    """Raise NcclError where NCCL would exchange other handles of memory than the other members."""
+    name = "NCCL_CUMEM_ENABLE"
+    if os.environ.get(name) != NCCL_ENVIRONMENT[name]:
+        raise NcclError(
+            f"{name} is {os.environ.get(name, 'not set')} in this process: it must be {NCCL_ENVIRONMENT[name]} "
+            "in every member before NCCL is first used, as relaxd.weights.environment says"
+        )
 
 
 @cache

@@ -6,14 +6,11 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
 import pytest
-import torch
-
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 ELEMENTS = [3, 1 << 20, 77, (64 << 20) + 5, 1 << 10, 128 << 20]
 """Small and large ones, of sizes that divide by nothing: 387 MB."""
@@ -75,7 +72,10 @@ def broadcast(members: list[Member], source: int, value: float, repeat: int = 1)
     return float(max(answer["seconds"] for answer in answers))
 
 
-def test_a_member_that_is_killed_costs_the_others_neither_process_nor_gpu(members: list[Member]) -> None:
+@pytest.mark.gpu(2)
+def test_a_member_that_is_killed_costs_the_others_neither_process_nor_gpu(
+    members: list[Member], facts: Callable[[str, object], None]
+) -> None:
     """One story, because starting CUDA in processes is most of its cost."""
     names = (f"group-{number}" for number in count())
     members[0].tell("host")
@@ -85,7 +85,8 @@ def test_a_member_that_is_killed_costs_the_others_neither_process_nor_gpu(member
     broadcast(members, source=1, value=-4.0)
     seconds = broadcast(members, source=0, value=5.0, repeat=20)
     pace = 20 * 2 * sum(ELEMENTS) / seconds / 1e9
-    print(f"connected in {first:.2f} s; {pace:.0f} GB/s in groups of {len(ELEMENTS)} tensors")
+    facts("connect_seconds", first)
+    facts("gigabytes_per_second", pace)
     assert pace > 50
     members[1].tell("works")
     members[1].answer()
@@ -101,9 +102,8 @@ def test_a_member_that_is_killed_costs_the_others_neither_process_nor_gpu(member
 
     # The same process meets another one in a new group.
     members[1] = Member(1)
-    again = connect(members, port, next(names))
+    connect(members, port, next(names))
     broadcast(members, source=0, value=7.0)
-    print(f"connected again, with a new process, in {again:.2f} s")
 
     # It dies while both are in the middle of broadcasts, and the other one is told so.
     for member in members:
@@ -132,5 +132,5 @@ def test_a_member_that_is_killed_costs_the_others_neither_process_nor_gpu(member
     # And a new group of the same processes, as after a change of members.
     warm = connect(members, port, next(names))
     broadcast(members, source=1, value=2.0)
-    print(f"connected again, with the same processes, in {warm:.2f} s")
+    facts("connect_again_seconds", warm)
     assert warm < 2.0
