@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import grpc
@@ -14,6 +15,8 @@ from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 ENDED = (pb.RUN_STATE_STOPPED, pb.RUN_STATE_FAILED)
 """States in which nothing more happens."""
+CHECKPOINT_SECONDS = 1800.0
+"""How long a checkpoint is waited for."""
 AWAY_SECONDS = 60.0
 """How long watching goes on while no coordinator answers: one that restarts is back long before."""
 
@@ -57,6 +60,16 @@ class Coordinator:
     def resume_run(self, run_id: str) -> pb.Run:
         """End a pause."""
         return self._call(self._stub.ResumeRun, pb.ResumeRunRequest(run_id=run_id)).run
+
+    def restore_run(self, folder: Path) -> pb.Run:
+        """Take up a run from its folder; reading its data takes a moment."""
+        return self._call(self._stub.RestoreRun, pb.RestoreRunRequest(folder=str(folder)), seconds=120).run
+
+    def save_checkpoint(self, run_id: str) -> pb.SaveCheckpointResponse:
+        """Let the trainer take a checkpoint, and wait until it is on the disk."""
+        request = pb.SaveCheckpointRequest(run_id=run_id)
+        response: pb.SaveCheckpointResponse = self._call(self._stub.SaveCheckpoint, request, seconds=CHECKPOINT_SECONDS)
+        return response
 
     def stop_run(self, run_id: str, reason: str) -> pb.Run:
         """End a run early."""

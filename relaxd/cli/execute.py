@@ -14,7 +14,7 @@ from rich.text import Text
 
 from relaxd.cli import fetch, stack
 from relaxd.cli.check import check
-from relaxd.cli.coordinator import Coordinator
+from relaxd.cli.coordinator import ENDED, Coordinator
 from relaxd.cli.errors import CliError
 from relaxd.cli.follow import follow
 from relaxd.cli.ports import LOOPBACK, is_free
@@ -22,8 +22,11 @@ from relaxd.cli.report import read_result, save_samples, write_report
 from relaxd.cli.state import StateFolder
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, dump
+from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
 REPORT_SAMPLES = 64
+Begin = Callable[[Coordinator], Run]
+"""Starts a run, or goes on with one."""
 LONGEST_PAUSE_SECONDS = 120.0
 """How long a run on services of its own may stay paused, by itself or by a person, before it is given up."""
 
@@ -48,15 +51,34 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     if where.address is not None and not where.address.startswith((LOOPBACK, "localhost")):
         # Paths are those of the coordinator's machine, and so is the run's folder.
         with Coordinator(where.address) as coordinator:
-            return _train(coordinator, config, run_id, where, console)
+            return _train(coordinator, _starting(config, run_id), where, console)
     prepare_model(config, say)
     if problems := check(config):
         raise ConfigError(problems)
     config = _with_shared_cores(_with_absolute_paths(config), _engines(where))
     if where.address is not None:
         with Coordinator(where.address) as coordinator:
-            return _train(coordinator, config, run_id, where, console)
-    return _on_own_services(config, run_id, where, console, say)
+            return _train(coordinator, _starting(config, run_id), where, console)
+    return _on_own_services(_starting(config, run_id), run_id, where, console)
+
+
+def execute_again(run_id: str, run_folder: Path, where: Where, console: Console) -> Path:
+    """Bring services up for a run whose services are all gone, and take it to its end. Returns its folder.
+
+    Its Redis is started on the data that the last one left; where that is gone too, the run goes on from its folder.
+    Raises CliError: there is no such run, or it has ended.
+    """
+
+    def begin(coordinator: Coordinator) -> Run:
+        known = {run.run_id: run for run in coordinator.runs()}
+        if run_id not in known:
+            _sayer(console)(f"Redis doesn't know run {run_id}: restoring it from {run_folder}")
+            return coordinator.restore_run(run_folder)
+        if known[run_id].state in ENDED:
+            raise CliError(f"run {run_id} has ended ({known[run_id].reason})", "relaxd run starts another one")
+        return coordinator.resume_run(run_id) if known[run_id].state == RUN_STATE_PAUSED else known[run_id]
+
+    return _on_own_services(begin, run_id, where, console)
 
 
 def prepare_model(config: RunConfig, say: Callable[[str], None]) -> None:
@@ -66,9 +88,12 @@ def prepare_model(config: RunConfig, say: Callable[[str], None]) -> None:
         fetch.fetch(name, say)
 
 
-def _on_own_services(
-    config: RunConfig, run_id: str, where: Where, console: Console, say: Callable[[str], None]
-) -> Path:
+def _starting(config: RunConfig, run_id: str) -> Begin:
+    return lambda coordinator: coordinator.start_run(dump(config), run_id)
+
+
+def _on_own_services(begin: Begin, run_id: str, where: Where, console: Console) -> Path:
+    say = _sayer(console)
     folder = where.folder
     # A run of its own gets a Redis of its own, unless the services stay.
     redis_data = folder.redis_data if where.keep_up else folder.path / f"redis-{run_id}"
@@ -84,7 +109,7 @@ def _on_own_services(
         state = stack.up(folder, plan, say)
         say(f"up: {', '.join(f'{service.name} ({service.pid})' for service in state.services)}")
         with Coordinator(plan.coordinator) as coordinator:
-            run_folder = _train(coordinator, config, run_id, where, console)
+            run_folder = _train(coordinator, begin, where, console)
         stay = where.keep_up
         return run_folder
     except KeyboardInterrupt:  # before the run began
@@ -100,7 +125,7 @@ def _on_own_services(
                 shutil.rmtree(redis_data, ignore_errors=True)
 
 
-def _train(coordinator: Coordinator, config: RunConfig, run_id: str, where: Where, console: Console) -> Path:
+def _train(coordinator: Coordinator, begin: Begin, where: Where, console: Console) -> Path:
     ours = where.address is None
 
     def healthy() -> None:
@@ -109,7 +134,7 @@ def _train(coordinator: Coordinator, config: RunConfig, run_id: str, where: Wher
                 raise stack.failure(where.folder, "supervisor", "the supervisor of the services is gone")
             stack.raise_if_failed(where.folder, where.folder.read())
 
-    run = coordinator.start_run(dump(config), run_id)
+    run = begin(coordinator)
     try:
         view = follow(
             coordinator,

@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 
 from relaxd import __version__
-from relaxd.cli import stack
+from relaxd.cli import recovery, stack
 from relaxd.cli.check import check
 from relaxd.cli.coordinator import Coordinator, state_name
 from relaxd.cli.errors import CliError
 from relaxd.cli.examples import example
-from relaxd.cli.execute import Where, execute
+from relaxd.cli.execute import Where, execute, execute_again
 from relaxd.cli.fetch import MODELS, fetch, is_fetched
 from relaxd.cli.follow import follow
 from relaxd.cli.report import sample_values
@@ -52,6 +52,12 @@ Services that stay, for more than one run:
     relaxd pause                     hold the run (also: resume, stop)
 
     relaxd down                      stop them
+
+When something went wrong:
+
+    relaxd resume RUN                go on after everything was killed (also: checkpoint)
+
+    relaxd replay RUN --step N       repeat a step and compare (also: export)
 """
 PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": False}
 
@@ -78,6 +84,8 @@ RunArgument = Annotated[
 ActiveRunArgument = Annotated[
     str, typer.Argument(metavar="[RUN]", help="The run's id; default: the active one.", show_default=False)
 ]
+RunNameArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's id.", show_default=False)]
+FolderOption = Annotated[Path | None, typer.Option("--folder", help="The run's folder; default: runs/RUN.")]
 ReasonOption = Annotated[str, typer.Option("--reason", help="Why; shown wherever the run is.")]
 RolloutOption = Annotated[int, typer.Option("--rollout", min=1, help="Rollout replicas to start.")]
 RewardOption = Annotated[int, typer.Option("--reward", min=1, help="Reward replicas to start.")]
@@ -209,11 +217,63 @@ def pause(
 
 @app.command()
 def resume(
+    run_id: ActiveRunArgument = "",
+    folder: FolderOption = None,
+    rollout: RolloutOption = 1,
+    reward: RewardOption = 1,
+    advantage: AdvantageOption = 1,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Go on with a run: end its pause; or bring its services up again after all of them died."""
+    state_folder = StateFolder(state)
+    if coordinator is None and not state_folder.is_up():
+        if not run_id:
+            raise CliError("no services are up here", "relaxd resume RUN brings them up again for a run")
+        replicas = {"rollout": rollout, "reward": reward, "advantage": advantage}
+        where = Where(state_folder, replicas=replicas)
+        execute_again(run_id, recovery.run_folder(run_id, folder), where, _console())
+        return
+    with Coordinator(_address(state, coordinator)) as client:
+        if folder is not None or (run_id and run_id not in {run.run_id for run in client.runs()}):
+            print(_told(client.restore_run(recovery.run_folder(run_id, folder))))
+        else:
+            print(_told(client.resume_run(run_id)))
+
+
+@app.command()
+def checkpoint(
     run_id: ActiveRunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None
 ) -> None:
-    """End the pause of a run, also one that it made by itself."""
+    """Let the trainer take a checkpoint now; training goes on meanwhile."""
     with Coordinator(_address(state, coordinator)) as client:
-        print(_told(client.resume_run(run_id)))
+        saved = client.save_checkpoint(run_id)
+    print(f"step {saved.weights.version}: {saved.path}")
+
+
+@app.command()
+def replay(
+    run_id: RunNameArgument,
+    step: Annotated[int, typer.Option(min=1, help="The step.")],
+    folder: FolderOption = None,
+) -> None:
+    """Repeat one step that a run recorded, alone, and compare what comes out; exit code 1 where that differs."""
+    result = recovery.replay(recovery.run_folder(run_id, folder), step)
+    _console().print(recovery.replay_table(result))
+    if any(n["recorded"] not in (None, n["replayed"]) for n in result["numbers"].values()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    run_id: RunNameArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    step: Annotated[int | None, typer.Option(min=0, help="The checkpoint's step; default: the newest.")] = None,
+    folder: FolderOption = None,
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder."""
+    result = recovery.export(recovery.run_folder(run_id, folder), step, out)
+    print(f"step {result['step']}: {result['path']}")
 
 
 @app.command()

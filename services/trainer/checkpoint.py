@@ -117,11 +117,7 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> None:
     }
     if same_layout:
         content["generators"] = _generators(state.world, None)
-    try:
-        loaded = dist_checkpointing.load(content, str(folder))
-    except CheckpointException as error:
-        reasons = {str(failure) or type(failure).__name__ for failure, _ in error.failures.values()}
-        raise CheckpointError(f"{folder} doesn't fit this model and trainer: {'; '.join(sorted(reasons))}") from error
+    loaded = _load(content, folder)
     state.model.load_state_dict(loaded["model"])
     with _accept_missing_step(state.optimizer):
         state.optimizer.load_state_dict(loaded["optimizer"])
@@ -129,6 +125,16 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> None:
     state.schedule.load_state_dict(loaded["schedule"])
     if same_layout:
         write_generators(loaded["generators"])
+
+
+def load_model(model: PolicyModel, folder: Path) -> None:
+    """Load the model alone. All ranks call it together.
+
+    Raises:
+        CheckpointError: it isn't one of this model.
+    """
+    loaded = _load({"model": model.sharded_state_dict(metadata=dict(SHARDING))}, folder)
+    model.load_state_dict(loaded["model"])
 
 
 def read_generators() -> dict[str, Any]:
@@ -154,6 +160,14 @@ def write_generators(states: dict[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+
+
+def _load(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+    try:
+        return dict(dist_checkpointing.load(content, str(folder)))
+    except CheckpointException as error:
+        reasons = {str(failure) or type(failure).__name__ for failure, _ in error.failures.values()}
+        raise CheckpointError(f"{folder} doesn't fit this model and trainer: {'; '.join(sorted(reasons))}") from error
 
 
 def _generators(world: World, states: dict[str, Any] | None) -> ShardedObject:

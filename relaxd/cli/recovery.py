@@ -1,0 +1,81 @@
+"""`relaxd resume`, `checkpoint`, `replay` and `export`: what is done with a run's checkpoints and step files."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from relaxd.cli.environment import python_path
+from relaxd.cli.errors import CliError
+
+REPLAY_SECONDS = 24 * 3600.0
+"""Longest replay or export: loading a large model takes as long as it takes."""
+
+
+def run_folder(run_id: str, folder: Path | None) -> Path:
+    """The folder of a run: as given, else runs/RUN. Raises CliError when there is none."""
+    found = (folder or Path("runs") / run_id).resolve()
+    if not (found / "config.json").is_file():
+        raise CliError(f"{found} is not the folder of a run", "name it: --folder DIR (default: runs/RUN)")
+    return found
+
+
+def export(folder: Path, step: int | None, target: Path) -> dict[str, Any]:
+    """Write a Hugging Face folder from a checkpoint, by default the newest. Returns {"path", "step"}.
+
+    Raises CliError: there is no such checkpoint, or it can't be used.
+    """
+    words = ["--run-folder", str(folder), "--out", str(target.resolve())]
+    return _run("services.trainer.export_checkpoint", words + ([] if step is None else ["--step", str(step)]))
+
+
+def replay(folder: Path, step: int) -> dict[str, Any]:
+    """Repeat one step from the nearest checkpoint before it. Returns what `services.trainer.replay` prints.
+
+    Raises CliError: what it needs isn't there any more.
+    """
+    return _run("services.trainer.replay", ["--run-folder", str(folder), "--step", str(step)])
+
+
+def replay_table(result: dict[str, Any]) -> Table:
+    """A replay's result, for the terminal."""
+    table = Table(title=f"step {result['step']}, from {result['start']}", title_justify="left", header_style="dim")
+    for title in ("", "recorded", "replayed", ""):
+        table.add_column(title, justify="right" if title else "left")
+    for name, numbers in result["numbers"].items():
+        recorded, replayed = numbers["recorded"], numbers["replayed"]
+        same = "" if recorded is None else "the same" if recorded == replayed else "DIFFERENT"
+        table.add_row(name, _shown(recorded), _shown(replayed), same)
+    return table
+
+
+def _shown(number: float | None) -> str:
+    return "not recorded" if number is None else f"{number:.17g}"
+
+
+def _run(module: str, words: list[str]) -> dict[str, Any]:
+    """Run a program of the trainer that prints its progress on stderr and its result, as JSON, on stdout."""
+    command = [sys.executable, "-m", module, *words]
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=REPLAY_SECONDS,
+            check=False,
+            env=os.environ | {"PYTHONPATH": python_path()},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CliError(f"{module} was not done after {REPLAY_SECONDS:.0f} s") from error
+    lines = done.stdout.strip().splitlines()
+    try:
+        result: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        result = {}
+    if done.returncode or "error" in result or not result:
+        raise CliError(result.get("error") or f"{module} ended with exit code {done.returncode}")
+    return result

@@ -1,0 +1,129 @@
+"""`python -m services.trainer.replay --run-folder DIR --step N`: repeat a step that a run recorded, without services.
+
+It starts from the nearest intact checkpoint before the step (or the initial model), repeats the steps up to it from
+their files, and compares what comes out with what was recorded. The world is arranged as the run's: this program starts
+its ranks itself.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from relaxd.config import RunConfig
+from relaxd.data.errors import DataError
+from relaxd.data.models import resolve_model
+from services.trainer.architecture import ModelError
+from services.trainer.checkpoint import CheckpointError
+from services.trainer.checkpoint_folder import CheckpointBroken, checkpoint_path, read_state
+from services.trainer.offline import OfflineError, answer, newest_intact, read_config
+from services.trainer.step_file import StepFileError, read_step_file, step_file_path
+
+COMPARED = ("loss", "grad_norm", "lr", "weights_checksum")
+
+
+def replay(run_folder: Path, step: int) -> dict[str, Any] | None:
+    """Repeat a step on this rank. Returns the comparison on rank 0.
+
+    Raises:
+        OfflineError, StepFileError: what it needs isn't there.
+        CheckpointError: the checkpoint isn't one of this model.
+    """
+    from relaxd.algorithms import create
+    from services.trainer.checkpoints import same_layout
+    from services.trainer.crew import Crew
+    from services.trainer.learner import Learner
+    from services.trainer.rounds import RoundRunner
+
+    config = read_config(run_folder)
+    files = {}
+    start = newest_intact(run_folder, step - 1) or 0
+    for number in range(start + 1, step + 1):  # all must be there before the long work begins
+        files[number] = step_file_path(run_folder, number)
+        if not files[number].is_file():
+            raise OfflineError(
+                f"{files[number]} is missing, which step {step} needs: it was removed when checkpoints covered it "
+                '(trainer.checkpoint.keep_step_files = "always" keeps all)'
+            )
+    learner = Learner(
+        resolve_model(config.model.path), config.trainer, config.algorithm, steps=config.run.steps, seed=config.run.seed
+    )
+    crew = Crew(config.trainer.collective_timeout_seconds)
+    if start:
+        path = checkpoint_path(run_folder, start)
+        learner.restore(path, start, same_layout=same_layout(read_state(path), config))
+    runner = RoundRunner(learner, create(config.algorithm), config.rollout.temperature)
+    for number, file in files.items():
+        stats = runner.replay(read_step_file(file))
+        if learner.world.rank == 0:
+            print(f"step {number}: loss {stats.loss:.6g}, gradient norm {stats.grad_norm:.6g}", file=sys.stderr)
+    checksum = crew.add_up(learner.checksum())
+    if learner.world.rank != 0:
+        return None
+    found = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "weights_checksum": float(checksum)}
+    recorded = recorded_metrics(run_folder, step)
+    return {
+        "step": step,
+        "start": f"the checkpoint of step {start}" if start else "the initial model",
+        "numbers": {name: {"recorded": recorded.get(name), "replayed": found[name]} for name in COMPARED},
+    }
+
+
+def recorded_metrics(run_folder: Path, step: int) -> dict[str, Any]:
+    """What the run recorded of a step: its line of metrics.jsonl, {} without one."""
+    path = run_folder / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            metrics: dict[str, Any] = json.loads(line)
+        except ValueError:  # half a line at the end: the coordinator died while it wrote
+            continue
+        if metrics.get("step") == step:
+            return metrics
+    return {}
+
+
+def start_ranks(config: RunConfig, words: list[str]) -> int:
+    """Run this program once per rank; what rank 0 prints is what this prints. Returns the exit code."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(config.trainer.ranks)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "services.trainer.replay", *words],
+            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=None if rank == 0 else subprocess.DEVNULL,
+        )
+        for rank in range(config.trainer.ranks)
+    ]
+    try:
+        return max(abs(rank.wait()) for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def main() -> int:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--step", type=int, required=True)
+    given = parser.parse_args()
+    expected = (OfflineError, StepFileError, CheckpointError, CheckpointBroken, ModelError, DataError, ValueError)
+    if "RANK" not in os.environ:
+        try:
+            config = read_config(given.run_folder)
+        except OfflineError as error:
+            print(json.dumps({"error": str(error)}))
+            return 1
+        if config.trainer.ranks > 1:
+            return start_ranks(config, sys.argv[1:])
+    return answer(lambda: replay(given.run_folder, given.step), expected)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

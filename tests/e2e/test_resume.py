@@ -1,0 +1,95 @@
+"""Every process of a run is killed, twice; the second time Redis's data is gone too. The run goes on both times."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import Popen
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from relaxd.cli.state import StateFolder
+from tests.e2e.conftest import Workplace
+from tests.e2e.test_run import check_books, read_summary
+
+SETTINGS = (
+    *("--run.steps", "9", "--board.lease_seconds", "3", "--eval.prompts", "0"),
+    *("--trainer.checkpoint.every", "2", "--trainer.checkpoint.keep_step_files", "always"),
+)
+
+
+def kill_everything_at(process: "Popen[str]", state: StateFolder, steps: Iterator[int]) -> list[str]:
+    """Read what a command prints until a step, then kill it, its services, their children: all at once."""
+    assert process.stdout is not None
+    at, output = next(steps), []
+    for line in process.stdout:
+        output.append(line)
+        if (step := re.match(r"step +(\d+)/9", line)) and int(step[1]) >= at:
+            break
+    else:
+        raise AssertionError("".join(output))
+    supervisor = state.read()
+    assert supervisor is not None
+    victims = [psutil.Process(process.pid), psutil.Process(supervisor.pid)]
+    victims += psutil.Process(supervisor.pid).children(recursive=True)
+    for victim in victims:
+        victim.suspend()  # so that none sees another one die
+    for victim in victims:
+        victim.kill()
+    psutil.wait_procs(victims[1:], timeout=20)
+    process.wait(timeout=20)
+    return output
+
+
+@pytest.mark.timeout(400)
+def test_a_run_goes_on_after_everything_was_killed(workplace: Workplace, tiny_model: Path) -> None:
+    state, steps = StateFolder(workplace.folder / ".relaxd"), iter((3, 6))
+    folder = workplace.folder / "runs" / "r"
+    kill_everything_at(workplace.start("run", "tiny.toml", "--run-id", "r", *SETTINGS), state, steps)
+    kill_everything_at(workplace.start("resume", "r"), state, steps)
+    shutil.rmtree(state.path / "redis-r")
+    code, output = workplace.relaxd("resume", "r", timeout=240)
+    assert code == 0, output
+    assert "restoring it from" in output
+    check_books(read_summary(folder), steps=9)
+
+    entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == list(range(1, 10))
+    trained = [group for entry in entries for group in entry["plan"]["groups"]]
+    prompts = {group.partition("~")[0] for group in trained}
+    assert len(prompts) == len(trained)  # no prompt twice
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 10))
+    log = "".join(path.read_text() for path in (folder / "logs").glob("trainer*.log"))
+    assert "is loaded" in log
+
+    # What was recorded can be repeated, also steps that were trained before a death, and from the initial model.
+    for step in (2, 5):
+        code, output = workplace.relaxd("replay", "r", "--step", str(step))
+        assert code == 0, output
+        assert output.count("the same") == 4, output
+    # A step file that isn't what was trained on shows.
+    other = folder / "steps" / "step-000005.safetensors"
+    line = lines[4] | {"loss": lines[4]["loss"] + 1.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (*lines[:4], line, *lines[5:])))
+    code, output = workplace.relaxd("replay", "r", "--step", "5")
+    assert (code, output.count("DIFFERENT")) == (1, 1), output
+    other.unlink()
+    code, output = workplace.relaxd("replay", "r", "--step", "5")
+    assert code == 1
+    assert "step-000005.safetensors is missing" in output
+
+    code, output = workplace.relaxd("export", "r", "exported")
+    assert code == 0, output
+    assert "step 8" in output
+    exported = load_file(workplace.folder / "exported" / "model.safetensors")
+    assert exported.keys() == load_file(tiny_model / "model.safetensors").keys()
+    code, output = workplace.relaxd("export", "r", "exported", "--step", "7")
+    assert code == 1
+    assert re.search(r"no intact checkpoint of step 7; there are those of steps: \d, 8", output)
+    code, output = workplace.relaxd("resume", "r")
+    assert code == 1
+    assert "has ended" in output
