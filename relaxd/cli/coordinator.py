@@ -11,6 +11,7 @@ from relaxd.cli.errors import CliError
 from relaxd.rpc.client import sync_channel
 from relaxd.rpc.errors import explain, field_violations
 from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 ENDED = (pb.RUN_STATE_STOPPED, pb.RUN_STATE_FAILED)
@@ -19,6 +20,9 @@ CHECKPOINT_SECONDS = 1800.0
 """How long a checkpoint is waited for."""
 AWAY_SECONDS = 60.0
 """How long watching goes on while no coordinator answers: one that restarts is back long before."""
+PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Statuses of a coordinator that may be back soon."""
+POLL_SECONDS = 0.3
 
 
 def state_name(state: "pb.RunState.ValueType") -> str:
@@ -102,11 +106,40 @@ class Coordinator:
                     if response.run.state in ENDED:
                         return
             except grpc.RpcError as error:
-                again = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-                if error.code() not in again or time.monotonic() - last_heard > AWAY_SECONDS:
+                if error.code() not in PASSING or time.monotonic() - last_heard > AWAY_SECONDS:
                     raise self._explained(error) from error
                 while_away()
                 time.sleep(0.5)
+
+    def scale_out(self, request: scaling_pb2.ScaleOutRequest) -> scaling_pb2.ScaleRequest:
+        """Ask for more replicas."""
+        return self._call(self._stub.ScaleOut, request).request
+
+    def scale_in(self, request: scaling_pb2.ScaleInRequest) -> scaling_pb2.ScaleRequest:
+        """Ask for fewer replicas."""
+        return self._call(self._stub.ScaleIn, request).request
+
+    def cancel_scaling(self) -> scaling_pb2.ScaleRequest:
+        """Cancel the scale request that is in progress."""
+        return self._call(self._stub.CancelScaleRequest, scaling_pb2.CancelScaleRequestRequest()).request
+
+    def scale_requests(self, limit: int = 20) -> list[scaling_pb2.ScaleRequest]:
+        """The scale requests, newest first."""
+        request = scaling_pb2.ListScaleRequestsRequest(limit=limit)
+        return list(self._call(self._stub.ListScaleRequests, request).requests)
+
+    def watch_scaling(self, request_id: str) -> Iterator[scaling_pb2.ScaleRequest]:
+        """A scale request several times a second, for ever. Goes on when the coordinator restarts, as `watch` does."""
+        last_heard = time.monotonic()
+        while True:
+            request = scaling_pb2.GetScaleRequestRequest(request_id=request_id)
+            try:
+                yield self._stub.GetScaleRequest(request, timeout=10).request
+                last_heard = time.monotonic()
+            except grpc.RpcError as error:
+                if error.code() not in PASSING or time.monotonic() - last_heard > AWAY_SECONDS:
+                    raise self._explained(error) from error
+            time.sleep(POLL_SECONDS)
 
     def _call(self, method: Any, request: Any, seconds: float = 30.0) -> Any:
         try:

@@ -21,6 +21,7 @@ from relaxd.cli.execute import Where, execute, execute_again
 from relaxd.cli.fetch import MODELS, fetch, is_fetched
 from relaxd.cli.follow import follow
 from relaxd.cli.report import sample_values
+from relaxd.cli.scale import scale_to, wait_for
 from relaxd.cli.state import StateFolder
 from relaxd.cli.status import print_status
 from relaxd.cli.view import samples_table
@@ -48,6 +49,8 @@ Services that stay, for more than one run:
     relaxd up --rollout 2            start Redis and the services
 
     relaxd watch                     how the run is doing (also: samples, status)
+
+    relaxd scale rollout=3           more replicas, or fewer, while a run goes on
 
     relaxd pause                     hold the run (also: resume, stop)
 
@@ -286,6 +289,36 @@ def stop(
     """End a run early: what is open is dropped, the model is evaluated and exported. The services stay up."""
     with Coordinator(_address(state, coordinator)) as client:
         print(_told(client.stop_run(run_id, reason)))
+
+
+@app.command()
+def scale(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="[ROLE=COUNT]", help="Such as rollout=3: how many there should be.", show_default=False),
+    ] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is done; Ctrl-C only stops waiting.")] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the request that is in progress.")] = False,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="Fewer: how long they may finish what they hold.")] = 30.0,
+    timeout_seconds: Annotated[float, typer.Option(min=1, help="More: how long until they have to be active.")] = 600.0,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Have more or fewer replicas of a role, also in the middle of a run."""
+    if bool(target) == cancel:
+        raise CliError("expected what to scale, or --cancel", "relaxd scale rollout=3 --wait")
+    console = _console()
+    with Coordinator(_address(state, coordinator)) as client:
+        if cancel:
+            request = client.cancel_scaling()
+        else:
+            request = scale_to(client, target, drain_seconds=drain_seconds, timeout_seconds=timeout_seconds)
+        try:
+            good = wait_for(client, request, console, wait=wait)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+    if not good:
+        raise typer.Exit(1)
 
 
 @app.command()

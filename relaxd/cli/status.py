@@ -6,6 +6,7 @@ from rich.text import Text
 
 from relaxd.cli.coordinator import Coordinator, state_name
 from relaxd.cli.errors import CliError
+from relaxd.cli.scale import ENDED, request_line, scaled_table
 from relaxd.cli.state import StackState
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import ReplicaState, Role
@@ -17,12 +18,16 @@ def print_status(coordinator: Coordinator, stack: StackState | None, console: Co
         console.print(_processes(stack))
     try:
         replicas, runs = coordinator.replicas(), coordinator.runs()
+        scaling = [request for request in coordinator.scale_requests() if request.state not in ENDED]
     except CliError:
         if stack is None:
             raise
         console.print(f"the coordinator at {coordinator.address} does not answer just now")
         return
     console.print(_replicas(replicas))
+    for request in scaling:
+        console.print(request_line(request))
+        console.print(scaled_table(request))
     if not runs:
         console.print("no runs yet: relaxd run FILE.toml starts one")
         return
