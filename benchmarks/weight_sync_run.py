@@ -21,11 +21,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import torch
 
+from benchmarks.gpu_models import SHAPES
 from benchmarks.reporting import report
-from benchmarks.weight_sync import SHAPES, Member, free_port, write_model
+from benchmarks.weight_sync import Member, free_port, write_model
+from relaxd.cli.state import StateFolder
+from relaxd.v1.coordinator_pb2 import GetWeightsRequest, GetWeightsResponse
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from tests.models import byte_tokenizer
 
 CONFIG = """
@@ -105,35 +110,39 @@ def raw_seconds(nbytes: int, engines: int) -> float:
 
 
 class Killer(threading.Thread):
-    """Kills the newest engine's process, with what it started, when a weight broadcast has just begun."""
+    """Kills the newest engine's process, with what it started, when a synchronisation has just begun."""
 
-    def __init__(self, log: Path, delay: float) -> None:
+    def __init__(self, state: StateFolder, delay: float) -> None:
         super().__init__(daemon=True)
-        self._log, self._delay = log, delay
-        self.killed_at: float | None = None
+        self._state, self._delay = state, delay
 
     def run(self) -> None:
-        """Wait for the second version on the engines; the third one is on its way soon after."""
-        while not self._log.exists() or len(SYNC.findall(self._log.read_text())) < 2:
-            time.sleep(0.01)
+        """Wait until all engines have version 2, and then for the next synchronisation."""
+        while (stack := self._state.read()) is None:
+            time.sleep(0.1)
+        with grpc.insecure_channel(stack.coordinator) as channel:
+            stub = CoordinatorStub(channel)
+            while not (weights := _weights(stub)).engines or min(e.weights.version for e in weights.engines) < 2:
+                time.sleep(0.005)
+            while _weights(stub).last_sync_id == weights.last_sync_id:
+                time.sleep(0.001)
+        time.sleep(self._delay)
         engines = [p for p in psutil.process_iter(["cmdline"]) if "services.rollout.sglang_process" in _words(p)]
         victim = max(engines, key=lambda process: process.pid)
-        family = [*victim.children(recursive=True), victim]
-        before = _count(self._log)
-        while _count(self._log) == before:  # the trainer announces, the coordinator begins: some log line or other
-            time.sleep(0.001)
-        time.sleep(self._delay)
-        self.killed_at = time.time()
-        for process in family:
+        for process in (*victim.children(recursive=True), victim):
             process.kill()
+        print(f"killed an engine at {time.strftime('%H:%M:%S')}.{int(time.time() % 1 * 1000):03d}", flush=True)
+
+
+def _weights(stub: CoordinatorStub) -> GetWeightsResponse:
+    try:
+        return stub.GetWeights(GetWeightsRequest(), timeout=5)
+    except grpc.RpcError:  # it is starting, or there is no run yet
+        return GetWeightsResponse()
 
 
 def _words(process: psutil.Process) -> list[str]:
     return process.info["cmdline"] or []
-
-
-def _count(log: Path) -> int:
-    return log.stat().st_size
 
 
 def run(arguments: argparse.Namespace, place: Path) -> tuple[list[dict[str, Any]], str]:
@@ -147,7 +156,7 @@ def run(arguments: argparse.Namespace, place: Path) -> tuple[list[dict[str, Any]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
     if arguments.kill:
         environment |= {"NCCL_MAX_NCHANNELS": "1", "NCCL_MIN_NCHANNELS": "1"}
-        Killer(log, arguments.kill_after).start()
+        Killer(StateFolder(place / "state"), arguments.kill_after).start()
     command = [sys.executable, "-m", "relaxd.cli", "run", "run.toml", "--run-id", "sync"]
     command += ["--rollout", str(arguments.engines), "--state", str(place / "state")]
     process = subprocess.run(command, cwd=place, env=environment, check=False, timeout=arguments.limit)
@@ -183,7 +192,8 @@ def main() -> None:
         syncs, text = run(arguments, place)
     for sync in syncs:
         print(sync, flush=True)
-    print("\n".join(line for line in text.splitlines() if "failed" in line or "left out" in line), flush=True)
+    words = ("version", "failed", "left out", "aborting", "registered", "lease")
+    print("\n".join(line for line in text.splitlines() if any(word in line for word in words)), flush=True)
     if arguments.kill:
         return
     warm = [sync["seconds"] for sync in syncs[2:] if sync["engines"] == arguments.engines]
