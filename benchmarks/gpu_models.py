@@ -3,7 +3,6 @@
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -55,16 +54,28 @@ def make_learner(folder: Path, ranks: int, settings: dict[str, object]) -> Learn
     return Learner(folder, config, AlgorithmConfig(), steps=1000)
 
 
-def make_batch(vocabulary: int, tokens: int, sequences: int, seed: int = 0) -> MicroBatch:
-    """Random sequences of equal length, all of whose tokens but the first are trained."""
+def make_batch(vocabulary: int, tokens: int, sequences: int, seed: int = 0, prompt: int = 0) -> MicroBatch:
+    """Random sequences of equal length, of `tokens` in all, each of which is trained but the first of a sequence.
+
+    With `prompt` > 0 they share a prompt of so many tokens, which is packed once and not trained.
+    """
     rng = np.random.default_rng(seed)
-    length = tokens // sequences
+    length = (tokens - prompt) // sequences + prompt
     mask = np.ones(length, np.uint8)
-    mask[0] = 0
+    mask[: max(prompt, 1)] = 0
     ones = np.ones(length, np.float32)
+    shared = rng.integers(0, vocabulary, prompt)
     return pack(
         [
-            TrainSample(rng.integers(0, vocabulary, length), mask, -12 * ones, ones, ones * mask, mask)
+            TrainSample(
+                np.concatenate([shared, rng.integers(0, vocabulary, length - prompt)]),
+                mask,
+                -12 * ones,
+                ones,
+                ones * mask,
+                mask,
+                prompt_length=prompt,
+            )
             for _ in range(sequences)
         ]
     )
@@ -75,14 +86,14 @@ def count_parameters(learner: Learner) -> int:
     return sum(int(np.prod(spec.shape)) for spec in learner.hf_tensor_specs())
 
 
-def flops(config: PretrainedConfig, parameters: int, lengths: Sequence[int]) -> float:
-    """Model FLOPs of forward and backward.
+def flops(config: PretrainedConfig, parameters: int, batch: MicroBatch) -> float:
+    """Model FLOPs of forward and backward of a micro-batch.
 
-    6 x parameters x tokens, and 12 x layers x heads x head size for each pair of tokens that attend to each other
-    (length^2 / 2 of a sequence).
+    6 x parameters for each of its tokens, and 12 x layers x heads x head size for each pair of tokens of which one
+    attends to the other: as many for each token as its place in its sequence.
     """
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    return 6 * parameters * sum(lengths) + attention * sum(length**2 for length in lengths) / 2
+    return 6 * parameters * len(batch.tokens) + attention * float(batch.positions.sum())
 
 
 def peak_flops() -> float:

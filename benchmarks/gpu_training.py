@@ -8,8 +8,8 @@
 Every layout of LAYOUTS for this number of GPUs is measured (or those named with --layouts), each on the same
 micro-batches, which data-parallel ranks share out. Reported are medians over the timed steps: seconds of forward and
 backward of all micro-batches, of the optimizer with the gradients' reduction, tokens/s of both together, and MFU:
-`gpu_models.flops` over forward's and backward's seconds, the GPUs and their dense bf16 peak. Every token but the first
-of a sequence is trained, so all logits are computed. What is computed twice doesn't count.
+`gpu_models.flops` over forward's and backward's seconds, the GPUs and their dense bf16 peak. Every token but prompts and
+the first of a sequence is trained, so all logits are computed. What is computed twice doesn't count.
 """
 
 import argparse
@@ -53,11 +53,11 @@ def measure(
     """Time some steps of `options.micro_batches` micro-batches of so many tokens over all ranks."""
     world = learner.world
     batches = [
-        make_batch(config.vocab_size, tokens, options.sequences, seed)
+        make_batch(config.vocab_size, tokens, options.sequences, seed, options.prompt)
         for seed in range(options.micro_batches)
         if seed % world.data_size == world.data_rank
     ]
-    trained = options.micro_batches * (tokens - options.sequences)
+    trained = options.micro_batches * int(batches[0].loss_mask.sum())
     torch.cuda.reset_peak_memory_stats()
     passes, updates = [], []
     for _ in range(options.steps + 1):
@@ -71,16 +71,17 @@ def measure(
         passes.append(passed - began)
         updates.append(time.perf_counter() - passed)
     seconds, update = statistics.median(passes[1:]), statistics.median(updates[1:])
-    lengths = [tokens // options.sequences] * options.sequences * options.micro_batches
+    work = options.micro_batches * flops(config, count_parameters(learner), batches[0])
     return {
         "layout": layout,
         "tokens": tokens,
         "sequences": options.sequences,
+        "shared_prompt": options.prompt,
         "micro_batches": options.micro_batches,
         "forward_backward_seconds": seconds,
         "optimizer_seconds": update,
-        "tokens_per_second": sum(lengths) / (seconds + update),
-        "mfu": flops(config, count_parameters(learner), lengths) / seconds / peak_flops() / world.size,
+        "tokens_per_second": options.micro_batches * len(batches[0].tokens) / (seconds + update),
+        "mfu": work / seconds / peak_flops() / world.size,
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
     }
 
@@ -97,7 +98,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="1.7b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384], help="tokens of one micro-batch")
     parser.add_argument("--sequences", type=int, default=8, help="sequences of one micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step, over all ranks")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens that the sequences of a micro-batch share")
+    parser.add_argument("--micro-batches", type=int, help="micro-batches of a step, over all ranks; default: GPUs")
     parser.add_argument("--layouts", nargs="+", help="such as TP2xDP2; default: all of LAYOUTS for these GPUs")
     parser.add_argument("--steps", type=int, default=3, help="timed steps; one more is for warming up")
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
@@ -108,6 +110,7 @@ def main() -> None:
     options = parser.parse_args()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    options.micro_batches = options.micro_batches or size
     folder = prepare_model(options.shape, options.folder)
     config = AutoConfig.from_pretrained(folder)
     settings = {
@@ -132,7 +135,7 @@ def main() -> None:
                 if rank == 0:
                     print(rows[-1], flush=True)
             if options.profile:
-                batch = make_batch(config.vocab_size, max(options.tokens), options.sequences)
+                batch = make_batch(config.vocab_size, max(options.tokens), options.sequences, 0, options.prompt)
                 learner.accumulate([batch])
                 table = profile(partial(learner.accumulate, [batch]))
                 learner.discard()

@@ -1,4 +1,4 @@
-"""Triton kernels for what lies between a layer's matrix products: SwiGLU, and query, key and value heads.
+"""Triton kernels for what lies between a layer's matrix products: SwiGLU, query, key and value heads, shared prompts.
 
 torch's own operations pass over memory many times for these. Import only where `fusion.fused_kernels` says that they
 work.
@@ -224,3 +224,32 @@ def heads_backward(
         return grad_qkv, None, None
     grad_weights = sums.sum(0)
     return grad_qkv, grad_weights[0].to(query_weight.dtype), grad_weights[1].to(key_weight.dtype)
+
+
+@triton.jit
+def _sum_copies(x, places, offsets, output, width, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for index in range(tl.load(offsets + token), tl.load(offsets + token + 1)):
+        place = tl.load(places + index)
+        total += tl.load(x + place * width + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output + token * width + columns, total.to(output.dtype.element_ty), mask=mask)
+
+
+def sum_copies(x: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
+    """Add up the copies of each token, in float32 and always in the same order.
+
+    Args:
+        x: [P, width], contiguous.
+        places: int64 [P], the places of the first token's copies in x, then of the second's ...
+        offsets: int64 [T + 1], where the places of each token begin in there, and P.
+
+    Returns:
+        [T, width].
+    """
+    tokens, width = len(offsets) - 1, x.shape[1]
+    output = x.new_empty(tokens, width)
+    _sum_copies[(tokens, triton.cdiv(width, BLOCK))](x, places, offsets, output, width, BLOCK)
+    return output

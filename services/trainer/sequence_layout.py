@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.trainer.fusion import fused_kernels
 from services.trainer.packing import MicroBatch
 
 MOST_PADDING = 0.25
@@ -35,6 +36,10 @@ class SequenceLayout:
     """int64 [T]: the place of each token in there; of a shared prompt's tokens the first."""
     shared: bool
     """Whether a token is in more than one sequence."""
+    copies: Tensor
+    """int64 [P]: all places of the first token, then of the second ..."""
+    copies_begin: Tensor
+    """int64 [T + 1]: where in `copies` each token's begin, and P."""
 
 
 def sequence_layout(batch: MicroBatch, device: torch.device, *, varlen: bool) -> SequenceLayout:
@@ -69,6 +74,8 @@ def sequence_layout(batch: MicroBatch, device: torch.device, *, varlen: bool) ->
         to_device(spread, device),
         to_device(home, device),
         sum(lengths) > len(batch.tokens),
+        to_device(np.argsort(spread, kind="stable"), device),
+        to_device(np.cumsum([0, *np.bincount(spread, minlength=len(batch.tokens))]), device),
     )
 
 
@@ -127,7 +134,11 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         layout: SequenceLayout = ctx.layout
         grad = grads[0].flatten(1)
-        if ctx.add_up:
+        if ctx.add_up and grad.dtype == torch.bfloat16 and fused_kernels():
+            from services.trainer.layer_kernels import sum_copies
+
+            total = sum_copies(grad.contiguous(), layout.copies, layout.copies_begin)
+        elif ctx.add_up:
             total = grad.new_zeros(ctx.shape[0], grad.shape[1]).index_add_(0, layout.spread, grad)
         else:
             total = grad.index_select(0, layout.home)

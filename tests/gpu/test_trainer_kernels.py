@@ -1,5 +1,6 @@
 """The trainer's Triton kernels against float64 formulas, in bf16 on a GPU."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
@@ -7,6 +8,8 @@ from torch import Tensor
 
 from services.trainer.heads import rotary_table, rotate, split_heads
 from services.trainer.logprobs import VocabShard, token_logprobs
+from services.trainer.packing import TrainSample, pack
+from services.trainer.sequence_layout import sequence_layout, spread_out
 from services.trainer.swiglu import swiglu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -103,3 +106,21 @@ def test_log_probs(kept: int, entropy_share: float) -> None:
     assert relative(hidden.grad, exact_hidden.grad) < 1e-2
     assert relative(weight.main_grad - 1, exact_weight.grad) < 1e-2  # type: ignore[attr-defined]
     assert weight.grad is None
+
+
+def test_gradients_of_shared_prompts() -> None:
+    prompt = np.arange(40)
+    mask = np.ones(20, np.uint8)
+    ones = np.ones(20, np.float32)
+    columns = {"loss_mask": mask, "rollout_logprobs": ones, "advantages": ones, "weight": ones}
+    batch = pack([TrainSample.from_response(prompt, np.arange(20) + i, **columns) for i in range(5)])
+    layout = sequence_layout(batch, torch.device("cuda"), varlen=True)
+    assert layout.shared
+    x = leaf(len(batch.tokens), 3, 100)
+    reference = exact(x)
+    grad = torch.randn(len(layout.spread), 3, 100, device="cuda", dtype=torch.bfloat16)
+    spread_out(x, layout, add_up=True).backward(grad)
+    reference[layout.spread].backward(grad.double())
+    assert x.grad is not None
+    assert reference.grad is not None
+    assert relative(x.grad, reference.grad) < 5e-3
