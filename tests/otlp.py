@@ -136,13 +136,13 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
 
 
 @contextmanager
-def otlp_receiver() -> Iterator[OtlpReceiver]:
-    """A receiver that listens on a free port of loopback while the block runs."""
+def otlp_receiver(host: str = "127.0.0.1") -> Iterator[OtlpReceiver]:
+    """A receiver that listens on a free port of `host`, an address of this machine, while the block runs."""
     receiver = OtlpReceiver()
     server = grpc.server(ThreadPoolExecutor(4))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Metrics(receiver), server)
-    receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    receiver.endpoint = f"http://{host}:{server.add_insecure_port(f'{host}:0')}"
     server.start()
     try:
         yield receiver

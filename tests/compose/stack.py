@@ -1,0 +1,148 @@
+"""A compose project of a test's own: containers, and a coordinator to ask."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any
+
+from relaxd.cli.coordinator import Coordinator
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.replica_pb2 import Role
+from tests.conftest import free_port
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "deploy" / "compose"
+SERVICES = ("coordinator", "trainer", "rollout", "reward", "advantage")
+
+
+def docker(*words: str, timeout: float = 60, environment: Mapping[str, str] | None = None) -> str:
+    """Run `docker WORDS` and return what it prints to standard output; fails with all that it says."""
+    done = subprocess.run(
+        ["docker", *words],
+        cwd=COMPOSE,
+        env=os.environ | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"docker {' '.join(words)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60) -> Any:
+    """Ask again and again until `condition()` is true, and return it."""
+    deadline = time.monotonic() + timeout
+    while not (met := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        time.sleep(0.25)
+    return met
+
+
+@dataclass
+class Stack:
+    """One project."""
+
+    name: str
+    examples: Path
+    """What the containers see as /work/examples."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """On top of deploy/compose/.env."""
+    port: int = field(default_factory=free_port)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What compose reads from the environment."""
+        mine = {"COMPOSE_PROJECT_NAME": self.name, "EXAMPLES": str(self.examples), "COORDINATOR_PORT": str(self.port)}
+        return mine | self.settings
+
+    @property
+    def address(self) -> str:
+        """Where this machine reaches the coordinator."""
+        return f"127.0.0.1:{self.port}"
+
+    def compose(self, *words: str, timeout: float = 120) -> str:
+        """Run `docker compose WORDS`."""
+        return docker("compose", *words, timeout=timeout, environment=self.environment)
+
+    def start(self, *words: str) -> "subprocess.Popen[str]":
+        """Start `docker compose WORDS` without waiting for it; its output is a pipe."""
+        return subprocess.Popen(
+            ["docker", "compose", *words],
+            cwd=COMPOSE,
+            env=os.environ | self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def scale(self, **replicas: int) -> float:
+        """Change how many replicas of services there are; returns how long that took, in seconds."""
+        words = [word for service, count in replicas.items() for word in ("--scale", f"{service}={count}")]
+        begun = time.monotonic()
+        self.compose("up", "--detach", "--no-recreate", "--no-build", *words, *replicas, timeout=180)
+        return time.monotonic() - begun
+
+    def containers(self, service: str = "") -> list[dict[str, Any]]:
+        """`docker inspect` of the containers of the project, or of one of its services."""
+        ids = self.compose("ps", "--all", "--quiet", *([service] if service else [])).split()
+        return json.loads(docker("inspect", *ids)) if ids else []
+
+    def kill_process(self, service: str) -> str:
+        """Kill the first process of a service's container, as a crash would; returns the container's short id.
+
+        (`docker kill` counts as a stop by hand: such a container is not started again.)
+        """
+        container = self.containers(service)[0]
+        os.kill(container["State"]["Pid"], signal.SIGKILL)
+        return container["Id"][:12]
+
+    def replicas(self, role: str) -> list[pb.ReplicaInfo]:
+        """The replicas of a role that the coordinator knows."""
+        with Coordinator(self.address) as coordinator:
+            return [one for one in coordinator.replicas() if Role.Name(one.registration.role) == f"ROLE_{role.upper()}"]
+
+    def run(self) -> pb.Run:
+        """The newest run."""
+        with Coordinator(self.address) as coordinator:
+            return coordinator.run()
+
+    def logs(self) -> str:
+        """The end of every container's log."""
+        return self.compose("logs", "--no-color", "--tail", "60")
+
+
+@contextmanager
+def running(stack: Stack, settings: Mapping[str, str]) -> Iterator[Stack]:
+    """The project's services up and healthy, with further settings; afterwards nothing of it is left."""
+    stack.settings |= settings
+    try:
+        stack.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "120", timeout=180)
+        yield stack
+    except BaseException:
+        print(stack.logs())
+        raise
+    finally:
+        stack.compose("--profile", "*", "down", "--volumes", "--remove-orphans", "--timeout", "5", timeout=120)
+
+
+def bridge_address() -> str:
+    """This machine's address on Docker's own bridge: containers of every network reach it."""
+    return (
+        docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}").strip() or "172.17.0.1"
+    )
+
+
+def steps_of(line: str) -> int | None:
+    """The step that a line of `relaxd run` is about."""
+    found = re.match(r"step +(\d+)/", line)
+    return int(found[1]) if found else None

@@ -1,0 +1,154 @@
+"""The images, and a run in containers through scaling, deaths and a coordinator that is away."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.compose.stack import SERVICES, Stack, bridge_address, docker, running, steps_of, wait_until
+from tests.otlp import OtlpReceiver, otlp_receiver
+
+pytestmark = pytest.mark.slow
+MEGABYTES = {"advantage": 350, "coordinator": 500, "reward": 500}
+
+
+@pytest.mark.timeout(1800)
+def test_images_are_small_and_careful(images: dict[str, str]) -> None:
+    for service, image in images.items():
+        found = json.loads(docker("image", "inspect", image))[0]
+        config = found["Config"]
+        size = found["Size"] / 1e6
+        print(f"{image}: {size:.0f} MB")
+        assert size <= MEGABYTES.get(service, 2000), f"{image} has {size:.0f} MB"
+        assert config["User"] == "relaxd"
+        assert config["Labels"]["org.opencontainers.image.title"] == f"relaxd {service}"
+        if service != "cli":
+            assert config["StopSignal"] == "SIGTERM"
+            assert config["Healthcheck"]["Test"] == ["CMD", "python", "-m", "relaxd.rpc.health_check"]
+        if service in MEGABYTES:
+            with pytest.raises(AssertionError, match="No module named 'torch'"):
+                docker("run", "--rm", "--entrypoint", "python", image, "-c", "import torch")
+
+
+class Run:
+    """`relaxd run` in a container, its output being read."""
+
+    def __init__(self, stack: Stack, *words: str) -> None:
+        self.process = stack.start("run", "--rm", "--no-deps", "--no-TTY", "cli", "run", *words)
+        self.output: list[str] = []
+        self.step = 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
+            self.step = steps_of(line) or self.step
+
+    def reach(self, step: int, timeout: float = 90) -> None:
+        """Wait for a step."""
+
+        def reached() -> bool:
+            assert self.process.poll() is None or self.step >= step, "".join(self.output)
+            return self.step >= step
+
+        wait_until(reached, f"step {step} (at {self.step})", timeout)
+
+    def finish(self, timeout: float = 240) -> str:
+        """Wait for the end; returns the output."""
+        code = self.process.wait(timeout)
+        self._reader.join()
+        assert code == 0, "".join(self.output)
+        return "".join(self.output)
+
+
+def working(stack: Stack, role: str, count: int, at_least: int = 1) -> bool:
+    """Whether there are `count` replicas of a role, and each has done groups."""
+    replicas = stack.replicas(role)
+    return len(replicas) == count and all(replica.status.done_groups >= at_least for replica in replicas)
+
+
+@pytest.mark.timeout(1800)
+def test_a_run_through_scaling_and_deaths(stack: Stack, tmp_path: Path) -> None:
+    with otlp_receiver(bridge_address()) as receiver, running(stack, receiver.environment()):
+        stack.compose("cp", str(tmp_path / "tiny"), "coordinator:/models/")
+        run = Run(stack, "examples/tiny.toml", "--run-id", "containers")
+        run.reach(3)
+
+        # Up, without a pause: what there was goes on, and every new replica gets to work.
+        before = stack.run().step
+        seconds = stack.scale(rollout=3, reward=3)
+        wait_until(lambda: working(stack, "rollout", 3), "three rollout replicas at work", 90)
+        wait_until(lambda: working(stack, "reward", 3), "three reward replicas at work", 90)
+        print(f"scaled up in {seconds:.1f} s")
+        assert stack.run().step > before
+        hosts = {container["Config"]["Hostname"] for container in stack.containers("rollout")}
+        assert {replica.registration.replica_id.split("-")[1] for replica in stack.replicas("rollout")} == hosts
+
+        # Processes die inside their containers, which come back.
+        for service in ("rollout", "reward"):
+            host = stack.kill_process(service)
+            restarted = {container["Id"][:12]: container["RestartCount"] for container in stack.containers(service)}
+            wait_until(lambda s=service, h=host: restarts(stack, s).get(h), f"{service} {host} restarted", 30)
+            assert restarted[host] in (0, 1)
+            wait_until(lambda s=service: len(stack.replicas(s)) >= 3, f"three {service} replicas again", 60)
+
+        # The coordinator is away: nothing of the run is lost.
+        step = run.step
+        stack.compose("stop", "coordinator")
+        stack.compose("start", "coordinator")
+        wait_until(lambda: healthy(stack, "coordinator"), "the coordinator is healthy again", 60)
+        run.reach(step + 3)
+
+        # Down: replicas hand back what they hold, within their grace.
+        seconds = stack.scale(rollout=1, reward=1)
+        print(f"scaled down in {seconds:.1f} s")
+        assert seconds < 40
+        wait_until(lambda: len(stack.replicas("rollout")) == 1, "one rollout replica", 30)
+
+        output = run.finish()
+        for line in ("run containers is stopped: completed", "groups in flight"):
+            assert line in output
+        stack.compose("cp", "coordinator:/work/runs/containers", str(tmp_path / "run"))
+        assert restarts(stack, "trainer") == dict.fromkeys(restarts(stack, "trainer"), 0)
+        assert_traced(receiver)
+
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 60
+    assert summary["trained"] == 60 * 4
+    assert summary["in_flight"] == 0
+    assert summary["published"] == summary["trained"] + summary["dropped"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(61))
+    rewards = [line["reward_mean"] for line in lines[1:]]
+    print(f"reward {sum(rewards[:10]) / 10:.3f} to {sum(rewards[-10:]) / 10:.3f}")
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.1
+    for name in ("model/model.safetensors", "report.html", "curve.png"):
+        assert (tmp_path / "run" / name).stat().st_size > 0
+
+
+def restarts(stack: Stack, service: str) -> dict[str, int]:
+    """How often Docker restarted each container of a service, by short id."""
+    return {container["Id"][:12]: container["RestartCount"] for container in stack.containers(service)}
+
+
+def healthy(stack: Stack, service: str) -> bool:
+    """Whether every container of a service is."""
+    return all(container["State"]["Health"]["Status"] == "healthy" for container in stack.containers(service))
+
+
+def assert_traced(receiver: OtlpReceiver) -> None:
+    """Spans came from every service under its own name, and from each replica that there ever was."""
+    spans = receiver.spans()
+    assert {span.service for span in spans} == {f"relaxd-{service}" for service in SERVICES}
+    for span in spans:
+        assert span.instance.startswith(span.service.removeprefix("relaxd-") + "-")
+    for service in ("rollout", "reward"):
+        instances = {span.instance for span in spans if span.service == f"relaxd-{service}"}
+        assert len(instances) >= 4, instances  # three, one of which died and came back as another
+    stages = {"publish", "generate", "score", "advantage", "train"}
+    trained = {span.trace_id for span in spans if span.name == "train"}
+    whole = [trace for trace in trained if {span.name for span in spans if span.trace_id == trace} >= stages]
+    assert whole
