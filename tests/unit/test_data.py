@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaxd.config import RunConfig
@@ -96,16 +96,20 @@ def test_a_model_without_template_gets_the_plain_prompt(model_folder: Path, tmp_
         tokenizer.encode([Example([{"role": "user", "content": "hi"}], place="x line 1")])
 
 
+class PlainTokenizer(PromptTokenizer):
+    """Makes one token of anything."""
+
+    def __init__(self) -> None: ...
+
+    def encode(self, examples):
+        return [np.asarray([1], dtype=np.int32) for _ in examples]
+
+
+@settings(deadline=None)
 @given(count=st.integers(1, 9), stops=st.lists(st.integers(1, 7), min_size=1, max_size=6), seed=st.integers(0, 3))
 def test_going_on_from_a_cursor_gives_the_same_sequence(count: int, stops: list[int], seed: int) -> None:
-    class Plain(PromptTokenizer):
-        def __init__(self) -> None: ...
-
-        def encode(self, examples):
-            return [np.asarray([1], dtype=np.int32) for _ in examples]
-
     def read(cursor: Cursor, many: int) -> tuple[list[int], Cursor]:
-        dataset = PromptDataset([Example(str(i)) for i in range(count)], Plain(), shuffle=True, seed=seed)
+        dataset = PromptDataset([Example(str(i)) for i in range(count)], PlainTokenizer(), shuffle=True, seed=seed)
         indices = []
         for _ in range(many):
             indices.append(dataset.at(cursor).index)
@@ -203,3 +207,27 @@ def test_broken_templates_are_named(model_folder: Path) -> None:
     refusing = PromptTokenizer(model_folder, "{{ raise_exception('no system turn') }}")
     with pytest.raises(DataError, match="line 4: the chat template can't render this prompt: no system turn"):
         refusing.encode([Example("x", place="line 4")])
+
+
+@given(
+    count=st.integers(1, 5),
+    visited=st.integers(0, 12),
+    later=st.integers(0, 6),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_a_cursor_that_is_resumed_visits_what_was_open_and_nothing_that_is_done(
+    count: int, visited: int, later: int, data: st.DataObject
+) -> None:
+    dataset = PromptDataset([Example(str(i)) for i in range(count)], PlainTokenizer(), shuffle=True, seed=0)
+    places = [divmod(number, count) for number in range(visited + later + 20)]
+    # The cursor was at `visited` when it was last seen; some before it were open, some from there on have been trained.
+    open_then = {place for place in places[:visited] if data.draw(st.booleans())}
+    trained = {place for place in (*open_then, *places[visited : visited + later]) if data.draw(st.booleans())}
+    cursor = dataset.resumed(Cursor(*divmod(visited, count)), open_then, trained)
+    found = []
+    for _ in range(20):
+        found.append(cursor.place)
+        cursor = Cursor.from_json(dataset.after(cursor).to_json())
+    expected = sorted(open_then - trained) + [place for place in places[visited:] if place not in trained]
+    assert found == expected[:20]

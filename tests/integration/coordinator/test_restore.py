@@ -1,0 +1,98 @@
+"""Redis loses everything, and every process is killed: the run is taken up from its folder, no prompt trained twice."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import redis
+
+from relaxd.board import Board, stages_for
+from relaxd.config import RunConfig
+from relaxd.v1 import coordinator_pb2 as pb
+from tests.integration.coordinator.cluster import Cluster
+
+
+def start_all(cluster: Cluster, life: int) -> None:
+    cluster.replica(f"reward-{life}", "services.reward")
+    cluster.replica(f"advantage-{life}", "services.advantage")
+    cluster.trainer(f"trainer-{life}", PEER_STEP_SECONDS="0.2")
+    cluster.rollout(f"rollout-{life}")
+
+
+def board_of(cluster: Cluster, run: pb.Run) -> Board:
+    config = RunConfig.model_validate_json(run.config_json)
+    return Board(cluster.redis_url, run.run_id, stages_for(config), config.board)
+
+
+def write_checkpoint_state(cluster: Cluster, run: pb.Run) -> dict[str, Any]:
+    """What the trainer writes beside its weights, taken from the board as it is."""
+    board = board_of(cluster, run)
+    step, cursor = board.last_step(), board.cursor()
+    counts, open_groups = board.counts(), board.open_groups()
+    board.close()
+    state = {
+        "step": step,
+        "epoch": 1,
+        "board": {"cursor": cursor, "open_groups": open_groups, "dropped_by_reason": counts.dropped_by_reason},
+    }
+    folder = Path(run.folder) / "checkpoints" / f"step-{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps(state))
+    return state
+
+
+def lose_everything(cluster: Cluster) -> None:
+    for name in list(cluster.processes):
+        cluster.kill(name)
+    with redis.Redis.from_url(cluster.redis_url) as client:
+        client.flushall()
+
+
+def refusal(cluster: Cluster, folder: object) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        cluster.stub.RestoreRun(pb.RestoreRunRequest(folder=str(folder)), timeout=20)
+    return caught.value
+
+
+def test_a_run_is_taken_up_from_its_folder(cluster: Cluster) -> None:
+    start_all(cluster, 1)
+    cluster.start_when_up("run", run__steps=12)
+    run = cluster.until_step(3)
+    assert "no trainer double" not in run.reason
+    with pytest.raises(grpc.RpcError) as caught:  # this double can't
+        cluster.stub.SaveCheckpoint(pb.SaveCheckpointRequest(), timeout=10)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    checkpoint = write_checkpoint_state(cluster, run)
+    cluster.until_step(checkpoint["step"] + 2)
+    refused = refusal(cluster, run.folder)
+    assert (refused.code(), "is active" in refused.details()) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+
+    lose_everything(cluster)
+    folder = Path(run.folder)
+    lines = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
+    assert len(lines) >= checkpoint["step"] + 1
+    (folder / "ledger.jsonl").write_text("".join(lines) + lines[-1][:40])  # it died while it wrote
+    cluster.coordinator()
+    cluster.until("the coordinator", lambda: cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None)
+    start_all(cluster, 2)
+    assert "absolute" in refusal(cluster, "runs/run").details()
+    assert "isn't the folder of a run" in refusal(cluster, cluster.folder).details()
+    again = cluster.stub.RestoreRun(pb.RestoreRunRequest(folder=str(folder)), timeout=20).run
+    assert (again.run_id, again.step) == ("run", len(lines))
+    assert again.groups.open == 0
+    done = cluster.until_state(pb.RUN_STATE_STOPPED, 60)
+    assert (done.step, done.groups.open, done.groups.trained) == (12, 0, 48)
+    assert done.groups.published == done.groups.trained + done.groups.dropped
+    board = board_of(cluster, done)
+    ledger = board.ledger()
+    board.close()
+    texts = [text for entry in ledger for text in entry.plan["texts"]]
+    assert len(set(texts)) == len(texts) == 48
+    # What was under way when everything died was asked again before anything new.
+    ids = {group.partition("~")[0] for entry in ledger for group in entry.plan["groups"]}
+    assert ids == {f"0-{position:06d}" for position in range(48)}
+    assert ledger[-1].epoch > 16  # above any trainer's that was left alive somewhere
+    assert len((folder / "ledger.jsonl").read_text().splitlines()) == 12
+    assert "has ended" in refusal(cluster, folder).details()
