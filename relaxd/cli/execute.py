@@ -15,6 +15,7 @@ from rich.text import Text
 from relaxd.cli import fetch, stack
 from relaxd.cli.check import check
 from relaxd.cli.coordinator import ENDED, Coordinator
+from relaxd.cli.devices import check_devices
 from relaxd.cli.errors import CliError
 from relaxd.cli.follow import follow
 from relaxd.cli.ports import LOOPBACK, is_free
@@ -22,6 +23,7 @@ from relaxd.cli.report import read_result, save_samples, write_report
 from relaxd.cli.state import StateFolder
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, dump
+from relaxd.rpc.gpus import visible_gpus
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
 REPORT_SAMPLES = 64
@@ -53,7 +55,10 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
         with Coordinator(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
     prepare_model(config, say)
-    if problems := check(config):
+    problems = check(config)
+    if where.address is None:
+        problems += check_devices(config, _engines(where), len(visible_gpus()))
+    if problems:
         raise ConfigError(problems)
     config = _with_shared_cores(_with_absolute_paths(config), _engines(where))
     if where.address is not None:

@@ -1,0 +1,36 @@
+"""What is said before a run is started on too few GPUs."""
+
+import pytest
+
+from relaxd.cli.devices import check_devices
+from relaxd.config.load import load
+
+RUN = """
+run.steps = 1
+model.path = "model"
+data.source = "addition"
+reward.name = "addition"
+"""
+NCCL = '\nweights.transport = "nccl"\nrollout.engine = "sglang"'
+
+
+@pytest.mark.parametrize(
+    ("settings", "engines", "visible", "expected"),
+    [
+        ("", 3, 0, ""),
+        ("", 3, 1, ""),
+        (NCCL, 1, 2, ""),
+        (NCCL, 1, 0, 'weights.transport = "nccl" is for GPUs, and none are to be seen here: use "gloo"'),
+        (
+            NCCL + "\nrollout.tensor_parallel = 2",
+            2,
+            4,
+            "trainer.ranks = 1 and 2 x rollout.tensor_parallel = 4 of the engines need 5 GPUs; this machine shows 4",
+        ),
+        ("\ntrainer.ranks = 2", 1, 1, "trainer.ranks = 2 need 2 GPUs; this machine shows 1"),
+    ],
+)
+def test_too_few_gpus_are_named(settings: str, engines: int, visible: int, expected: str) -> None:
+    problems = check_devices(load(RUN + settings), engines, visible)
+    assert expected in "".join(map(str, problems))
+    assert bool(problems) == bool(expected)
