@@ -15,6 +15,7 @@ from relaxd.weights.manifest import (
     to_proto,
     unpack,
 )
+from relaxd.weights.nccl import NcclError, check_environment
 
 SPECS = [
     TensorSpec("a", torch.float32, (3, 5)),
@@ -118,3 +119,11 @@ def test_the_layout_follows_from_transport_and_engine() -> None:
     assert broadcast_layout("nccl", "sglang") == "direct"
     assert broadcast_layout("nccl", "sglang_external") == "flat"
     assert broadcast_layout("gloo", "sglang") == broadcast_layout("gloo", "transformers") == "flat"
+
+
+def test_nccl_is_refused_where_members_would_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    check_environment()
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    with pytest.raises(NcclError, match="NCCL_CUMEM_ENABLE is 1 in this process: it must be 0 in every member"):
+        check_environment()
