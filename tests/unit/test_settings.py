@@ -105,3 +105,19 @@ def test_a_replica_id_names_the_host_and_is_never_given_twice():
     ids = {parse_settings("rollout", [], {}).replica_id for _ in range(100)}
     assert len(ids) == 100
     assert all(REPLICA_ID.fullmatch(replica_id) for replica_id in ids)
+
+
+def test_a_rollout_replica_is_told_its_sglang_server(tmp_path, capsys):
+    key = tmp_path / "key"
+    key.write_text("from-file\n")
+    environment = {"RELAXD_SGLANG_URL": "http://gpu-1:30000/", "RELAXD_SGLANG_KEY": "secret"}
+    settings = parse_settings("rollout", [], environment)
+    assert (settings.sglang_url, settings.sglang_key) == ("http://gpu-1:30000", "secret")
+    assert "secret" not in repr(settings)
+    assert parse_settings("rollout", ["--sglang-key-file", str(key)], environment).sglang_key == "from-file"
+    assert parse_settings("rollout", [], {}).sglang_key is None
+    with pytest.raises(SystemExit):
+        parse_settings("rollout", ["--sglang-url", "gpu-1:30000"], {})
+    assert "URL (http://host:port)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_settings("trainer", ["--sglang-url", "http://gpu-1:30000"], {})

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from relaxd.config import RunConfig
 from relaxd.config.load import dump, load
 from tests.unit.rollout.configs import run_config
 
@@ -28,3 +29,17 @@ def test_transformers_cannot_retract() -> None:
 def test_options_of_sglang_are_kept_as_they_are() -> None:
     config = run_config(engine="sglang", sglang={"attention_backend": "triton", "page_size": 16, "random_seed": 3})
     assert load(dump(config)) == config
+
+
+@pytest.mark.parametrize(("setting", "value"), [("memory_fraction", 0.5), ("sglang", {"page_size": 1})])
+def test_how_an_external_server_is_started_is_not_the_runs_to_say(setting: str, value: Any) -> None:
+    assert run_config(engine="sglang_external", tensor_parallel=2).rollout.tensor_parallel == 2
+    with pytest.raises(ValidationError, match=rf'rollout\.{setting} is for .*rollout\.engine is "sglang_external"'):
+        run_config(engine="sglang_external", **{setting: value})
+
+
+def test_external_servers_get_their_weights_from_one_rank() -> None:
+    values = run_config(engine="sglang_external").model_dump()
+    trainer = values["trainer"] | {"ranks": 2, "pipeline_parallel": 2}
+    with pytest.raises(ValidationError, match=r"trainer\.pipeline_parallel is 2: .* it must be 1"):
+        RunConfig.model_validate(values | {"trainer": trainer})
