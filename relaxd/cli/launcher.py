@@ -64,7 +64,7 @@ class LocalHost:
             wishes.wishes.pop(launch_id, None)
             self._folder.write_launched(wishes)
 
-    def list(self) -> list[pb.Instance]:
+    def instances(self) -> list[pb.Instance]:
         """See Host."""
         wanted: LaunchWishes = self._folder.read_launched()
         services = self._services()

@@ -36,7 +36,7 @@ class Host(Protocol):
     def remove(self, launch_id: str, grace_seconds: float) -> None:
         """End a replica; returns once it is gone."""
 
-    def list(self) -> list[pb.Instance]:
+    def instances(self) -> list[pb.Instance]:
         """What was launched and not removed."""
 
 
@@ -80,7 +80,7 @@ class LauncherServicer(Servicer):
 
     async def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
         """See the proto."""
-        instances = await asyncio.to_thread(self._host.list)
+        instances = await asyncio.to_thread(self._host.instances)
         return pb.ListResponse(instances=sorted(instances, key=lambda instance: instance.launch_id))
 
     def _check_epoch(self, epoch: int) -> None:

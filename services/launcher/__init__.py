@@ -1,0 +1,1 @@
+"""The launcher: starts replicas as containers of its own compose project. Only it can reach the Docker engine."""

@@ -1,0 +1,138 @@
+"""Replicas as containers, by way of the Docker engine."""
+
+import logging
+import math
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import docker
+import docker.errors
+import requests
+
+from relaxd.rpc.errors import FailedPrecondition, Unavailable
+from relaxd.v1 import launcher_pb2 as pb
+from services.launcher.container import LAUNCH_ID, NUMBER, ONEOFF, PROJECT, ROLE, SERVICE, container_config
+
+ENGINE_SECONDS = 30.0
+"""How long the engine may take for an answer."""
+STATES = {
+    "created": pb.INSTANCE_STATE_RUNNING,
+    "running": pb.INSTANCE_STATE_RUNNING,
+    "paused": pb.INSTANCE_STATE_RUNNING,
+    "restarting": pb.INSTANCE_STATE_RESTARTING,
+}
+
+logger = logging.getLogger(__name__)
+
+
+class DockerHost:
+    """The engine that this process reaches, within one compose project.
+
+    Of the engine's powers it uses few: it copies containers of the project's own services, and ends the copies.
+    """
+
+    roles = frozenset({"rollout", "reward", "advantage"})
+
+    def __init__(self, project: str = "") -> None:
+        """`project` is the compose project; empty: that of the container in which this process runs.
+
+        Raises Unavailable: no engine answers; FailedPrecondition: this process is in no project's container.
+        """
+        with _explained():
+            self._engine = docker.from_env(timeout=ENGINE_SECONDS).api
+            self.project = project or self._own_project()
+
+    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
+        """See relaxd.rpc.launcher.Host."""
+        with _explained():
+            found = self._launched(launch_id)
+            if not found:
+                config = container_config(self._template(role), launch_id, role, gpu_uuids, self._next_number(role))
+                made = self._engine.create_container_from_config(config, name=f"{self.project}-{launch_id}")
+                for warning in made.get("Warnings") or ():
+                    logger.warning("%s: %s", launch_id, warning)
+                found = self._launched(launch_id)
+            if found[0]["State"] == "created":
+                self._engine.start(found[0]["Id"])
+            return _instance(self._launched(launch_id)[0])
+
+    def remove(self, launch_id: str, grace_seconds: float) -> None:
+        """See relaxd.rpc.launcher.Host."""
+        with _explained():
+            for container in self._launched(launch_id):
+                try:
+                    self._engine.stop(container["Id"], timeout=math.ceil(grace_seconds))
+                    self._engine.remove_container(container["Id"], v=True, force=True)
+                except docker.errors.NotFound:
+                    logger.info("%s was gone already", launch_id)
+
+    def instances(self) -> list[pb.Instance]:
+        """See relaxd.rpc.launcher.Host."""
+        with _explained():
+            return [_instance(container) for container in self._launched()]
+
+    def _template(self, role: str) -> dict[str, Any]:
+        """A container that Compose started for a role's service."""
+        containers = self._containers(f"{SERVICE}={role}", f"{ONEOFF}=False")
+        if not containers:
+            raise FailedPrecondition(
+                f"project {self.project!r} has no container of service {role!r}, of which there could be more: "
+                f"docker compose up -d {role}"
+            )
+        oldest = min(containers, key=lambda one: (one["State"] != "running", int(one["Labels"][NUMBER])))
+        inspected: dict[str, Any] = self._engine.inspect_container(oldest["Id"])
+        return inspected
+
+    def _next_number(self, role: str) -> int:
+        numbers = [int(one["Labels"][NUMBER]) for one in self._launched() if one["Labels"][ROLE] == role]
+        return max(numbers, default=0) + 1
+
+    def _launched(self, launch_id: str = "") -> list[dict[str, Any]]:
+        return self._containers(f"{LAUNCH_ID}={launch_id}" if launch_id else LAUNCH_ID)
+
+    def _containers(self, *labels: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._engine.containers(
+            all=True, filters={"label": [f"{PROJECT}={self.project}", *labels]}
+        )
+        return found
+
+    def _own_project(self) -> str:
+        name = socket.gethostname()  # in a container, unless told otherwise, the container's id
+        try:
+            labels = self._engine.inspect_container(name)["Config"]["Labels"]
+        except docker.errors.NotFound:
+            labels = {}
+        if PROJECT not in labels:
+            raise FailedPrecondition(
+                f"{name!r} is no container of a compose project: name the project with --project / RELAXD_PROJECT"
+            )
+        return str(labels[PROJECT])
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What the engine says, as errors that cross the wire."""
+    try:
+        yield
+    except docker.errors.APIError as error:
+        refusal = FailedPrecondition if error.is_client_error() else Unavailable
+        raise refusal(f"the Docker engine refuses: {error.explanation or error}") from error
+    except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
+        raise Unavailable(f"the Docker engine does not answer: {error}") from error
+
+
+def _instance(container: dict[str, Any]) -> pb.Instance:
+    state = STATES.get(container["State"], pb.INSTANCE_STATE_FAILED)
+    name, status = container["Names"][0].removeprefix("/"), container["Status"]
+    return pb.Instance(
+        launch_id=container["Labels"][LAUNCH_ID],
+        role=container["Labels"][ROLE],
+        state=state,
+        detail=f"container {name}: {status[:1].lower()}{status[1:]}" + _hint(name, state),
+    )
+
+
+def _hint(name: str, state: "pb.InstanceState.ValueType") -> str:
+    return "" if state == pb.INSTANCE_STATE_RUNNING else f" (docker logs {name})"
