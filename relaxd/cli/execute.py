@@ -41,6 +41,8 @@ class Where:
     """Where services of our own leave their state."""
     address: str | None = None
     """The coordinator of services that are up already; None brings services up for this run."""
+    elsewhere: bool = False
+    """Its paths are not this machine's although its address is: it runs in a container."""
     replicas: Mapping[str, int] = field(default_factory=dict)
     """Replicas of each role, where we bring them up."""
     keep_up: bool = False
@@ -50,7 +52,7 @@ class Where:
 def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> Path:
     """Run `config` to its end and write the report; returns the run's folder. Raises CliError, ConfigError."""
     say = _sayer(console)
-    if where.address is not None and not where.address.startswith((LOOPBACK, "localhost")):
+    if where.address is not None and (where.elsewhere or not where.address.startswith((LOOPBACK, "localhost"))):
         # Paths are those of the coordinator's machine, and so is the run's folder.
         with Coordinator(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)

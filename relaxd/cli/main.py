@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from relaxd import __version__
-from relaxd.cli import recovery, stack
+from relaxd.cli import compose, recovery, stack
 from relaxd.cli.check import check
 from relaxd.cli.coordinator import Coordinator, state_name
 from relaxd.cli.errors import CliError
@@ -151,10 +151,16 @@ def run(
     """Train by a configuration: on the services that are up, else on services brought up for it."""
     path, config = _load(words)
     folder = StateFolder(state)
-    stack_state = folder.read()
+    stack_state = folder.read() or (compose.use(folder) if coordinator is None else None)
     address = coordinator or (stack_state.coordinator if stack_state else None)
     replicas = {"rollout": rollout, "reward": reward, "advantage": advantage}
-    where = Where(folder, address=address, replicas=replicas, keep_up=keep_up)
+    where = Where(
+        folder,
+        address=address,
+        elsewhere=isinstance(stack_state, compose.ComposeState),
+        replicas=replicas,
+        keep_up=keep_up,
+    )
     execute(config, run_id or _new_run_id(path.stem), where, _console())
 
 
@@ -167,15 +173,22 @@ def up(
     reward: RewardOption = 1,
     advantage: AdvantageOption = 1,
     grace_seconds: Annotated[float, typer.Option(min=0, help="How long services may drain when stopped.")] = 20.0,
+    as_containers: Annotated[
+        bool, typer.Option("--compose", help="As containers, by docker compose (docs/deploy.md).")
+    ] = False,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
-    """Start Redis and the services in the background."""
+    """Start Redis and the services in the background, as processes or as containers."""
     console, folder = _console(), StateFolder(state)
-    if folder.is_up():
+    if folder.is_up() or compose.read(folder):
         raise CliError(
             f"services are already up (in {folder.path})", "relaxd status shows them, relaxd down stops them"
         )
     replicas = {"rollout": rollout, "reward": reward, "advantage": advantage}
+    if as_containers:
+        containers = compose.up(folder, port, replicas, grace_seconds, lambda text: console.print(text, style="dim"))
+        console.print(f"up: the coordinator is at {containers.coordinator}, `docker compose logs` has the logs")
+        return
     plan = stack.make_plan(folder, port=port, replicas=replicas, grace_seconds=grace_seconds)
     stack.up(folder, plan, lambda text: console.print(text, style="dim"))
     console.print(f"up: the coordinator is at {plan.coordinator}, logs are in {folder.logs}")
@@ -185,15 +198,17 @@ def up(
 def down(state: StateOption = DEFAULT_STATE) -> None:
     """Stop the services that `relaxd up` started; each first hands back what it holds."""
     folder = StateFolder(state)
-    print("down" if stack.down(folder) else f"nothing is up (in {folder.path})")
+    was_up = [compose.down(folder), stack.down(folder)]
+    print("down" if any(was_up) else f"nothing is up (in {folder.path})")
 
 
 @app.command()
 def status(state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
     """Show the services, the runs and the lines before each stage."""
     stack_state = StateFolder(state).read()
+    containers = compose.read(StateFolder(state)) if coordinator is None else None
     with Coordinator(_address(state, coordinator)) as client:
-        print_status(client, stack_state, _console())
+        print_status(client, stack_state, _console(), compose.containers(containers) if containers else None)
 
 
 @app.command()
@@ -404,6 +419,8 @@ def _load(words: list[str]) -> tuple[Path, RunConfig]:
 def _address(state: Path, coordinator: str | None) -> str:
     if coordinator:
         return coordinator
+    if containers := compose.use(StateFolder(state)):
+        return containers.coordinator
     stack_state = StateFolder(state).read()
     return stack_state.coordinator if stack_state else f"127.0.0.1:{stack.COORDINATOR_PORT}"
 

@@ -1,9 +1,12 @@
 """`relaxd status`: the services, the runs, and the lines before each stage."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from relaxd.cli.compose import Container
 from relaxd.cli.coordinator import Coordinator, state_name
 from relaxd.cli.errors import CliError
 from relaxd.cli.scale import ENDED, request_line, scaled_table
@@ -12,15 +15,22 @@ from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import ReplicaState, Role
 
 
-def print_status(coordinator: Coordinator, stack: StackState | None, console: Console) -> None:
-    """Print everything that is known; with `stack`, also about processes that don't answer."""
+def print_status(
+    coordinator: Coordinator,
+    stack: StackState | None,
+    console: Console,
+    containers: Sequence[Container] | None = None,
+) -> None:
+    """Print everything that is known; with `stack` or `containers`, also about those that don't answer."""
     if stack is not None:
         console.print(_processes(stack))
+    if containers is not None:
+        console.print(_containers(containers))
     try:
         replicas, runs = coordinator.replicas(), coordinator.runs()
         scaling = [request for request in coordinator.scale_requests() if request.state not in ENDED]
     except CliError:
-        if stack is None:
+        if stack is None and containers is None:
             raise
         console.print(f"the coordinator at {coordinator.address} does not answer just now")
         return
@@ -53,6 +63,14 @@ def _processes(stack: StackState) -> Table:
         style = {"running": "green", "failed": "bold red", "restarting": "yellow"}.get(service.phase, "")
         phase = Text(service.phase, style)
         table.add_row(service.name, phase, str(service.pid or ""), str(service.restarts))
+    return table
+
+
+def _containers(containers: Sequence[Container]) -> Table:
+    table = _table("containers", "name", "service", "state", "health", "since")
+    for one in containers:
+        style = {"running": "green", "restarting": "yellow", "exited": "bold red"}.get(one.State, "")
+        table.add_row(one.Name, one.Service, Text(one.State, style), one.Health, one.Status)
     return table
 
 
