@@ -8,8 +8,8 @@
 Every layout of LAYOUTS for this number of GPUs is measured (or those named with --layouts), each on the same
 micro-batches, which data-parallel ranks share out. Reported are medians over the timed steps: seconds of forward and
 backward of all micro-batches, of the optimizer with the gradients' reduction, tokens/s of both together, and MFU:
-`gpu_models.flops` over forward's and backward's seconds, the GPUs and their dense bf16 peak. Every token but prompts and
-the first of a sequence is trained, so all logits are computed. What is computed twice doesn't count.
+`gpu_models.flops` over forward's and backward's seconds, the GPUs and their dense bf16 peak. Every token but prompts
+and the first of a sequence is trained, so all logits are computed. What is computed twice doesn't count.
 """
 
 import argparse

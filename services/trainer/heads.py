@@ -24,7 +24,8 @@ def split_heads(
     Returns:
         [T, groups x queries, head_size], [T, groups, head_size] and [T, groups, head_size].
     """
-    if qkv.dtype == torch.bfloat16 and fused_kernels():
+    power_of_two = head_size & (head_size - 1) == 0  # Triton's blocks are
+    if qkv.dtype == torch.bfloat16 and power_of_two and fused_kernels():
         query_weight, key_weight = norms or (None, None)
         fused: tuple[Tensor, Tensor, Tensor] = _Heads.apply(qkv, query_weight, key_weight, table, head_size, epsilon)
         return fused

@@ -172,6 +172,11 @@ def _heads_backward(
         tl.store(output + 3 * HALF, sum_k2)
 
 
+def _warps(heads: int, head_size: int) -> int:
+    """Enough threads that a token's heads fit their registers."""
+    return min(max(triton.next_power_of_2(heads) * head_size // 1024, 1), 16)
+
+
 def heads_forward(
     qkv: Tensor, norms: tuple[Tensor, Tensor] | None, table: Tensor, groups: int, head_size: int, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,7 +200,7 @@ def heads_forward(
     query_weight, key_weight = norms or (qkv, qkv)
     _heads_forward[(tokens,)](
         qkv, query_weight, key_weight, table, query, key, value, tokens, groups, epsilon,
-        triton.next_power_of_2(heads), queries, head_size // 2, norms is not None,
+        triton.next_power_of_2(heads), queries, head_size // 2, norms is not None, num_warps=_warps(heads, head_size),
     )  # fmt: skip
     return query, key, value
 
@@ -219,6 +224,7 @@ def heads_backward(
     _heads_backward[(programs,)](
         qkv, query_weight, key_weight, table, grad_query, grad_key, grad_value, grad_qkv, sums, tokens, groups,
         epsilon, programs, triton.next_power_of_2(heads), heads // groups - 2, head_size // 2, norms is not None,
+        num_warps=_warps(heads, head_size),
     )  # fmt: skip
     if norms is None:
         return grad_qkv, None, None
