@@ -163,10 +163,13 @@ class Engine:
 
 
 def changes(tensors: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    """What is different in a version."""
-    norm = tensors["model.norm.weight"]
-    wave = torch.cos(torch.arange(len(norm), device=norm.device) * float(version))
-    return {"model.norm.weight": (norm * (1 + version) + 0.5 * wave).to(norm.dtype)}
+    """What is different in a version: all keys and values, and all logits."""
+    changed = {}
+    for name in ("model.layers.0.input_layernorm.weight", "model.norm.weight"):
+        norm = tensors[name]
+        wave = torch.cos(torch.arange(len(norm), device=norm.device) * float(version))
+        changed[name] = (norm * (1 + version) + 0.5 * wave).to(norm.dtype)
+    return changed
 
 
 def logprobs(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> torch.Tensor:

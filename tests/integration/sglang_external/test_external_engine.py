@@ -182,6 +182,9 @@ async def test_an_update_in_the_middle_leaves_every_token_with_its_version(engin
     ((fresh,),) = late.result()
     assert fresh.versions == [2, 2, 2]
     assert not fresh.continued
+    # Its prompt was in the prefix cache, as computed by the old weights.
+    right = logprobs(engine.reference(2), PROMPT, fresh.tokens, 1.0)
+    assert torch.tensor(fresh.logprobs).allclose(right, atol=1e-4)
 
 
 async def test_an_aborting_pause_ends_requests_with_what_they_have(engine: Engine, server: Server) -> None:
