@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
@@ -66,7 +67,7 @@ class Snapshot:
         model = state.model.sharded_state_dict(metadata=dict(SHARDING))
         # The optimizer's parts are found by the parameters that the model's point to, so these are copied only after.
         optimizer = state.optimizer.sharded_state_dict(model, metadata=dict(SHARDING))
-        _drop_empty(optimizer)
+        _make_plain(optimizer)
         for part in nested_values(model):
             if isinstance(getattr(part, "data", None), torch.Tensor):
                 part.data = part.data.detach().to("cpu", copy=True)
@@ -119,6 +120,7 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> None:
         content["generators"] = _generators(state.world, None)
     loaded = _load(content, folder)
     state.model.load_state_dict(loaded["model"])
+    _add_classes(loaded["optimizer"], state.optimizer)
     with _accept_missing_step(state.optimizer):
         state.optimizer.load_state_dict(loaded["optimizer"])
     _separate_steps(state.optimizer)
@@ -178,11 +180,29 @@ def _single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _drop_empty(state: dict[Any, Any]) -> None:
-    """Data-parallel ranks that gather nothing have None where the others have tensors: leave that out."""
-    for part in (state, *(value for value in state.values() if isinstance(value, dict))):
-        if "param_state" in part and part["param_state"] is None:
+def _single_states(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """What `sharded_state_dict` made of each of the `_single_optimizers`."""
+    return [state] if "optimizer" in state else [part for _, part in sorted(state.items())]
+
+
+def _make_plain(state: dict[Any, Any]) -> None:
+    """Leave out what has no place in a file."""
+    for part in _single_states(state):
+        if part["param_state"] is None:  # data-parallel ranks that gather nothing, where the others have tensors
             part["param_state"] = {}
+        groups = part["optimizer"]["param_groups"]
+        # The offloaded optimizer has classes in there; torch wouldn't load them, and rightly so.
+        part["optimizer"]["param_groups"] = [
+            {name: value for name, value in group.items() if not isinstance(value, type)} for group in groups
+        ]
+
+
+def _add_classes(state: dict[Any, Any], optimizer: MegatronOptimizer) -> None:
+    """Put back the classes that `_make_plain` has left out."""
+    for part, one in zip(_single_states(state), _single_optimizers(optimizer), strict=True):
+        classes = {name: value for name, value in one.optimizer.defaults.items() if isinstance(value, type)}
+        for group in part["optimizer"]["param_groups"]:
+            group |= classes
 
 
 def _fill_optimizer(optimizer: MegatronOptimizer) -> None:
@@ -192,16 +212,24 @@ def _fill_optimizer(optimizer: MegatronOptimizer) -> None:
     shapes that are there. Before the first step there is nothing.
     """
     for one in _single_optimizers(optimizer):
-        inner = one.optimizer
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    device = parameter.device if group["fused"] else None
-                    inner.state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=device),
-                        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    }
+        if isinstance(one.optimizer, HybridDeviceOptimizer):  # offloaded: it has an optimizer per parameter
+            for part in one.optimizer.sub_optimizers:
+                _fill(part)
+            one.optimizer._sync_sub_optimizers_state_to_hdo()
+        else:
+            _fill(one.optimizer)
+
+
+def _fill(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                device = parameter.device if group["fused"] else None
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
 
 
 @contextlib.contextmanager

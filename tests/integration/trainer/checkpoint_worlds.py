@@ -79,7 +79,9 @@ def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
     result["step"] = learner.step
     result["tensors"] = copied(learner)
     from megatron.core import parallel_state  # only now: Megatron is imported after the bridge
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    result["spawned"] = filesystem_async._results_queue is not None
     parallel_state.destroy_model_parallel()
     return result
 
