@@ -68,15 +68,19 @@ JSON, and fields that have their default (0, "", false) are left out.
 class Page:
     """The page, with the commands that were run for it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, head: str = HEAD) -> None:
         self._folder = folder
-        self._parts = [HEAD]
+        self._parts = [head]
         path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self._environment = os.environ | {"PATH": path}
 
     def heading(self, text: str) -> None:
         """Begin a section."""
         self._parts.append(f"## {text}\n")
+
+    def text(self, markdown: str) -> None:
+        """Add Markdown as it is."""
+        self._parts.append(markdown)
 
     def call(self, text: str, address: str, method: str, request: object = None, *, tail: str = "") -> str:
         """Type one call, its output through `tail` where given."""

@@ -1,0 +1,84 @@
+"""Real engines come and go in the middle of a run, by the command that people use."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from relaxd.board import Board, stages_for
+from relaxd.cli.coordinator import Coordinator
+from relaxd.cli.state import StateFolder
+from relaxd.config import RunConfig
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.replica_pb2 import ROLE_ROLLOUT
+from tests.e2e.conftest import Workplace
+
+
+def engines(coordinator: Coordinator) -> dict[str, pb.ReplicaInfo]:
+    found = [replica for replica in coordinator.replicas() if replica.registration.role == ROLE_ROLLOUT]
+    return {replica.registration.replica_id: replica for replica in found}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait; the test's timeout ends it."""
+    while not condition():
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(300)
+def test_one_engine_then_three_then_one(workplace: Workplace) -> None:
+    code, output = workplace.relaxd("up", "--port", "0")
+    assert code == 0, output
+    state = StateFolder(workplace.folder / ".relaxd").read()
+    run = workplace.start("run", "tiny.toml", "--run-id", "elastic", "--run.steps", "100000", "--eval.prompts", "0")
+    assert run.stdout is not None
+    assert any(line.startswith("step") for line in run.stdout)  # it trains
+
+    code, output = workplace.relaxd("scale", "rollout=3", "--wait")
+    assert code == 0, output
+    assert re.search(r"rollout out to 3: creating \(2 creating\)", output)
+    assert re.search(r"rollout out to 3: active \(2 active\)", output)
+    with Coordinator(state.coordinator) as coordinator:
+        grown = engines(coordinator)
+        assert len(grown) == 3
+        new = {name: one.registration.address for name, one in grown.items() if one.registration.launch_id}
+        assert len(new) == 2
+        scaled_processes = [s.pid for s in StateFolder(workplace.folder / ".relaxd").read().services if s.launched]
+        until(lambda: all(engines(coordinator)[name].status.done_groups for name in new))
+        code, output = workplace.relaxd("scale", "rollout=1", "--wait", "--drain-seconds", "10")
+        assert code == 0, output
+        assert re.search(r"rollout in to 1: done \(2 done\)", output)
+        assert engines(coordinator).keys() == {"rollout"}
+        assert not [pid for pid in scaled_processes if psutil.pid_exists(pid)]
+        code, output = workplace.relaxd("scale", "rollout=1")
+        assert code == 0
+        assert "nothing to do" in output
+
+        step = coordinator.run().step
+        until(lambda: coordinator.run().step >= step + 2)  # it goes on with the one that is left
+        coordinator.stop_run("elastic", "seen enough")
+        assert run.wait(timeout=60) == 0
+        ended = coordinator.run("elastic")
+    config = RunConfig.model_validate_json(ended.config_json)
+    board = Board(state.redis, "elastic", stages_for(config), config.board)
+    counts = board.counts()
+    counts.check()
+    trained = Counter(group for entry in board.ledger() for group in entry.plan["groups"])
+    assert set(trained.values()) == {1}
+    assert (counts.open, counts.trained) == (0, len(trained))
+    assert counts.published == counts.trained + counts.dropped
+    assert set(counts.dropped_by_reason) <= {"run_ended", "zero_variance"}
+
+
+def test_what_can_be_scaled_is_said(workplace: Workplace) -> None:
+    for words, expected in (
+        (["trainer=2"], "names nothing to scale: expected one of rollout, reward, advantage"),
+        (["rollout=0"], "names nothing to scale"),
+        ([], "expected what to scale, or --cancel"),
+    ):
+        code, output = workplace.relaxd("scale", *words, RELAXD_COORDINATOR="127.0.0.1:1")
+        assert code == 1
+        assert expected in output
