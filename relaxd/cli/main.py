@@ -253,8 +253,9 @@ def resume(
         execute_again(run_id, recovery.run_folder(run_id, folder), where, _console())
         return
     with Coordinator(_address(state, coordinator)) as client:
-        if folder is not None or (run_id and run_id not in {run.run_id for run in client.runs()}):
-            print(_told(client.restore_run(recovery.run_folder(run_id, folder))))
+        lost = folder or recovery.lost_run(client, run_id)
+        if lost is not None:
+            print(_told(client.restore_run(lost.resolve())))
         else:
             print(_told(client.resume_run(run_id)))
 

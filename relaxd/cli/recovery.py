@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from relaxd.cli.coordinator import Coordinator
 from relaxd.cli.environment import python_path
 from relaxd.cli.errors import CliError
 
@@ -22,6 +23,13 @@ def run_folder(run_id: str, folder: Path | None) -> Path:
     if not (found / "config.json").is_file():
         raise CliError(f"{found} is not the folder of a run", "name it: --folder DIR (default: runs/RUN)")
     return found
+
+
+def lost_run(client: Coordinator, run_id: str) -> Path | None:
+    """The folder of a run that is here, and that the coordinator doesn't know (any more)."""
+    folder = Path("runs") / run_id
+    known = not run_id or run_id in {run.run_id for run in client.runs()}
+    return folder if not known and (folder / "config.json").is_file() else None
 
 
 def export(folder: Path, step: int | None, target: Path) -> dict[str, Any]:
