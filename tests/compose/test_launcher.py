@@ -1,0 +1,127 @@
+"""The launcher of containers on a real engine: it copies what Compose started, and Compose can live with that."""
+
+import json
+import os
+import secrets
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relaxd.rpc.errors import FailedPrecondition, Unavailable
+from relaxd.v1 import launcher_pb2 as pb
+from services.launcher.host import DockerHost
+from tests.compose.stack import docker, wait_until
+
+COMPOSE_FILE = """
+services:
+  rollout:
+    image: ${BASE_IMAGE:-python:3.11-slim}
+    init: true
+    command: ["python3", "-c", "import os, sys, time; sys.exit(3) if os.path.exists('/flag/fail') else time.sleep(600)"]
+    environment: {RELAXD_COORDINATOR: "coordinator:50050"}
+    restart: unless-stopped
+    stop_grace_period: 7s
+    cap_drop: [ALL]
+    volumes: ["${FLAG}:/flag:ro"]
+    secrets: [token]
+    deploy: {resources: {limits: {memory: 128m}}}
+secrets:
+  token: {file: ./token}
+"""
+
+
+class Project:
+    """A compose project with one rollout "service", and nothing of relaxd in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = f"relaxd-launcher-{secrets.token_hex(3)}"
+        self.folder = folder
+        (folder / "compose.yaml").write_text(COMPOSE_FILE)
+        (folder / "token").write_text("secret")
+        (folder / "flag").mkdir()
+
+    def compose(self, *words: str) -> str:
+        environment = os.environ | {"FLAG": str(self.folder / "flag"), "COMPOSE_PROJECT_NAME": self.name}
+        done = subprocess.run(
+            ["docker", "compose", *words],
+            cwd=self.folder,
+            env={k: v for k, v in environment.items() if k != "COMPOSE_FILE"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    def containers(self) -> dict[str, dict[str, Any]]:
+        """`docker inspect` by name."""
+        ids = docker("ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={self.name}").split()
+        return {one["Name"].removeprefix("/"): one for one in json.loads(docker("inspect", *ids))} if ids else {}
+
+
+@pytest.fixture
+def project(engine: None, tmp_path: Path) -> Iterator[Project]:
+    """A project that is up."""
+    project = Project(tmp_path)
+    project.compose("up", "--detach", "--wait")
+    yield project
+    project.compose("down", "--volumes", "--remove-orphans", "--timeout", "1")
+    assert project.containers() == {}, "Compose left something of it behind"
+
+
+@pytest.mark.timeout(180)
+def test_it_copies_and_removes_what_compose_started(project: Project) -> None:
+    host = DockerHost(project.name)
+    assert host.instances() == []
+    made = host.launch("rollout-more-1", "rollout", ())
+    assert (made.state, made.role) == (pb.INSTANCE_STATE_RUNNING, "rollout")
+    assert host.launch("rollout-more-1", "rollout", ()).launch_id == "rollout-more-1"  # again is the same
+    first, copied = f"{project.name}-rollout-1", f"{project.name}-rollout-more-1"
+    containers = project.containers()
+    assert containers.keys() == {first, copied}
+    template, copy = containers[first], containers[copied]
+    assert copy["Image"] == template["Image"]
+    for key in ("Binds", "Mounts", "CapDrop", "Memory", "Init"):
+        assert copy["HostConfig"][key] == template["HostConfig"][key]
+    assert copy["Config"]["Cmd"] == template["Config"]["Cmd"]
+    assert copy["Config"]["StopTimeout"] == 7
+    assert "RELAXD_LAUNCH_ID=rollout-more-1" in copy["Config"]["Env"]
+    assert copy["NetworkSettings"]["Networks"].keys() == template["NetworkSettings"]["Networks"].keys()
+    assert docker("exec", copied, "cat", "/run/secrets/token") == "secret"
+
+    # Compose leaves it alone, and would warn of it.
+    project.compose("up", "--detach", "--scale", "rollout=2")
+    assert project.containers().keys() == {first, copied, f"{project.name}-rollout-2"}
+
+    host.remove("rollout-more-1", 0)
+    host.remove("rollout-more-1", 0)
+    assert host.instances() == []
+    assert project.containers().keys() == {first, f"{project.name}-rollout-2"}
+    host.launch("rollout-more-2", "rollout", ())  # left for `down --remove-orphans`
+
+    with pytest.raises(FailedPrecondition, match="no container of service 'reward'"):
+        host.launch("reward-1", "reward", ())
+
+
+@pytest.mark.timeout(180)
+def test_a_copy_that_keeps_failing_is_given_up(project: Project) -> None:
+    host = DockerHost(project.name)
+    (project.folder / "flag" / "fail").touch()
+    host.launch("rollout-more-1", "rollout", ())
+
+    def failed() -> bool:
+        (instance,) = host.instances()
+        return instance.state == pb.INSTANCE_STATE_FAILED and "exited (3)" in instance.detail
+
+    wait_until(failed, "it is given up", timeout=90)
+    host.remove("rollout-more-1", 0)
+
+
+def test_an_engine_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    with pytest.raises(Unavailable, match="the Docker engine does not answer"):
+        DockerHost("project")
