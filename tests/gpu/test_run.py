@@ -4,6 +4,7 @@ import json
 import math
 import re
 import statistics
+import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.models import make_tiny_model
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs the extra sglang")
 
 STEPS = 6
+DEADLINE_SECONDS = 300.0
+"""Of the run: SGLang alone takes one to two minutes to start."""
 CONFIG = """
 [run]
 steps = {steps}
@@ -95,6 +98,8 @@ def workplace(tmp_path: Path) -> Iterator[Workplace]:
 @pytest.mark.timeout(420)
 def test_a_run_with_an_sglang_engine(workplace: Workplace, facts: Callable[[str, object], None]) -> None:
     process = workplace.start("run", "run.toml", "--run-id", "gpu")
+    late = threading.Timer(DEADLINE_SECONDS, process.terminate)  # so that the logs are shown
+    late.start()
     state = StateFolder(workplace.folder / ".relaxd")
     assert process.stdout is not None
     output: list[str] = []
@@ -111,6 +116,7 @@ def test_a_run_with_an_sglang_engine(workplace: Workplace, facts: Callable[[str,
             gpus = {r.registration.role: list(r.leased_gpu_uuids) for r in replicas}
             gauges = {r.registration.role: dict(r.status.gauges) for r in replicas}
             started = psutil.Process(stack.pid).children(recursive=True)
+    late.cancel()
     logs = workplace.folder / ".relaxd" / "logs"
     tails = "".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in sorted(logs.glob("*.log")))
     assert process.wait(timeout=60) == 0, "".join(output) + tails
