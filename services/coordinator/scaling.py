@@ -171,7 +171,8 @@ class Scaler:
         """The replicas to remove."""
         live = self._live(wish.role)
         if wish.replica_ids:
-            victims = [self._victim(replica_id, wish.role) for replica_id in wish.replica_ids]
+            named = (self._victim(replica_id, wish.role) for replica_id in wish.replica_ids)
+            victims = list({replica.launch_id: replica for replica in named}.values())
         else:
             surplus = len(live) - wish.replicas
             scaled_out = [replica for replica in reversed(live) if replica.launch_id]
