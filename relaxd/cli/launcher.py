@@ -75,7 +75,9 @@ class LocalHost:
             pid = f"process {service.pid}" if service else "starting"
             return pb.Instance(launch_id=launch_id, role=role, state=pb.INSTANCE_STATE_RUNNING, detail=pid)
         state = pb.INSTANCE_STATE_RESTARTING if service.phase == "restarting" else pb.INSTANCE_STATE_FAILED
-        detail = f"it ended with code {service.exit_code}, see {self._folder.log(launch_id)}"
+        last = "".join(self._folder.log_tail(launch_id, 1)).strip()
+        said = f": {last[-300:]}" if last else ""
+        detail = f"it ended with code {service.exit_code}{said} (see {self._folder.log(launch_id)})"
         return pb.Instance(launch_id=launch_id, role=role, state=state, detail=detail)
 
     def _services(self) -> dict[str, ServiceState]:
