@@ -248,6 +248,7 @@ def write_page(page: Page) -> None:
         "relaxd.v1.Trainer/ExportHuggingFace",
         {"folder": "snapshot"},
     )
+    page.call("Take a checkpoint, and wait until it is on the disk:", COORDINATOR, call("SaveCheckpoint"))
 
     page.heading("Trying a part of it")
     prompt = {"prompt_tokens": [52, 14, 53], "n": 1, "sampling": {"max_new_tokens": 3, "temperature": 1, "seed": 7}}
