@@ -41,6 +41,20 @@ test-fast: $(STAMP) ## the tests that take seconds
 test-gpu: $(if $(VENV),$(STAMP)) ## what needs GPUs, in minutes (VENV= PYTHON=: with an environment of your own)
 	$(if $(VENV),$(BIN)/python,$(PYTHON)) -m pytest tests/gpu
 
+.PHONY: test-compose
+test-compose: $(STAMP) ## the images and the compose files, on Docker (arranges an engine on Debian, as root)
+	RELAXD_TEST_COMPOSE=1 deploy/ci/docker.sh $(BIN)/python -m pytest tests/compose --durations=8
+
+.PHONY: images
+images: ## build the image of every service
+	cd deploy/compose && docker compose --profile '*' build
+
+.PHONY: secrets
+secrets: ## write random secrets for the compose files into deploy/compose/secrets, unless they are there
+	@umask 077; mkdir -p deploy/compose/secrets; cd deploy/compose/secrets; for name in redis_password token grafana_password; do \
+		[ -s $$name ] || head -c 24 /dev/urandom | base64 | tr '+/' '-_' > $$name; chmod 644 $$name; done
+	@echo "set SECRETS=./secrets in deploy/compose/.env, or in the environment"
+
 .PHONY: lint
 lint: $(STAMP) ## ruff, mypy, import-linter, buf
 	$(BIN)/ruff check .
@@ -59,3 +73,4 @@ lock: ## write requirements.lock from what pyproject.toml asks for now
 	build/lock/bin/pip install --quiet $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) '.[coordinator,reward,advantage,launcher,rollout,trainer,demo,dev]'
 	{ sed '/^[^#]/,$$d' requirements.lock; build/lock/bin/pip freeze --exclude relaxd | sed 's/+cpu//'; } > build/requirements.lock
 	mv build/requirements.lock requirements.lock
+	build/lock/bin/python requirements/generate.py

@@ -23,16 +23,13 @@ SECRETS = ("redis_password", "token", "grafana_password")
 
 
 class Container(BaseModel):
-    """One container of the project."""
+    """One container of the project, by compose's own names."""
 
     Name: str
-    Service: str
     State: str
     """created, running, restarting, exited ..."""
-    Health: str = ""
-    """starting, healthy or unhealthy."""
     Status: str = ""
-    """In words, with the time."""
+    """For how long, and whether it is healthy."""
 
 
 class ComposeState(BaseModel):

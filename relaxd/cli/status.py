@@ -67,10 +67,10 @@ def _processes(stack: StackState) -> Table:
 
 
 def _containers(containers: Sequence[Container]) -> Table:
-    table = _table("containers", "name", "service", "state", "health", "since")
+    table = _table("containers", "name", "state", "status")
     for one in containers:
         style = {"running": "green", "restarting": "yellow", "exited": "bold red"}.get(one.State, "")
-        table.add_row(one.Name, one.Service, Text(one.State, style), one.Health, one.Status)
+        table.add_row(one.Name, Text(one.State, style), one.Status)
     return table
 
 

@@ -137,9 +137,9 @@ def running(stack: Stack, settings: Mapping[str, str]) -> Iterator[Stack]:
 
 def bridge_address() -> str:
     """This machine's address on Docker's own bridge: containers of every network reach it."""
-    return (
-        docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}").strip() or "172.17.0.1"
-    )
+    bridge = json.loads(docker("network", "inspect", "bridge"))[0]["IPAM"]["Config"][0]
+    # An engine that was never told a gateway takes the network's first address, and does not show it.
+    return bridge.get("Gateway") or str(next(ip_network(bridge["Subnet"]).hosts()))
 
 
 def steps_of(line: str) -> int | None:

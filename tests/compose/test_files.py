@@ -1,0 +1,147 @@
+"""The files for containers fit the code. Nothing here needs a Docker engine."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relaxd.telemetry.metrics import METRICS
+from tests.compose.stack import COMPOSE, ROOT
+
+DASHBOARDS = sorted((COMPOSE / "config" / "grafana" / "dashboards").glob("*.json"))
+LAYERS = (
+    "compose.yaml",
+    "compose.yaml:compose.gpu.yaml",
+    "compose.yaml:compose.observability.yaml",
+    "compose.yaml:compose.gpu.yaml:compose.observability.yaml",
+)
+
+
+def settings() -> dict[str, str]:
+    """deploy/compose/.env."""
+    lines = (COMPOSE / ".env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def compose_config(files: str) -> dict[str, Any]:
+    """What compose makes of files, nothing but .env set; skips where there is no compose."""
+    environment = {name: value for name, value in os.environ.items() if name not in settings()}
+    try:
+        done = subprocess.run(
+            ["docker", "compose", "--profile", "*", "config", "--format", "json"],
+            cwd=COMPOSE,
+            env=environment | {"COMPOSE_FILE": files},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no docker command")
+    if "is not a docker command" in done.stderr or "unknown" in done.stderr.splitlines()[:1]:
+        pytest.skip("docker has no compose plugin")
+    assert done.returncode == 0, done.stderr
+    assert "variable is not set" not in done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("files", LAYERS)
+def test_each_combination_of_files_is_valid(files: str) -> None:
+    services = compose_config(files)["services"]
+    for name, service in services.items():
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
+        assert service["networks"].keys() == {"relaxd"}, name
+        for port in service.get("ports", ()):
+            assert port["host_ip"] == "127.0.0.1", name
+        if name not in ("model-fetch", "cli", "demo"):
+            assert service["restart"] == "unless-stopped", name
+            assert service["deploy"]["resources"]["limits"]["memory"], name
+    published = {name for name, service in services.items() if "ports" in service}
+    assert published == {"coordinator"} | ({"grafana", "jaeger"} if "observability" in files else set())
+    for name in ("trainer", "rollout"):
+        devices = services[name]["deploy"]["resources"].get("reservations", {}).get("devices", [])
+        assert bool(devices) == ("gpu" in files)
+        assert (services[name].get("ipc") == "host") == ("gpu" in files)
+
+
+@pytest.mark.parametrize("file", sorted(COMPOSE.glob("compose*.yaml")), ids=lambda path: path.name)
+def test_every_setting_is_in_the_env_file_with_the_same_default(file: Path) -> None:
+    known = settings()
+    for name, default in re.findall(r"\$\{(\w+):-([^}]*)\}", file.read_text()):
+        assert known.get(name) == default, f"{file.name} has {name} = {default!r}, .env {known.get(name)!r}"
+    assert not re.findall(r"(?<!\$)\$\{\w+\}", file.read_text()), "a setting without a default"
+
+
+def test_every_setting_of_the_env_file_is_used() -> None:
+    text = "".join(file.read_text() for file in COMPOSE.glob("compose*.yaml"))
+    unused = [name for name in settings() if f"${{{name}:-" not in text]
+    assert unused == ["COMPOSE_FILE"]
+
+
+def expressions(dashboard: Any) -> Iterator[str]:
+    """Every PromQL expression of a dashboard."""
+    if isinstance(dashboard, dict):
+        for key, value in dashboard.items():
+            if key in ("expr", "query") and isinstance(value, str):
+                yield value
+            else:
+                yield from expressions(value)
+    elif isinstance(dashboard, list):
+        for value in dashboard:
+            yield from expressions(value)
+
+
+@pytest.mark.parametrize("file", DASHBOARDS, ids=lambda path: path.name)
+def test_dashboards_name_metrics_and_attributes_that_there_are(file: Path) -> None:
+    exported: set[str] = set()
+    labels = {"run", "service_name", "service_instance_id", "le"}
+    for metric in METRICS.values():
+        name = metric.exported_name.replace(".", "_")
+        exported |= {f"{name}_bucket", f"{name}_sum", f"{name}_count"} if metric.kind == "histogram" else {name}
+        labels |= {attribute.replace(".", "_") for attribute in metric.attributes}
+    used: set[str] = set()
+    for text in expressions(json.loads(file.read_text())):
+        used |= set(re.findall(r"\brelaxd_\w+", text))
+        for group in re.findall(r"by \(([^)]*)\)", text):
+            assert {label.strip() for label in group.split(",")} <= labels | {"relaxd_run_id"}, text
+    assert used - labels <= exported | {"relaxd_run_id"}
+    for wanted in ("relaxd_queue_waiting", "relaxd_staleness_bucket", "relaxd_step_reward_mean"):
+        assert wanted in used
+    assert "relaxd_sync_seconds_bucket" in used
+
+
+def test_locks_of_the_images_are_current() -> None:
+    lock = runpy.run_path(str(ROOT / "requirements" / "generate.py"))
+    for image in lock["IMAGES"]:
+        assert (ROOT / "requirements" / f"{image}.lock").read_text() == lock["lock"](image), (
+            f"requirements/{image}.lock is out of date: python requirements/generate.py"
+        )
+
+
+def test_no_small_image_gets_torch() -> None:
+    for image in ("core", "coordinator"):
+        text = (ROOT / "requirements" / f"{image}.lock").read_text().lower()
+        assert "torch==" not in text
+        assert "transformers==" not in text
+
+
+def test_every_service_has_an_image_and_its_command() -> None:
+    for service in ("coordinator", "trainer", "rollout", "reward", "advantage"):
+        text = (ROOT / "services" / service / "Dockerfile").read_text()
+        assert f'ENTRYPOINT ["python", "-m", "services.{service}"]' in text
+        assert "\nUSER relaxd\n" in text
+        assert "# syntax=" not in text
+        others = {"coordinator", "trainer", "rollout", "reward", "advantage"} - {service}
+        assert not [other for other in others if f"COPY services/{other} " in text]
+
+
+def test_the_development_secrets_are_complete() -> None:
+    wanted = set(re.findall(r"SECRETS:-[^}]*}/(\w+)", "".join(f.read_text() for f in COMPOSE.glob("compose*.yaml"))))
+    assert {path.name for path in (COMPOSE / "secrets.development").iterdir()} == wanted
+    assert all((COMPOSE / "secrets.development" / name).read_text().strip() for name in wanted)
