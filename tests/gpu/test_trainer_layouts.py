@@ -5,6 +5,7 @@ gradient norm agree to 3 %, with experts, where rounding sends some tokens to an
 trajectory moves as much when its micro-batches are cut in another way, which is tested to the same tolerance.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ TOLERANCE = {
     ("qwen3", "bfloat16"): 0.03,
     ("qwen3_moe", "bfloat16"): 0.05,
 }
+Results = dict[tuple[str, str], list[dict[str, Any]]]
 SAMPLES = 96
 STEPS = {
     # Small steps and hardly any clipping: with both, one rounding more decides which tokens have a gradient.
@@ -64,35 +66,36 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def run(
-    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, dict[tuple[str, str], list[dict[str, Any]]]]:
-    """GPUs -> (layout, dtype) -> result of each rank, for the numbers of GPUs that are there."""
-    results = {}
-    for count, layouts in LAYOUTS.items():
-        if count <= torch.cuda.device_count():
-            jobs = {
-                (layout, dtype): Job(
-                    models[model],
-                    {**sizes, "dtype": dtype, "optimizer": STEPS["optimizer"]},
-                    STEPS["algorithm"],
-                    steps=2,
-                    samples=SAMPLES,
-                    pieces=3 if layout.endswith("cut anew") else 2,
-                )
-                for layout, (model, sizes) in layouts.items()
-                for dtype in ("float32", "bfloat16")
-            }
-            folder = tmp_path_factory.mktemp(f"world-{count}")
-            done = run_world(list(jobs.values()), count, folder, free_port(), timeout=100)
-            results[count] = dict(zip(jobs, done, strict=True))
-    return results
+def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
+    """For each number of GPUs that are there: (layout, dtype) -> result of each rank. All worlds run at once."""
+    jobs = {count: make_jobs(models, count) for count in LAYOUTS if count <= torch.cuda.device_count()}
+    folders = {count: tmp_path_factory.mktemp(f"world-{count}") for count in jobs}
+    with ThreadPoolExecutor() as pool:
+        worlds = {
+            count: pool.submit(run_world, list(some.values()), count, folders[count], free_port(), timeout=100)
+            for count, some in jobs.items()
+        }
+        return {count: dict(zip(jobs[count], world.result(), strict=True)) for count, world in worlds.items()}
+
+
+def make_jobs(models: dict[str, Path], count: int) -> dict[tuple[str, str], Job]:
+    """The jobs for so many GPUs, by layout and dtype."""
+    return {
+        (layout, dtype): Job(
+            models[model],
+            {**sizes, "dtype": dtype, "optimizer": STEPS["optimizer"]},
+            STEPS["algorithm"],
+            steps=2,
+            samples=SAMPLES,
+            pieces=3 if layout.endswith("cut anew") else 2,
+        )
+        for layout, (model, sizes) in LAYOUTS[count].items()
+        for dtype in ("float32", "bfloat16")
+    }
 
 
 @pytest.mark.parametrize(("count", "layout"), [(count, name) for count, names in LAYOUTS.items() for name in names])
-def test_a_layout_gives_the_trajectory_of_one_gpu(
-    run: dict[int, dict[tuple[str, str], list[dict[str, Any]]]], count: int, layout: str
-) -> None:
+def test_a_layout_gives_the_trajectory_of_one_gpu(run: dict[int, Results], count: int, layout: str) -> None:
     if count not in run:
         pytest.skip(f"needs {count} GPUs")
     model = LAYOUTS[count][layout][0]
@@ -109,9 +112,7 @@ def test_a_layout_gives_the_trajectory_of_one_gpu(
                 assert ours.metrics["entropy"] == pytest.approx(theirs.metrics["entropy"], rel=tolerance)
 
 
-def test_log_probs_equal_those_of_transformers(
-    models: dict[str, Path], run: dict[int, dict[tuple[str, str], list[dict[str, Any]]]]
-) -> None:
+def test_log_probs_equal_those_of_transformers(models: dict[str, Path], run: dict[int, Results]) -> None:
     """In bf16 to 0.04 on average, and not further from float32 than transformers' own bf16 is (by a fifth).
 
     The model's logits are sharp, so that bf16 moves its log-probs by 0.02 on average.
