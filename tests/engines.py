@@ -126,8 +126,8 @@ class EngineRunner:
     def resume(self) -> None:
         self.run(self.engine.resume())
 
-    def join(self, name: str, port: int, manifest: bytes, timeout: float = 20.0) -> None:
-        self.run(self.engine.join(_group(name, port, manifest), timeout))
+    def join(self, name: str, port: int, manifest: bytes, *, world_size: int = 2, timeout: float = 20.0) -> None:
+        self.run(self.engine.join(_group(name, port, manifest, world_size), timeout))
 
     def receive(self, name: str, version: int, timeout: float = 20.0, *, checksum: bool = False) -> dict[str, Any]:
         result = self.run(self.engine.receive(name, Version(1, version), timeout, checksum=checksum))
@@ -182,8 +182,8 @@ class EngineRunner:
         self._gone.set()
 
 
-def _group(name: str, port: int, manifest: bytes) -> dict[str, Any]:
-    place = {"transport": "gloo", "store_host": "127.0.0.1", "store_port": port, "rank": 1, "world_size": 2}
+def _group(name: str, port: int, manifest: bytes, world_size: int) -> dict[str, Any]:
+    place = {"transport": "gloo", "store_host": "127.0.0.1", "store_port": port, "rank": 1, "world_size": world_size}
     return {"name": name, "manifest": base64.b64encode(manifest).decode(), **place}
 
 

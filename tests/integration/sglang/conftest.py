@@ -39,7 +39,10 @@ def start(python: str, model: Path) -> Iterator[Start]:
         options = CPU_OPTIONS | (sglang or {})
         values = {"max_running_samples": 16, "memory_fraction": 0.3, "threads": 1} | rollout
         config = RolloutConfig(engine="sglang", sglang=options, **values)
-        runners[-1].start(folder, config, python=python, environment=CPU_ENVIRONMENT)
+        # SGLang wants to know the cores of several ranks.
+        cores = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(config.tensor_parallel)))}
+        environment = {**CPU_ENVIRONMENT, **(cores if config.tensor_parallel > 1 else {})}
+        runners[-1].start(folder, config, python=python, environment=environment)
         return runners[-1]
 
     yield start

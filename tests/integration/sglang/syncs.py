@@ -1,19 +1,24 @@
-"""Weight synchronisations between the source and an engine."""
+"""Weight synchronisations between the source and an engine, and what its answers have to be afterwards."""
 
 from itertools import count
+from pathlib import Path
 
-from tests.engines import EngineRunner
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.engines import Answer, EngineRunner, reference_logprobs
 from tests.integration.rollout.rollout_kit import Source
+from tests.integration.rollout.weight_source import weights_of
 
 NUMBERS = count()
 """Names of groups are never used twice."""
 
 
-def join(runner: EngineRunner, source: Source) -> str:
-    """Connect both sides of a new group; returns its name."""
+def join(runner: EngineRunner, source: Source, ranks: int = 1) -> str:
+    """Connect both sides of a new group, the engine with so many ranks; returns its name."""
     name = f"group-{next(NUMBERS)}"
-    source.tell(do="connect", name=name, world_size=2)
-    runner.join(name, source.port, source.manifest.SerializeToString())
+    source.tell(do="connect", name=name, world_size=1 + ranks)
+    runner.join(name, source.port, source.manifest.SerializeToString(), world_size=1 + ranks)
     assert source.answer() == {}
     return name
 
@@ -25,9 +30,23 @@ def transfer(runner: EngineRunner, source: Source, name: str, version: int) -> N
     assert received["checksums"] == source.answer()["checksums"]
 
 
-def sync(runner: EngineRunner, source: Source, version: int, mode: str = "in_place") -> int:
+def sync(runner: EngineRunner, source: Source, version: int, mode: str = "in_place", ranks: int = 1) -> int:
     """Pause, send a version in a new group, resume; returns how many samples were held."""
     held = runner.pause(mode)
-    transfer(runner, source, join(runner, source), version)
+    transfer(runner, source, join(runner, source, ranks), version)
     runner.resume()
     return held
+
+
+def with_weights(folder: Path, version: int) -> PreTrainedModel:
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference.load_state_dict(weights_of(folder, version), strict=False)
+    return reference
+
+
+def check_logprobs(folder: Path, prompt: list[int], answer: Answer, temperature: float = 1.0) -> None:
+    """Each token's log-prob is that under the version that it is said to be of."""
+    for version in set(answer.versions):
+        right = reference_logprobs(with_weights(folder, version), prompt, answer.tokens, temperature)
+        rows = [row for row, each in enumerate(answer.versions) if each == version]
+        torch.testing.assert_close(torch.tensor(answer.logprobs).double()[rows], right[rows], atol=2e-5, rtol=0)

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from relaxd.rpc.child import ChildExited, ChildRequestError
 from relaxd.v1 import weights_pb2
 from services.rollout.engine import RequestFailed
-from tests.engines import Answer, EngineRunner, assert_gone, family, reference_logprobs
+from tests.engines import EngineRunner, assert_gone, family, reference_logprobs
 from tests.integration.rollout.rollout_kit import Source
-from tests.integration.rollout.weight_source import weights_of
-from tests.integration.sglang.syncs import join, sync, transfer
+from tests.integration.sglang.syncs import check_logprobs, join, sync, transfer, with_weights
 
 SHORT = [5, 9, 17, 200, 33]
 LONG = list(range(3, 103))
@@ -40,20 +39,6 @@ def version(engine: EngineRunner) -> int:
     """What the engine serves."""
     assert engine.engine.weights is not None
     return engine.engine.weights.version
-
-
-def with_weights(folder: Path, version: int) -> PreTrainedModel:
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    reference.load_state_dict(weights_of(folder, version), strict=False)
-    return reference
-
-
-def check_logprobs(folder: Path, prompt: list[int], answer: Answer, temperature: float = 1.0) -> None:
-    """Each token's log-prob is that under the version that it is said to be of."""
-    for version in set(answer.versions):
-        right = reference_logprobs(with_weights(folder, version), prompt, answer.tokens, temperature)
-        rows = [row for row, each in enumerate(answer.versions) if each == version]
-        torch.testing.assert_close(torch.tensor(answer.logprobs).double()[rows], right[rows], atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("prompt", [SHORT, LONG])
