@@ -19,6 +19,7 @@ base_image=python:3.11-slim
 redis_image=redis:8-alpine
 compose_suite=trixie
 children=()
+trap 'stop_children' EXIT
 
 say() { echo "docker.sh: $*" >&2; }
 
@@ -129,11 +130,17 @@ fi
 command -v apt-get >/dev/null || run_without "none answers, and one is arranged on Debian only" "$@"
 mkdir -p "$folder"
 export DOCKER_CONFIG=$folder/config
+if DOCKER_HOST=unix://$folder/docker.sock docker compose ls >/dev/null 2>&1; then
+    say "another call's engine is up: using it"
+    export DOCKER_HOST=unix://$folder/docker.sock
+    serve_torch
+    "$@"
+    exit
+fi
 install_engine || run_without "none answers, and docker.io cannot be installed (see $folder/apt.log)" "$@"
 unpack_plugins || run_without "Compose and buildx cannot be fetched" "$@"
-trap stop_children EXIT
 start_engine || run_without "dockerd does not start (see $folder/dockerd.log)" "$@"
 make_images
 serve_torch
-say "the engine of its own is up (pid ${children[0]}, $folder)"
+say "an engine of its own is up (pid ${children[0]}, $folder)"
 "$@"
