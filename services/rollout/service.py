@@ -169,7 +169,7 @@ class RolloutService(ReplicaService):
             name=self._settings.replica_id,
             log_level=self._settings.log_level,
             python=self._settings.engine_python,
-            on_exit=lambda ended: self._engine_died(f"the engine {_how(ended)}"),
+            on_exit=lambda ended: self._engine_died(f"the engine {_how(ended)}: starting another"),
             on_tokens=self._record_tokens,
         )
         self._detail = ""
@@ -191,7 +191,7 @@ class RolloutService(ReplicaService):
             self._settings.sglang_key,
             folder,
             config.rollout,
-            on_exit=self._engine_died,
+            on_exit=lambda why: self._engine_died(f"{why}: waiting for it"),
             on_tokens=self._record_tokens,
         )
         self._detail = ""
@@ -202,10 +202,10 @@ class RolloutService(ReplicaService):
         telemetry.record("generate.tokens", count, {"relaxd.run_id": self._run_id})
         telemetry.record("generate.tokens_per_second", per_second, {"relaxd.run_id": self._run_id})
 
-    def _engine_died(self, how: str) -> None:
+    def _engine_died(self, why: str) -> None:
         if self._engine is None or self._config is None:
             return  # it never finished loading: whoever waits for that is told
-        self._detail = f"{how}: starting another"
+        self._detail = why
         logger.error("%s", self._detail)
         self._engine = None
         self._open_or_close()  # before its groups are released, or they would come straight back
