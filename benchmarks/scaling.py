@@ -6,6 +6,7 @@ every other one with no time to finish what it holds. Goal: 0 of at least 2,000 
 """
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
@@ -42,8 +43,8 @@ name = "addition"
 workers = 1
 
 [rollout]
-samples_per_prompt = 2
-max_new_tokens = 8
+samples_per_prompt = 4
+max_new_tokens = 48
 threads = 1
 
 [algorithm]
@@ -100,14 +101,26 @@ class Figures:
             self.first_group.append(time.monotonic() - begun)
 
     def into(self, drain_seconds: float) -> None:
-        busiest = max(
-            (r for r in self.coordinator.replicas() if r.registration.launch_id), key=lambda r: r.status.held_groups
-        )
-        with sync_channel(busiest.registration.address) as channel:
-            status = replica_pb2_grpc.ReplicaStub(channel).GetStatus(replica_pb2.GetStatusRequest(), timeout=5)
-        self.held.append(status.held_groups)
+        """Take away a replica that was scaled out, while it holds groups."""
+        with contextlib.ExitStack() as channels:
+            ask = {}
+            for replica in self.coordinator.replicas():
+                if replica.registration.launch_id:
+                    channel = channels.enter_context(sync_channel(replica.registration.address))
+                    ask[replica.registration.replica_id] = replica_pb2_grpc.ReplicaStub(channel).GetStatus
+            held: dict[str, int] = {}
+
+            def busy() -> bool:
+                held.update(
+                    {name: get(replica_pb2.GetStatusRequest(), timeout=5).held_groups for name, get in ask.items()}
+                )
+                return max(held.values()) > 0
+
+            until("a replica that holds groups", busy)
+        busiest = max(held, key=lambda name: held[name])
+        self.held.append(held[busiest])
         begun = time.monotonic()
-        request = pb.ScaleInRequest(replica_ids=[busiest.registration.replica_id], drain_seconds=drain_seconds)
+        request = pb.ScaleInRequest(replica_ids=[busiest], drain_seconds=drain_seconds)
         seen = self.follow(self.coordinator.scale_in(request), begun)
         self.gone.append(seen[pb.SCALE_STATE_DONE])
         self.drained.append(seen.get(pb.SCALE_STATE_REMOVING, self.gone[-1]))
