@@ -13,8 +13,13 @@ HERE = Path(__file__).parent
 GPUS = torch.cuda.device_count()
 
 
+AFTERWARDS = ("test_run.py", "test_external.py")
+"""Slow to start unless others have compiled SGLang's kernels before."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder, and skip those that need more GPUs than there are."""
+    """Mark every test of this folder, skip those that need more GPUs than there are, and put some last."""
+    items.sort(key=lambda item: item.path.is_relative_to(HERE) and item.path.name in AFTERWARDS)
     for item in items:
         if not item.path.is_relative_to(HERE):
             continue

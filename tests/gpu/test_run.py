@@ -22,9 +22,9 @@ from tests.models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs the extra sglang")
 
-STEPS = 6
-DEADLINE_SECONDS = 300.0
-"""Of the run: SGLang alone takes one to two minutes to start."""
+STEPS = 4
+DEADLINE_SECONDS = 240.0
+"""Of the run, whose engine alone may take a minute to start."""
 CONFIG = """
 [run]
 steps = {steps}
@@ -47,11 +47,12 @@ dtype = "bfloat16"
 samples_per_prompt = 8
 max_new_tokens = 64
 max_running_samples = 64
-memory_fraction = 0.4
+memory_fraction = 0.2
 
 [rollout.sglang]
 attention_backend = "triton"
 sampling_backend = "pytorch"
+disable_cuda_graph = true
 
 [trainer]
 dtype = "bfloat16"
@@ -71,17 +72,17 @@ prompts = 16
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Iterator[Workplace]:
-    """A random Qwen3 of 0.2 billion parameters, and a configuration."""
+    """A small random Qwen3 and a configuration."""
     model = make_tiny_model(
         tmp_path / "model",
         architecture="qwen3",
         dtype=torch.bfloat16,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=12,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
     )
     (tmp_path / "tiny_reward.py").write_text(REWARD)
     (tmp_path / "run.toml").write_text(CONFIG.format(model=model, steps=STEPS))
@@ -95,7 +96,7 @@ def workplace(tmp_path: Path) -> Iterator[Workplace]:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(330)
 def test_a_run_with_an_sglang_engine(workplace: Workplace, facts: Callable[[str, object], None]) -> None:
     process = workplace.start("run", "run.toml", "--run-id", "gpu")
     late = threading.Timer(DEADLINE_SECONDS, process.terminate)  # so that the logs are shown
@@ -124,7 +125,7 @@ def test_a_run_with_an_sglang_engine(workplace: Workplace, facts: Callable[[str,
     trainer, engine = gpus[ROLE_TRAINER], gpus[ROLE_ROLLOUT]
     assert (len(trainer), len(engine), len({*trainer, *engine})) == (1, 1, 2), gpus
     for role in (ROLE_TRAINER, ROLE_ROLLOUT):
-        assert gauges[role]["gpu_memory_bytes"] > 1e9, gauges
+        assert gauges[role]["gpu_memory_bytes"] > 1e8, gauges
     assert not [p for p in started if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     folder = workplace.folder / "runs" / "gpu"
