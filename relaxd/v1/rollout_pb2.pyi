@@ -300,6 +300,9 @@ class ReceiveWeightsRequest(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    PAUSE_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     sync_id: _builtins.int
     """Identifies the synchronisation."""
     group_name: _builtins.str
@@ -308,9 +311,17 @@ class ReceiveWeightsRequest(_message.Message):
     """Seconds in which the whole broadcast has to end."""
     checksum: _builtins.bool
     """Compute a checksum of every received tensor."""
+    pause_timeout_seconds: _builtins.float
+    """Seconds in which it has to rest; with `pause`."""
+    resume: _builtins.bool
+    """End the pause as soon as the version is committed."""
     @_builtins.property
     def weights(self) -> _replica_pb2.WeightVersion:
         """The version that the broadcast carries."""
+
+    @_builtins.property
+    def pause(self) -> Global___PauseGenerationRequest:
+        """Pause generation like this first; unset: it is paused already."""
 
     def __init__(
         self,
@@ -320,10 +331,13 @@ class ReceiveWeightsRequest(_message.Message):
         weights: _replica_pb2.WeightVersion | None = ...,
         timeout_seconds: _builtins.float = ...,
         checksum: _builtins.bool = ...,
+        pause: Global___PauseGenerationRequest | None = ...,
+        pause_timeout_seconds: _builtins.float = ...,
+        resume: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "group_name", b"group_name", "sync_id", b"sync_id", "timeout_seconds", b"timeout_seconds", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "group_name", b"group_name", "pause", b"pause", "pause_timeout_seconds", b"pause_timeout_seconds", "resume", b"resume", "sync_id", b"sync_id", "timeout_seconds", b"timeout_seconds", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -358,7 +372,7 @@ class ReceiveWeightsResponse(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
-    """Seconds from the call to the commit."""
+    """Seconds from the reception's begin to the commit, without the pause before it."""
     @_builtins.property
     def checksums(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Order-independent checksum of each tensor, when asked for."""

@@ -59,8 +59,8 @@ class WeightCalls:
         self._peers = peers
         self._config = config
 
-    async def pause(self, sync_id: int, engines: Sequence[Member]) -> None:
-        """Pause the engines, for no longer than a synchronisation can take."""
+    def _pause(self, sync_id: int) -> tuple[rollout_pb2.PauseGenerationRequest, float]:
+        """A pause, for no longer than a synchronisation can take, and its deadline."""
         config = self._config
         wait = config.timeout_seconds if config.pause == "drain" else config.connect_timeout_seconds
         request = rollout_pb2.PauseGenerationRequest(
@@ -68,7 +68,7 @@ class WeightCalls:
             mode=PAUSE_MODES[config.pause],
             lease_seconds=wait + config.timeout_seconds + 3 * SHORT_SECONDS,
         )
-        await self._together("pause", engines, lambda e: self._rollout(e).PauseGeneration(request, timeout=wait))
+        return request, wait
 
     async def manifest(self, trainer: Member) -> trainer_pb2.GetWeightManifestResponse:
         """What the trainer will send, and where the ranks meet."""
@@ -109,9 +109,24 @@ class WeightCalls:
         await self._together("join the weight group", [group.trainer, *group.engines], join)
 
     async def transfer(
-        self, sync_id: int, group: GroupRecord, version: Version, unverified: Collection[Member]
-    ) -> None:
-        """Broadcast and receive at once; compare with the trainer what the `unverified` engines have then."""
+        self,
+        sync_id: int,
+        group: GroupRecord,
+        version: Version,
+        unverified: Collection[Member],
+        recorded: "asyncio.Task[None]",
+    ) -> float:
+        """Broadcast, while each engine pauses, receives and resumes: nobody waits for another one's pause.
+
+        Where there are `unverified` engines all resume when those turn out to have what the trainer sent. Nothing
+        travels before `recorded` is done. Returns the seconds of the slowest engine's reception.
+        """
+        pause, wait = self._pause(sync_id)
+        drain = self._config.pause == "drain"
+        if drain:  # that takes as long as answers do, and the trainer's optimizer must not wait for it
+            await self._together(
+                "drain", group.engines, lambda e: self._rollout(e).PauseGeneration(pause, timeout=wait)
+            )
         weights = WeightVersion(epoch=version[0], version=version[1])
         seconds = self._config.timeout_seconds
         send = trainer_pb2.BroadcastWeightsRequest(
@@ -122,17 +137,22 @@ class WeightCalls:
             checksum=bool(unverified),
         )
 
-        def transfer(member: Member) -> Call:
+        async def transfer(member: Member) -> Any:
             if member == group.trainer:
-                return self._trainer(member).BroadcastWeights(send, timeout=seconds + MARGIN_SECONDS)
+                await asyncio.shield(recorded)
+                return await self._trainer(member).BroadcastWeights(send, timeout=seconds + MARGIN_SECONDS)
             receive = rollout_pb2.ReceiveWeightsRequest(
                 sync_id=sync_id,
                 group_name=group.name,
                 weights=weights,
                 timeout_seconds=seconds,
                 checksum=member in unverified,
+                pause=None if drain else pause,
+                pause_timeout_seconds=wait,
+                resume=not unverified,
             )
-            return self._rollout(member).ReceiveWeights(receive, timeout=seconds + MARGIN_SECONDS)
+            limit = (0.0 if drain else wait) + seconds + MARGIN_SECONDS
+            return await self._rollout(member).ReceiveWeights(receive, timeout=limit)
 
         answers = await self._together("transfer weights", [group.trainer, *group.engines], transfer)
         sent = answers[group.trainer].checksums
@@ -142,13 +162,14 @@ class WeightCalls:
             raise SyncFailed(
                 f"engines have other weights than were sent ({said})", wrong=[e for e in wrong if wrong[e]]
             )
+        if unverified:
+            await self._together("resume", group.engines, lambda e: self._resume(sync_id, e))
+        return max(float(answers[engine].seconds) for engine in group.engines)
 
-    async def resume(self, sync_id: int, engines: Sequence[Member]) -> None:
-        """Let the engines go on."""
+    def _resume(self, sync_id: int, engine: Member) -> Call:
+        """Let an engine go on."""
         request = rollout_pb2.ResumeGenerationRequest(sync_id=sync_id)
-        await self._together(
-            "resume", engines, lambda e: self._rollout(e).ResumeGeneration(request, timeout=SHORT_SECONDS)
-        )
+        return self._rollout(engine).ResumeGeneration(request, timeout=SHORT_SECONDS)
 
     async def leave(self, sync_id: int, group: GroupRecord) -> None:
         """Let the members that are still there forget a group, without ending the engines' pause."""
@@ -187,8 +208,7 @@ class WeightCalls:
             answer = await self._leave(sync_id, group, member, quarantine=wrong)
             if member == group.trainer or answer.quarantined:
                 return
-        request = rollout_pb2.ResumeGenerationRequest(sync_id=sync_id)
-        await self._rollout(member).ResumeGeneration(request, timeout=SHORT_SECONDS)
+        await self._resume(sync_id, member)
 
     def _leave(self, sync_id: int, group: GroupRecord, member: Member, *, quarantine: bool = False) -> Call:
         if member == group.trainer:

@@ -1,12 +1,13 @@
 """Bringing the trainer's weights to the engines: one synchronisation at a time, none of which can hang.
 
 The sequence is: where the membership changed, leave the old weight group and connect a new one, while the engines go on
-generating; pause them; broadcast and receive at once; resume. When a member dies or is late, everybody leaves the group
-(which aborts what they are in), the engines to blame are set aside for a while, and the next attempt goes on without
-them.
+generating; then the trainer broadcasts, while each engine pauses, receives and resumes. When a member dies or is late,
+everybody leaves the group (which aborts what they are in), the engines to blame are set aside for a while, and the next
+attempt goes on without them.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -111,25 +112,25 @@ class WeightSync:
 
     async def _synchronise(self, trainer: Member, engines: list[Member], announced: Announcement) -> None:
         started = time.monotonic()
-        parts: dict[str, float] = {}
-
-        def part_done(name: str) -> None:
-            parts[name] = time.monotonic() - started - sum(parts.values())
-
-        await self._save(last_sync_id=self._next_sync_id(), running=True)
-        sync_id, version = self.record.last_sync_id, (announced.epoch, announced.version)
+        sync_id, version = self._next_sync_id(), (announced.epoch, announced.version)
+        # Engines may pause meanwhile, which ends by itself; more than that happens only once it is on record.
+        recording = asyncio.create_task(self._save(last_sync_id=sync_id, running=True))
         attributes = {"relaxd.sync_id": sync_id, "relaxd.version": announced.version, "relaxd.engines": len(engines)}
         with telemetry.root_span("sync_weights", attributes=attributes):
             try:
-                group = await self._connected(sync_id, trainer, engines)
-                part_done("connect")
-                await self._calls.pause(sync_id, engines)
-                part_done("pause")
-                await self._calls.transfer(sync_id, group, version, self._unverified(trainer, engines))
-                part_done("transfer")
-                await self._calls.resume(sync_id, engines)
-                part_done("resume")
+                group = self.record.group
+                if group is None or group.trainer != trainer or group.engines != tuple(engines):
+                    await recording
+                    group = await self._connected(sync_id, trainer, engines)
+                connected = time.monotonic() - started
+                unverified = self._unverified(trainer, engines)
+                receiving = await self._calls.transfer(sync_id, group, version, unverified, recording)
+            except StoreUnavailable:
+                await self._calls.abort(sync_id, self.record.group, engines)
+                raise
             except SyncFailed as error:
+                with contextlib.suppress(StoreUnavailable):  # that is found out below
+                    await recording
                 if error.wrong:
                     logger.error("%s: they serve nothing and get them again", error)
                 silent = await self._calls.abort(sync_id, self.record.group, engines, error.wrong)
@@ -145,8 +146,10 @@ class WeightSync:
             self._verified.add((trainer, engine))
         await self._save(running=False, last_sync_seconds=seconds)
         telemetry.record("sync.seconds", seconds, {"relaxd.run_id": self._fleet.run_id})
-        said = ", ".join(f"{name} {1e3 * took:.1f} ms" for name, took in parts.items())
-        logger.info("version %d is on %d engines after %.4f s (%s)", announced.version, len(engines), seconds, said)
+        logger.info(
+            "version %d is on %d engines after %.4f s (connecting %.4f s, receiving %.4f s)",
+            *(announced.version, len(engines), seconds, connected, receiving),
+        )
 
     def _unverified(self, trainer: Member, engines: Sequence[Member]) -> list[Member]:
         """Whose weights are to be compared with the trainer's this time."""
@@ -159,10 +162,8 @@ class WeightSync:
         return [engine for engine in engines if (trainer, engine) not in self._verified]
 
     async def _connected(self, sync_id: int, trainer: Member, engines: list[Member]) -> GroupRecord:
-        """The weight group of these members: the one that is, or a new one."""
+        """A new weight group of these members, in the place of the one that is."""
         old = self.record.group
-        if old is not None and old.trainer == trainer and old.engines == tuple(engines):
-            return old
         if old is not None:
             await self._calls.leave(sync_id, old)
         manifest = await self._calls.manifest(trainer)

@@ -54,16 +54,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     ) -> rollout_pb2.PauseGenerationResponse:
         """See the proto."""
         violations = Violations()
-        violations.check(request.mode in PAUSE_MODES, "mode", f"is {request.mode}: no such PauseMode")
-        lease = request.lease_seconds
-        violations.check(0 < lease < float("inf"), "lease_seconds", f"is {lease:g}: it must be positive")
+        _check_pause(request, "", violations)
         violations.raise_if_any()
         engine = self._engine()
         self._take_sync_id(request.sync_id)
         remaining = context.time_remaining()
-        timeout = max(min(lease, lease if remaining is None else remaining - REPLY_SECONDS), 0.1)
-        with _answering("pause"):
-            paused = await engine.pause(PAUSE_MODES[request.mode], lease, timeout)
+        timeout = float("inf") if remaining is None else remaining - REPLY_SECONDS
+        paused = await _pause(engine, request, timeout)
         return rollout_pb2.PauseGenerationResponse(paused_samples=paused)
 
     async def ResumeGeneration(
@@ -131,6 +128,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         violations.check(0 < timeout < float("inf"), "timeout_seconds", f"is {timeout:g}: it must be positive")
         violations.check(weights.epoch >= 1, "weights.epoch", f"is {weights.epoch}: a trainer's epoch is at least 1")
         violations.check(weights.version >= 0, "weights.version", f"is {weights.version}: it must not be negative")
+        if request.HasField("pause"):
+            _check_pause(request.pause, "pause.", violations)
         violations.raise_if_any()
         engine = self._engine()
         self._take_sync_id(request.sync_id)
@@ -138,8 +137,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             raise FailedPrecondition(
                 f"weights of epoch {weights.epoch} are offered, but those of epoch {engine.weights.epoch} are served"
             )
+        if request.HasField("pause"):
+            await _pause(engine, request.pause, request.pause_timeout_seconds)
         with _answering(f"receive version {weights.version}"):
             result = await engine.receive(request.group_name, weights, timeout, checksum=request.checksum)
+        if request.resume:
+            with _answering("resume"):
+                await engine.resume()
         self._service.weights_changed()
         return rollout_pb2.ReceiveWeightsResponse(seconds=result["seconds"], checksums=result["checksums"])
 
@@ -178,6 +182,18 @@ def _response(output: Output) -> rollout_pb2.GenerateResponse:
         finish_reason=output.finish_reason or "",
         text=output.text,
     )
+
+
+def _check_pause(request: rollout_pb2.PauseGenerationRequest, prefix: str, violations: Violations) -> None:
+    lease = request.lease_seconds
+    violations.check(request.mode in PAUSE_MODES, f"{prefix}mode", f"is {request.mode}: no such PauseMode")
+    violations.check(0 < lease < float("inf"), f"{prefix}lease_seconds", f"is {lease:g}: it must be positive")
+
+
+async def _pause(engine: "AnyEngine", request: rollout_pb2.PauseGenerationRequest, timeout: float) -> int:
+    with _answering("pause"):
+        lease = request.lease_seconds
+        return await engine.pause(PAUSE_MODES[request.mode], lease, max(min(lease, timeout), 0.1))
 
 
 @contextmanager

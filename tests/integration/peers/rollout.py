@@ -152,6 +152,8 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
 
     async def ReceiveWeights(self, request, context):
         self.sync_ids.check(request.sync_id)
+        if request.HasField("pause"):
+            await self.PauseGeneration(request.pause, context)
         fault = self.calls.note(
             "ReceiveWeights",
             sync_id=request.sync_id,
@@ -176,6 +178,8 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
             raise Aborted(f"a member has left: {error}") from error
         self.touched = self.quarantined = False
         self.weights = WeightVersion(epoch=request.weights.epoch, version=request.weights.version)
+        if request.resume:
+            await self.ResumeGeneration(rollout_pb2.ResumeGenerationRequest(sync_id=request.sync_id), context)
         checksums = {"w": CHECKSUM if fault != "wrong" else 0} if request.checksum else {}
         return rollout_pb2.ReceiveWeightsResponse(checksums=checksums)
 
