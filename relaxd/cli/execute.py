@@ -153,7 +153,9 @@ def _train(coordinator: Coordinator, begin: Begin, where: Where, console: Consol
         samples = coordinator.samples(run.run_id, limit=REPORT_SAMPLES)
     except KeyboardInterrupt:
         console.print(f"\nstopping run {run.run_id}")
-        if not ours:
+        if ours:
+            console.print(f"relaxd resume {run.run_id} goes on with it", style="dim")
+        else:
             coordinator.stop_run(run.run_id, "stopped from the command line")
         raise typer.Exit(130) from None
     except CliError as error:

@@ -163,7 +163,9 @@ class Training:
                 self._weights_checksum = self._crew.add_up(self._learner.checksum())
                 return stats, held_back
             except NonFiniteGradients:
-                # The schedule has moved on and the weights have not: start anew, without the groups that did it.
+                # The schedule has moved on and the weights have not: start anew, without the groups that did it. Nor
+                # may a board that is restored from the run's folder take the step for one that was done.
+                step_file_path(self._run_folder, plan.step).unlink(missing_ok=True)
                 for taken in opened.members.values():
                     self._board.drop(taken.delivery, reason="non_finite_gradients")
                 raise
