@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("sglang")
+pytest.importorskip("sglang.srt")
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 

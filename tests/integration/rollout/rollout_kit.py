@@ -77,13 +77,18 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             self._heard.notify_all()
         return coordinator_pb2.HeartbeatResponse(assignment=self.assignment)
 
-    def wait_for(self, replica_id: str, condition: Callable[[replica_pb2.GetStatusResponse], object]) -> None:
+    def wait_for(
+        self,
+        replica_id: str,
+        condition: Callable[[replica_pb2.GetStatusResponse], object],
+        patience: float = PATIENCE,
+    ) -> None:
         """Until a replica's heartbeat says so."""
         with self._heard:
             heard = self._heard.wait_for(
-                lambda: replica_id in self.statuses and condition(self.statuses[replica_id]), PATIENCE
+                lambda: replica_id in self.statuses and condition(self.statuses[replica_id]), patience
             )
-        assert heard, f"not within {PATIENCE} s; last status: {self.statuses.get(replica_id)}"
+        assert heard, f"not within {patience} s; last status: {self.statuses.get(replica_id)}"
 
     def close(self) -> None:
         self._server.stop(0).wait(5)
@@ -156,8 +161,10 @@ class Replica:
     def status(self) -> replica_pb2.GetStatusResponse:
         return self._coordinator.statuses[self.replica_id]
 
-    def wait_for(self, condition: Callable[[replica_pb2.GetStatusResponse], object]) -> None:
-        self._coordinator.wait_for(self.replica_id, condition)
+    def wait_for(
+        self, condition: Callable[[replica_pb2.GetStatusResponse], object], patience: float = PATIENCE
+    ) -> None:
+        self._coordinator.wait_for(self.replica_id, condition, patience)
 
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")

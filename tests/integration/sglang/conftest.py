@@ -12,7 +12,19 @@ from tests.integration.rollout.rollout_kit import Source
 from tests.models import make_tiny_model
 from tests.sglang.environment import CPU_ENVIRONMENT, CPU_OPTIONS, EnvironmentUnavailable, sglang_python
 
+HERE = Path(__file__).parent
+TIMEOUT_SECONDS = 1200
+"""The first test of all may have to build the environment."""
+
 Start = Callable[..., EngineRunner]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """An engine takes some fifteen seconds to start."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
 
 
 @pytest.fixture(scope="session")
