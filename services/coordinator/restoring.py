@@ -65,7 +65,7 @@ def read_run(folder_name: str) -> Restored:
         data = load_data(config)
     except DataError as error:
         raise FailedPrecondition(f"run {record.run_id!r} can't go on: {error.field}: {error.message}") from error
-    ledger = _read_ledger(folder)
+    ledger = read_ledger(folder)
     checkpoint = _newest_checkpoint(folder, len(ledger))
     board = checkpoint.get("board", {})
     epochs = [entry.epoch for entry in ledger] + [int(checkpoint.get("epoch", 0))]
@@ -90,7 +90,7 @@ def _cursor(prompts: PromptDataset, board: dict[str, Any], trained_since: Sequen
     )
 
 
-def _read_ledger(folder: Path) -> list[LedgerEntry]:
+def read_ledger(folder: Path) -> list[LedgerEntry]:
     """The steps of ledger.jsonl, and those after it that have a step file. A last line that isn't whole is left out."""
     entries: list[LedgerEntry] = []
     path = folder / LEDGER

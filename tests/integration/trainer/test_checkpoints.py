@@ -1,15 +1,18 @@
 """The trainer service saves, dies, and comes back from its checkpoints and step files, bit for bit."""
 
+import json
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from relaxd.cli import recovery
+from relaxd.v1 import trainer_pb2
 from services.trainer.checkpoint_folder import (
     MANIFEST,
     checkpoint_path,
@@ -103,7 +106,8 @@ def test_checkpoints_come_and_go_and_the_weights_come_back(tiny_qwen3: Path, red
 def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
     tiny_qwen3: Path, redis_url: str, tmp_path: Path
 ) -> None:
-    with trainer_service(config_of(tiny_qwen3, every=1), redis_url, tmp_path) as (coordinator, feeder, process):
+    config = config_of(tiny_qwen3, every=1, checkpoint={"keep_step_files": "always"})
+    with trainer_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
         train_to(coordinator, feeder, 1, 1, 1)
         wait_for_checkpoint(tmp_path, 1)
         pid = process.rank_pid()
@@ -119,15 +123,16 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
         assert not partial.exists()
         for step in checkpoint_steps(tmp_path):
             verify(checkpoint_path(tmp_path, step))
+        # Redis comes back without its last second: a checkpoint that the ledger doesn't know isn't used.
+        saved = process.trainer.SaveCheckpoint(trainer_pb2.TrainerSaveCheckpointRequest(), timeout=60)
+        assert (Path(saved.path), saved.weights.version) == (checkpoint_path(tmp_path, 2), 2)
         after = export(process, "after")
-    # The same groups without any crash or checkpoint give the same weights.
-    undisturbed = tmp_path / "undisturbed"
-    undisturbed.mkdir()
-    url = redis_url.removesuffix("/0") + "/1"
-    with trainer_service(config_of(tiny_qwen3, every=0), url, undisturbed) as (coordinator, feeder, process):
-        train_to(coordinator, feeder, 1, 1, 2)
-        assert checkpoint_steps(undisturbed) == []
-        assert weights(export(process, "model")) == weights(after)
+        client, prefix = feeder.board._connection.client, feeder.board.prefix
+        client.xdel(f"{prefix}ledger", "2-0")
+        client.hset(f"{prefix}state", mapping={"last_step": 1})
+        kill_and_wait(coordinator, process, 3, 1)
+        assert weights(export(process, "earlier")) != weights(after)
+        assert checkpoint_steps(tmp_path) == [2, 1]
 
 
 def test_death_at_random_moments_changes_no_bit(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
@@ -163,8 +168,17 @@ def test_death_at_random_moments_changes_no_bit(tiny_qwen3: Path, redis_url: str
 def test_two_ranks_write_and_read_one_checkpoint(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     config = config_of(tiny_qwen3, ranks=2, tensor_parallel=2)
     with trainer_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
-        train_to(coordinator, feeder, 1, 1, 3)
-        path = wait_for_checkpoint(tmp_path, 2)
+        # Where nothing can be written, training goes on, and who asked is told.
+        checkpoints_folder(tmp_path).write_text("in the way")
+        train_to(coordinator, feeder, 1, 1, 2)
+        request = trainer_pb2.TrainerSaveCheckpointRequest()
+        with pytest.raises(grpc.RpcError, match="can't be made"):
+            process.trainer.SaveCheckpoint(request, timeout=60)
+        checkpoints_folder(tmp_path).unlink()
+        path = Path(process.trainer.SaveCheckpoint(request, timeout=60).path)
+        assert path == checkpoint_path(tmp_path, 2)
+        at_2 = export(process, "at-2")
+        train_to(coordinator, feeder, 1, 3, 3)
         verify(path)
         assert (path / "__0_0.distcp").exists()
         assert (path / "__1_0.distcp").exists()
@@ -172,21 +186,13 @@ def test_two_ranks_write_and_read_one_checkpoint(tiny_qwen3: Path, redis_url: st
         before = export(process, "before")
         kill_and_wait(coordinator, process, 2, 3)
         assert weights(export(process, "after")) == weights(before)
-
-
-def test_a_checkpoint_that_the_ledger_does_not_know_is_not_used(
-    tiny_qwen3: Path, redis_server: Callable[..., Any], tmp_path: Path
-) -> None:
-    """A Redis that came back without its last second has a ledger that ends before the newest checkpoint."""
-    server = redis_server(append_only=False)
-    config = config_of(tiny_qwen3, every=1, checkpoint={"keep_step_files": "always"})
-    with trainer_service(config, server.url, tmp_path) as (coordinator, feeder, process):
-        train_to(coordinator, feeder, 1, 1, 2)
-        wait_for_checkpoint(tmp_path, 2)
-        one = export(process, "one")
-        client, prefix = feeder.board._connection.client, feeder.board.prefix
-        client.xdel(f"{prefix}ledger", "2-0")
-        client.hset(f"{prefix}state", mapping={"last_step": 1})
-        kill_and_wait(coordinator, process, 2, 1)
-        assert weights(export(process, "two")) != weights(one)
-        assert checkpoint_steps(tmp_path) == [2, 1]
+        recorded = feeder.board.ledger()[2].metrics
+    # Without any service: the step once more on two ranks, and the checkpoint's model by one.
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, **recorded}) + "\n")
+    result = recovery.replay(tmp_path, 3)
+    assert result["start"] == "the checkpoint of step 2"
+    for name, numbers in result["numbers"].items():
+        assert numbers["replayed"] == numbers["recorded"] == recorded[name], name
+    assert recovery.export(tmp_path, 2, tmp_path / "alone") == {"path": str(tmp_path / "alone"), "step": 2}
+    assert weights(tmp_path / "alone") == weights(at_2)

@@ -1,0 +1,55 @@
+"""The ledger that the coordinator reads back from a run's folder."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relaxd.board import LedgerEntry
+from relaxd.rpc.errors import FailedPrecondition
+from services.coordinator.restoring import read_ledger
+from services.trainer.plan import Piece, Plan, Round
+from services.trainer.step_file import step_file_path, write_step_file
+
+
+def plan(step: int) -> Plan:
+    group = f"0-{step:06d}"
+    rounds = (Round((((Piece(group, (0, 1)),),),)),)
+    return Plan(step, 3, 0, (group,), rounds, samples=2, trained_tokens=5, normalizer=5.0)
+
+
+def write_ledger(folder: Path, steps: list[int]) -> list[LedgerEntry]:
+    entries = [LedgerEntry(step, 1.5, 3, plan(step).to_json(), {"loss": 0.1}) for step in steps]
+    (folder / "ledger.jsonl").write_text("".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
+    return entries
+
+
+def test_steps_after_the_last_line_come_from_their_files(tmp_path: Path) -> None:
+    assert read_ledger(tmp_path) == []
+    written = write_ledger(tmp_path, [1, 2])
+    for step in (2, 3, 4, 6):  # 6 can't follow 4
+        write_step_file(step_file_path(tmp_path, step), plan(step), {f"0-{step:06d}": {"reward": np.zeros(2)}})
+    found = read_ledger(tmp_path)
+    assert found[:2] == written
+    assert [(entry.step, entry.epoch, entry.metrics) for entry in found[2:]] == [(3, 3, {}), (4, 3, {})]
+    assert [Plan.from_json(entry.plan) for entry in found[2:]] == [plan(3), plan(4)]
+    path = step_file_path(tmp_path, 3)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(FailedPrecondition, match=r"step-000003.safetensors is damaged"):
+        read_ledger(tmp_path)
+
+
+def test_half_a_last_line_is_left_out_and_any_other_damage_refused(tmp_path: Path) -> None:
+    written = write_ledger(tmp_path, [1, 2])
+    path = tmp_path / "ledger.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + whole[:30])
+    assert read_ledger(tmp_path) == written
+    path.write_text(whole[:30] + "\n" + whole)
+    with pytest.raises(FailedPrecondition, match=r"ledger.jsonl is damaged in line 1"):
+        read_ledger(tmp_path)
+    write_ledger(tmp_path, [1, 3])
+    with pytest.raises(FailedPrecondition, match=r"has step 3 in line 2: it must be 2"):
+        read_ledger(tmp_path)

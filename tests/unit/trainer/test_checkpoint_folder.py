@@ -1,0 +1,143 @@
+"""A run's checkpoints on the disk: whole or not there, damage noticed, the right ones kept."""
+
+from pathlib import Path
+
+import pytest
+
+from services.trainer.checkpoint_folder import (
+    BoardState,
+    CheckpointBroken,
+    CheckpointState,
+    Ledger,
+    checkpoint_path,
+    checkpoint_steps,
+    describe,
+    partial_path,
+    put_aside,
+    read_reports,
+    read_state,
+    remove_partials,
+    rotate,
+    seal,
+    verify,
+    write_report,
+)
+
+BOARD = BoardState(
+    cursor={"epoch": 0, "position": 4},
+    open_groups=("0-000003",),
+    published=4,
+    trained=3,
+    dropped=0,
+    dropped_by_reason={},
+)
+
+
+def state(step: int) -> CheckpointState:
+    return CheckpointState(
+        run_id="run",
+        step=step,
+        epoch=2,
+        ledger=Ledger(step=step, epoch=2, plan_sha256="x"),
+        board=BOARD,
+        trainer={"ranks": 2},
+        algorithm={},
+        weights_checksum=7,
+        versions={},
+    )
+
+
+def write_partial(run_folder: Path, step: int, ranks: int = 2) -> Path:
+    """What ranks leave before the folder is sealed."""
+    partial = partial_path(run_folder, step, 2)
+    partial.mkdir(parents=True)
+    for rank in range(ranks):
+        file = partial / f"__{rank}_0.distcp"
+        file.write_bytes(bytes([rank]) * 1000)
+        write_report(partial, rank, {"files": {file.name: describe(file)}})
+    (partial / "common.pt").write_bytes(b"common")
+    return partial
+
+
+def make(run_folder: Path, step: int) -> Path:
+    final = checkpoint_path(run_folder, step)
+    seal(write_partial(run_folder, step), final, state(step))
+    return final
+
+
+def test_a_sealed_checkpoint_is_what_was_written(tmp_path: Path) -> None:
+    assert checkpoint_steps(tmp_path) == []
+    partial = write_partial(tmp_path, 20)
+    assert read_reports(partial).keys() == {0, 1}
+    assert checkpoint_steps(tmp_path) == []  # not yet
+    final = checkpoint_path(tmp_path, 20)
+    seal(partial, final, state(20))
+    assert checkpoint_steps(tmp_path) == [20]
+    assert not partial.exists()
+    assert read_state(final) == state(20)
+    verify(final)
+    # Nobody writes over one that is there.
+    with pytest.raises(OSError, match="not empty"):
+        seal(write_partial(tmp_path, 20), final, state(20))
+    verify(final)
+
+
+def finding(path: Path, share: int) -> str:
+    """What one of three says about a checkpoint."""
+    try:
+        verify(path, share, 3)
+    except CheckpointBroken as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", "common.pt", "state.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damage_to_any_file_is_noticed_by_one_of_those_who_share_the_reading(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    final = make(tmp_path, 20)
+    file = final / name
+    content = file.read_bytes()
+    if damage == "flip":
+        file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    elif damage == "cut":
+        file.write_bytes(content[:-1])
+    else:
+        file.unlink()
+    found = [finding(final, share) for share in range(3)]
+    assert sum(name in text for text in found) == (1 if damage == "flip" else 3)
+
+
+@pytest.mark.parametrize("manifest", ["", "{", "[]", '{"files": 3}', '{"files": {"common.pt": 3}}'])
+def test_a_broken_manifest_is_a_broken_checkpoint(tmp_path: Path, manifest: str) -> None:
+    final = make(tmp_path, 20)
+    (final / "manifest.json").write_text(manifest)
+    with pytest.raises(CheckpointBroken):
+        verify(final)
+    assert put_aside(final).name == "step-000020.broken"
+    assert checkpoint_steps(tmp_path) == []
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    assert rotate(tmp_path, 2) is None  # too few for the oldest to be a second resort
+    make(tmp_path, 20)
+    assert rotate(tmp_path, 2) == 10
+    aside = put_aside(checkpoint_path(tmp_path, 20))
+    make(tmp_path, 1_000_000)
+    assert rotate(tmp_path, 2) == 10
+    assert aside.exists()  # to be looked at, as long as something older is kept
+    make(tmp_path, 1_000_010)
+    assert rotate(tmp_path, 2) == 1_000_000
+    assert checkpoint_steps(tmp_path) == [1_000_010, 1_000_000]
+    assert not aside.exists()
+    assert {path.name for path in checkpoint_path(tmp_path, 0).parent.iterdir()} == {"step-1000000", "step-1000010"}
+
+
+def test_what_earlier_trainers_did_not_finish_is_removed(tmp_path: Path) -> None:
+    own = write_partial(tmp_path, 20)
+    remove_partials(tmp_path, before_epoch=2)
+    assert own.exists()
+    remove_partials(tmp_path, before_epoch=3)
+    assert not own.exists()
