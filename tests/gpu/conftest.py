@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 GPUS = torch.cuda.device_count()
 
 
-AFTERWARDS = ("test_run.py", "test_external.py")
+AFTERWARDS = ("test_gpu_run.py", "test_external.py")
 """Slow to start unless others have compiled SGLang's kernels before."""
 
 
