@@ -226,9 +226,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.part != "all":
         if arguments.part == "bare":
-            importlib.import_module(
-                "sglang.srt.entrypoints.engine"
-            )  # it chooses its event loop
+            importlib.import_module("sglang.srt.entrypoints.engine")  # it chooses its event loop
         parts = {"bare": measure_bare, "relaxd": measure_relaxd, "client": measure_client}
         print(json.dumps(asyncio.run(parts[arguments.part](arguments))))
         return
