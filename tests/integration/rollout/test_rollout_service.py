@@ -126,6 +126,7 @@ def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
 
     check_bad_input(replica)
     check_update_in_the_middle(stage, replica, model)
+    check_one_call_brings_a_version(stage, replica, model)
     check_order_of_synchronisations(stage, replica)
     check_abort_and_lease(stage, replica)
     check_cancellation(replica)
@@ -202,6 +203,24 @@ def check_update_in_the_middle(stage: Stage, replica: Replica, model: Path) -> N
     replica.wait_for(lambda status: status.weights.version == 1)
     (sample,) = replica.generate(PROMPT, temperature=0.0)
     assert sample["tokens"] == greedy(with_weights(model, 1), PROMPT, 8)
+
+
+def check_one_call_brings_a_version(stage: Stage, replica: Replica, model: Path) -> None:
+    """As the coordinator does it: pause, reception and resumption in one call."""
+    parts = replica.stub.Generate(generate_request(PROMPT, 1, max_new_tokens=300, ignore_eos=True), timeout=PATIENCE)
+    next(parts)
+    pause = {"sync_id": stage.sync_id, "mode": rollout_pb2.PAUSE_MODE_IN_PLACE, "lease_seconds": 60}
+    wrong = {"pause": {**pause, "lease_seconds": 0}, "pause_timeout_seconds": 20, "resume": True}
+    error = refused(lambda: stage.receive(replica, 2, **wrong).result())
+    assert [name for name, _ in field_violations(error)] == ["pause.lease_seconds"]
+    call = stage.receive(replica, 2, pause=pause, pause_timeout_seconds=20, resume=True)
+    stage.source.tell(do="broadcast", version=2, buckets=None)
+    sent = stage.source.answer()["checksums"]
+    assert dict(call.result().checksums) == sent
+    versions = {version for part in parts for version in part.versions}
+    assert versions == {1, 2}
+    (sample,) = replica.generate(PROMPT, temperature=0.0)
+    assert sample["tokens"] == greedy(with_weights(model, 2), PROMPT, 8)
 
 
 def check_order_of_synchronisations(stage: Stage, replica: Replica) -> None:
