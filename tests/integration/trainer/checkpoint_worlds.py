@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
     if job.load is not None:
         drawn()
         learner.restore(job.load, 2, same_layout=job.same_layout)
+        result["at_load"] = copied(learner)
     else:
         train(learner, 2)
         drawn()
@@ -67,7 +69,9 @@ def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
         if learner.world.rank == 0:
             job.save.mkdir(parents=True)
         dist.barrier()
+        began = time.monotonic()
         snapshot = learner.snapshot(job.save)
+        result["stall"] = time.monotonic() - began
         result["at_save"] = copied(learner)
     result["drawn"] = drawn()
     result["trajectory"] = train(learner, 1)

@@ -102,6 +102,9 @@ def test_the_same_ranks_go_on_bit_for_bit(saved: Results, way: str) -> None:
 @pytest.mark.parametrize("ways", [("TP2", "TP2 to PP2"), ("llama TP2", "llama TP2 to PP2"), ("TP2", "TP2 to DP2")])
 def test_two_ranks_arranged_otherwise_go_on(saved: Results, ways: tuple[str, str]) -> None:
     before, after = (saved[way] for way in ways)
+    at_save, at_load = merged(before, "at_save"), merged(after, "at_load")
+    assert at_save.keys() == at_load.keys()
+    assert all(np.array_equal(at_load[name], tensor) for name, tensor in at_save.items())
     for one, other in zip(before, after, strict=True):
         check_same_path(one, other)
     check_close(merged(after, "tensors"), merged(before, "tensors"))
