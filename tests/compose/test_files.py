@@ -19,7 +19,8 @@ LAYERS = (
     "compose.yaml",
     "compose.yaml:compose.gpu.yaml",
     "compose.yaml:compose.observability.yaml",
-    "compose.yaml:compose.gpu.yaml:compose.observability.yaml",
+    "compose.yaml:compose.scaling.yaml",
+    "compose.yaml:compose.gpu.yaml:compose.observability.yaml:compose.scaling.yaml",
 )
 
 
