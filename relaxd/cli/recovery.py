@@ -5,16 +5,41 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
 from relaxd.cli.coordinator import Coordinator
 from relaxd.cli.environment import python_path
 from relaxd.cli.errors import CliError
+from relaxd.cli.options import FolderOption, RunNameArgument, new_console
 
 REPLAY_SECONDS = 24 * 3600.0
 """Longest replay or export: loading a large model takes as long as it takes."""
+
+
+def replay(
+    run_id: RunNameArgument,
+    step: Annotated[int, typer.Option(min=1, help="The step.")],
+    folder: FolderOption = None,
+) -> None:
+    """Repeat one step that a run recorded, alone, and compare what comes out; exit code 1 where that differs."""
+    result = replay_step(run_folder(run_id, folder), step)
+    new_console().print(replay_table(result))
+    if any(n["recorded"] not in (None, n["replayed"]) for n in result["numbers"].values()):
+        raise typer.Exit(1)
+
+
+def export(
+    run_id: RunNameArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    step: Annotated[int | None, typer.Option(min=0, help="The checkpoint's step; default: the newest.")] = None,
+    folder: FolderOption = None,
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder."""
+    result = export_model(run_folder(run_id, folder), step, out)
+    print(f"step {result['step']}: {result['path']}")
 
 
 def run_folder(run_id: str, folder: Path | None) -> Path:
@@ -32,7 +57,7 @@ def lost_run(client: Coordinator, run_id: str) -> Path | None:
     return folder if not known and (folder / "config.json").is_file() else None
 
 
-def export(folder: Path, step: int | None, target: Path) -> dict[str, Any]:
+def export_model(folder: Path, step: int | None, target: Path) -> dict[str, Any]:
     """Write a Hugging Face folder from a checkpoint, by default the newest. Returns {"path", "step"}.
 
     Raises CliError: there is no such checkpoint, or it can't be used.
@@ -41,7 +66,7 @@ def export(folder: Path, step: int | None, target: Path) -> dict[str, Any]:
     return _run("services.trainer.export_checkpoint", words + ([] if step is None else ["--step", str(step)]))
 
 
-def replay(folder: Path, step: int) -> dict[str, Any]:
+def replay_step(folder: Path, step: int) -> dict[str, Any]:
     """Repeat one step from the nearest checkpoint before it. Returns what `services.trainer.replay` prints.
 
     Raises CliError: what it needs isn't there any more.

