@@ -16,7 +16,7 @@ from relaxd.rpc.child import ChildExit
 from services.rollout.engine import Engine
 from services.rollout.engines.base import Output, Sampling, Version
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 @dataclass
@@ -72,7 +72,7 @@ class EngineRunner:
         *,
         python: str = "",
         environment: Mapping[str, str] | None = None,
-        timeout: float = 120.0,
+        timeout: float = 300.0,
     ) -> None:
         """Start the engine; raises ChildError."""
         started = Engine.start(
