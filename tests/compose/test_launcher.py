@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from relaxd.cli.coordinator import Coordinator
 from relaxd.rpc.errors import FailedPrecondition, Unavailable
 from relaxd.v1 import launcher_pb2 as pb
+from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED
+from relaxd.v1.scaling_pb2 import SCALE_STATE_ACTIVE, ScaleOutRequest
 from services.launcher.host import DockerHost
-from tests.compose.stack import docker, wait_until
+from tests.compose.stack import Stack, docker, running, wait_until
 
 COMPOSE_FILE = """
 services:
@@ -125,3 +128,45 @@ def test_an_engine_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     with pytest.raises(Unavailable, match="the Docker engine does not answer"):
         DockerHost("project")
+
+
+@pytest.mark.timeout(900)
+def test_scaling_by_request(stack: Stack, tmp_path: Path) -> None:
+    socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
+    settings = {
+        "COMPOSE_FILE": "compose.yaml:compose.scaling.yaml",
+        "DOCKER_SOCKET": socket,
+        "DOCKER_GROUP": str(os.stat(socket).st_gid),
+    }
+    docker("compose", "build", "launcher", timeout=600, environment=settings)
+    with running(stack, settings), Coordinator(stack.address) as coordinator:
+        mounts = {one["Config"]["Labels"]["com.docker.compose.service"]: one["Mounts"] for one in stack.containers()}
+        assert [s for s, ms in mounts.items() if any(m["Source"] == socket for m in ms)] == ["launcher"]
+        stack.compose("cp", str(tmp_path / "tiny"), "coordinator:/models/")
+        words = ("run", "--rm", "--no-deps", "--no-TTY", "cli")
+        config = (stack.examples / "tiny.toml").read_text().replace("steps = 60", "steps = 100000")
+        coordinator.start_run(config, "scaled")
+        wait_until(lambda: stack.run().step, "a first step", 90)
+        print(stack.compose(*words, "scale", "rollout=2", "--wait", timeout=180))
+        (request,) = coordinator.scale_requests(1)
+        assert request.state == SCALE_STATE_ACTIVE
+        name = f"{stack.name}-{request.scaled[0].launch_id}"
+        assert docker("inspect", "--format", "{{.State.Status}}", name).strip() == "running"
+        assert request.scaled[0].replica_id in {r.registration.replica_id for r in stack.replicas("rollout")}
+        wait_until(
+            lambda: any(r.status.done_groups and r.registration.launch_id for r in stack.replicas("rollout")),
+            "the new one works",
+        )
+        print(stack.compose(*words, "scale", "rollout=1", "--wait", timeout=180))
+        assert [r.registration.launch_id for r in stack.replicas("rollout")] == [""]
+        assert name not in docker("ps", "--all", "--format", "{{.Names}}").split()
+
+        coordinator.scale_out(ScaleOutRequest(replicas=2))  # for `down --remove-orphans`
+        wait_until(lambda: coordinator.scale_requests(1)[0].state == SCALE_STATE_ACTIVE, "active again", 120)
+        step = stack.run().step
+        wait_until(lambda: stack.run().step > step, "it goes on", 60)
+        coordinator.stop_run("scaled", "seen enough")
+        wait_until(lambda: stack.run().state == RUN_STATE_STOPPED, "the end", 90)
+        run = stack.run()
+        assert (run.groups.open, run.groups.published) == (0, run.groups.trained + run.groups.dropped)
+    assert docker("ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={stack.name}") == ""
