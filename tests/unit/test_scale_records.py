@@ -1,0 +1,54 @@
+"""The state of a scale request follows from the states of its replicas."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from relaxd.v1 import scaling_pb2
+from services.coordinator.scale_calls import scale_message
+from services.coordinator.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleState, Wish
+
+
+def record(direction: str, states: str) -> ScaleRecord:
+    wish = Wish(direction=Direction(direction), role="ROLLOUT", replicas=3, seconds=1)
+    scaled = tuple(
+        ScaledReplica(launch_id=f"r-{number}", state=ScaleState(state)) for number, state in enumerate(states.split())
+    )
+    return ScaleRecord(request_id="r", wish=wish, scaled=scaled, deadline=datetime.now(UTC))
+
+
+@pytest.mark.parametrize(
+    ("direction", "replicas", "expected"),
+    [
+        ("OUT", "", "ACTIVE"),
+        ("IN", "", "DONE"),
+        ("OUT", "PENDING ACTIVE", "PENDING"),
+        ("OUT", "SYNCING CREATING ACTIVE", "CREATING"),
+        ("OUT", "REMOVING SYNCING", "SYNCING"),
+        ("OUT", "ACTIVE REMOVING", "REMOVING"),
+        ("OUT", "ACTIVE ACTIVE", "ACTIVE"),
+        ("OUT", "ACTIVE FAILED", "PARTIAL"),
+        ("OUT", "FAILED FAILED", "FAILED"),
+        ("OUT", "ACTIVE CANCELLED FAILED", "CANCELLED"),
+        ("IN", "DRAINING DONE", "DRAINING"),
+        ("IN", "REMOVING DRAINING", "DRAINING"),
+        ("IN", "DONE DONE", "DONE"),
+        ("IN", "DONE FAILED", "PARTIAL"),
+        ("IN", "DONE CANCELLED", "CANCELLED"),
+        ("IN", "FAILED", "FAILED"),
+    ],
+)
+def test_the_state_of_a_request(direction: str, replicas: str, expected: str) -> None:
+    assert record(direction, replicas).state == ScaleState(expected)
+    assert scale_message(record(direction, replicas)).state == scaling_pb2.ScaleState.Value(f"SCALE_STATE_{expected}")
+
+
+def test_the_names_are_those_of_the_proto() -> None:
+    assert {f"SCALE_STATE_{state}" for state in ScaleState} | {"SCALE_STATE_UNSPECIFIED"} == set(
+        scaling_pb2.ScaleState.keys()
+    )
+
+
+def test_a_record_survives_redis() -> None:
+    before = record("OUT", "ACTIVE FAILED")
+    assert ScaleRecord.model_validate_json(before.model_dump_json()) == before
