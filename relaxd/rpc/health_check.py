@@ -17,7 +17,7 @@ SECONDS = 2.0
 def check(address: str, seconds: float = SECONDS) -> str:
     """ "" when the service at `address` (host:port) serves, else what is wrong."""
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        ask = channel.unary_unary("/grpc.health.v1.Health/Check")
+        ask = channel.unary_unary("/grpc.health.v1.Health/Check", bytes, bytes)
         try:
             # An empty HealthCheckRequest asks about the server as a whole.
             answer = ask(b"", timeout=seconds)
