@@ -24,6 +24,7 @@ from tests.integration.peers.meeting import CHECKSUM, CHUNK, CHUNKS
 
 ANSWER_TOKENS = 4
 GENERATE_SECONDS = float(os.environ.get("PEER_GENERATE_SECONDS", "0"))
+CONCURRENCY = int(os.environ.get("PEER_CONCURRENCY", "4"))
 
 
 class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
@@ -45,7 +46,9 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
         self.config = config
         self.tokenizer = Tokenizer.from_file(str(resolve_model(config.model.path) / "tokenizer.json"))
         self.board = Board(self.settings.redis, assignment.run_id, stages_for(config), config.board)
-        self.worker = StageWorker(self.board, "rollout", self.settings.replica_id, self.generate_group, concurrency=4)
+        self.worker = StageWorker(
+            self.board, "rollout", self.settings.replica_id, self.generate_group, concurrency=CONCURRENCY
+        )
         self.worker.pause()
         self.worker.start()
 

@@ -28,7 +28,7 @@ def start_all(cluster: ScalingCluster, *, trainer: bool = True, max_restarts: in
     """Everything, and a run without an end."""
     cluster.supervisor(max_restarts, **environment)
     cluster.judges()
-    cluster.rollout("first")
+    cluster.rollout("first", **environment)
     if trainer:
         cluster.trainer(PEER_STEP_SECONDS="0.1")
     cluster.start_when_up("run", run__steps=100000, trainer__groups_per_step=8)
@@ -168,7 +168,8 @@ def test_cancelled_in_every_state(cluster: ScalingCluster) -> None:
 
 
 def test_a_coordinator_killed_in_every_state_goes_on(cluster: ScalingCluster) -> None:
-    start_all(cluster, trainer=False, PEER_GENERATE_SECONDS="1")
+    # One group each: else one replica takes all that there are, and the others have nothing to drain.
+    start_all(cluster, trainer=False, PEER_GENERATE_SECONDS="1", PEER_CONCURRENCY="1")
 
     def kill_in(*states: int) -> None:
         cluster.until_scaled(*states)
