@@ -1,7 +1,11 @@
 """Watching a run until it ends."""
 
+import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 from rich.console import Console
 from rich.live import Live
@@ -50,19 +54,44 @@ def _loop(
     longest_pause: float,
 ) -> None:
     last, changed = "", time.monotonic()
-    for response in coordinator.watch(run_id, while_away=healthy):
-        if view.update(response):
-            view.samples = coordinator.samples(run_id, limit=SHOWN_SAMPLES)
-        show()
-        healthy()
-        run, now = view.run, time.monotonic()
-        if (seen := f"{state_name(run.state)} {run.reason} {run.step} {run.groups}") != last:
-            last, changed = seen, now
-        paused = run.state == pb.RUN_STATE_PAUSED
-        if paused and now - changed > longest_pause:
-            raise CliError(f"run {run.run_id} is paused: {run.reason}")
-        if not paused and now - changed > STALLED_SECONDS:
-            raise CliError(f"nothing has happened in run {run.run_id} for {STALLED_SECONDS:.0f} s: giving it up")
+    with _interrupts() as interrupted:
+        for response in coordinator.watch(run_id, while_away=healthy):
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+            if view.update(response):
+                view.samples = coordinator.samples(run_id, limit=SHOWN_SAMPLES)
+            show()
+            healthy()
+            run, now = view.run, time.monotonic()
+            if (seen := f"{state_name(run.state)} {run.reason} {run.step} {run.groups}") != last:
+                last, changed = seen, now
+            paused = run.state == pb.RUN_STATE_PAUSED
+            if paused and now - changed > longest_pause:
+                raise CliError(f"run {run.run_id} is paused: {run.reason}")
+            if not paused and now - changed > STALLED_SECONDS:
+                raise CliError(f"nothing has happened in run {run.run_id} for {STALLED_SECONDS:.0f} s: giving it up")
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Set at Ctrl-C, which also raises KeyboardInterrupt as ever.
+
+    Where Python is within a destructor or a callback of gRPC's just then, it prints the exception and goes on.
+    """
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # signals only ever come to that one
+        yield interrupted
+        return
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Lines:
