@@ -51,6 +51,7 @@ class _Finder(MetaPathFinder):
         root = name.partition(".")[0]
         if root == "torchvision" and self._operators is None:
             self._operators = _declare_operators()
+            _ignore_pinned_memory()
         if root not in self._missing:
             return None
         module = self._stand_in._MockModule(name)
@@ -66,6 +67,18 @@ def _declare_operators() -> object:
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return library
+
+
+def _ignore_pinned_memory() -> None:
+    """torch refuses pinned memory where there is no accelerator; SGLang asks for it when it keeps routed experts."""
+    import torch
+
+    zeros = torch.zeros
+
+    def unpinned_zeros(*arguments: typing.Any, pin_memory: bool = False, **named: typing.Any) -> torch.Tensor:
+        return zeros(*arguments, **named)
+
+    torch.zeros = unpinned_zeros
 
 
 def _install() -> None:

@@ -1,0 +1,51 @@
+"""Which experts each token of a mixture-of-experts model was sent to, as SGLang tells it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from services.rollout import engine as engine_module
+from services.rollout.engines.base import Version
+from tests.engines import EngineRunner
+from tests.models import byte_tokenizer
+
+PROMPT = [5, 9, 17, 200, 33]
+NEW = 8
+
+
+def test_they_are_those_of_transformers(
+    start: Callable[..., EngineRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    reference = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts, **tokens, tie_word_embeddings=False))
+    reference.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    # Serves the weights that it was started with.
+    monkeypatch.setitem(engine_module.MODULES, "sglang", "benchmarks.engine_process")
+    # On a CPU SGLang's copy of a step's experts is no copy: with overlap the next step would overwrite it.
+    runner = start(tmp_path, sglang={"disable_overlap_schedule": True}, return_routed_experts=True)
+    runner.pause()
+    group = {"name": "none", "transport": "", "store_host": "", "store_port": 0, "rank": 1, "world_size": 2}
+    runner.run(runner.engine.join({**group, "manifest": ""}, 10))
+    runner.run(runner.engine.receive("none", Version(1, 0), 10, checksum=False))
+    runner.resume()
+
+    answers = runner.generate(PROMPT, 2, max_new_tokens=NEW, temperature=1.0, ignore_eos=True)
+    assert answers[0].tokens != answers[1].tokens
+    for answer in answers:
+        assert answer.last is not None
+        chosen = answer.last.routed_experts
+        assert chosen is not None
+        assert (chosen.dtype, chosen.shape) == (np.int32, (len(PROMPT) + NEW - 1, 2, 2))
+        with torch.inference_mode():
+            output = reference(torch.tensor([[*PROMPT, *answer.tokens]]), output_router_logits=True)
+        expected = torch.stack([logits.topk(2).indices for logits in output.router_logits], dim=1)[:-1]
+        np.testing.assert_array_equal(np.sort(chosen, -1), np.sort(expected.numpy(), -1))
