@@ -198,7 +198,8 @@ def test_a_coordinator_killed_in_every_state_goes_on(cluster: ScalingCluster) ->
     cluster.processes["supervisor"].send_signal(signal.SIGCONT)
     assert cluster.until_scaled(DONE, FAILED, PARTIAL).state == DONE
     assert cluster.launched() == {}
-    assert list(cluster.rollouts()) == ["first"]
+    # A kill may come between a removal and its record: then a lease ends first.
+    cluster.until("the first is left", lambda: list(cluster.rollouts()) == ["first"])
     assert cluster.request("more").state == ACTIVE
     for name in new:  # whoever was drained had nothing taken from it in the middle
         assert "handed back" not in cluster.state.log(name).read_text()
