@@ -80,20 +80,20 @@ def test_what_ends_an_answer(engine: EngineRunner, model: Path) -> None:
         assert answer.tokens.index(END) == len(answer.tokens) - 1
         assert answer.last is not None
         assert answer.last.text == AutoTokenizer.from_pretrained(model).decode(answer.tokens[:-1])
-    stops = (40, 41, 42, 43)
+    stops = tuple(range(40, 56))  # so many that one of them comes within 400 random tokens
     answers = engine.generate(SHORT, 8, max_new_tokens=400, temperature=1.5, stop_token_ids=stops)
     assert {answer.finish for answer in answers} == {"stop"}
     assert {answer.tokens[-1] for answer in answers} <= set(stops)
-    # The model's own end token ends nothing when others are asked for.
+    # The model's own end token ends nothing when others are asked for. It comes once in 259 of these tokens.
+    answers = engine.generate(SHORT, 16, max_new_tokens=400, temperature=1.5, stop_token_ids=(40,))
     assert any(END in answer.tokens for answer in answers)
 
 
 def test_cancelled_requests_leave_the_engine(engine: EngineRunner) -> None:
     asked = engine.ask(LONG, 4, stream=True, max_new_tokens=FAR, ignore_eos=True)
     engine.wait_begun(asked)
-    engine.wait_until(lambda: engine.engine.gauges.get("running_samples") == 4)
     asked.task.cancel()
-    engine.wait_until(lambda: engine.engine.gauges["running_samples"] == 0)
+    engine.wait_until(lambda: engine.engine.gauges.get("running_samples") == 0)
     assert all(len(answer.tokens) < FAR for answer in asked.answers)
 
 
@@ -107,9 +107,9 @@ def test_a_request_that_cannot_be_served_fails_alone(engine: EngineRunner) -> No
 def test_an_update_between_tokens_that_keeps_the_cache(
     engine: EngineRunner, model: Path, source: Source, version: int
 ) -> None:
-    asked = engine.ask(LONG, 4, stream=True, max_new_tokens=FAR, ignore_eos=True)
     whole = engine.ask(SHORT, 2, max_new_tokens=FAR, ignore_eos=True)
-    engine.wait_begun(asked)
+    asked = engine.ask(LONG, 4, stream=True, max_new_tokens=FAR, ignore_eos=True)
+    engine.wait_begun(asked)  # and so the one that was sent before it
     assert sync(engine, source, version + 1) == 6
     answers = engine.wait(asked)
     for answer in answers + engine.wait(whole):
