@@ -7,13 +7,19 @@ from relaxd.config.load import Problem
 def check_devices(config: RunConfig, engines: int, visible: int) -> list[Problem]:
     """What keeps a run with so many engines from working on a machine that shows `visible` GPUs.
 
-    Without GPUs, trainer and engines work on the CPU; with them, each rank of both takes one of its own.
+    Without GPUs, trainer and engines work on the CPU; with them, each rank of both takes one of its own, or in a
+    colocated run shares it with one of the other.
     """
+    transport = config.weights.transport
     if not visible:
-        if config.weights.transport == "nccl":
-            return [Problem("weights.transport", '= "nccl" is for GPUs, and none are to be seen here: use "gloo"')]
+        if transport != "gloo":
+            return [
+                Problem("weights.transport", f'= "{transport}" is for GPUs, and none are to be seen here: use "gloo"')
+            ]
         return []
     on_gpus = engines * config.rollout.tensor_parallel if config.rollout.engine == "sglang" else 0
+    if config.run.colocate:
+        return _check_shared(config, engines, on_gpus, visible)
     needed = config.trainer.ranks + on_gpus
     if needed <= visible:
         return []
@@ -24,3 +30,26 @@ def check_devices(config: RunConfig, engines: int, visible: int) -> list[Problem
             f"= {config.trainer.ranks}{engine_words} need {needed} GPUs; this machine shows {visible}",
         )
     ]
+
+
+def _check_shared(config: RunConfig, engines: int, on_gpus: int, visible: int) -> list[Problem]:
+    ranks = config.trainer.ranks
+    if config.weights.transport != "cuda_ipc" or config.rollout.engine != "sglang":
+        return [
+            Problem(
+                "run.colocate",
+                'on GPUs needs rollout.engine = "sglang" and weights.transport = "cuda_ipc", but they are '
+                f'"{config.rollout.engine}" and "{config.weights.transport}"',
+            )
+        ]
+    if on_gpus != ranks:
+        return [
+            Problem(
+                "trainer.ranks",
+                f"= {ranks}, but {engines} x rollout.tensor_parallel = {on_gpus} GPUs are the engines': with "
+                "run.colocate each GPU has a rank and an engine",
+            )
+        ]
+    if ranks > visible:
+        return [Problem("trainer.ranks", f"= {ranks} needs {ranks} GPUs; this machine shows {visible}")]
+    return []

@@ -18,6 +18,10 @@ class RunSection(Section):
     """Seeds the order of prompts, sampling and the trainer."""
     folder: Path = Path("runs")
     """Where runs leave their files; each run makes a folder of its own name in it."""
+    colocate: bool = False
+    """Trainer and engines share their devices and take turns: the engines sleep, their memory released, while the
+    trainer trains, and the trainer keeps its weights, gradients and optimizer state in the host's memory while the
+    engines generate. Needs board.max_staleness = 0."""
 
 
 class ModelConfig(Section):
@@ -229,8 +233,9 @@ class BoardConfig(Section):
 class WeightsConfig(Section):
     """Weight synchronisation."""
 
-    transport: Literal["gloo", "nccl"] = "gloo"
-    """How weights travel."""
+    transport: Literal["gloo", "nccl", "cuda_ipc"] = "gloo"
+    """How weights travel: gloo between CPUs, nccl between GPUs, cuda_ipc where trainer and engine share GPUs
+    (run.colocate)."""
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Tensors are sent in buckets of this size: one travels while the next one is gathered."""
     timeout_seconds: float = Field(default=30.0, gt=0)
@@ -293,6 +298,36 @@ class RunConfig(Section):
     """Evaluation."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Traces and samples."""
+
+    @model_validator(mode="after")
+    def _can_take_turns(self) -> Self:
+        if not self.run.colocate:
+            if self.weights.transport == "cuda_ipc":
+                raise ValueError(
+                    'weights.transport is "cuda_ipc", which is for a trainer and engines on the same GPUs: set '
+                    'run.colocate = true, or use "nccl"'
+                )
+            return self
+        wrong = None
+        if self.board.max_staleness != 0:
+            wrong = f"board.max_staleness is {self.board.max_staleness}: set 0, since each step waits for its groups"
+        elif self.board.oversample != 1.0:
+            wrong = f"board.oversample is {self.board.oversample}: set 1.0, since exactly a step's groups are generated"
+        elif self.rollout.engine == "sglang_external":
+            wrong = 'rollout.engine is "sglang_external", whose servers cannot be put to sleep: use "sglang"'
+        elif self.weights.transport == "nccl":
+            wrong = (
+                'weights.transport is "nccl", which cannot connect two processes on one GPU: use "cuda_ipc", or "gloo" '
+                "on a CPU"
+            )
+        elif self.trainer.ranks % self.rollout.tensor_parallel:
+            wrong = (
+                f"trainer.ranks is {self.trainer.ranks}: it must be a multiple of rollout.tensor_parallel = "
+                f"{self.rollout.tensor_parallel}, so that every GPU has a rank and an engine"
+            )
+        if wrong:
+            raise ValueError(f"run.colocate is true, but {wrong}")
+        return self
 
     @model_validator(mode="after")
     def _engine_can_pause(self) -> Self:

@@ -138,3 +138,29 @@ def test_overrides_win_and_have_their_types() -> None:
 )
 def test_a_wrong_override_is_named(overrides: list[str], expected: str) -> None:
     assert expected in refusal(GOOD, *overrides)
+
+
+COLOCATE = GOOD + "\n[board]\nmax_staleness = 0\n"
+
+
+def test_a_colocated_run_loads() -> None:
+    config = load(COLOCATE, ["--run.colocate", "true", "--weights.transport", "cuda_ipc"])
+    assert (config.run.colocate, config.weights.transport) == (True, "cuda_ipc")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--board.max_staleness=1"], "board.max_staleness is 1: set 0"),
+        (["--board.oversample=2.0"], "board.oversample is 2.0: set 1.0"),
+        (["--rollout.engine=sglang_external"], 'rollout.engine is "sglang_external"'),
+        (["--weights.transport=nccl"], 'weights.transport is "nccl", which cannot connect two processes on one GPU'),
+        (["--rollout.engine=sglang", "--rollout.tensor_parallel=2"], "trainer.ranks is 1: it must be a multiple"),
+    ],
+)
+def test_what_does_not_fit_turns_is_named(overrides: list[str], expected: str) -> None:
+    assert expected in refusal(COLOCATE, "--run.colocate=true", *overrides)
+
+
+def test_cuda_ipc_is_for_colocated_runs() -> None:
+    assert "run.colocate = true" in refusal(GOOD, "--weights.transport=cuda_ipc")

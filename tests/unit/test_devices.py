@@ -12,6 +12,8 @@ data.source = "addition"
 reward.name = "addition"
 """
 NCCL = '\nweights.transport = "nccl"\nrollout.engine = "sglang"'
+SHARED = '\nrun.colocate = true\nboard.max_staleness = 0\nrollout.engine = "sglang"'
+IPC = SHARED + '\nweights.transport = "cuda_ipc"'
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,11 @@ NCCL = '\nweights.transport = "nccl"\nrollout.engine = "sglang"'
             "trainer.ranks = 1 and 2 x rollout.tensor_parallel = 4 of the engines need 5 GPUs; this machine shows 4",
         ),
         ("\ntrainer.ranks = 2", 1, 1, "trainer.ranks = 2 need 2 GPUs; this machine shows 1"),
+        (IPC, 1, 1, ""),
+        (IPC, 1, 0, 'weights.transport = "cuda_ipc" is for GPUs'),
+        (SHARED, 1, 1, 'run.colocate on GPUs needs rollout.engine = "sglang" and weights.transport = "cuda_ipc"'),
+        (IPC, 2, 2, "trainer.ranks = 1, but 2 x rollout.tensor_parallel = 2 GPUs are the engines'"),
+        (IPC + "\ntrainer.ranks = 2", 2, 1, "trainer.ranks = 2 needs 2 GPUs; this machine shows 1"),
     ],
 )
 def test_too_few_gpus_are_named(settings: str, engines: int, visible: int, expected: str) -> None:
