@@ -13,12 +13,13 @@ from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 from opentelemetry import trace
 from opentelemetry.context import attach, detach
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from relaxd import telemetry
-from relaxd.rpc.errors import DeadlineExceeded, RpcError, Unauthenticated, explain
+from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError, Unauthenticated, explain
 
 DEFAULT_DEADLINE_SECONDS = 120.0
 """Deadline of a unary call that comes without one (typed into grpcurl, say)."""
@@ -64,13 +65,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         deadline = self._stream_deadline_seconds if streaming else self._deadline_seconds
         make = getattr(grpc, f"{kind}_rpc_method_handler")
 
+        # gRPC answers a request that its deserializer refuses with UNKNOWN, so a single message is parsed here.
+        parse = handler.request_deserializer if not handler.request_streaming else None
+
         async def call(request: Any, context: Any) -> Any:
             async with self._around(method, context, deadline):
-                return await behavior(request, context)
+                return await behavior(_parsed(parse, request), context)
 
         async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
             async with self._around(method, context, deadline):
-                async for response in behavior(request, context):
+                async for response in behavior(_parsed(parse, request), context):
                     yield response
 
         async def unimplemented(_request: Any, context: Any) -> None:
@@ -84,7 +88,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             wrapped = unimplemented
         return make(
             wrapped,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=None if parse else handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
 
@@ -170,6 +174,16 @@ class _Observed:
                 self._span.set_status(Status(StatusCode.ERROR, status))
             self._span.end()
             detach(self._token)
+
+
+def _parsed(parse: Callable[[bytes], Any] | None, request: Any) -> Any:
+    """The request; parsed here where gRPC didn't. Raises InvalidArgument: the bytes are no such message."""
+    if parse is None:
+        return request
+    try:
+        return parse(request)
+    except DecodeError as error:
+        raise InvalidArgument(f"the request is not a message of this call's type: {error}") from error
 
 
 async def _abort(context: Any, error: RpcError) -> NoReturn:

@@ -9,7 +9,7 @@ import re
 from typing import Any, Protocol
 
 from relaxd.rpc.errors import FailedPrecondition, ServerError, Violations
-from relaxd.rpc.server import Service, start_server
+from relaxd.rpc.server import Service, start_service
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
 from relaxd.telemetry import setup_logging
@@ -95,9 +95,7 @@ async def run_launcher(host: Host, settings: ServiceSettings) -> None:
     stop = stop_signals()
     service = Service(add_LauncherServicer_to_server, LauncherServicer(host), "relaxd.v1.Launcher")
     try:
-        server = await start_server(
-            [service], host=settings.host, port=settings.port, token=settings.token, serving=True
-        )
+        server = await start_service([service], settings, serving=True)
     except ServerError as error:
         _log.error("%s", error)
         raise SystemExit(1) from None

@@ -29,9 +29,8 @@ from relaxd.rpc.assignment import AssignmentFollower
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, ServerError
 from relaxd.rpc.gpus import GpuLeases, gpu_gauges, visible_gpus
-from relaxd.rpc.interceptor import DEFAULT_DEADLINE_SECONDS
 from relaxd.rpc.membership import Membership, Refused
-from relaxd.rpc.server import RunningServer, Service, start_server
+from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.service import ReplicaService, ServiceStatus
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
@@ -57,8 +56,11 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         status: Callable[[], replica_pb2.GetStatusResponse],
         drain: Callable[[float], Awaitable[int]],
         standby: tuple[Callable[[str], None], Callable[[str, float], Awaitable[None]]] | None = None,
+        *,
+        deadline_seconds: float,
     ) -> None:
         self._status, self._drain, self._standby = status, drain, standby
+        self._deadline_seconds = deadline_seconds
 
     async def GetStatus(self, request: replica_pb2.GetStatusRequest, context: Any) -> replica_pb2.GetStatusResponse:
         """See the proto."""
@@ -66,7 +68,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 
     async def Drain(self, request: replica_pb2.DrainRequest, context: Any) -> replica_pb2.DrainResponse:
         """See the proto."""
-        return replica_pb2.DrainResponse(held_groups=await self._drain(_seconds_left(context)))
+        return replica_pb2.DrainResponse(held_groups=await self._drain(_seconds_left(context, self._deadline_seconds)))
 
     async def Join(self, request: replica_pb2.JoinRequest, context: Any) -> replica_pb2.JoinResponse:
         """See the proto."""
@@ -76,7 +78,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 
     async def Leave(self, request: replica_pb2.LeaveRequest, context: Any) -> replica_pb2.LeaveResponse:
         """See the proto."""
-        await self._asked()[1](request.launch_id, _seconds_left(context))
+        await self._asked()[1](request.launch_id, _seconds_left(context, self._deadline_seconds))
         return replica_pb2.LeaveResponse()
 
     def _asked(self) -> tuple[Callable[[str], None], Callable[[str, float], Awaitable[None]]]:
@@ -85,10 +87,10 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         return self._standby
 
 
-def _seconds_left(context: Any) -> float:
-    """How long a call may work, given its deadline."""
+def _seconds_left(context: Any, deadline_seconds: float) -> float:
+    """How long a call may work, given its deadline, or that of calls without one."""
     remaining = context.time_remaining()
-    return max(0.0, (DEFAULT_DEADLINE_SECONDS if remaining is None else remaining) - ANSWER_SECONDS)
+    return max(0.0, (deadline_seconds if remaining is None else remaining) - ANSWER_SECONDS)
 
 
 class _Life:
@@ -261,11 +263,16 @@ async def run_replica(
         life = _Life(service, settings, gpus, coordinator)
         own = Service(
             replica_pb2_grpc.add_ReplicaServicer_to_server,
-            ReplicaServicer(life.status, life.follower.drain, (life.join, life.leave) if settings.standby else None),
+            ReplicaServicer(
+                life.status,
+                life.follower.drain,
+                (life.join, life.leave) if settings.standby else None,
+                deadline_seconds=settings.deadline_seconds,
+            ),
             "relaxd.v1.Replica",
         )
         try:
-            server = await start_server([own, *services], host=settings.host, port=settings.port, token=settings.token)
+            server = await start_service([own, *services], settings)
         except ServerError as error:
             _log.error("%s", error)
             raise SystemExit(1) from None

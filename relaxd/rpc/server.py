@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from relaxd.rpc.client import MAX_MESSAGE_BYTES
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.interceptor import DEFAULT_DEADLINE_SECONDS, DEFAULT_STREAM_DEADLINE_SECONDS, CallInterceptor
+from relaxd.rpc.settings import ServiceSettings
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -125,6 +126,22 @@ async def start_server(
     running = RunningServer(server, host, bound, health, names)
     await running.set_serving(serving)
     return running
+
+
+async def start_service(
+    services: Sequence[tuple[Callable[[Any, Any], None], Any, str]], settings: ServiceSettings, *, serving: bool = False
+) -> RunningServer:
+    """Start the server of a service process as its settings say; otherwise like `start_server`."""
+    return await start_server(
+        services,
+        host=settings.host,
+        port=settings.port,
+        token=settings.token,
+        max_message_bytes=settings.max_message_bytes,
+        deadline_seconds=settings.deadline_seconds,
+        stream_deadline_seconds=settings.stream_deadline_seconds,
+        serving=serving,
+    )
 
 
 class _MethodFindingPool:

@@ -52,6 +52,12 @@ class ServiceSettings:
     """Launcher: the compose project whose services it starts more of; empty: that of its own container."""
     log_level: str = "info"
     """debug, info, warning or error."""
+    deadline_seconds: float = 120.0
+    """How long a unary call may take that comes without a deadline of its own (typed into grpcurl, say)."""
+    stream_deadline_seconds: float = 330.0
+    """The same for streaming calls; the longest WatchRun takes 300 s."""
+    max_message_bytes: int = 64 << 20
+    """Largest message that is taken in or sent out; larger columns travel by the board."""
     engine_python: str = ""
     """Rollout: Python interpreter of the engine's process, which has relaxd and the engine installed; empty: this
     process's own."""
@@ -93,6 +99,26 @@ def _seconds(text: str) -> float:
 
 
 _seconds.__name__ = "number of seconds (0 or more)"
+
+
+def _positive_seconds(text: str) -> float:
+    seconds = _seconds(text)
+    if not seconds:
+        raise ValueError
+    return seconds
+
+
+_positive_seconds.__name__ = "number of seconds (more than 0)"
+
+
+def _message_bytes(text: str) -> int:
+    count = int(text)
+    if not 1 << 10 <= count < 1 << 31:  # gRPC's own limit is an int32
+        raise ValueError
+    return count
+
+
+_message_bytes.__name__ = "number of bytes (1024 to 2147483647)"
 
 
 def _address(text: str) -> str:
@@ -261,6 +287,14 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("standby", _switch, settings.standby, "register only when asked to (Replica.Join)"),
         _Flag("log-level", _level, settings.log_level, ", ".join(LOG_LEVELS)),
         _Flag("token-file", str, "", "file with the bearer token that calls must carry"),
+        _Flag("deadline-seconds", _positive_seconds, settings.deadline_seconds, "longest call that brings no deadline"),
+        _Flag(
+            "stream-deadline-seconds",
+            _positive_seconds,
+            settings.stream_deadline_seconds,
+            "longest streaming call that brings no deadline",
+        ),
+        _Flag("max-message-bytes", _message_bytes, settings.max_message_bytes, "largest gRPC message"),
     ]
     if role == "rollout":
         flags += [
@@ -269,7 +303,8 @@ def _flags(role: str) -> list[_Flag]:
             _Flag("sglang-key-file", str, "", "file with that server's API key"),
         ]
     if role == "launcher":
-        used = ("host", "port", "project", "replica-id", "log-level", "token-file")
+        limits = ("deadline-seconds", "stream-deadline-seconds", "max-message-bytes")
+        used = ("host", "port", "project", "replica-id", "log-level", "token-file", *limits)
         return [flag for flag in flags if flag.name in used]
     not_for_coordinator = ("coordinator", "advertise", "launch-id", "standby", "project")
     unused = not_for_coordinator if is_coordinator else ("lease-seconds", "launcher", "project")

@@ -8,7 +8,7 @@ from typing import Any
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
 from relaxd.board import BoardError
 from relaxd.rpc.replica import ReplicaServicer
-from relaxd.rpc.server import RunningServer, Service, start_server
+from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
 from relaxd.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
@@ -56,7 +56,11 @@ class Coordinator:
                 CoordinatorService(self._manager, self._registry, self._peers, self._scaler),
                 "relaxd.v1.Coordinator",
             ),
-            Service(add_ReplicaServicer_to_server, ReplicaServicer(self._status, self._drain), "relaxd.v1.Replica"),
+            Service(
+                add_ReplicaServicer_to_server,
+                ReplicaServicer(self._status, self._drain, deadline_seconds=self._settings.deadline_seconds),
+                "relaxd.v1.Replica",
+            ),
         ]
         self._registry.load(
             await asyncio.to_thread(self._store.replicas), await asyncio.to_thread(self._store.gpu_holders)
@@ -72,9 +76,7 @@ class Coordinator:
             # would drop what it has.
             await self._manager.take_up()
             await self._scaler.take_up()
-            server = await start_server(
-                services, host=self._settings.host, port=self._settings.port, token=self._settings.token
-            )
+            server = await start_service(services, self._settings)
             logger.info("coordinator %s, epoch %d, on %s:%d", __version__, self._store.epoch, server.host, server.port)
             await server.set_serving(True)
             done, _ = await asyncio.wait([*tasks, self._failed], return_when=asyncio.FIRST_COMPLETED)
