@@ -10,6 +10,7 @@ import redis
 from relaxd.board import payloads
 from relaxd.board.core import BoardCore
 from relaxd.board.errors import BoardError, GateClosed
+from relaxd.board.stages import TRAIN
 from relaxd.board.types import JSON, LedgerEntry, NewGroup, Retry
 
 GROUP_ID = re.compile(r"[^\s,|]+")
@@ -122,6 +123,17 @@ class CoordinatorSide(BoardCore):
                 self._connection.run(lambda client: client.unlink(*keys))
             raise
         return [group.group_id for group in groups]
+
+    def reclaim(self, *, epoch: int, consumer: str) -> int:
+        """Free what a replica that is gone holds, so that others get it at once. Returns how many groups that were.
+
+        Should it not be gone after all, its holds are over, and what it commits late changes nothing. Each delivery
+        counts towards limits.max_deliveries. The trainer's holds stay: its successor's epoch frees them. Raises Fenced,
+        RunMissing.
+        """
+        stages = [stage.name for stage in self.stages if stage.name != TRAIN]
+        settings = (epoch, consumer, self.limits.max_deliveries)
+        return int(self._connection.script("reclaim", self.prefix, *settings, *stages))
 
     def cursor(self) -> JSON:
         """The data cursor that was last published with; None before that. Raises RunMissing."""

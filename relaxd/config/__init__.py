@@ -1,6 +1,7 @@
 """The configuration of a run, as pydantic models."""
 
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
+from relaxd.config.health import HealthConfig
 from relaxd.config.run import (
     BoardConfig,
     DataConfig,
@@ -22,6 +23,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "GRPOConfig",
+    "HealthConfig",
     "ModelConfig",
     "OptimizerConfig",
     "RewardConfig",

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from relaxd.config.algorithm import AlgorithmConfig
 from relaxd.config.base import Section
+from relaxd.config.health import HealthConfig
 
 
 class RunSection(Section):
@@ -294,6 +295,8 @@ class RunConfig(Section):
     """The sample board."""
     weights: WeightsConfig = WeightsConfig()
     """Weight synchronisation."""
+    health: HealthConfig = HealthConfig()
+    """Restarting what is dead or stuck."""
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from relaxd.v1 import health_pb2 as _health_pb2
 from relaxd.v1 import replica_pb2 as _replica_pb2
 import builtins as _builtins
 import sys
@@ -189,6 +190,7 @@ class Run(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id."""
     state: Global___RunState.ValueType
@@ -221,6 +223,10 @@ class Run(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Numbers of the last step and of the evaluations, by name."""
 
+    @_builtins.property
+    def health(self) -> _containers.RepeatedCompositeFieldContainer[_health_pb2.Health]:
+        """How well its roles and replicas are, by role and instance; of the active run."""
+
     def __init__(
         self,
         *,
@@ -236,10 +242,11 @@ class Run(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         config_json: _builtins.str = ...,
+        health: _abc.Iterable[_health_pb2.Health] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "create_time", b"create_time", "groups", b"groups", "oldest_engine_version", b"oldest_engine_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "config_json", b"config_json", "create_time", b"create_time", "folder", b"folder", "groups", b"groups", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "queues", b"queues", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "config_json", b"config_json", "create_time", b"create_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "queues", b"queues", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__oldest_engine_version: _TypeAlias = _typing.Literal["oldest_engine_version"]  # noqa: Y015
     _WhichOneofArgType__oldest_engine_version: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version"]  # noqa: Y015
@@ -425,6 +432,7 @@ class WatchRunResponse(_message.Message):
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
     resume_token: _builtins.str
     """Give this to the next WatchRun."""
     @_builtins.property
@@ -435,16 +443,21 @@ class WatchRunResponse(_message.Message):
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMetrics]:
         """Steps that were committed since the last message."""
 
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[_health_pb2.RunEvent]:
+        """What happened to the health of its parts since the last message."""
+
     def __init__(
         self,
         *,
         resume_token: _builtins.str = ...,
         run: Global___Run | None = ...,
         steps: _abc.Iterable[Global___StepMetrics] | None = ...,
+        events: _abc.Iterable[_health_pb2.RunEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume_token", b"resume_token", "run", b"run", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "resume_token", b"resume_token", "run", b"run", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -872,6 +885,7 @@ class RegisterRequest(_message.Message):
     ENGINE_RANKS_FIELD_NUMBER: _builtins.int
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
     LAUNCH_ID_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Unique name, chosen by the replica, such as rollout-3f9a."""
     role: _replica_pb2.Role.ValueType
@@ -886,6 +900,10 @@ class RegisterRequest(_message.Message):
     """Ranks of its engine (rollout); 0 means 1."""
     launch_id: _builtins.str
     """The name under which it was scaled out; empty for one that was there from the start, which is never scaled in."""
+    instance: _builtins.str
+    """The name under which whoever starts it again when it ends knows it; the same over all its processes. Empty: nobody
+    would start it again. While another replica of this instance is registered, that one is gone.
+    """
     @_builtins.property
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """UUIDs of the GPUs that it sees."""
@@ -901,10 +919,11 @@ class RegisterRequest(_message.Message):
         engine_ranks: _builtins.int = ...,
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
         launch_id: _builtins.str = ...,
+        instance: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_ranks", b"engine_ranks", "gpu_uuids", b"gpu_uuids", "launch_id", b"launch_id", "package_version", b"package_version", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_ranks", b"engine_ranks", "gpu_uuids", b"gpu_uuids", "instance", b"instance", "launch_id", b"launch_id", "package_version", b"package_version", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

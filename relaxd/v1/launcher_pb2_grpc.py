@@ -45,6 +45,11 @@ class LauncherStub:
                 request_serializer=relaxd_dot_v1_dot_launcher__pb2.RemoveRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_launcher__pb2.RemoveResponse.FromString,
                 _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/relaxd.v1.Launcher/Restart',
+                request_serializer=relaxd_dot_v1_dot_launcher__pb2.LauncherRestartRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_launcher__pb2.LauncherRestartResponse.FromString,
+                _registered_method=True)
         self.List = channel.unary_unary(
                 '/relaxd.v1.Launcher/List',
                 request_serializer=relaxd_dot_v1_dot_launcher__pb2.ListRequest.SerializeToString,
@@ -71,6 +76,14 @@ class LauncherServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Restart(self, request, context):
+        """Restart kills a process of this deployment and starts it again, also one that was there from the start or that was
+        given up. It answers once that is under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def List(self, request, context):
         """List lists what was launched and not removed.
         """
@@ -90,6 +103,11 @@ def add_LauncherServicer_to_server(servicer, server):
                     servicer.Remove,
                     request_deserializer=relaxd_dot_v1_dot_launcher__pb2.RemoveRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_launcher__pb2.RemoveResponse.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=relaxd_dot_v1_dot_launcher__pb2.LauncherRestartRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_launcher__pb2.LauncherRestartResponse.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -152,6 +170,33 @@ class Launcher:
             '/relaxd.v1.Launcher/Remove',
             relaxd_dot_v1_dot_launcher__pb2.RemoveRequest.SerializeToString,
             relaxd_dot_v1_dot_launcher__pb2.RemoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Launcher/Restart',
+            relaxd_dot_v1_dot_launcher__pb2.LauncherRestartRequest.SerializeToString,
+            relaxd_dot_v1_dot_launcher__pb2.LauncherRestartResponse.FromString,
             options,
             channel_credentials,
             insecure,

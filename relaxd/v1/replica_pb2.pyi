@@ -177,6 +177,7 @@ class GetStatusResponse(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     GAUGES_FIELD_NUMBER: _builtins.int
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Unique name of this process, such as rollout-3f9a."""
     role: Global___Role.ValueType
@@ -197,6 +198,11 @@ class GetStatusResponse(_message.Message):
     """Version of the relaxd package."""
     protocol_version: _builtins.int
     """Version of the protocol; services of different protocol versions refuse each other."""
+    progress: _builtins.int
+    """Counts what it gets done, in steps that never take long: tokens (rollout), samples (reward), groups (advantage),
+    turns of the training loop (trainer). When it stands still while groups are held, the process is stuck. A number
+    that is smaller than before is progress, too.
+    """
     @_builtins.property
     def weights(self) -> Global___WeightVersion:
         """The weights that it serves (rollout) or has trained (trainer)."""
@@ -225,10 +231,11 @@ class GetStatusResponse(_message.Message):
         protocol_version: _builtins.int = ...,
         gauges: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
+        progress: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done_groups", b"done_groups", "gauges", b"gauges", "gpu_uuids", b"gpu_uuids", "held_groups", b"held_groups", "package_version", b"package_version", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role", "run_id", b"run_id", "state", b"state", "uptime_seconds", b"uptime_seconds", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done_groups", b"done_groups", "gauges", b"gauges", "gpu_uuids", b"gpu_uuids", "held_groups", b"held_groups", "package_version", b"package_version", "progress", b"progress", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role", "run_id", b"run_id", "state", b"state", "uptime_seconds", b"uptime_seconds", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -359,3 +366,46 @@ class LeaveResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaveResponse: _TypeAlias = LeaveResponse  # noqa: Y015
+
+@_typing.final
+class RestartRequest(_message.Message):
+    """Asks a process to end and be started again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """Which process is meant: another one, at the same address, refuses with FAILED_PRECONDITION."""
+    reason: _builtins.str
+    """Why, for its log."""
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartRequest: _TypeAlias = RestartRequest  # noqa: Y015
+
+@_typing.final
+class RestartResponse(_message.Message):
+    """It ends now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartResponse: _TypeAlias = RestartResponse  # noqa: Y015

@@ -55,6 +55,11 @@ class ReplicaStub:
                 request_serializer=relaxd_dot_v1_dot_replica__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_replica__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/relaxd.v1.Replica/Restart',
+                request_serializer=relaxd_dot_v1_dot_replica__pb2.RestartRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_replica__pb2.RestartResponse.FromString,
+                _registered_method=True)
 
 
 class ReplicaServicer:
@@ -90,6 +95,14 @@ class ReplicaServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Restart(self, request, context):
+        """Restart ends the process, without a drain, so that whoever supervises it starts another. It answers at once. A
+        process that nobody would start again (no RELAXD_INSTANCE) refuses with FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +125,11 @@ def add_ReplicaServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=relaxd_dot_v1_dot_replica__pb2.LeaveRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_replica__pb2.LeaveResponse.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=relaxd_dot_v1_dot_replica__pb2.RestartRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_replica__pb2.RestartResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +241,33 @@ class Replica:
             '/relaxd.v1.Replica/Leave',
             relaxd_dot_v1_dot_replica__pb2.LeaveRequest.SerializeToString,
             relaxd_dot_v1_dot_replica__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Replica/Restart',
+            relaxd_dot_v1_dot_replica__pb2.RestartRequest.SerializeToString,
+            relaxd_dot_v1_dot_replica__pb2.RestartResponse.FromString,
             options,
             channel_credentials,
             insecure,
