@@ -1,0 +1,130 @@
+"""Samples per second with 1, 2 and 4 replicas of a role, the other roles staying as they are.
+
+`python -m benchmarks.replicas`. The whole stack on a tiny random model, local processes, one thread each. Two cases:
+
+- rollout: engines that compute. They share the machine's cores with each other and with the trainer, so that on few
+  cores there is little to gain; the figure says how much of it is left.
+- reward: a judge that is waited for (0.25 s a sample, as one over a network would be) and costs no processor. What one
+  replica can do is then its number of workers / 0.25 s, and more replicas are so many times as much.
+
+The numbers of replicas take turns, forwards and backwards, in one run each; a window begins when all replicas work.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.reporting import machine, report
+from benchmarks.scaling import until
+from relaxd.cli import stack
+from relaxd.cli.coordinator import ENDED, Coordinator
+from relaxd.cli.scale import ENDED as SCALED
+from relaxd.cli.scale import scale_to
+from relaxd.cli.state import StateFolder
+from relaxd.rewards.base import RewardInput
+from tests.models import make_tiny_model
+
+JUDGE_SECONDS = 0.25
+CONFIG = """
+[run]
+steps = 1000000
+folder = "{folder}/runs"
+
+[model]
+path = "{folder}/tiny"
+
+[data]
+source = "addition"
+
+[reward]
+name = "{reward}"
+workers = 2
+
+[rollout]
+samples_per_prompt = 4
+max_new_tokens = {new_tokens}
+threads = 1
+
+[algorithm]
+drop_zero_variance = false
+
+[board]
+max_staleness = 2
+
+[trainer]
+groups_per_step = 16
+threads = 1
+
+[trainer.checkpoint]
+every = 0
+"""
+
+
+def judge(sample: RewardInput) -> float:
+    """A reward that waits, as for an answer from another machine."""
+    time.sleep(JUDGE_SECONDS)
+    return float(len(sample.response) % 2)
+
+
+def samples_per_second(coordinator: Coordinator, seconds: float) -> float:
+    """Trained samples per second over at least `seconds`, from one committed step to another."""
+
+    def next_step(after: int) -> tuple[int, float]:
+        until("a step", lambda: coordinator.run().step > after, 0.01)
+        return coordinator.run().groups.trained, time.monotonic()
+
+    first, begun = next_step(coordinator.run().step + 1)
+    time.sleep(seconds)
+    last, ended = next_step(coordinator.run().step)
+    return (last - first) * 4 / (ended - begun)
+
+
+def measure(role: str, reward: str, new_tokens: int, counts: list[int], seconds: float) -> dict[int, list[float]]:
+    """Rates by number of replicas."""
+    rates: dict[int, list[float]] = {count: [] for count in counts}
+    with tempfile.TemporaryDirectory() as name:
+        folder = StateFolder(Path(name) / "state")
+        make_tiny_model(Path(name) / "tiny")
+        plan = stack.make_plan(folder, port=0, stop_with_parent=True)
+        stack.up(folder, plan, print)
+        try:
+            with Coordinator(plan.coordinator) as coordinator:
+                text = CONFIG.format(folder=name, reward=reward, new_tokens=new_tokens)
+                coordinator.start_run(text, "replicas")
+                until("a first step", lambda: coordinator.run().step, 0.2)
+                for count in [*counts, *reversed(counts)]:
+                    wanted = scale_to(coordinator, f"{role}={count}", drain_seconds=30, timeout_seconds=110)
+                    watched = coordinator.watch_scaling(wanted.request_id)
+                    until(f"{count} replicas", lambda w=watched: next(w).state in SCALED)
+                    rates[count].append(samples_per_second(coordinator, seconds))
+                    print(f"{role} x {count}: {rates[count][-1]:.1f} samples/s", flush=True)
+                coordinator.stop_run("replicas", "measured")
+                until("the end", lambda: coordinator.run().state in ENDED, 0.2)
+        finally:
+            stack.down(folder)
+    return rates
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--seconds", type=float, default=15.0, help="length of a window")
+    options = parser.parse_args()
+    before = machine()["load_before"]
+    rows: list[dict[str, object]] = []
+    cases = (("rollout", "addition", 64), ("reward", "benchmarks.replicas:judge", 8))
+    for role, reward, new_tokens in cases:
+        rates = measure(role, reward, new_tokens, options.replicas, options.seconds)
+        base = statistics.mean(rates[options.replicas[0]])
+        for count, found in rates.items():
+            mean = statistics.mean(found)
+            windows = " · ".join(f"{rate:.1f}" for rate in found)
+            rows.append({"role": role, "replicas": count, "samples/s": mean, "x": mean / base, "windows": windows})
+    report("replicas", rows, load_at_the_start=before)
+
+
+if __name__ == "__main__":
+    main()
