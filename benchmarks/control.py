@@ -22,7 +22,9 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 from benchmarks.reporting import report
 from relaxd import telemetry
+from relaxd.rpc.access import Tokens
 from relaxd.rpc.client import channel
+from relaxd.rpc.doors import Doors
 from relaxd.rpc.server import start_server
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 
@@ -41,7 +43,7 @@ async def serve(ours: bool) -> None:
     add = replica_pb2_grpc.add_ReplicaServicer_to_server
     if ours:
         telemetry.setup("benchmark", "server")
-        running = await start_server([(add, Echo(), "relaxd.v1.Replica")], host="127.0.0.1", token=TOKEN)
+        running = await start_server([(add, Echo(), "relaxd.v1.Replica")], doors=Doors(Tokens(token=TOKEN)))
         print(running.port, flush=True)
         await running.wait()
     else:

@@ -7,7 +7,8 @@ from typing import Any
 import grpc
 from opentelemetry import trace
 
-from relaxd.rpc.settings import read_token
+from relaxd.rpc.credentials import read_token
+from relaxd.rpc.tls import TlsFiles, open_channel
 from relaxd.telemetry import inject
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -31,23 +32,42 @@ IDEMPOTENT_METHODS = {
 retry would carry a request that kills a replica to the next one."""
 
 
-def channel(address: str, *, token: str | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+def channel(
+    address: str,
+    *,
+    token: str | None = None,
+    tls: TlsFiles | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.aio.Channel:
     """A channel for coroutines.
 
     Args:
         address: host:port, or any gRPC target; with several addresses behind a name, calls go round-robin.
         token: bearer token; by default the one of this process's environment (see read_token).
+        tls: whom to trust, over TLS; by default what this process's environment says (see TlsFiles).
         max_message_bytes: largest message.
 
     Calls without a timeout get a default deadline; the current span, if recorded, travels as `traceparent`.
+
+    Raises ValueError when the files of TLS are wrong, OSError or ValueError when the environment's token is.
     """
-    plain = grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+    plain = open_channel(
+        grpc.aio, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
+    )
     return _AsyncChannel(plain, _call_metadata(token))
 
 
-def sync_channel(address: str, *, token: str | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
+def sync_channel(
+    address: str,
+    *,
+    token: str | None = None,
+    tls: TlsFiles | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.Channel:
     """A channel for threads and the command line; otherwise like `channel`."""
-    plain = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
+    plain = open_channel(
+        grpc, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
+    )
     return _SyncChannel(plain, _call_metadata(token))
 
 

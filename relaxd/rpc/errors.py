@@ -15,6 +15,12 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata key in which gRPC carries a serialized google.rpc.Status."""
+MOST_VIOLATIONS = 16
+"""Violations that are named one by one; of more, the number is told."""
+LONGEST_DESCRIPTION, LONGEST_FIELD = 400, 100
+LONGEST_MESSAGE, LONGEST_DETAILS = 2500, 2500
+"""Of an error on the wire, in bytes (of the message: as gRPC escapes it). It travels in HTTP/2 trailers, and gRPC's
+clients refuse trailers above 8 KiB."""
 
 
 class ServerError(Exception):
@@ -34,16 +40,22 @@ class RpcError(Exception):
         self.message = message
         self.details = tuple(details)
 
+    @property
+    def short_message(self) -> str:
+        """The message, shortened if it is too long for the wire."""
+        return shortened(self.message, LONGEST_MESSAGE)
+
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """The google.rpc.Status of this error as trailing metadata; empty when there are no details."""
+        """The google.rpc.Status of this error as trailing metadata; empty when there are no details, or too many."""
         if not self.details:
             return ()
-        status = status_pb2.Status(code=self.code.value[0], message=self.message)
+        status = status_pb2.Status(code=self.code.value[0], message=shortened(self.message, LONGEST_DETAILS // 5))
         for detail in self.details:
             packed = any_pb2.Any()
             packed.Pack(detail)
-            status.details.append(packed)
-        return ((STATUS_DETAILS_KEY, status.SerializeToString()),)
+            if status.ByteSize() + packed.ByteSize() <= LONGEST_DETAILS:
+                status.details.append(packed)
+        return ((STATUS_DETAILS_KEY, status.SerializeToString()),) if status.details else ()
 
 
 class InvalidArgument(RpcError):
@@ -53,11 +65,14 @@ class InvalidArgument(RpcError):
 
     def __init__(self, message: str, violations: Sequence[tuple[str, str]] = ()) -> None:
         self.violations = tuple(violations)
-        fields = [
-            error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
-            for field, description in violations
-        ]
-        super().__init__(message, [error_details_pb2.BadRequest(field_violations=fields)] if fields else [])
+        bad = error_details_pb2.BadRequest()
+        for field, description in violations:
+            named = error_details_pb2.BadRequest.FieldViolation(
+                field=shortened(field, LONGEST_FIELD), description=shortened(description, LONGEST_DESCRIPTION)
+            )
+            if bad.ByteSize() + named.ByteSize() <= LONGEST_DETAILS * 3 // 4:
+                bad.field_violations.append(named)
+        super().__init__(message, [bad] if violations else [])
 
     @classmethod
     def from_validation(cls, error: pydantic.ValidationError, prefix: str = "") -> "InvalidArgument":
@@ -117,6 +132,12 @@ class Unauthenticated(RpcError):
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
+class PermissionDenied(RpcError):
+    """The caller is known, but may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class Unimplemented(RpcError):
     """The service does not offer this."""
 
@@ -141,12 +162,28 @@ class Violations:
 
     def error(self) -> InvalidArgument:
         """What was found so far, as an error."""
-        return InvalidArgument("; ".join(f"{field}: {text}" for field, text in self.found), self.found)
+        told = [f"{field}: {shortened(text, LONGEST_DESCRIPTION)}" for field, text in self.found[:MOST_VIOLATIONS]]
+        if len(self.found) > MOST_VIOLATIONS:
+            told.append(f"and {len(self.found) - MOST_VIOLATIONS} more")
+        return InvalidArgument("; ".join(told), self.found)
 
     def raise_if_any(self) -> None:
         """Raise InvalidArgument when anything was found."""
         if self.found:
             raise self.error()
+
+
+def shortened(text: str, most_bytes: int) -> str:
+    """The beginning of a text that may have come from anybody, with a word about what is left out.
+
+    Bytes are counted as gRPC escapes them: three for each that is no printable ASCII.
+    """
+    count = 0
+    for place, character in enumerate(text[: most_bytes + 1]):
+        count += 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode(errors="replace"))
+        if count > most_bytes:
+            return f"{text[:place]}... ({len(text)} characters)"
+    return text
 
 
 def field_violations(error: grpc.RpcError) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ It imports gRPC and nothing else: a container is asked every few seconds.
 
 import os
 import sys
+from pathlib import Path
 
 import grpc
 
@@ -16,7 +17,11 @@ SECONDS = 2.0
 
 def check(address: str, seconds: float = SECONDS) -> str:
     """ "" when the service at `address` (host:port) serves, else what is wrong."""
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    try:
+        opened = _channel(address)
+    except OSError as error:
+        return f"the files of TLS cannot be read: {error}"
+    with opened as channel:
         ask = channel.unary_unary("/grpc.health.v1.Health/Check", bytes, bytes)
         try:
             # An empty HealthCheckRequest asks about the server as a whole.
@@ -24,6 +29,18 @@ def check(address: str, seconds: float = SECONDS) -> str:
         except grpc.RpcError as error:
             return f"{address} does not answer: {error.code().name}: {error.details()}"
     return "" if answer == SERVING else f"{address} does not serve: it starts, drains or has no coordinator"
+
+
+def _channel(address: str) -> grpc.Channel:
+    """Plain, or over TLS where the service's own settings are in the environment."""
+    options: list[tuple[str, object]] = [("grpc.enable_http_proxy", 0)]
+    files = {name: os.environ.get(f"RELAXD_TLS_{name}") for name in ("AUTHORITY", "KEY", "CERTIFICATE")}
+    if not files["AUTHORITY"]:
+        return grpc.insecure_channel(address, options=options)
+    # The service's certificate is for the name by which others call it; here, it is called by address.
+    options.append(("grpc.ssl_target_name_override", os.environ.get("RELAXD_TLS_NAME") or "localhost"))
+    credentials = grpc.ssl_channel_credentials(*(Path(file).read_bytes() if file else None for file in files.values()))
+    return grpc.secure_channel(address, credentials, options=options)
 
 
 def main() -> int:

@@ -4,7 +4,6 @@ One interceptor does all of it, because each of them costs a call some tens of m
 """
 
 import asyncio
-import hmac
 import inspect
 import logging
 import time
@@ -19,7 +18,8 @@ from opentelemetry.context import attach, detach
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from relaxd import telemetry
-from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError, Unauthenticated, explain
+from relaxd.rpc.access import Tokens
+from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError, explain
 
 DEFAULT_DEADLINE_SECONDS = 120.0
 """Deadline of a unary call that comes without one (typed into grpcurl, say)."""
@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler but those of the health service."""
 
-    def __init__(self, *, token: str | None, deadline_seconds: float, stream_deadline_seconds: float) -> None:
-        self._expected = f"Bearer {token}".encode() if token else None
+    def __init__(self, *, tokens: Tokens | None, deadline_seconds: float, stream_deadline_seconds: float) -> None:
+        self._tokens = tokens
         self._deadline_seconds = deadline_seconds
         self._stream_deadline_seconds = stream_deadline_seconds
         self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
@@ -105,7 +105,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         # gRPC itself cancels the handler at the caller's deadline.
         limit = asyncio.timeout(deadline_seconds if context.time_remaining() is None else None)
         try:
-            self._authenticate(authorization)
+            if self._tokens is not None:
+                self._tokens.check(method, authorization)
             async with limit:
                 yield
         except RpcError as error:
@@ -130,18 +131,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         finally:
             if observed:
                 observed.end()
-
-    def _authenticate(self, authorization: str | bytes | None) -> None:
-        if self._expected is None:
-            return
-        if authorization is None:
-            raise Unauthenticated(
-                "this service wants a token: set RELAXD_TOKEN or RELAXD_TOKEN_FILE "
-                "(grpcurl: -H 'authorization: Bearer ...')"
-            )
-        given = authorization if isinstance(authorization, bytes) else authorization.encode()
-        if not hmac.compare_digest(given, self._expected):
-            raise Unauthenticated("the token is wrong: RELAXD_TOKEN (or RELAXD_TOKEN_FILE) differs from the service's")
 
 
 class _Internal(RpcError):
@@ -187,7 +176,7 @@ def _parsed(parse: Callable[[bytes], Any] | None, request: Any) -> Any:
 
 
 async def _abort(context: Any, error: RpcError) -> NoReturn:
-    await context.abort(error.code, error.message, error.trailing_metadata())
+    await context.abort(error.code, error.short_message, error.trailing_metadata())
     raise AssertionError("abort returned")
 
 

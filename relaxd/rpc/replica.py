@@ -257,7 +257,7 @@ async def run_replica(
     setup_logging(settings.replica_id, settings.log_level)
     telemetry.setup(settings.role, settings.replica_id)
     stop = stop_signals()
-    async with channel(settings.coordinator, token=settings.token) as to_coordinator:
+    async with channel(settings.coordinator, token=settings.token, tls=settings.tls) as to_coordinator:
         coordinator = CoordinatorStub(to_coordinator)
         gpus = GpuLeases(settings.replica_id, await asyncio.to_thread(visible_gpus), coordinator)
         life = _Life(service, settings, gpus, coordinator)

@@ -14,9 +14,11 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined
 from grpc_reflection.v1alpha import reflection
 
 from relaxd.rpc.client import MAX_MESSAGE_BYTES
+from relaxd.rpc.doors import Doors
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.interceptor import DEFAULT_DEADLINE_SECONDS, DEFAULT_STREAM_DEADLINE_SECONDS, CallInterceptor
 from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.tls import server_credentials
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -67,7 +69,7 @@ async def start_server(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    token: str | None = None,
+    doors: Doors | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
     stream_deadline_seconds: float = DEFAULT_STREAM_DEADLINE_SECONDS,
@@ -80,7 +82,7 @@ async def start_server(
         services: (add_<Name>Servicer_to_server, servicer, full service name) of each service.
         host: address to listen on.
         port: port to listen on; 0 takes a free one (see RunningServer.port).
-        token: bearer token that calls must carry, except health checks; None lets everyone in.
+        doors: who may call, and whether over TLS; None lets everyone on this machine in. Health checks need no token.
         max_message_bytes: largest message; a larger one is refused with RESOURCE_EXHAUSTED.
         deadline_seconds: deadline of a unary call that comes without one; its handler is cancelled then.
         stream_deadline_seconds: the same for streaming calls.
@@ -88,12 +90,14 @@ async def start_server(
             several replicas see new ones. Running calls are not cut.
         serving: whether health says SERVING at once.
 
-    Raises ServerError when the port is taken or the address cannot be listened on.
+    Raises ServerError when the port is taken, the address cannot be listened on, or the doors aren't safe there.
     """
+    doors = doors or Doors()
+    doors.check(host)
     server = grpc.aio.server(
         interceptors=[
             CallInterceptor(
-                token=token, deadline_seconds=deadline_seconds, stream_deadline_seconds=stream_deadline_seconds
+                tokens=doors.tokens, deadline_seconds=deadline_seconds, stream_deadline_seconds=stream_deadline_seconds
             )
         ],
         options=[
@@ -119,7 +123,13 @@ async def start_server(
         pool=_MethodFindingPool(),  # type: ignore[arg-type]
     )
     try:
-        bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if doors.tls.certificate:
+            bound = server.add_secure_port(address, server_credentials(doors.tls))
+        else:
+            bound = server.add_insecure_port(address)
+    except ValueError as error:
+        raise ServerError(str(error)) from error
     except RuntimeError as error:
         raise ServerError(_why_not_bound(host, port)) from error
     await server.start()
@@ -136,7 +146,7 @@ async def start_service(
         services,
         host=settings.host,
         port=settings.port,
-        token=settings.token,
+        doors=settings.doors,
         max_message_bytes=settings.max_message_bytes,
         deadline_seconds=settings.deadline_seconds,
         stream_deadline_seconds=settings.stream_deadline_seconds,

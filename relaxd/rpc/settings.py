@@ -11,9 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from relaxd import __version__
+from relaxd.rpc.access import Tokens
+from relaxd.rpc.credentials import REDIS_FILES, read_tls, read_token, read_tokens, with_certificates, with_password
+from relaxd.rpc.doors import Doors
+from relaxd.rpc.tls import TlsFiles
 
 COORDINATOR_PORT = 50050
 """Where a coordinator listens unless told otherwise."""
@@ -34,8 +38,8 @@ class ServiceSettings:
     """host:port at which others reach this process; empty: worked out from host and port."""
     coordinator: str = f"127.0.0.1:{COORDINATOR_PORT}"
     """host:port of the coordinator."""
-    redis: str = "redis://127.0.0.1:6379/0"
-    """URL of the Redis that holds the board."""
+    redis: str = field(default="redis://127.0.0.1:6379/0", repr=False)
+    """URL of the Redis that holds the board, with its password, if it has one."""
     replica_id: str = ""
     """Unique name of this process."""
     grace_seconds: float = 20.0
@@ -66,7 +70,21 @@ class ServiceSettings:
     sglang_key: str | None = field(default=None, repr=False)
     """Rollout: that server's API key; None where it has none."""
     token: str | None = field(default=None, repr=False)
-    """Bearer token that every call must carry; None lets everyone in."""
+    """Bearer token of this process's calls; unless there are `tokens`, also the one that calls to it must carry."""
+    tokens: Tokens | None = None
+    """The tokens that calls must carry."""
+    tls: TlsFiles = field(default_factory=TlsFiles)
+    """Certificates."""
+    allow_insecure: bool = False
+    """Listen beyond loopback without any authentication."""
+    allowed_rewards: tuple[str, ...] = ()
+    """Reward: what Reward.Score may be asked for, besides the bundled rewards and that of the run."""
+
+    @property
+    def doors(self) -> Doors:
+        """What callers of this process need."""
+        tokens = self.tokens or (Tokens(token=self.token) if self.token else None)
+        return Doors(tokens, self.tls, self.allow_insecure)
 
 
 @dataclass(frozen=True)
@@ -168,6 +186,11 @@ _http_url.__name__ = "URL (http://host:port)"
 _redis_url.__name__ = "Redis URL (redis://host:port/database)"
 
 
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (name.strip() for name in text.split(","))))
+
+
 def _program(text: str) -> str:
     found = shutil.which(text)
     if found is None:
@@ -212,44 +235,14 @@ def parse_settings(
         if "sglang_key_file" in values:
             values["sglang_key"] = read_token(values.pop("sglang_key_file"), environment, "RELAXD_SGLANG_KEY")
         if "redis_password_file" in values:
-            values["redis"] = _with_password(values["redis"], values.pop("redis_password_file"))
+        values["tokens"] = read_tokens(role, values.pop("tokens_file"), values["token"])
+        values["tls"] = read_tls(role, {field: values.pop(f"tls_{field}") for field in TlsFiles.__dataclass_fields__})
+            values["redis"] = with_password(values["redis"], values.pop("redis_password_file"))
+            files = {name: values.pop(f"redis_{name}") for name in REDIS_FILES}
+            values["redis"] = with_certificates(values["redis"], files)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return ServiceSettings(role=role, **values)
-
-
-def read_token(
-    token_file: str = "", environment: Mapping[str, str] | None = None, variable: str = "RELAXD_TOKEN"
-) -> str | None:
-    """The bearer token from a file, else from `variable`, else from the file named by `variable`_FILE, else None.
-
-    Raises OSError when the file cannot be read, ValueError when the token is empty or not printable ASCII.
-    """
-    environment = os.environ if environment is None else environment
-    token_file = token_file or ("" if environment.get(variable) else environment.get(f"{variable}_FILE", ""))
-    if token_file:
-        token, source = Path(token_file).read_text(encoding="utf-8").strip(), token_file
-    else:
-        token, source = environment.get(variable, "").strip(), variable
-        if not token:
-            return None
-    if not token or not token.isascii() or not token.isprintable():
-        raise ValueError(f"the token in {source} is empty or not printable ASCII")
-    return token
-
-
-def _with_password(redis_url: str, file: str) -> str:
-    """The URL with the password that a file holds. Raises OSError, ValueError."""
-    if not file:
-        return redis_url
-    password = Path(file).read_text(encoding="utf-8").strip()
-    parts = urlsplit(redis_url)
-    if not password:
-        raise ValueError(f"the Redis password in {file} is empty")
-    if parts.scheme == "unix" or parts.password:
-        raise ValueError(f"a Redis password file ({file}) goes with a redis:// URL that has no password of its own")
-    user, _, host = parts.netloc.rpartition("@")
-    return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}").geturl()
 
 
 def _new_replica_id(role: str) -> str:
@@ -286,7 +279,17 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("launch-id", str, "", "name under which a launcher started this process"),
         _Flag("standby", _switch, settings.standby, "register only when asked to (Replica.Join)"),
         _Flag("log-level", _level, settings.log_level, ", ".join(LOG_LEVELS)),
-        _Flag("token-file", str, "", "file with the bearer token that calls must carry"),
+        _Flag("token-file", str, "", "file with this service's bearer token; without a tokens file also the callers'"),
+        _Flag("tokens-file", str, "", "file with the tokens that callers may have, and their roles"),
+        _Flag("tls-certificate", str, "", "file with this service's certificate"),
+        _Flag("tls-key", str, "", "file with that certificate's key"),
+        _Flag("tls-authority", str, "", "file with the authority of the other services' certificates"),
+        _Flag("tls-client-authority", str, "", "file with the authority of callers' certificates; each needs one"),
+        _Flag("tls-name", str, "", "name in the other services' certificates; that of their host unless given"),
+        _Flag("allow-insecure", _switch, False, "listen beyond loopback without authentication"),
+        _Flag("redis-authority", str, "", "file with the authority of that Redis's certificate (rediss://)"),
+        _Flag("redis-certificate", str, "", "file with the certificate to show to that Redis"),
+        _Flag("redis-key", str, "", "file with that certificate's key"),
         _Flag("deadline-seconds", _positive_seconds, settings.deadline_seconds, "longest call that brings no deadline"),
         _Flag(
             "stream-deadline-seconds",
@@ -309,3 +312,5 @@ def _flags(role: str) -> list[_Flag]:
     not_for_coordinator = ("coordinator", "advertise", "launch-id", "standby", "project")
     unused = not_for_coordinator if is_coordinator else ("lease-seconds", "launcher", "project")
     return [flag for flag in flags if flag.name not in unused]
+    if role == "reward":
+        flags.append(_Flag("allowed-rewards", _names, (), "rewards that Score may be asked for, with commas between"))

@@ -5,6 +5,7 @@ import time
 import grpc
 
 from relaxd.rpc.client import channel
+from relaxd.rpc.tls import TlsFiles
 from relaxd.v1.launcher_pb2_grpc import LauncherStub
 from relaxd.v1.replica_pb2_grpc import ReplicaStub
 from relaxd.v1.reward_pb2_grpc import RewardStub
@@ -19,9 +20,9 @@ cancels the calls on it, and a cancelled call looks like a cancelled caller."""
 class Peers:
     """One channel per address, made when it is needed first."""
 
-    def __init__(self, token: str | None) -> None:
-        """`token`: what every call carries, if any."""
-        self._token = token
+    def __init__(self, token: str | None, tls: TlsFiles) -> None:
+        """`token`: what every call carries, if any; `tls`: whom to trust, and as whom to appear."""
+        self._token, self._tls = token, tls
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._needed: dict[str, float] = {}
         """When an address was last one of a replica, by the monotonic clock."""
@@ -61,5 +62,5 @@ class Peers:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = channel(address, token=self._token)
+            self._channels[address] = channel(address, token=self._token, tls=self._tls)
         return self._channels[address]

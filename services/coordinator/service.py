@@ -40,7 +40,7 @@ class Coordinator:
             lease_seconds=settings.lease_seconds,
             heartbeat_seconds=settings.lease_seconds / HEARTBEATS_PER_LEASE,
         )
-        self._peers = Peers(settings.token)
+        self._peers = Peers(settings.token, settings.tls)
         context = Context(store, self._registry, self._peers, settings.redis)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._manager = RunManager(context, self._fail)

@@ -92,7 +92,9 @@ class World:
 
     async def live(self) -> None:
         """Run the world, and run it again when it fails, until cancelled."""
-        async with channel(self._settings.coordinator, token=self._settings.token) as to_coordinator:
+        async with channel(
+            self._settings.coordinator, token=self._settings.token, tls=self._settings.tls
+        ) as to_coordinator:
             announcing = asyncio.create_task(self._announce(coordinator_pb2_grpc.CoordinatorStub(to_coordinator)))
             try:
                 while True:

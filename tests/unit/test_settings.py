@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from relaxd.rpc.settings import parse_settings, read_token
+from relaxd.rpc.credentials import read_token
+from relaxd.rpc.settings import parse_settings
 from services.coordinator.server import REPLICA_ID
 
 

@@ -14,7 +14,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from relaxd.rpc.access import Tokens
 from relaxd.rpc.client import channel, sync_channel
+from relaxd.rpc.doors import Doors
 from relaxd.rpc.errors import InvalidArgument, NotFound, ServerError, Violations, explain, field_violations
 from relaxd.rpc.server import RunningServer, Service, start_server
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
@@ -23,6 +25,7 @@ from tests.conftest import free_port
 REWARD = "relaxd.v1.Reward"
 GRPCURL = Path(sys.executable).parent / "grpcurl"
 WRONG, HANG = 101, 102
+RIGHT = Doors(Tokens(token="right"))
 
 
 class Reward(reward_pb2_grpc.RewardServicer):
@@ -220,12 +223,12 @@ async def test_a_taken_port_is_named(server):
 
 async def test_an_address_that_is_not_ours_is_named():
     with pytest.raises(ServerError, match=r"cannot listen on port \d+ of 192\.0\.2\.1: Cannot assign"):
-        async with serve(host="192.0.2.1", port=free_port()):
+        async with serve(host="192.0.2.1", port=free_port(), doors=RIGHT):
             pass
 
 
 async def test_the_token_is_checked_except_for_health(monkeypatch):
-    async with serve(token="right", serving=True) as server:
+    async with serve(doors=RIGHT, serving=True) as server:
         address = f"127.0.0.1:{server.port}"
         async with channel(address) as to:
             error = await failure(score(to, "fine"))
@@ -250,7 +253,7 @@ async def test_the_token_is_checked_except_for_health(monkeypatch):
 
 
 async def test_the_sync_channel_does_the_same():
-    async with serve(token="right") as server:
+    async with serve(doors=RIGHT) as server:
         with sync_channel(f"127.0.0.1:{server.port}", token="right") as to:
             stub = reward_pb2_grpc.RewardStub(to)
             await asyncio.to_thread(stub.Score, reward_pb2.ScoreRequest(reward="fine"))
@@ -310,7 +313,7 @@ async def test_the_health_check_of_containers_tells_serving_from_not():
         output, _ = await process.communicate()
         return process.returncode, output.decode()
 
-    server = await start_server([], serving=True, token="secret")
+    server = await start_server([], serving=True, doors=RIGHT)
     try:
         assert await check(server.port) == (0, f"127.0.0.1:{server.port} serves\n")
         await server.set_serving(False)

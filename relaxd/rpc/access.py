@@ -1,0 +1,195 @@
+"""Who may call what: bearer tokens with roles, and the one table of what each call needs."""
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from relaxd.rpc.errors import PermissionDenied, Unauthenticated
+
+_log = logging.getLogger(__name__)
+
+
+class Access(IntEnum):
+    """What a token lets its bearer do; each role may do what the ones below it may."""
+
+    READ = 1
+    """Look: Get..., List..., Watch..., and reflection."""
+    SERVICE = 2
+    """What the services call on each other."""
+    ADMIN = 3
+    """Start, change and end runs, replicas and checkpoints."""
+
+
+METHODS: Mapping[str, Mapping[Access, Sequence[str]]] = {
+    "relaxd.v1.Coordinator": {
+        Access.READ: (
+            *("GetRun", "ListRuns", "WatchRun", "ListSamples", "ListReplicas", "GetWeights"),
+            *("GetScaleRequest", "ListScaleRequests"),
+        ),
+        Access.SERVICE: ("Register", "Heartbeat", "LeaseGpus", "AnnounceVersion"),
+        Access.ADMIN: (
+            *("StartRun", "PauseRun", "ResumeRun", "StopRun", "SaveCheckpoint", "RestoreRun", "DrainReplica"),
+            *("SyncWeights", "ScaleOut", "ScaleIn", "CancelScaleRequest"),
+        ),
+    },
+    "relaxd.v1.Replica": {Access.READ: ("GetStatus",), Access.SERVICE: ("Drain", "Join", "Leave", "Restart")},
+    "relaxd.v1.Launcher": {Access.READ: ("List",), Access.SERVICE: ("Launch", "Remove", "Restart")},
+    "relaxd.v1.Rollout": {
+        Access.SERVICE: (
+            *("Generate", "PauseGeneration", "ResumeGeneration"),
+            *("JoinWeightGroup", "ReceiveWeights", "LeaveWeightGroup"),
+        ),
+    },
+    "relaxd.v1.Trainer": {
+        Access.READ: ("GetWeightManifest",),
+        Access.SERVICE: (
+            *("JoinWeightGroup", "BroadcastWeights", "LeaveWeightGroup"),
+            *("ExportHuggingFace", "SaveCheckpoint"),
+        ),
+    },
+    "relaxd.v1.Reward": {Access.READ: ("ListRewards",), Access.SERVICE: ("Score",)},
+    "relaxd.v1.Advantage": {Access.SERVICE: ("Compute",)},
+    "grpc.reflection.v1alpha.ServerReflection": {Access.READ: ("ServerReflectionInfo",)},
+}
+"""The least role that each call needs. Health is open to everyone and not here."""
+
+_LEAST = {
+    f"/{service}/{name}": access
+    for service, by_access in METHODS.items()
+    for access, names in by_access.items()
+    for name in names
+}
+
+
+def least_access(method: str) -> Access:
+    """What a token must allow for a method, such as "/relaxd.v1.Reward/Score". What the table doesn't know is ADMIN."""
+    return _LEAST.get(method, Access.ADMIN)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    access: Access
+    digest: bytes
+    """SHA-256 of the token."""
+
+
+class Tokens:
+    """The tokens that a server accepts."""
+
+    RELOAD_SECONDS = 1.0
+    """A file is looked at this often; a change counts from then on."""
+
+    def __init__(self, file: Path | None = None, token: str | None = None) -> None:
+        """Those of a file, else one that may do everything.
+
+        A file has a line `role name token` each: role is admin, service or read, name is for people, and token is the
+        token itself or `sha256:` and the hexadecimal SHA-256 of it. `#` begins a comment. A changed file is read again;
+        one that is wrong then changes nothing but the log.
+
+        Raises OSError, and ValueError that names the line but never the token.
+        """
+        self._file = file
+        self._entries: tuple[_Entry, ...] = ()
+        if file is not None:
+            self._stamp = _stamp(file)
+            self._entries = _parse(file)
+        elif token is not None:
+            self._entries = (_Entry("the only one", Access.ADMIN, _digest(token)),)
+        self._look_at = time.monotonic() + self.RELOAD_SECONDS
+
+    def access(self, token: str) -> tuple[str, Access] | None:
+        """Name and role of a token; None when it isn't one of these. Takes the same time whichever it is."""
+        return self._find(token.encode())
+
+    def check(self, method: str, authorization: str | bytes | None) -> None:
+        """Let a call pass, or not.
+
+        Args:
+            method: such as "/relaxd.v1.Reward/Score".
+            authorization: the call's metadata of that name.
+
+        Raises Unauthenticated without a valid token, PermissionDenied when its role is too low.
+        """
+        if authorization is None:
+            raise Unauthenticated(
+                "this service wants a token: set RELAXD_TOKEN or RELAXD_TOKEN_FILE "
+                "(grpcurl: -H 'authorization: Bearer ...')"
+            )
+        given = authorization if isinstance(authorization, bytes) else authorization.encode()
+        found = self._find(given.removeprefix(b"Bearer ")) if given.startswith(b"Bearer ") else None
+        if found is None:
+            raise Unauthenticated(
+                "the token is wrong: RELAXD_TOKEN (or RELAXD_TOKEN_FILE) is not one that the service accepts"
+            )
+        name, access = found
+        least = least_access(method)
+        if access < least:
+            raise PermissionDenied(
+                f'token "{name}" has the role {access.name.lower()}, but {method} needs {least.name.lower()}'
+            )
+
+    def _find(self, token: bytes) -> tuple[str, Access] | None:
+        self._reload()
+        digest, found = hashlib.sha256(token).digest(), None
+        for entry in self._entries:
+            if hmac.compare_digest(entry.digest, digest):
+                found = entry.name, entry.access
+        return found
+
+    def _reload(self) -> None:
+        if self._file is None or time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + self.RELOAD_SECONDS
+        try:
+            stamp = _stamp(self._file)
+            if stamp == self._stamp:
+                return
+            self._entries, self._stamp = _parse(self._file), stamp
+            _log.info("%s has changed: %d tokens from now on", self._file, len(self._entries))
+        except (OSError, ValueError) as error:
+            self._look_at += 10 * self.RELOAD_SECONDS
+            _log.error("still using the tokens from before: %s", error)
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    status = file.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+def _parse(file: Path) -> tuple[_Entry, ...]:
+    entries: list[_Entry] = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"tokens file {file}, line {number}"
+        if len(words) != 3:
+            raise ValueError(f"{where}: has {len(words)} words, not three: role, name and token")
+        role, name, token = words
+        if role.upper() not in Access.__members__:
+            raise ValueError(f"{where}: the role {role!r} is none: it must be admin, service or read")
+        if token.startswith("sha256:"):
+            if not re.fullmatch(r"sha256:[0-9a-fA-F]{64}", token):
+                raise ValueError(f"{where}: after sha256: come 64 hexadecimal digits")
+            digest = bytes.fromhex(token.removeprefix("sha256:"))
+        elif token.isascii() and token.isprintable():
+            digest = _digest(token)
+        else:
+            raise ValueError(f"{where}: the token is not printable ASCII")
+        if any(entry.name == name or entry.digest == digest for entry in entries):
+            raise ValueError(f"{where}: {name!r} or its token is there twice")
+        entries.append(_Entry(name, Access[role.upper()], digest))
+    if not entries:
+        raise ValueError(f"tokens file {file}: has no token")
+    return tuple(entries)

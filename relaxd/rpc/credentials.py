@@ -1,0 +1,93 @@
+"""Secrets and certificates of a process, from files and the environment: never from its arguments."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+from relaxd.rpc.access import Access, Tokens
+from relaxd.rpc.tls import TlsFiles
+
+REDIS_FILES = {"authority": "ssl_ca_certs", "certificate": "ssl_certfile", "key": "ssl_keyfile"}
+"""Files for TLS to Redis, and what redis-py calls them in a URL."""
+
+
+def read_token(
+    token_file: str = "", environment: Mapping[str, str] | None = None, variable: str = "RELAXD_TOKEN"
+) -> str | None:
+    """The bearer token from a file, else from `variable`, else from the file named by `variable`_FILE, else None.
+
+    Raises OSError when the file cannot be read, ValueError when the token is empty or not printable ASCII.
+    """
+    environment = os.environ if environment is None else environment
+    token_file = token_file or ("" if environment.get(variable) else environment.get(f"{variable}_FILE", ""))
+    if token_file:
+        token, source = Path(token_file).read_text(encoding="utf-8").strip(), token_file
+    else:
+        token, source = environment.get(variable, "").strip(), variable
+        if not token:
+            return None
+    if not token or not token.isascii() or not token.isprintable():
+        raise ValueError(f"the token in {source} is empty or not printable ASCII")
+    return token
+
+
+def read_tokens(role: str, file: str, token: str | None) -> Tokens | None:
+    """The tokens to accept. Raises OSError, ValueError: also when the other services would not accept `token`."""
+    if not file:
+        return None
+    tokens = Tokens(Path(file))
+    if role != "launcher":  # which calls nobody
+        found = tokens.access(token) if token else None
+        if found is None or found[1] < Access.SERVICE:
+            problem = "there is none" if token is None else f'"{found[0]}" is no such' if found else "it isn't there"
+            raise ValueError(
+                f"this service needs a token of its own (RELAXD_TOKEN or RELAXD_TOKEN_FILE) that {file} has with the "
+                f"role service or admin: {problem}"
+            )
+    return tokens
+
+
+def read_tls(role: str, values: Mapping[str, str]) -> TlsFiles:
+    """The files of TLS, checked. Raises ValueError."""
+    tls = TlsFiles(**values)
+    tls.check()
+    if role != "launcher" and bool(tls.certificate) != bool(tls.authority):
+        missing, given = ("authority", "certificate") if tls.certificate else ("certificate", "authority")
+        raise ValueError(
+            f"RELAXD_TLS_{given.upper()} is set, but not RELAXD_TLS_{missing.upper()}: a service is called and calls "
+            "others, over TLS both or neither"
+        )
+    return tls
+
+
+def with_certificates(redis_url: str, files: Mapping[str, str]) -> str:
+    """The URL with the files for TLS ("authority", "certificate", "key"; "" for none) in its query.
+
+    Raises OSError, ValueError.
+    """
+    given = {REDIS_FILES[name]: file for name, file in files.items() if file}
+    if not given:
+        return redis_url
+    parts = urlsplit(redis_url)
+    if parts.scheme != "rediss":
+        raise ValueError(f"files for TLS to Redis go with a rediss:// URL, not {parts.scheme}://")
+    for file in given.values():
+        with open(file, "rb"):
+            pass
+    query = "&".join(filter(None, [parts.query, *(f"{name}={quote(file)}" for name, file in given.items())]))
+    return parts._replace(query=query).geturl()
+
+
+def with_password(redis_url: str, file: str) -> str:
+    """The URL with the password that a file holds. Raises OSError, ValueError."""
+    if not file:
+        return redis_url
+    password = Path(file).read_text(encoding="utf-8").strip()
+    parts = urlsplit(redis_url)
+    if not password:
+        raise ValueError(f"the Redis password in {file} is empty")
+    if parts.scheme == "unix" or parts.password:
+        raise ValueError(f"a Redis password file ({file}) goes with a redis:// URL that has no password of its own")
+    user, _, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}").geturl()

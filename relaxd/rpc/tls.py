@@ -1,0 +1,201 @@
+"""TLS and mutual TLS: which files, what gRPC makes of them, and what is wrong when a connection fails."""
+
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+PROBE_SECONDS = 1.0
+"""How long finding out why a connection fails may take."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files of a process, as paths; all empty: no TLS."""
+
+    certificate: str = ""
+    """Its certificate, and those of intermediate authorities after it: shown to callers, and to servers that ask."""
+    key: str = ""
+    """The certificate's private key, not encrypted."""
+    authority: str = ""
+    """Certificates of the authorities whose servers are trusted. Set: every call is made over TLS."""
+    client_authority: str = ""
+    """Certificates of the authorities whose clients are let in. Set: a caller without such a certificate isn't."""
+    name: str = ""
+    """The name that a server's certificate must have; empty: the host that is called."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "TlsFiles":
+        """RELAXD_TLS_CERTIFICATE, _KEY, _AUTHORITY, _CLIENT_AUTHORITY and _NAME."""
+        environment = os.environ if environment is None else environment
+        return cls(**{field: environment.get(f"RELAXD_TLS_{field.upper()}", "") for field in cls.__dataclass_fields__})
+
+    def check(self) -> None:
+        """Raise ValueError unless the files are there, of the right kind, and fit each other."""
+        if bool(self.certificate) != bool(self.key):
+            missing, given = ("key", "certificate") if self.certificate else ("certificate", "key")
+            raise ValueError(f"{_setting(given)} is set, but not {_setting(missing)}")
+        if self.client_authority and not self.certificate:
+            raise ValueError(f"{_setting('client_authority')} is set, but not {_setting('certificate')}")
+        if self.name and not self.authority:
+            raise ValueError(f"{_setting('name')} is set, but not {_setting('authority')}")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if self.certificate:
+            _readable("certificate", self.certificate)
+            _readable("key", self.key)
+            try:
+                context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
+            except ssl.SSLError as error:
+                raise ValueError(
+                    f"{self.certificate} and {self.key} are no certificate and its unencrypted private key, both PEM: "
+                    f"{error.reason or error}"
+                ) from error
+        for field in ("authority", "client_authority"):
+            if file := getattr(self, field):
+                _readable(field, file)
+                try:
+                    context.load_verify_locations(file)
+                except ssl.SSLError as error:
+                    raise ValueError(f"{_setting(field)}: there is no PEM certificate in {file}") from error
+
+
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """What a server needs that has a certificate. When the files change, new connections get what is in them.
+
+    Raises ValueError: see TlsFiles.check.
+    """
+    files.check()
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(files), _Renewal(files), require_client_authentication=bool(files.client_authority)
+    )
+
+
+def open_channel(kind: Any, address: str, options: list[tuple[str, Any]], files: TlsFiles) -> Any:
+    """A channel of `kind` (grpc or grpc.aio): plain unless an authority is named.
+
+    Raises ValueError: see TlsFiles.check.
+    """
+    if not files.authority:
+        return kind.insecure_channel(address, options=options)
+    files.check()
+    pair = (Path(files.key).read_bytes(), Path(files.certificate).read_bytes()) if files.certificate else (None, None)
+    credentials = grpc.ssl_channel_credentials(Path(files.authority).read_bytes(), *pair)
+    if files.name:
+        options = [*options, ("grpc.ssl_target_name_override", files.name)]
+    return kind.secure_channel(address, credentials, options=options)
+
+
+def connection_hint(address: str, details: str, files: TlsFiles) -> str:
+    """What keeps TLS, or the lack of it, from working with a server that gRPC calls UNAVAILABLE; "" if nothing does.
+
+    Args:
+        address: host:port of the server.
+        details: what gRPC said.
+        files: of the caller.
+
+    May connect to the server to find out, for a second.
+    """
+    if not files.authority:
+        if not _probe(address, files):
+            return ""
+        return f"it speaks TLS: name the authority of its certificate with {_setting('authority')}"
+    if "WRONG_VERSION_NUMBER" in details:
+        return f"it does not speak TLS: unset {_setting('authority')}, or give it a certificate"
+    if "certificate has expired" in details:
+        return "its certificate has expired: renew it"
+    if "Hostname Verification" in details:
+        name = files.name or address.rpartition(":")[0]
+        return f"its certificate is not for {name}: call it by a name in the certificate, or set {_setting('name')}"
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f"its certificate is not signed by an authority in {files.authority} ({_setting('authority')})"
+    if _probe(address, files) == "refused":
+        if not files.certificate:
+            return f"it asks for a client's certificate: set {_setting('certificate')} and {_setting('key')}"
+        return f"it refuses the certificate in {files.certificate}: expired, or not signed by its client authority"
+    return ""
+
+
+def _probe(address: str, files: TlsFiles) -> str:
+    """ "" when no TLS server is at an address, "refused" when one refuses this client, else "accepted"."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Nothing is sent and nothing believed; only how the handshake ends is of interest.
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    try:
+        if files.certificate:
+            context.load_cert_chain(files.certificate, files.key)
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS) as plain,
+            context.wrap_socket(plain) as secure,
+        ):
+            # With TLS 1.3 a client's certificate is judged after the handshake; a server that is content speaks first.
+            try:
+                return "accepted" if secure.recv(1) else "refused"
+            except TimeoutError:
+                return "accepted"
+            except OSError:
+                return "refused"
+    except ssl.SSLError as error:
+        return "refused" if "ALERT" in (error.reason or "") else ""
+    except (OSError, ValueError):
+        return ""
+
+
+class _Renewal:
+    """Asked by gRPC at each handshake: the new configuration once the files have changed, else None."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._stamp = self._look()
+
+    def __call__(self) -> Any:
+        stamp = self._look()
+        if stamp == self._stamp:
+            return None
+        self._stamp = stamp
+        try:
+            self._files.check()
+            configuration = _configuration(self._files)
+        except (OSError, ValueError) as error:
+            _log.error("still using the certificate from before: %s", error)
+            return None
+        _log.info("%s has changed: using it from now on", self._files.certificate)
+        return configuration
+
+    def _look(self) -> list[tuple[int, int, int] | None]:
+        stamps: list[tuple[int, int, int] | None] = []
+        for file in filter(None, (self._files.certificate, self._files.key, self._files.client_authority)):
+            try:
+                status = os.stat(file)
+                stamps.append((status.st_ino, status.st_mtime_ns, status.st_size))
+            except OSError:
+                stamps.append(None)
+        return stamps
+
+
+def _configuration(files: TlsFiles) -> Any:
+    clients = Path(files.client_authority).read_bytes() if files.client_authority else None
+    pair = (Path(files.key).read_bytes(), Path(files.certificate).read_bytes())
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=clients)
+
+
+def _readable(field: str, file: str) -> None:
+    try:
+        with open(file, "rb"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{_setting(field)}: cannot read {file}: {error.strerror}") from error
+
+
+def _setting(field: str) -> str:
+    name = "tls_" + field
+    return f"--{name.replace('_', '-')} / RELAXD_{name.upper()}"

@@ -1,0 +1,149 @@
+"""Tokens, their roles, and what each call needs."""
+
+import hashlib
+import importlib
+import pkgutil
+
+import pytest
+from google.protobuf import descriptor_pool
+
+import relaxd.v1
+from relaxd.rpc.access import METHODS, Access, Tokens, least_access
+from relaxd.rpc.doors import Doors, is_loopback
+from relaxd.rpc.errors import PermissionDenied, ServerError, Unauthenticated
+from relaxd.rpc.tls import TlsFiles
+
+READ, SERVICE, ADMIN = "r" * 32, "s" * 32, "a" * 32
+GET, HEARTBEAT, START = (f"/relaxd.v1.Coordinator/{name}" for name in ("GetRun", "Heartbeat", "StartRun"))
+
+
+def every_call() -> set[tuple[str, str]]:
+    """(service, method) of everything in protos/relaxd/v1."""
+    found = set()
+    for module in pkgutil.iter_modules(relaxd.v1.__path__):
+        if module.name.endswith("_pb2"):
+            services = importlib.import_module(f"relaxd.v1.{module.name}").DESCRIPTOR.services_by_name.values()
+            found |= {(service.full_name, method.name) for service in services for method in service.methods}
+    return found
+
+
+def test_every_call_has_one_role_in_the_table():
+    declared = [
+        (service, name)
+        for service, by_access in METHODS.items()
+        for names in by_access.values()
+        for name in names
+        if service.startswith("relaxd.")
+    ]
+    assert len(declared) == len(set(declared)), "a call is in the table twice"
+    assert set(declared) == every_call(), "relaxd/rpc/access.py: METHODS and protos/relaxd/v1 differ"
+    assert descriptor_pool.Default().FindServiceByName("relaxd.v1.Coordinator").full_name in METHODS
+
+
+def test_looking_needs_read_and_what_nobody_thought_of_needs_admin():
+    for service, name in every_call():
+        looks = name.startswith(("Get", "List", "Watch"))
+        assert (least_access(f"/{service}/{name}") is Access.READ) == looks, name
+    assert least_access("/relaxd.v1.Coordinator/Future") is Access.ADMIN
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "tokens"
+    digest = hashlib.sha256(SERVICE.encode()).hexdigest()
+    path.write_text(
+        f"# who  name  token\nread dashboards {READ}\n\nservice fleet sha256:{digest}  # all\nadmin ann {ADMIN}\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("token", "allowed", "denied"),
+    [(READ, (GET,), (HEARTBEAT, START)), (SERVICE, (GET, HEARTBEAT), (START,)), (ADMIN, (GET, HEARTBEAT, START), ())],
+)
+def test_a_role_may_do_what_the_ones_below_it_may(file, token, allowed, denied):
+    tokens = Tokens(file)
+    for method in allowed:
+        tokens.check(method, f"Bearer {token}")
+    for method in denied:
+        with pytest.raises(
+            PermissionDenied, match=r'token "\w+" has the role (read|service), but .* needs \w+$'
+        ) as caught:
+            tokens.check(method, f"Bearer {token}".encode())
+        assert token not in caught.value.message
+
+
+def test_wrong_tokens(file):
+    tokens = Tokens(file)
+    digest = hashlib.sha256(SERVICE.encode()).hexdigest()
+    for given in (
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        f"Basic {ADMIN}",
+        ADMIN,
+        f"Bearer {ADMIN}x",
+        f"Bearer sha256:{digest}",
+    ):
+        with pytest.raises(Unauthenticated) as caught:
+            tokens.check(GET, given)
+        assert ADMIN not in caught.value.message
+    with pytest.raises(Unauthenticated):
+        tokens.check(GET, b"Bearer \xff\xfe")
+
+
+def test_one_token_may_do_everything():
+    tokens = Tokens(token="right")
+    for method in (GET, HEARTBEAT, START, "/relaxd.v1.Coordinator/Future"):
+        tokens.check(method, "Bearer right")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no token"),
+        ("admin ann", "line 1: has 2 words, not three"),
+        (f"# ok\nroot ann {ADMIN}", "line 2: the role 'root' is none"),
+        ("read r sha256:12", "line 1: after sha256: come 64 hexadecimal digits"),
+        (f"read r {READ}\nadmin r {ADMIN}", "line 2: 'r' or its token is there twice"),
+        (f"read r {READ}\nadmin a {READ}", "line 2: 'a' or its token is there twice"),
+        ("read r tokén", "line 1: the token is not printable ASCII"),
+    ],
+)
+def test_a_wrong_file_is_explained_without_its_tokens(tmp_path, text, message):
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        Tokens(path)
+    assert not any(token in str(caught.value) for token in (READ, ADMIN, "tokén"))
+
+
+def test_a_changed_file_counts_and_a_broken_one_does_not(file, monkeypatch, caplog):
+    monkeypatch.setattr(Tokens, "RELOAD_SECONDS", 0.0)
+    tokens = Tokens(file)
+    file.write_text(f"admin bob {'b' * 32}\n")
+    tokens.check(START, f"Bearer {'b' * 32}")
+    with pytest.raises(Unauthenticated):
+        tokens.check(START, f"Bearer {ADMIN}")
+    for broken in (lambda: file.write_text("nonsense\n"), file.unlink):
+        broken()
+        tokens.check(START, f"Bearer {'b' * 32}")
+    assert caplog.text.count("still using the tokens from before") == 2
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "::1", "[::1]"])
+def test_loopback(host):
+    assert is_loopback(host)
+    Doors().check(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "no-such-host.invalid"])
+def test_beyond_loopback_someone_has_to_ask_who_calls(host):
+    assert not is_loopback(host)
+    for open_doors in (Doors(), Doors(tls=TlsFiles(certificate="c", key="k"))):
+        with pytest.raises(ServerError, match=r"RELAXD_TOKEN_FILE.*--allow-insecure / RELAXD_ALLOW_INSECURE=1"):
+            open_doors.check(host)
+    Doors(Tokens(token="t")).check(host)
+    Doors(tls=TlsFiles(certificate="c", key="k", client_authority="a")).check(host)
+    Doors(allow_insecure=True).check(host)
