@@ -68,7 +68,7 @@ class LossOutput:
     ranks divided by `Algorithm.normalizer`, and so doesn't depend on how the step was cut."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Detached scalars: sums over the tokens whose mask is 1. Divided by the step's count of such tokens they are the
-    reported means: "ratio", "clip_fraction", "kl", "entropy"."""
+    reported means: "ratio", "clip_fraction", "correction_weight", "correction_fraction", "kl", "entropy"."""
 
 
 class Algorithm(Protocol):

@@ -12,15 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms.base import Advantages, Drop, LossInputs, LossOutput, check_group, rewards_equal
+from relaxd.algorithms.correction import MAX_LOG_RATIO, correction_weights
 from relaxd.algorithms.kl import kl_divergence
 from relaxd.config import GRPOConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ± this before exp, so that one token that the weights have left far behind gives a large
-loss and not an infinite one. Its gradient is 0, like that of any clipped token."""
 
 
 class GRPO:
@@ -109,10 +106,16 @@ class GRPO:
         return float(max(divisor, 1))
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """Sum over trained tokens of weight x (clipped objective + kl_coef x KL - entropy_coef x entropy).
+        """Sum over trained tokens of weight x (w x clipped objective + kl_coef x KL - entropy_coef x entropy).
 
-        The objective is PPO's max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A), r the probability ratio.
-        clip_fraction counts the tokens where the clipped term is the larger one: those without a policy gradient.
+        The objective is PPO's max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A), r the probability ratio to the old
+        policy: the engine's, or the trainer's at the step's beginning (old_logprobs = "current"). A step is one
+        update, so that the latter is what the forward pass computes: r is 1, and its gradient that of the log-prob.
+        log r is clamped to ± MAX_LOG_RATIO: a token that the weights have left far behind gives a large loss and not
+        an infinite one, and no gradient, like any clipped token. w is `correction_weights`, 1 without a correction.
+
+        clip_fraction counts the tokens where the clipped term is the larger one: those without a policy gradient;
+        correction_fraction those whose w was truncated, or that were left out.
 
         Args:
             inputs: the micro-batch's tokens.
@@ -135,6 +138,12 @@ class GRPO:
             "ratio": _sum(ratio, trained),
             "clip_fraction": _sum((clipped > unclipped).to(ratio.dtype), trained),
         }
+        if self.config.correction != "none":
+            rollout_logprobs = inputs.rollout_logprobs.masked_fill(~trained, 0.0)
+            correction, limited = correction_weights(logprobs, rollout_logprobs, self.config)
+            per_token = per_token * correction
+            sums["correction_weight"] = _sum(correction, trained)
+            sums["correction_fraction"] = _sum(limited, trained)
         if inputs.ref_logprobs is not None:
             reference = inputs.ref_logprobs.masked_fill(~trained, 0.0)
             kl = kl_divergence(logprobs, reference, self.config.kl_estimator)

@@ -1,8 +1,8 @@
 """The algorithms' settings: one typed section per algorithm, chosen by `name`."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from relaxd.config.base import Section
 
@@ -24,6 +24,16 @@ class GRPOConfig(Section):
     """The probability ratio is clipped above at 1 + clip_high. DAPO (arXiv 2503.14476) uses 0.28."""
     old_logprobs: Literal["rollout", "current"] = "rollout"
     """Denominator of the ratio: the engine's log-probs, or the trainer's own at the time of the step (ratio 1)."""
+    correction: Literal["none", "tis", "icepop"] = "none"
+    """Weight each token's policy-gradient term by w, its probability under the trainer at the step's beginning over
+    that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv 2510.18855).
+    Both need old_logprobs = "current": with "rollout" the same ratio would count twice."""
+    tis_clip: float = Field(default=2.0, gt=0)
+    """Largest w of correction = "tis"."""
+    icepop_low: float = Field(default=0.5, ge=0)
+    """Tokens with a smaller w are left out by correction = "icepop" (the paper's alpha)."""
+    icepop_high: float = Field(default=5.0, gt=0)
+    """Tokens with a larger w are left out by correction = "icepop" (the paper's beta)."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference (the initial model) in the loss. 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
@@ -35,6 +45,23 @@ class GRPOConfig(Section):
     step (DAPO). constant_length: sum over tokens divided by samples times constant_length (Dr. GRPO)."""
     constant_length: int = Field(default=1024, ge=1)
     """Divisor of loss_aggregation = "constant_length", in tokens."""
+
+    @model_validator(mode="after")
+    def _limits_in_order(self) -> Self:
+        if self.icepop_low >= self.icepop_high:
+            raise ValueError(
+                f"algorithm.icepop_low is {self.icepop_low:g}: it must be less than icepop_high, {self.icepop_high:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ratio_counts_once(self) -> Self:
+        if self.correction != "none" and self.old_logprobs == "rollout":
+            raise ValueError(
+                f'algorithm.correction is "{self.correction}" and algorithm.old_logprobs is "rollout": both weigh a '
+                'token by its ratio to the engine. Use old_logprobs = "current", or correction = "none"'
+            )
+        return self
 
 
 AlgorithmConfig = GRPOConfig

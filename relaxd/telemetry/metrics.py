@@ -65,6 +65,15 @@ METRICS: dict[str, Metric] = {
             "the update: of the trained tokens of the step's own version whose sample was not continued across a "
             "weight update. Absent where the step has none.",
         ),
+        Metric("logprob_difference_p99", "step", "1", "99th percentile of those differences, to 2 %."),
+        Metric("logprob_difference_max", "step", "1", "Largest of those differences."),
+        Metric(
+            "logprob_difference_kl",
+            "step",
+            "1",
+            "KL(engine, trainer), estimated from those tokens (Schulman's k3: the mean of "
+            "exp(l) - 1 - l, l the trainer's log-prob less the engine's).",
+        ),
         Metric(
             "policy_drift",
             "step",
@@ -72,8 +81,24 @@ METRICS: dict[str, Metric] = {
             "Mean absolute difference between the engine's log-probs when it wrote a trained token and the trainer's "
             "now: how far staleness has moved the policy.",
         ),
+        Metric("policy_drift_p99", "step", "1", "99th percentile of those differences, to 2 %."),
+        Metric("policy_drift_max", "step", "1", "Largest of those differences."),
+        Metric("policy_drift_kl", "step", "1", "As logprob_difference_kl, of all trained tokens of the step."),
         Metric("ratio", "step", "1", "Mean probability ratio of the trained tokens (trainer over old policy)."),
         Metric("clip_fraction", "step", "1", "Share of trained tokens whose ratio the loss clipped."),
+        Metric(
+            "correction_weight",
+            "step",
+            "1",
+            "Mean weight that algorithm.correction gave to the policy-gradient terms of trained tokens; 0 where one was "
+            "left out.",
+        ),
+        Metric(
+            "correction_fraction",
+            "step",
+            "1",
+            "Share of trained tokens whose weight was truncated (tis), or that were left out (icepop).",
+        ),
         Metric("kl", "step", "1", "Mean estimate of the KL divergence to the reference, when the loss has one."),
         Metric("entropy", "step", "1", "Mean entropy of the policy at the trained tokens, when the loss needs it."),
         Metric("tokens", "step", "{token}", "Tokens of the step, prompts included."),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from relaxd.algorithms import LossInputs, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
+from services.trainer import mismatch
 from services.trainer.architecture import read_architecture
 from services.trainer.checkpoint import Snapshot, Stateful, load_snapshot
 from services.trainer.data_parallel import DataParallel
@@ -59,8 +60,8 @@ class StepStats:
     tokens: int
     """Trained tokens in the step, over all ranks."""
     metrics: dict[str, float]
-    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...). policy_drift: the mean |trainer - engine|
-    of the log-probs before the update. logprob_difference: the same over compared tokens; absent if there are none."""
+    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), and how far the engine's log-probs were
+    from the trainer's before the update: `mismatch.metrics`."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class Learner:
         for sums in self._run(self._model, micro_batches, self._loss, forward_only=False):
             for name, value in sums.items():
                 # Not as numbers yet: that would wait for the GPU.
-                self._sums[name] = self._sums[name] + value if name in self._sums else value
+                self._sums[name] = _added(name, self._sums[name], value) if name in self._sums else value
 
     def finish(self, normalizer: float, before_step: AbstractContextManager[Any] | None = None) -> StepStats:
         """Add up gradients over ranks, divide them by `normalizer`, clip, update the weights, clear the gradients.
@@ -166,7 +167,7 @@ class Learner:
         """
         if not normalizer > 0:
             raise ValueError(f"normalizer is {normalizer}: it must be positive")
-        sums, self._sums = self._total(self._sums), {}
+        totals, self._sums = self._total(self._sums), {}
         try:
             finalize_model_grads([self._model])
             if normalizer != 1.0:
@@ -182,11 +183,11 @@ class Learner:
             raise
         finally:
             self.discard()
-        tokens, compared = sums.pop("tokens", 0.0), sums.pop("compared", 0.0)
-        loss, difference = sums.pop("loss", 0.0), sums.pop("logprob_difference", 0.0)
+        measured = totals.pop("mismatch", None)
+        sums = {name: float(value) for name, value in totals.items()}
+        tokens, loss = sums.pop("tokens", 0.0), sums.pop("loss", 0.0)
         metrics = {name: value / max(tokens, 1.0) for name, value in sums.items()}
-        if compared:
-            metrics["logprob_difference"] = difference / compared
+        metrics |= mismatch.metrics(measured) if measured is not None else {}
         return StepStats(self._step, loss / normalizer, grad_norm, lr, int(tokens), metrics)
 
     def discard(self) -> None:
@@ -358,22 +359,24 @@ class Learner:
                 entropy=entropy if self._algorithm.needs_entropy else entropy.detach(),
             )
         )
-        difference = (logprobs.detach() - columns["rollout_logprobs"]).abs()
-        sums = {
-            "loss": output.loss.detach(),
-            "logprob_difference": (difference * columns["compared"]).sum(),
-            "policy_drift": difference.sum(),
-            "compared": columns["compared"].sum(),
-            **output.sums,
-        }
+        sums = {"loss": output.loss.detach(), **output.sums}
         reported = {name: value.double() for name, value in sums.items()}
         reported["tokens"] = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
+        reported["mismatch"] = mismatch.measure(logprobs, columns["rollout_logprobs"], columns["compared"])
         return output.loss, torch.zeros((), dtype=torch.int), reported
 
-    def _total(self, sums: dict[str, Tensor]) -> dict[str, float]:
+    def _total(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums over all ranks, those of one model counted once."""
-        everyone: list[dict[str, float]] = [{}] * self.world.size
+        everyone: list[dict[str, Tensor]] = [{}] * self.world.size
         counts = self.world.last_stage and self.world.tensor_rank == 0
-        dist.all_gather_object(everyone, {name: float(value) for name, value in sums.items()} if counts else {})
-        names = sorted({name for one in everyone for name in one})
-        return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}
+        dist.all_gather_object(everyone, {name: value.cpu() for name, value in sums.items()} if counts else {})
+        totals: dict[str, Tensor] = {}
+        for one in everyone:
+            for name, value in one.items():
+                totals[name] = _added(name, totals[name], value) if name in totals else value
+        return totals
+
+
+def _added(name: str, one: Tensor, other: Tensor) -> Tensor:
+    """Two of what `Learner._loss` reports as one."""
+    return mismatch.merge(one, other) if name == "mismatch" else one + other

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaxd.algorithms import Advantages, Drop, LossInputs, create
+from relaxd.algorithms.correction import correction_weights
 from relaxd.config import GRPOConfig
 
 torch.set_num_threads(1)
@@ -167,12 +168,28 @@ def formula(config: GRPOConfig, inputs: LossInputs, logprobs: list[float]) -> tu
             "k3": lambda d: math.exp(-d) - 1 + d,
             "low_var_kl": lambda d: max(-10.0, min(10.0, math.exp(-max(-20, min(20, d))) - 1 + max(-20, min(20, d)))),
         }[config.kl_estimator](difference)
-        loss += weight * (-surrogate + config.kl_coef * kl - config.entropy_coef * entropy)
+        correction, limited = correct(config, new, old)
+        loss += weight * (-surrogate * correction + config.kl_coef * kl - config.entropy_coef * entropy)
+        if config.correction != "none":
+            sums["correction_weight"] = sums.get("correction_weight", 0.0) + correction
+            sums["correction_fraction"] = sums.get("correction_fraction", 0.0) + limited
         sums["ratio"] += ratio
         sums["clip_fraction"] += (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low)
         sums["kl"] += kl
         sums["entropy"] += entropy
     return loss, sums
+
+
+def correct(config: GRPOConfig, new: float, rollout: float) -> tuple[float, bool]:
+    """Weight of one token by the formulas of TIS and IcePop, and whether it was limited."""
+    w = math.exp(max(-20.0, min(20.0, new - rollout)))
+    match config.correction:
+        case "tis":
+            return min(w, config.tis_clip), w > config.tis_clip
+        case "icepop":
+            inside = config.icepop_low <= w <= config.icepop_high
+            return (w if inside else 0.0), not inside
+    return 1.0, False
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var_kl"])
@@ -213,6 +230,79 @@ def test_with_current_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce():
     assert output.sums["ratio"].item() == inputs.mask.sum().item()
     assert output.sums["clip_fraction"].item() == 0
     torch.testing.assert_close(inputs.logprobs.grad, -inputs.weight * inputs.advantages * inputs.mask)
+
+
+CORRECTIONS = [
+    {"correction": "tis", "tis_clip": 1.3},
+    {"correction": "tis", "tis_clip": 0.9},
+    {"correction": "icepop", "icepop_low": 0.7, "icepop_high": 1.4},
+    {"correction": "icepop", "icepop_low": 0.0, "icepop_high": 2.0},
+]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_corrected_losses_sums_and_gradients_match_the_formula(correction, dtype):
+    config = GRPOConfig(old_logprobs="current", kl_coef=0.3, kl_estimator="k2", entropy_coef=0.2, **correction)
+    inputs = make_inputs(300, dtype)
+    output = create(config).loss(inputs)
+    output.loss.backward()
+    logprobs = inputs.logprobs.tolist()
+    loss, sums = formula(config, inputs, logprobs)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert output.loss.item() == pytest.approx(loss, rel=tolerance, abs=tolerance)
+    assert {name: value.item() for name, value in output.sums.items()} == pytest.approx(sums, rel=tolerance)
+    assert 0 < sums["correction_fraction"] < inputs.mask.sum()
+    # d/dlogprob of -w A r + kl_coef (logprob - ref)² / 2 with r = 1 and w held fixed.
+    weights = [correct(config, *pair)[0] for pair in zip(logprobs, inputs.rollout_logprobs.tolist(), strict=True)]
+    policy = -torch.tensor(weights, dtype=dtype) * inputs.advantages
+    kl = 0.3 * (inputs.logprobs.detach() - inputs.ref_logprobs)
+    torch.testing.assert_close(inputs.logprobs.grad, inputs.weight * inputs.mask * (policy + kl))
+
+
+@given(
+    st.lists(st.tuples(st.floats(-60, 0), st.floats(-60, 0)), min_size=1, max_size=50),
+    st.floats(0.01, 10),
+    st.floats(0, 1),
+    st.floats(1.01, 10),
+)
+def test_correction_weights_stay_within_their_limits(pairs, clip, low, high):
+    train, rollout = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
+    ratio = (train - rollout).clamp(-20, 20).exp()
+    settings_ = {"old_logprobs": "current", "tis_clip": clip, "icepop_low": low, "icepop_high": high}
+    truncated, limited = correction_weights(train, rollout, GRPOConfig(correction="tis", **settings_))
+    assert ((truncated >= 0) & (truncated <= clip)).all()
+    torch.testing.assert_close(truncated[limited == 0], ratio[limited == 0], rtol=0, atol=0)
+    assert (truncated[limited == 1] == clip).all()
+    masked, left_out = correction_weights(train, rollout, GRPOConfig(correction="icepop", **settings_))
+    outside = (ratio < low) | (ratio > high)
+    assert torch.equal(left_out == 1, outside)
+    assert (masked[outside] == 0).all()
+    torch.testing.assert_close(masked[~outside], ratio[~outside], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_a_corrected_gradient_is_the_policy_gradient_of_the_trainers_policy(correction):
+    """Over all tokens that the engine may draw, the weighted gradient's mean is that under the trainer's own policy, as
+    long as nothing is limited."""
+    trainer = torch.tensor(RANDOM.normal(0, 1, 12)).requires_grad_()
+    engine = (trainer.detach() + torch.tensor(RANDOM.normal(0, 0.2, 12))).log_softmax(-1)
+    advantages = torch.tensor(RANDOM.normal(0, 1, 12))
+    limits = {"tis": {"tis_clip": 1e3}, "icepop": {"icepop_low": 0.0, "icepop_high": 1e3}}[correction["correction"]]
+    config = GRPOConfig(old_logprobs="current", **{**correction, **limits})
+    ones = torch.ones(12, dtype=torch.float64)
+    # Each possible token once, weighted by the engine's probability of drawing it: the exact expectation.
+    inputs = LossInputs(trainer.log_softmax(-1), engine, advantages, ones, engine.exp())
+    create(config).loss(inputs).loss.backward()
+    policy = trainer.detach().softmax(-1)
+    torch.testing.assert_close(trainer.grad, -policy * (advantages - (policy * advantages).sum()))
+
+
+def test_corrections_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r'correction is "tis" and algorithm.old_logprobs is "rollout"'):
+        GRPOConfig(correction="tis")
+    with pytest.raises(ValueError, match=r"icepop_low is 3: it must be less than icepop_high, 2"):
+        GRPOConfig(old_logprobs="current", correction="icepop", icepop_low=3, icepop_high=2)
 
 
 def one_token(log_ratio: float, advantage: float, **settings_) -> tuple[float, float, float]:
@@ -265,9 +355,10 @@ def test_low_var_kl_is_clamped(difference, expected):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(2, 80), st.lists(st.integers(0, 80), max_size=6))
-def test_the_loss_does_not_depend_on_how_tokens_are_cut(tokens, cuts):
-    config = GRPOConfig(kl_coef=0.3, entropy_coef=0.2)
+@given(st.integers(2, 80), st.lists(st.integers(0, 80), max_size=6), st.sampled_from(["none", "tis", "icepop"]))
+def test_the_loss_does_not_depend_on_how_tokens_are_cut(tokens, cuts, correction):
+    old = "rollout" if correction == "none" else "current"
+    config = GRPOConfig(kl_coef=0.3, entropy_coef=0.2, old_logprobs=old, correction=correction)
     algorithm = create(config)
     whole = make_inputs(tokens)
     output = algorithm.loss(whole)
@@ -287,8 +378,10 @@ def test_the_loss_does_not_depend_on_how_tokens_are_cut(tokens, cuts):
     assert sums == pytest.approx({name: value.item() for name, value in output.sums.items()}, rel=1e-12)
 
 
-def test_what_stands_where_the_mask_is_0_does_not_matter():
-    algorithm = create(GRPOConfig(kl_coef=0.3, entropy_coef=0.2))
+@pytest.mark.parametrize("correction", [{}, *CORRECTIONS])
+def test_what_stands_where_the_mask_is_0_does_not_matter(correction):
+    old = "current" if correction else "rollout"
+    algorithm = create(GRPOConfig(kl_coef=0.3, entropy_coef=0.2, old_logprobs=old, **correction))
     clean = make_inputs(50)
     masked = clean.mask == 0
     values = {f.name: getattr(clean, f.name).detach() for f in fields(clean)}

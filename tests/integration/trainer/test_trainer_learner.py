@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -134,15 +135,45 @@ def test_log_prob_difference_counts_compared_tokens_only(learner: MakeLearner) -
     samples = make_samples(4)
     made = learner()
     batch = pack(samples)
+    batch = replace(batch, compared=batch.compared * (np.arange(len(batch.tokens)) % 2).astype(np.uint8))
+    assert 0 < batch.compared.sum() < batch.loss_mask.sum()
     exact = made.log_probs([batch])[0]
     off = exact + np.where(batch.compared, np.float32(0.25), np.float32(9)).astype(np.float32)
     samples_apart = replace(batch, rollout_logprobs=off)
     made.accumulate([samples_apart])
     stats = made.finish(1.0)
     assert stats.metrics["logprob_difference"] == pytest.approx(0.25, abs=1e-5)
+    assert stats.metrics["logprob_difference_max"] == pytest.approx(0.25, abs=1e-5)
+    assert stats.metrics["logprob_difference_p99"] == pytest.approx(0.25, rel=0.03)
+    assert stats.metrics["logprob_difference_kl"] == pytest.approx(math.exp(-0.25) - 1 + 0.25, rel=1e-4)
+    assert stats.metrics["policy_drift_max"] == pytest.approx(9, abs=1e-5)
     assert stats.tokens == int(batch.loss_mask.sum())
     made.accumulate([replace(batch, compared=np.zeros_like(batch.compared))])
     assert "logprob_difference" not in made.finish(1.0).metrics
+
+
+def test_the_correction_weighs_the_gradient_by_the_ratio_to_the_engine(learner: MakeLearner) -> None:
+    """Where the engine was off by one factor everywhere, the gradient is that of an exact engine times the weight."""
+    norms = {}
+    exact = learner().log_probs([pack(make_samples(4))])[0]
+    for name, factor, algorithm in (
+        ("none", 1.5, {}),
+        ("tis", 1.5, {"correction": "tis"}),
+        ("truncated", 3.0, {"correction": "tis", "tis_clip": 1.25}),
+        ("icepop", 1.5, {"correction": "icepop"}),
+        ("left out", 3.0, {"correction": "icepop", "icepop_high": 2.5}),
+    ):
+        made = learner(algorithm={"old_logprobs": "current", **algorithm})
+        made.accumulate([replace(pack(make_samples(4)), rollout_logprobs=exact - np.float32(math.log(factor)))])
+        stats = made.finish(1.0)
+        norms[name] = stats.grad_norm
+        expected = {"tis": (1.5, 0), "truncated": (1.25, 1), "icepop": (1.5, 0), "left out": (0, 1)}.get(name)
+        if expected:
+            found = stats.metrics["correction_weight"], stats.metrics["correction_fraction"]
+            assert found == pytest.approx(expected, rel=1e-4), name
+    expected_norms = {"none": 1.0, "tis": 1.5, "truncated": 1.25, "icepop": 1.5, "left out": 0.0}
+    for name, expected_norm in expected_norms.items():
+        assert norms[name] == pytest.approx(norms["none"] * expected_norm, rel=1e-3, abs=1e-7), name
 
 
 def test_the_reference_stays_the_initial_model(learner: MakeLearner) -> None:
