@@ -1244,6 +1244,54 @@ class LeaseGpusResponse(_message.Message):
 Global___LeaseGpusResponse: _TypeAlias = LeaseGpusResponse  # noqa: Y015
 
 @_typing.final
+class TakeTurnRequest(_message.Message):
+    """Asks for a colocated run's device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """Who wants to start."""
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeTurnRequest: _TypeAlias = TakeTurnRequest  # noqa: Y015
+
+@_typing.final
+class TakeTurnResponse(_message.Message):
+    """Whether it may."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRANTED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    granted: _builtins.bool
+    """The device is the replica's until it is asked to sleep."""
+    reason: _builtins.str
+    """Why not (yet), for people."""
+    def __init__(
+        self,
+        *,
+        granted: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeTurnResponse: _TypeAlias = TakeTurnResponse  # noqa: Y015
+
+@_typing.final
 class AnnounceVersionRequest(_message.Message):
     """New weights are there."""
 

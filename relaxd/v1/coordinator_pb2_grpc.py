@@ -112,6 +112,11 @@ class CoordinatorStub:
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.LeaseGpusRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.LeaseGpusResponse.FromString,
                 _registered_method=True)
+        self.TakeTurn = channel.unary_unary(
+                '/relaxd.v1.Coordinator/TakeTurn',
+                request_serializer=relaxd_dot_v1_dot_coordinator__pb2.TakeTurnRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.TakeTurnResponse.FromString,
+                _registered_method=True)
         self.AnnounceVersion = channel.unary_unary(
                 '/relaxd.v1.Coordinator/AnnounceVersion',
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.AnnounceVersionRequest.SerializeToString,
@@ -265,6 +270,14 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeTurn(self, request, context):
+        """TakeTurn is asked by a replica of a colocated run that is about to start its engine or its ranks, and has none now:
+        it may once the other side sleeps. Until then ask again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AnnounceVersion(self, request, context):
         """AnnounceVersion is how the trainer says that a step is committed and new weights can be fetched.
         """
@@ -399,6 +412,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.LeaseGpus,
                     request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.LeaseGpusRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_coordinator__pb2.LeaseGpusResponse.SerializeToString,
+            ),
+            'TakeTurn': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeTurn,
+                    request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.TakeTurnRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_coordinator__pb2.TakeTurnResponse.SerializeToString,
             ),
             'AnnounceVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.AnnounceVersion,
@@ -848,6 +866,33 @@ class Coordinator:
             '/relaxd.v1.Coordinator/LeaseGpus',
             relaxd_dot_v1_dot_coordinator__pb2.LeaseGpusRequest.SerializeToString,
             relaxd_dot_v1_dot_coordinator__pb2.LeaseGpusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeTurn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/TakeTurn',
+            relaxd_dot_v1_dot_coordinator__pb2.TakeTurnRequest.SerializeToString,
+            relaxd_dot_v1_dot_coordinator__pb2.TakeTurnResponse.FromString,
             options,
             channel_credentials,
             insecure,

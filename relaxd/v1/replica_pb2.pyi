@@ -178,6 +178,7 @@ class GetStatusResponse(_message.Message):
     GAUGES_FIELD_NUMBER: _builtins.int
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    AWAKE_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Unique name of this process, such as rollout-3f9a."""
     role: Global___Role.ValueType
@@ -203,6 +204,8 @@ class GetStatusResponse(_message.Message):
     turns of the training loop (trainer). When it stands still while groups are held, the process is stuck. A number
     that is smaller than before is progress, too.
     """
+    awake: _builtins.bool
+    """In a colocated run: whether its engine (rollout) or its ranks (trainer) have the device's memory now."""
     @_builtins.property
     def weights(self) -> Global___WeightVersion:
         """The weights that it serves (rollout) or has trained (trainer)."""
@@ -232,10 +235,11 @@ class GetStatusResponse(_message.Message):
         gauges: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
         progress: _builtins.int = ...,
+        awake: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done_groups", b"done_groups", "gauges", b"gauges", "gpu_uuids", b"gpu_uuids", "held_groups", b"held_groups", "package_version", b"package_version", "progress", b"progress", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role", "run_id", b"run_id", "state", b"state", "uptime_seconds", b"uptime_seconds", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awake", b"awake", "detail", b"detail", "done_groups", b"done_groups", "gauges", b"gauges", "gpu_uuids", b"gpu_uuids", "held_groups", b"held_groups", "package_version", b"package_version", "progress", b"progress", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role", "run_id", b"run_id", "state", b"state", "uptime_seconds", b"uptime_seconds", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,6 +22,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _MemoryPart:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MemoryPartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemoryPart.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MEMORY_PART_UNSPECIFIED: _MemoryPart.ValueType  # 0
+    """Not given."""
+    MEMORY_PART_WEIGHTS: _MemoryPart.ValueType  # 1
+    """The parameters."""
+    MEMORY_PART_KEY_VALUE_CACHE: _MemoryPart.ValueType  # 2
+    """Keys and values of running samples and of prompts, and whatever else generating takes."""
+
+class MemoryPart(_MemoryPart, metaclass=_MemoryPartEnumTypeWrapper):
+    """A part of an engine's memory."""
+
+MEMORY_PART_UNSPECIFIED: MemoryPart.ValueType  # 0
+"""Not given."""
+MEMORY_PART_WEIGHTS: MemoryPart.ValueType  # 1
+"""The parameters."""
+MEMORY_PART_KEY_VALUE_CACHE: MemoryPart.ValueType  # 2
+"""Keys and values of running samples and of prompts, and whatever else generating takes."""
+Global___MemoryPart: _TypeAlias = MemoryPart  # noqa: Y015
+
 class _PauseMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -53,6 +77,112 @@ PAUSE_MODE_DRAIN: PauseMode.ValueType  # 3
 PAUSE_MODE_RETRACT: PauseMode.ValueType  # 4
 """Requests keep their tokens and lose their key-value cache, which is computed again under the new weights."""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
+
+@_typing.final
+class SleepRequest(_message.Message):
+    """Asks the engine to sleep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SYNC_ID_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    sync_id: _builtins.int
+    """As in weight synchronisations: ids below the last one seen are refused with FAILED_PRECONDITION."""
+    timeout_seconds: _builtins.float
+    """Seconds in which it has to sleep."""
+    def __init__(
+        self,
+        *,
+        sync_id: _builtins.int = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sync_id", b"sync_id", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+
+@_typing.final
+class SleepResponse(_message.Message):
+    """The engine sleeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def memory(self) -> _weights_pb2.MemoryChange:
+        """What the memory did."""
+
+    def __init__(
+        self,
+        *,
+        memory: _weights_pb2.MemoryChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
+
+@_typing.final
+class WakeRequest(_message.Message):
+    """Asks the engine to take memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SYNC_ID_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    sync_id: _builtins.int
+    """As in SleepRequest."""
+    timeout_seconds: _builtins.float
+    """Seconds in which it has to be there."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[Global___MemoryPart.ValueType]:
+        """What to take."""
+
+    def __init__(
+        self,
+        *,
+        sync_id: _builtins.int = ...,
+        parts: _abc.Iterable[Global___MemoryPart.ValueType] | None = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "sync_id", b"sync_id", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeRequest: _TypeAlias = WakeRequest  # noqa: Y015
+
+@_typing.final
+class WakeResponse(_message.Message):
+    """The memory is there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def memory(self) -> _weights_pb2.MemoryChange:
+        """What the memory did."""
+
+    def __init__(
+        self,
+        *,
+        memory: _weights_pb2.MemoryChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeResponse: _TypeAlias = WakeResponse  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):

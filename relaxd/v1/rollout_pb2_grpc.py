@@ -65,6 +65,16 @@ class RolloutStub:
                 request_serializer=relaxd_dot_v1_dot_rollout__pb2.LeaveWeightGroupRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_rollout__pb2.LeaveWeightGroupResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/relaxd.v1.Rollout/Sleep',
+                request_serializer=relaxd_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/relaxd.v1.Rollout/Wake',
+                request_serializer=relaxd_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServicer:
@@ -113,6 +123,22 @@ class RolloutServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Sleep waits for the samples that have begun, then gives the device's memory back: weights and key-value cache. The
+        engine serves nothing until it was woken and has received weights. Asking again does nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Wake takes memory back, part by part: the weights, before new ones are received; the key-value cache, after which
+        the engine serves. Asking again does nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +171,16 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.LeaveWeightGroup,
                     request_deserializer=relaxd_dot_v1_dot_rollout__pb2.LeaveWeightGroupRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_rollout__pb2.LeaveWeightGroupResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=relaxd_dot_v1_dot_rollout__pb2.SleepRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_rollout__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=relaxd_dot_v1_dot_rollout__pb2.WakeRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_rollout__pb2.WakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +346,60 @@ class Rollout:
             '/relaxd.v1.Rollout/LeaveWeightGroup',
             relaxd_dot_v1_dot_rollout__pb2.LeaveWeightGroupRequest.SerializeToString,
             relaxd_dot_v1_dot_rollout__pb2.LeaveWeightGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Rollout/Sleep',
+            relaxd_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+            relaxd_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Rollout/Wake',
+            relaxd_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
+            relaxd_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

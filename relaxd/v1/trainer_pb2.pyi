@@ -353,3 +353,129 @@ class ExportHuggingFaceResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExportHuggingFaceResponse: _TypeAlias = ExportHuggingFaceResponse  # noqa: Y015
+
+@_typing.final
+class TrainerSleepRequest(_message.Message):
+    """Asks the trainer to sleep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SYNC_ID_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    sync_id: _builtins.int
+    """As in weight synchronisations: ids below the last one seen are refused with FAILED_PRECONDITION."""
+    timeout_seconds: _builtins.float
+    """Seconds in which it has to sleep."""
+    def __init__(
+        self,
+        *,
+        sync_id: _builtins.int = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sync_id", b"sync_id", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerSleepRequest: _TypeAlias = TrainerSleepRequest  # noqa: Y015
+
+@_typing.final
+class TrainerSleepResponse(_message.Message):
+    """The trainer sleeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def memory(self) -> _weights_pb2.MemoryChange:
+        """What the memory did."""
+
+    def __init__(
+        self,
+        *,
+        memory: _weights_pb2.MemoryChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerSleepResponse: _TypeAlias = TrainerSleepResponse  # noqa: Y015
+
+@_typing.final
+class TrainerWakeRequest(_message.Message):
+    """Asks the trainer to take memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SYNC_ID_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    sync_id: _builtins.int
+    """As in TrainerSleepRequest."""
+    timeout_seconds: _builtins.float
+    """Seconds in which everything has to be there."""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What changing turns took since the last step, by name: becomes part of the next step's metrics."""
+
+    def __init__(
+        self,
+        *,
+        sync_id: _builtins.int = ...,
+        timeout_seconds: _builtins.float = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "sync_id", b"sync_id", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerWakeRequest: _TypeAlias = TrainerWakeRequest  # noqa: Y015
+
+@_typing.final
+class TrainerWakeResponse(_message.Message):
+    """Everything is on the devices."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def memory(self) -> _weights_pb2.MemoryChange:
+        """What the memory did."""
+
+    def __init__(
+        self,
+        *,
+        memory: _weights_pb2.MemoryChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerWakeResponse: _TypeAlias = TrainerWakeResponse  # noqa: Y015

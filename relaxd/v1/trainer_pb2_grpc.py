@@ -65,6 +65,16 @@ class TrainerStub:
                 request_serializer=relaxd_dot_v1_dot_trainer__pb2.TrainerSaveCheckpointRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_trainer__pb2.TrainerSaveCheckpointResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/relaxd.v1.Trainer/Sleep',
+                request_serializer=relaxd_dot_v1_dot_trainer__pb2.TrainerSleepRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_trainer__pb2.TrainerSleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/relaxd.v1.Trainer/Wake',
+                request_serializer=relaxd_dot_v1_dot_trainer__pb2.TrainerWakeRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_trainer__pb2.TrainerWakeResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServicer:
@@ -114,6 +124,22 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Sleep moves weights, gradients and optimizer state from the devices to the host's memory, between two rounds of
+        micro-batches. Until Wake the trainer trains, sends, saves and exports nothing: calls for that wait for it. Asking
+        again does nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Wake moves them back, to the bit. Asking again does nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -146,6 +172,16 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=relaxd_dot_v1_dot_trainer__pb2.TrainerSaveCheckpointRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_trainer__pb2.TrainerSaveCheckpointResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=relaxd_dot_v1_dot_trainer__pb2.TrainerSleepRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_trainer__pb2.TrainerSleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=relaxd_dot_v1_dot_trainer__pb2.TrainerWakeRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_trainer__pb2.TrainerWakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +347,60 @@ class Trainer:
             '/relaxd.v1.Trainer/SaveCheckpoint',
             relaxd_dot_v1_dot_trainer__pb2.TrainerSaveCheckpointRequest.SerializeToString,
             relaxd_dot_v1_dot_trainer__pb2.TrainerSaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Trainer/Sleep',
+            relaxd_dot_v1_dot_trainer__pb2.TrainerSleepRequest.SerializeToString,
+            relaxd_dot_v1_dot_trainer__pb2.TrainerSleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Trainer/Wake',
+            relaxd_dot_v1_dot_trainer__pb2.TrainerWakeRequest.SerializeToString,
+            relaxd_dot_v1_dot_trainer__pb2.TrainerWakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

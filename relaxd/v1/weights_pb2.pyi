@@ -40,7 +40,7 @@ class WeightGroup(_message.Message):
     store_port: _builtins.int
     """Port of the trainer's rendezvous store."""
     transport: _builtins.str
-    """"gloo" or "nccl"."""
+    """"gloo", "nccl" or "cuda_ipc"."""
     timeout_seconds: _builtins.float
     """Seconds in which every member has to be connected."""
     def __init__(
@@ -144,3 +144,35 @@ class WeightManifest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
+
+@_typing.final
+class MemoryChange(_message.Message):
+    """How memory in use changed. On GPUs: of the whole devices, all processes on them included, added up; on a CPU: of the
+    processes that changed it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_BYTES_FIELD_NUMBER: _builtins.int
+    AFTER_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    before_bytes: _builtins.int
+    """Bytes in use before."""
+    after_bytes: _builtins.int
+    """Bytes in use after."""
+    seconds: _builtins.float
+    """Seconds that the change took."""
+    def __init__(
+        self,
+        *,
+        before_bytes: _builtins.int = ...,
+        after_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_bytes", b"after_bytes", "before_bytes", b"before_bytes", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryChange: _TypeAlias = MemoryChange  # noqa: Y015
