@@ -11,6 +11,7 @@ from string import Template
 from typing import Any
 
 from relaxd.cli.errors import CliError
+from relaxd.cli.report_mismatch import draw_mismatch
 from relaxd.v1 import coordinator_pb2 as pb
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -139,6 +140,7 @@ def render_html(result: RunResult, image: bytes) -> str:
         cards=_cards(summary),
         curve=base64.b64encode(image).decode(),
         time=_where_the_time_went(result),
+        mismatch=_mismatch(result.steps),
         counts=_counts(summary),
         steps=_steps_table(result.steps),
         samples=_samples_table(result.samples),
@@ -201,6 +203,14 @@ def _where_the_time_went(result: RunResult) -> str:
         for label, seconds, color in parts
     )
     return f'<h2>Where the time went</h2><div class="bar">{bar}</div><ul class="legend">{legend}</ul>'
+
+
+def _mismatch(steps: Sequence[Mapping[str, Any]]) -> str:
+    if (image := draw_mismatch(steps)) is None:
+        return ""
+    data = base64.b64encode(image).decode()
+    picture = f'<img alt="Log-prob differences over the steps" src="data:image/png;base64,{data}">'
+    return f"<h2>Engine and trainer: log-prob differences</h2>{picture}"
 
 
 def _counts(summary: Mapping[str, Any]) -> str:

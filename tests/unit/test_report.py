@@ -70,6 +70,23 @@ def test_the_time_adds_up(folder: Path) -> None:
     assert sum(int(percent) for _, percent in shares) in (99, 100, 101)
 
 
+def test_the_mismatch_has_a_figure_where_steps_say_it(folder: Path) -> None:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for step, line in enumerate(lines[1:], start=1):
+        line |= {"policy_drift": 0.01 * step, "policy_drift_p99": 0.1, "policy_drift_kl": 0.0}
+    lines[2] |= {
+        "logprob_difference": 1e-4,
+        "correction_fraction": 0.02,
+    }  # in an asynchronous run not every step has it
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    parser = Parser()
+    parser.feed(write_report(folder).read_text())
+    images = [attributes for tag, attributes in parser.tags if tag == "img"]
+    assert [image["alt"] for image in images][1:] == ["Log-prob differences over the steps"]
+    png = base64.b64decode((images[1]["src"] or "").removeprefix("data:image/png;base64,"))
+    assert png.startswith(b"\x89PNG")
+
+
 def test_a_run_without_steps_and_evaluations_has_a_report(folder: Path) -> None:
     (folder / "summary.json").write_text(json.dumps({"run_id": "r1", "steps": 0}))
     (folder / "metrics.jsonl").write_text("")
