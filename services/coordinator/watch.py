@@ -1,5 +1,6 @@
 """Watching a run: a bounded stream that goes on where the last one ended."""
 
+import re
 import time
 from collections.abc import AsyncIterator
 
@@ -10,6 +11,7 @@ from services.coordinator.manager import RunManager, read_board
 from services.coordinator.starting import check_run_id
 from services.coordinator.view import step_messages
 
+TOKEN = re.compile("[0-9]{1,18}")
 MOST_SECONDS = 300.0
 DEFAULT_SECONDS = 60.0
 TICK_SECONDS = 0.25
@@ -29,7 +31,8 @@ async def watch(
     violations = Violations()
     check_run_id(request.run_id, violations)
     token = request.resume_token
-    violations.check(not token or token.isdigit(), "resume_token", "must be empty, or come from an earlier message")
+    known = not token or TOKEN.fullmatch(token)
+    violations.check(known, "resume_token", "must be empty, or come from an earlier message")
     violations.check(0 <= request.max_seconds <= MOST_SECONDS, "max_seconds", f"must be 0 to {MOST_SECONDS:.0f}")
     violations.raise_if_any()
     record = await manager.record(request.run_id)

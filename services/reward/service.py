@@ -23,6 +23,8 @@ DEFAULT_WORKERS = 2
 """Processes of a replica that has no run yet; then it is reward.workers."""
 DEFAULT_TIMEOUT_SECONDS = 10.0
 """Deadline of a sample while there is no run; then it is reward.timeout_seconds."""
+MOST_RESPONSES = 4096
+"""Most responses of one Score call: others wait for the same workers."""
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +137,8 @@ def parse_score_request(request: reward_pb2.ScoreRequest) -> list[RewardInput]:
         check_name(request.reward)
     except UnknownRewardError as error:
         violations.add("reward", str(error))
-    violations.check(request.responses, "responses", "is empty: give at least one")
+    count = len(request.responses)
+    violations.check(0 < count <= MOST_RESPONSES, "responses", f"has {count} entries: give 1 to {MOST_RESPONSES}")
     reasons = list(request.finish_reasons) or [""] * len(request.responses)
     violations.check(
         len(reasons) == len(request.responses),
@@ -151,8 +154,8 @@ def parse_score_request(request: reward_pb2.ScoreRequest) -> list[RewardInput]:
     metadata: Any = {}
     try:
         metadata = json.loads(request.metadata_json or "{}")
-    except ValueError as error:
-        violations.add("metadata_json", f"is not JSON: {error}")
+    except (ValueError, RecursionError) as error:
+        violations.add("metadata_json", f"is not JSON, or nested too deeply: {error}")
     violations.check(isinstance(metadata, dict), "metadata_json", "must be a JSON object")
     violations.raise_if_any()
     return [

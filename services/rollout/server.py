@@ -15,6 +15,7 @@ from relaxd.rpc.errors import (
     Unavailable,
     Violations,
 )
+from relaxd.rpc.sync_ids import SyncIds
 from relaxd.v1 import replica_pb2, rollout_pb2, rollout_pb2_grpc
 from services.rollout.engine import RequestFailed
 from services.rollout.engines.base import Output, Version
@@ -24,6 +25,8 @@ from services.rollout.service import RolloutService
 if TYPE_CHECKING:
     from services.rollout.external_engine import AnyEngine
 
+MOST_SECONDS = 86400.0
+"""Longest time that a caller may give anything."""
 REPLY_SECONDS = 0.3
 """The engine is given up this long before the caller gives up, so that the caller learns why."""
 
@@ -33,7 +36,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
 
     def __init__(self, service: RolloutService) -> None:
         self._service = service
-        self._last_sync_id = 0
+        self._sync_ids = SyncIds()
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any
@@ -57,7 +60,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         _check_pause(request, "", violations)
         violations.raise_if_any()
         engine = self._engine()
-        self._take_sync_id(request.sync_id)
+        self._sync_ids.take(request.sync_id)
         remaining = context.time_remaining()
         timeout = float("inf") if remaining is None else remaining - REPLY_SECONDS
         paused = await _pause(engine, request, timeout)
@@ -68,7 +71,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     ) -> rollout_pb2.ResumeGenerationResponse:
         """See the proto."""
         engine = self._engine()
-        self._take_sync_id(request.sync_id)
+        self._sync_ids.take(request.sync_id)
         with _answering("resume"):
             await engine.resume()
         self._service.weights_changed()
@@ -101,10 +104,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             f'is "{group.transport}": this engine is on {place}, use "{right}" (weights.transport)',
         )
         timeout = group.timeout_seconds
-        violations.check(0 < timeout < float("inf"), "group.timeout_seconds", f"is {timeout:g}: it must be positive")
+        violations.check(
+            0 < timeout <= MOST_SECONDS,
+            "group.timeout_seconds",
+            f"is {timeout:g}: it must be positive, and at most {MOST_SECONDS:g}",
+        )
         violations.check(request.manifest.buckets, "manifest", "is empty")
         violations.raise_if_any()
-        self._take_sync_id(request.sync_id)
+        self._sync_ids.take(request.sync_id)
         member = {
             "name": group.name,
             "transport": group.transport,
@@ -125,14 +132,18 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         timeout = request.timeout_seconds
         weights = Version(request.weights.epoch, request.weights.version)
         violations = Violations()
-        violations.check(0 < timeout < float("inf"), "timeout_seconds", f"is {timeout:g}: it must be positive")
+        violations.check(
+            0 < timeout <= MOST_SECONDS,
+            "timeout_seconds",
+            f"is {timeout:g}: it must be positive, and at most {MOST_SECONDS:g}",
+        )
         violations.check(weights.epoch >= 1, "weights.epoch", f"is {weights.epoch}: a trainer's epoch is at least 1")
         violations.check(weights.version >= 0, "weights.version", f"is {weights.version}: it must not be negative")
         if request.HasField("pause"):
             _check_pause(request.pause, "pause.", violations)
         violations.raise_if_any()
         engine = self._engine()
-        self._take_sync_id(request.sync_id)
+        self._sync_ids.take(request.sync_id)
         if engine.weights is not None and weights.epoch < engine.weights.epoch:
             raise FailedPrecondition(
                 f"weights of epoch {weights.epoch} are offered, but those of epoch {engine.weights.epoch} are served"
@@ -152,7 +163,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     ) -> rollout_pb2.LeaveWeightGroupResponse:
         """See the proto."""
         if request.sync_id:
-            self._take_sync_id(request.sync_id)
+            self._sync_ids.take(request.sync_id)
         engine = self._service.engine
         if engine is None:
             return rollout_pb2.LeaveWeightGroupResponse()
@@ -166,11 +177,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         if engine is None:
             raise Unavailable("there is no engine (yet): " + (self._service.status().detail or "no run is assigned"))
         return engine
-
-    def _take_sync_id(self, sync_id: int) -> None:
-        if sync_id < self._last_sync_id:
-            raise FailedPrecondition(f"sync_id is {sync_id}, but {self._last_sync_id} was seen: it is over")
-        self._last_sync_id = sync_id
 
 
 def _response(output: Output) -> rollout_pb2.GenerateResponse:
@@ -187,7 +193,11 @@ def _response(output: Output) -> rollout_pb2.GenerateResponse:
 def _check_pause(request: rollout_pb2.PauseGenerationRequest, prefix: str, violations: Violations) -> None:
     lease = request.lease_seconds
     violations.check(request.mode in PAUSE_MODES, f"{prefix}mode", f"is {request.mode}: no such PauseMode")
-    violations.check(0 < lease < float("inf"), f"{prefix}lease_seconds", f"is {lease:g}: it must be positive")
+    violations.check(
+        0 < lease <= MOST_SECONDS,
+        f"{prefix}lease_seconds",
+        f"is {lease:g}: it must be positive, and at most {MOST_SECONDS:g}",
+    )
 
 
 async def _pause(engine: "AnyEngine", request: rollout_pb2.PauseGenerationRequest, timeout: float) -> int:

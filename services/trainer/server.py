@@ -16,11 +16,14 @@ from relaxd.rpc.errors import Aborted, DeadlineExceeded, FailedPrecondition, Inv
 from relaxd.rpc.gpus import gpu_environment
 from relaxd.rpc.replica import ReplicaService, ServiceStatus, advertised_address
 from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.sync_ids import SyncIds
 from relaxd.v1 import coordinator_pb2, replica_pb2, trainer_pb2, trainer_pb2_grpc
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.export import export_folder
 from services.trainer.world import World
 
+MOST_SECONDS = 86400.0
+"""Longest time that a caller may give anything."""
 LEAVE_SECONDS = 5.0
 """Deadline for leaving a group: it only sets a flag and closes connections."""
 HOLD_MARGIN_SECONDS = 1.0
@@ -103,7 +106,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     def __init__(self, service: TrainerService, settings: ServiceSettings) -> None:
         self._service = service
         self._settings = settings
-        self._last_sync_id = 0
+        self._sync_ids = SyncIds()
         self._group: tuple[int, str] | None = None
         """Epoch and name of the group that the source ranks are in."""
 
@@ -139,10 +142,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             f"is {group.world_size}: it must be above the {world.source_ranks} source ranks",
         )
         violations.check(
-            group.timeout_seconds > 0, "group.timeout_seconds", f"is {group.timeout_seconds:g}: it must be positive"
+            0 < group.timeout_seconds <= MOST_SECONDS,
+            "group.timeout_seconds",
+            f"is {group.timeout_seconds:g}: it must be positive, and at most {MOST_SECONDS:g}",
+        )
+        violations.check(
+            0 <= group.store_port < 65536, "group.store_port", f"is {group.store_port}: it must be 0 to 65535"
         )
         violations.raise_if_any()
-        self._take_sync_id(request.sync_id)
+        self._sync_ids.take(request.sync_id)
         params = {
             "transport": group.transport,
             "host": group.store_host or "127.0.0.1",
@@ -166,11 +174,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         """Send the weights once; the optimizer waits meanwhile."""
         world = self._ready_world()
         seconds = request.timeout_seconds
-        if not seconds > 0:
-            raise InvalidArgument(
-                f"timeout_seconds is {seconds:g}: it must be positive", [("timeout_seconds", "it must be positive")]
-            )
-        self._take_sync_id(request.sync_id)
+        if not 0 < seconds <= MOST_SECONDS:
+            problem = f"is {seconds:g}: it must be positive, and at most {MOST_SECONDS:g}"
+            raise InvalidArgument(f"timeout_seconds {problem}", [("timeout_seconds", problem)])
+        self._sync_ids.take(request.sync_id)
         if self._group != (world.epoch, request.group_name):
             raise FailedPrecondition(f'this trainer is not in weight group "{request.group_name}": join it first')
         version = {"epoch": request.weights.epoch, "version": request.weights.version}
@@ -203,7 +210,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     ) -> trainer_pb2.TrainerLeaveWeightGroupResponse:
         """Abort and forget a group, also in the middle of a broadcast. A group that is not there is left already."""
         if request.sync_id:
-            self._take_sync_id(request.sync_id)
+            self._sync_ids.take(request.sync_id)
         world = self._service.world
         if world is not None and world.ready:
             await self._leave(world, request.group_name)
@@ -246,11 +253,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         if not world.ready:
             raise Unavailable(f"the trainer has no weights yet: {world.detail}")
         return world
-
-    def _take_sync_id(self, sync_id: int) -> None:
-        if sync_id < self._last_sync_id:
-            raise FailedPrecondition(f"sync_id is {sync_id}, but {self._last_sync_id} was seen: it is over")
-        self._last_sync_id = sync_id
 
     async def _leave(self, world: World, name: str) -> None:
         if self._group is not None and self._group[1] == name:
