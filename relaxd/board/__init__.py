@@ -13,6 +13,7 @@ from relaxd.board.errors import (
     StepConflict,
 )
 from relaxd.board.stages import ROUTED_EXPERTS, STAGES, Stage, stages_for
+from relaxd.board.times import GroupTimes, StageTime, microseconds, parse_times
 from relaxd.board.types import (
     JSON,
     Column,
@@ -41,6 +42,7 @@ __all__ = [
     "DroppedGroup",
     "Fenced",
     "GateClosed",
+    "GroupTimes",
     "LedgerEntry",
     "NewGroup",
     "QueueDepth",
@@ -48,9 +50,12 @@ __all__ = [
     "RunExists",
     "RunMissing",
     "Stage",
+    "StageTime",
     "StageWorker",
     "StepConflict",
     "decode_columns",
     "encode_columns",
+    "microseconds",
+    "parse_times",
     "stages_for",
 ]

@@ -124,6 +124,7 @@ class StageSide(BoardCore):
                 attempt.pointer,
                 version,
                 attempt.shared,
+                f"{delivery.offered} {delivery.worked[0]} {delivery.worked[1]}" if delivery.worked else "",
             ]
         return [result == 1 for result in self._write_and_run(attempts, "commit", self._routes, *arguments)]
 
@@ -208,7 +209,6 @@ def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries:
     """A stream entry as a delivery. Fields come as pairs in a flat list, or as a dict."""
     if not isinstance(fields, dict):
         fields = dict(zip(fields[::2], fields[1::2], strict=True))
-    offered = int(entry_id.split(b"-", 1)[0]) / 1000
     trace = fields[b"trace"]
     return Delivery(
         group_id=fields[b"group"].decode(),
@@ -217,6 +217,7 @@ def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries:
         consumer=consumer,
         attempt=int(fields.get(b"attempts", 0)) + deliveries,
         trace={} if trace == b"{}" else json.loads(trace),
-        waited_seconds=max(0.0, time.time() - offered),
+        offered=int(entry_id.split(b"-", 1)[0]) * 1000,
+        times=fields[b"times"].decode(),
         pointers={name.decode(): value.decode() for name, value in fields.items() if name[:1] == b"@"},
     )

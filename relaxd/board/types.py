@@ -42,10 +42,14 @@ class Delivery:
     """1 for the first delivery of this group at this stage."""
     trace: dict[str, str]
     """Trace context of the publish span."""
-    waited_seconds: float
-    """From the offer (or the hand-back) to the delivery."""
+    offered: int
+    """When it was offered to the stage (or handed back), by Redis's clock, in microseconds of Unix time."""
+    times: str = field(repr=False, compare=False)
+    """What the stages before took (see `relaxd.board.times`)."""
     pointers: dict[str, str] = field(repr=False, compare=False)
     """Where the columns lie (the board's own)."""
+    worked: tuple[int, int] | None = field(default=None, compare=False)
+    """When the work on it began and ended, in microseconds of Unix time; kept on the board with the commit."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from opentelemetry import trace
 
 from relaxd.board.board import Board
 from relaxd.board.errors import BoardError, BoardUnavailable, ColumnError, RunMissing
+from relaxd.board.times import MICROSECONDS, StageTime, microseconds
 from relaxd.board.types import Column, Delivery
 from relaxd.telemetry import open_stage_span, record
 
@@ -39,6 +40,16 @@ Result: TypeAlias = Mapping[str, Column] | Drop
 """What a stage makes of a group: the columns it writes, or why the group ends here."""
 
 Process: TypeAlias = Callable[[Delivery, dict[str, Column]], Result | Future[Result]]
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """What became of a group."""
+
+    group_id: str
+    outcome: Result | BaseException
+    worked: tuple[int, int]
+    """When the work on it began and ended, in microseconds of Unix time."""
 
 
 class StageWorker:
@@ -71,7 +82,7 @@ class StageWorker:
         self._columns = tuple(columns or next(s for s in board.stages if s.name == stage).needs)
         self._held: dict[str, Delivery] = {}
         self._unfinished: set[str] = set()
-        self._finished: queue.SimpleQueue[tuple[str, Result | BaseException] | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._paused = False
         self._stop = threading.Event()
@@ -177,29 +188,33 @@ class StageWorker:
         except BoardError as error:
             if len(deliveries) > 1:
                 return [pair for delivery in deliveries for pair in self._load([delivery])]
-            self._finished.put((deliveries[0].group_id, error))
+            now = microseconds()
+            self._finished.put(_Finished(deliveries[0].group_id, error, (now, now)))
             return []
 
     # --- working ------------------------------------------------------------------------------------------------
 
     def _work(self, delivery: Delivery, columns: dict[str, Column]) -> None:
-        begun = time.monotonic()
+        begun = microseconds()
+        waited_seconds = StageTime(delivery.offered, begun, begun).queue_seconds
         labels = {"relaxd.run_id": self._board.run_id, "relaxd.stage": self._stage}
-        record("queue.wait_seconds", delivery.waited_seconds, labels)
+        record("queue.wait_seconds", waited_seconds, labels)
         span = open_stage_span(
             self._stage,
             delivery.trace,
-            waited_seconds=delivery.waited_seconds,
+            waited_seconds=waited_seconds,
+            begun=begun,
             attributes={"relaxd.group_id": delivery.group_id, "relaxd.attempt": delivery.attempt},
         )
 
         def finish(outcome: Result | BaseException) -> None:
+            ended = microseconds()
             if isinstance(outcome, BaseException):
                 span.record_exception(outcome)
                 span.set_status(trace.StatusCode.ERROR, str(outcome))
-            span.end()
-            record("stage.seconds", time.monotonic() - begun, labels)
-            self._finished.put((delivery.group_id, outcome))
+            span.end(ended * 1000)
+            record("stage.seconds", (ended - begun) / MICROSECONDS, labels)
+            self._finished.put(_Finished(delivery.group_id, outcome, (begun, ended)))
 
         def finish_future(future: Future[Result]) -> None:
             if future.cancelled():
@@ -229,11 +244,13 @@ class StageWorker:
             if None in batch:
                 return
 
-    def _settle(self, finished: list[tuple[str, Result | BaseException]]) -> None:
+    def _settle(self, finished: list[_Finished]) -> None:
         """Tell the board what became of groups, each of which another attempt may have settled before."""
         with self._changed:
-            held = [(self._held[id], outcome) for id, outcome in finished]
-            self._unfinished.difference_update(id for id, _ in finished)
+            held = [(self._held[one.group_id], one.outcome) for one in finished]
+            for (delivery, _), one in zip(held, finished, strict=True):
+                delivery.worked = one.worked
+            self._unfinished.difference_update(one.group_id for one in finished)
         commits = [(delivery, outcome) for delivery, outcome in held if isinstance(outcome, Mapping)]
         settled = self._commit_columns(commits)
         for delivery, outcome in held:

@@ -90,8 +90,8 @@ METRICS: dict[str, Metric] = {
             "correction_weight",
             "step",
             "1",
-            "Mean weight that algorithm.correction gave to the policy-gradient terms of trained tokens; 0 where one was "
-            "left out.",
+            "Mean weight that algorithm.correction gave to the policy-gradient terms of trained tokens; 0 where one "
+            "was left out.",
         ),
         Metric(
             "correction_fraction",
@@ -107,6 +107,99 @@ METRICS: dict[str, Metric] = {
         Metric("step_seconds", "step", "s", "Wall time from the end of the last step to the end of this one."),
         Metric("wait_seconds", "step", "s", "Part of step_seconds in which the trainer waited for groups."),
         Metric("train_seconds", "step", "s", "Part of step_seconds in forward, backward and the optimizer."),
+        Metric(
+            "sync_wait_seconds",
+            "step",
+            "s",
+            "Part of step_seconds in which the optimizer waited for a weight broadcast to end.",
+        ),
+        Metric("step_file_seconds", "step", "s", "Part of step_seconds in which the step file was written."),
+        Metric(
+            "trainer_idle_share",
+            "step",
+            "1",
+            "1 - train_seconds / step_seconds: the share in which the trainer's devices computed nothing.",
+        ),
+        Metric(
+            "group_seconds", "step", "s", "From a group's publish to the end of its step; mean of the step's groups."
+        ),
+        Metric(
+            "queue_rollout_seconds",
+            "step",
+            "s",
+            "From a group's publish until a rollout replica began with it; mean of the step's groups.",
+        ),
+        Metric(
+            "generate_seconds",
+            "step",
+            "s",
+            "From then until the last of the group's samples had ended, pauses for weights included; mean of the "
+            "step's groups, of each its last attempt. The span `generate`.",
+        ),
+        Metric("generate_seconds_max", "step", "s", "Longest of them."),
+        Metric(
+            "queue_reward_seconds",
+            "step",
+            "s",
+            "From the offer to the stage reward until it began; mean of the groups.",
+        ),
+        Metric("score_seconds", "step", "s", "Scoring a group; mean of the step's groups. The span `score`."),
+        Metric(
+            "queue_advantage_seconds",
+            "step",
+            "s",
+            "From the offer to the stage advantage until it began; mean of the groups.",
+        ),
+        Metric(
+            "advantage_seconds", "step", "s", "Advantages of a group; mean of the step's groups. The span `advantage`."
+        ),
+        Metric(
+            "queue_train_seconds",
+            "step",
+            "s",
+            "From the offer to the trainer until the group's step took it; mean of the step's groups.",
+        ),
+        Metric(
+            "in_step_seconds",
+            "step",
+            "s",
+            "From then until the step's end; mean of the step's groups. The span `train`.",
+        ),
+        Metric(
+            "sync_seconds",
+            "step",
+            "s",
+            "Weight synchronisations that ended since the last step was seen, as the coordinator drives them: mostly "
+            "that of the version before. Engines are paused in a part of it only (engine_paused_share), the trainer "
+            "goes on (sync_wait_seconds).",
+        ),
+        Metric(
+            "engine_busy_share",
+            "step",
+            "1",
+            "Share of the time since the last step was seen in which an engine had samples to work on and was not "
+            "paused, for evaluations as well; mean of the engines.",
+        ),
+        Metric(
+            "engine_paused_share",
+            "step",
+            "1",
+            "Share in which an engine was paused for weights, whether it had samples or not; mean of the engines.",
+        ),
+        Metric(
+            "engine_idle_share",
+            "step",
+            "1",
+            "Share in which an engine was there and had nothing to work on; mean of the engines. As "
+            "`engine_idle_share_<replica>` of each.",
+        ),
+        Metric(
+            "gpu_idle_share",
+            "step",
+            "1",
+            "1 - the utilisation that NVML tells (share of time in which a kernel ran), mean of the GPUs leased by "
+            "trainer and engines since the last step was seen. As `gpu_idle_share_<replica>` of each replica's.",
+        ),
         Metric("tokens_per_second", "step", "{token}/s", "tokens divided by step_seconds."),
         Metric(
             "checkpoint_seconds",

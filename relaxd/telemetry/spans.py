@@ -65,6 +65,7 @@ def open_stage_span(
     carrier: Mapping[str, str],
     *,
     waited_seconds: float | None = None,
+    begun: int | None = None,
     attributes: Attributes = None,
     links: Iterable[Mapping[str, str]] = (),
 ) -> Span:
@@ -73,7 +74,9 @@ def open_stage_span(
     Args:
         stage: the stage (the span of "rollout" is called "generate", that of "reward" "score").
         carrier: what publish_span yielded. When empty, the span does nothing.
-        waited_seconds: how long the group waited before the stage: an attribute, and a span "wait" beside this one.
+        waited_seconds: how long the group waited before the stage: an attribute, and a span "wait" that ends where this
+            one begins.
+        begun: when the work began, in microseconds of Unix time; None: now.
         attributes: further attributes.
         links: carriers of spans to link to, such as the step's.
     """
@@ -81,17 +84,18 @@ def open_stage_span(
         return INVALID_SPAN
     parent = extract(carrier)
     values = {**(attributes or {}), "relaxd.stage": stage}
+    start = time.time_ns() if begun is None else begun * 1000
     if waited_seconds is not None:
         values["relaxd.wait_seconds"] = waited_seconds
-        now = time.time_ns()
-        begun = now - int(waited_seconds * 1e9)
-        tracer().start_span("wait", parent, SpanKind.INTERNAL, {"relaxd.stage": stage}, start_time=begun).end(now)
+        offered = start - int(waited_seconds * 1e9)
+        tracer().start_span("wait", parent, SpanKind.INTERNAL, {"relaxd.stage": stage}, start_time=offered).end(start)
     return tracer().start_span(
         SPAN_NAMES.get(stage, stage),
         parent,
         SpanKind.CONSUMER,
         values,
         [link for link in map(link_from, links) if link is not None],
+        start_time=start,
     )
 
 

@@ -7,6 +7,7 @@ from opentelemetry.trace import Span
 
 from relaxd import telemetry
 from relaxd.algorithms import Algorithm
+from relaxd.board import StageTime, microseconds
 from services.trainer.groups import Group
 from services.trainer.intake import STAGE, Taken
 from services.trainer.plan import Packer, Plan, Round
@@ -24,8 +25,14 @@ class OpenStep:
         self.waited = 0.0
         """Seconds spent on waiting for groups."""
         self.worked = 0.0
-        """Seconds spent in forward and backward."""
+        """Seconds spent in forward and backward, and in the optimizer."""
+        self.held_back = 0.0
+        """Seconds for which the optimizer waited for a weight broadcast."""
+        self.wrote = 0.0
+        """Seconds for which the step file was written."""
         self.started = time.monotonic()
+        self.begun: dict[str, int] = {}
+        """When it took each group, in microseconds of Unix time."""
         self._carrier = carrier
         self._spans: list[Span] = []
 
@@ -36,14 +43,17 @@ class OpenStep:
 
     def add(self, chosen: Sequence[Taken]) -> None:
         """Take groups into the step."""
+        now = microseconds()
         for taken in chosen:
             self.members[taken.group.group_id] = taken
+            self.begun[taken.group.group_id] = now
             self.packer.add(taken.group.group_id, taken.group.sample_tokens)
             self._spans.append(
                 telemetry.open_stage_span(
                     STAGE,
                     taken.delivery.trace,
-                    waited_seconds=taken.delivery.waited_seconds,
+                    waited_seconds=StageTime(taken.delivery.offered, now, now).queue_seconds,
+                    begun=now,
                     attributes={"relaxd.group_id": taken.group.group_id, "relaxd.step": self.number},
                     links=[self._carrier],
                 )
@@ -65,8 +75,8 @@ class OpenStep:
             normalizer=algorithm.normalizer(trained_tokens, samples),
         )
 
-    def end_spans(self) -> None:
-        """The groups' part in the step is over."""
+    def end_spans(self, ended: int | None = None) -> None:
+        """The groups' part in the step is over, since `ended` (microseconds of Unix time) or now."""
         for span in self._spans:
-            span.end()
+            span.end(None if ended is None else ended * 1000)
         self._spans.clear()

@@ -12,7 +12,7 @@ from typing import Any
 
 from relaxd import telemetry
 from relaxd.algorithms import Algorithm
-from relaxd.board import Board, BoardUnavailable
+from relaxd.board import Board, BoardUnavailable, microseconds
 from relaxd.config import RunConfig
 from services.trainer.checkpoints import Answer, Checkpoints
 from services.trainer.crew import TICK_SECONDS, Crew
@@ -24,6 +24,7 @@ from services.trainer.optimizer import NonFiniteGradients
 from services.trainer.plan import Packer, Plan, Round
 from services.trainer.rounds import RoundRunner
 from services.trainer.step_file import read_committed, step_file_path, write_step_file
+from services.trainer.timing import group_times, trainer_times
 from services.trainer.weights_hold import WeightsHold
 
 logger = logging.getLogger(__name__)
@@ -95,10 +96,12 @@ class Training:
                     continue
                 plan = opened.plan(self._epoch, self._config.run.seed, self._algorithm)
                 columns = {group_id: group.columns for group_id, group in opened.groups.items()}
-                write_step_file(step_file_path(self._run_folder, plan.step), plan, columns)
                 began = time.monotonic()
-                stats, held_back = self._finish(opened, plan)
-                opened.worked += time.monotonic() - began - held_back
+                write_step_file(step_file_path(self._run_folder, plan.step), plan, columns)
+                opened.wrote = time.monotonic() - began
+                began = time.monotonic()
+                stats, opened.held_back = self._finish(opened, plan)
+                opened.worked += time.monotonic() - began - opened.held_back
                 self._commit(opened, plan, stats)
                 self._announce(telemetry.inject(span))
                 self._checkpoints.after_step(plan.step)
@@ -173,19 +176,16 @@ class Training:
     def _commit(self, opened: OpenStep, plan: Plan, stats: StepStats) -> None:
         """Enter the step into the ledger."""
         groups = list(opened.groups.values())
-        now = time.monotonic()
+        now, ended = time.monotonic(), microseconds()
         seconds, self._last_end = now - self._last_end, now
         metrics = group_metrics(groups, plan.step)
         metrics |= {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, **stats.metrics}
         metrics |= {
-            "step_seconds": seconds,
-            "wait_seconds": opened.waited,
-            "train_seconds": opened.worked,
+            **trainer_times(opened, seconds, self._checkpoints.take_stall()),
+            **group_times(opened, ended),
             "tokens_per_second": metrics["tokens"] / max(seconds, 1e-9),
             "weights_checksum": float(self._weights_checksum),
         }
-        if stalled := self._checkpoints.take_stall():
-            metrics["checkpoint_seconds"] = stalled
         samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step)
         while True:
             try:
@@ -197,7 +197,7 @@ class Training:
                 logger.warning("step %d can't be committed yet: %s", plan.step, error)
                 self._crew.tick()
                 time.sleep(TICK_SECONDS)
-        opened.end_spans()
+        opened.end_spans(ended)
         self._intake.forget(plan.groups)
         self._done_groups += len(groups)
         record_samples(self._run_id, groups, plan.step)

@@ -1,11 +1,11 @@
 -- Commit columns of many groups. ARGV: stages (JSON), then for each: id, stage, entry, pointer, version (or empty), the
--- payload of its small columns.
+-- payload of its small columns, when the work was offered, begun and ended (or empty).
 -- Answers for each 1 (committed), 0 (another was first, or the group is closed) or -1 (its payloads expired: write them again).
 local stages = cjson.decode(ARGV[1])
 local results = {}
-for i = 2, #ARGV, 6 do
+for i = 2, #ARGV, 7 do
   local id, stage, entry_id, pointer, version = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
-  local shared = ARGV[i + 5]
+  local shared, times = ARGV[i + 5], ARGV[i + 6]
   local group = read_group(id)
   local result = 0
   if group and group['@' .. stage] == pointer then
@@ -16,6 +16,10 @@ for i = 2, #ARGV, 6 do
       remove_entry(stage, group['entry:' .. stage])
       group['@' .. stage] = pointer
       local changes = { '@' .. stage, pointer }
+      if times ~= '' then
+        group.times = group.times .. ';' .. stage .. ' ' .. times
+        changes[3], changes[4] = 'times', group.times
+      end
       offer_ready(id, group, stages, changes)
       call('HSET', group_key(id), unpack(changes))
       if version ~= '' then call('HSET', BEGUN, id, version) end

@@ -1,0 +1,54 @@
+"""Where the time of a group went: what each stage took, kept on the board beside the group.
+
+Every stage's commit adds when the group was offered to the stage (Redis's clock, whole milliseconds), and when the
+stage began and ended to work on it (the clock of the replica's machine): the same instants as its spans have. A stage
+that gave the group back adds nothing, and the stage's next attempt counts from when the group was offered again.
+"""
+
+import time
+from dataclasses import dataclass
+
+MICROSECONDS = 1_000_000
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """What one stage took. All in microseconds of Unix time."""
+
+    offered: int
+    begun: int
+    ended: int
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long the group waited before the stage; never negative, though clocks of machines may differ."""
+        return max(0.0, (self.begun - self.offered) / MICROSECONDS)
+
+    @property
+    def work_seconds(self) -> float:
+        """How long the stage worked on it."""
+        return (self.ended - self.begun) / MICROSECONDS
+
+
+@dataclass(frozen=True)
+class GroupTimes:
+    """What the stages of one group took."""
+
+    published: int
+    """When it was published, by Redis's clock, in microseconds of Unix time."""
+    stages: dict[str, StageTime]
+    """By stage, those that have committed."""
+
+
+def microseconds() -> int:
+    """Now, in microseconds of Unix time."""
+    return time.time_ns() // 1000
+
+
+def parse_times(text: str) -> GroupTimes:
+    """What `Delivery.times` says: "publish <time>;<stage> <offered> <begun> <ended>;..." """
+    published, *stages = text.split(";")
+    return GroupTimes(
+        published=int(published.removeprefix("publish ")),
+        stages={name: StageTime(*map(int, times)) for name, *times in (stage.split(" ") for stage in stages)},
+    )
