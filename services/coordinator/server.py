@@ -24,10 +24,13 @@ from services.coordinator.view import sample_message
 from services.coordinator.watch import watch
 
 REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
+ADDRESS = re.compile(r"[A-Za-z0-9.\[\]:_-]{1,200}:[0-9]{1,5}")
 GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
 LONGEST_LAUNCH_ID = 300
 MOST_SAMPLES = 1000
+MOST_RANKS = 4096
+MOST_GPUS = 1024
+"""Of one replica."""
 DRAIN_SECONDS = 25.0
 
 
@@ -103,7 +106,8 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         known = request.role in Role.values() and request.role not in (ROLE_UNSPECIFIED, ROLE_COORDINATOR)
         violations.check(known, "role", "must be rollout, reward, advantage or trainer")
         violations.check(ADDRESS.fullmatch(request.address), "address", "must be host:port")
-        violations.check(request.engine_ranks >= 0, "engine_ranks", "must not be negative")
+        violations.check(0 <= request.engine_ranks <= MOST_RANKS, "engine_ranks", f"must be 0 to {MOST_RANKS}")
+        violations.check(len(request.gpu_uuids) <= MOST_GPUS, "gpu_uuids", f"must be at most {MOST_GPUS}")
         violations.check(len(request.launch_id) <= LONGEST_LAUNCH_ID, "launch_id", "must be one that was launched")
         violations.raise_if_any()
         if request.protocol_version != PROTOCOL_VERSION:
