@@ -10,6 +10,7 @@ import grpc
 from relaxd.cli.errors import CliError
 from relaxd.rpc.client import sync_channel
 from relaxd.rpc.errors import explain, field_violations
+from relaxd.rpc.tls import TlsFiles, connection_hint
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
@@ -35,7 +36,10 @@ class Coordinator:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._channel = sync_channel(address)
+        try:
+            self._channel = sync_channel(address)
+        except (OSError, ValueError) as error:  # files of the token or of TLS
+            raise CliError(f"cannot call the coordinator at {address}: {error}") from error
         self._stub = CoordinatorStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -150,12 +154,18 @@ class Coordinator:
     def _explained(self, error: grpc.RpcError) -> CliError:
         code = error.code()
         if code == grpc.StatusCode.UNAVAILABLE:
+            if hint := connection_hint(self.address, error.details() or "", TlsFiles.from_environment()):
+                return CliError(f"the coordinator at {self.address} cannot be talked to: {hint}")
             return CliError(
                 f"no coordinator answers at {self.address}",
                 "relaxd up starts the services here; --coordinator HOST:PORT names others",
             )
         if code == grpc.StatusCode.UNAUTHENTICATED:
-            return CliError(f"the coordinator at {self.address} wants another token", "set RELAXD_TOKEN")
+            return CliError(
+                f"the coordinator at {self.address} wants another token", "--token-file FILE, or set RELAXD_TOKEN"
+            )
+        if code == grpc.StatusCode.PERMISSION_DENIED:
+            return CliError(f"the coordinator at {self.address} does not allow this: {error.details()}")
         if violations := field_violations(error):
             problems = "\n".join(f"  {field.removeprefix('config_toml.')}: {text}" for field, text in violations)
             return CliError(f"the coordinator refuses this:\n{problems}")

@@ -98,7 +98,24 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
-) -> None: ...
+    token_file: Annotated[str, typer.Option(help="File with the bearer token of calls. [RELAXD_TOKEN_FILE]")] = "",
+    tls_authority: Annotated[
+        str, typer.Option(help="File with the authority of the services' certificates. [RELAXD_TLS_AUTHORITY]")
+    ] = "",
+    tls_certificate: Annotated[
+        str, typer.Option(help="File with the certificate to show to services. [RELAXD_TLS_CERTIFICATE]")
+    ] = "",
+    tls_key: Annotated[str, typer.Option(help="File with that certificate's key. [RELAXD_TLS_KEY]")] = "",
+    tls_name: Annotated[
+        str, typer.Option(help="Name in the services' certificates, if not their host's. [RELAXD_TLS_NAME]")
+    ] = "",
+) -> None:
+    # Into the environment, where every channel of this process looks, and that of the services it starts.
+    given = {"TOKEN_FILE": token_file, "TLS_AUTHORITY": tls_authority, "TLS_CERTIFICATE": tls_certificate}
+    given |= {"TLS_KEY": tls_key, "TLS_NAME": tls_name}
+    os.environ.update({f"RELAXD_{name}": value for name, value in given.items() if value})
+    if token_file:
+        os.environ.pop("RELAXD_TOKEN", None)  # what is given here comes first
 
 
 @app.command()

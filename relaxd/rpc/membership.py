@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from relaxd.rpc.errors import explain
+from relaxd.rpc.tls import TlsFiles, connection_hint
 from relaxd.v1.coordinator_pb2 import HeartbeatRequest, HeartbeatResponse, RegisterRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.replica_pb2 import GetStatusResponse
@@ -44,6 +45,7 @@ class Membership:
         heard: called with every answer; that to a registration as if it were one to a heartbeat.
         registered: called after each registration, before `heard`.
         engine_ranks: ranks of the engine now; when they change, the replica registers again.
+        tls: what the stub's channel uses, for messages.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Membership:
         heard: Callable[[HeartbeatResponse], Awaitable[None]],
         registered: Callable[[], Awaitable[None]],
         engine_ranks: Callable[[], int],
+        tls: TlsFiles,
     ) -> None:
         self._coordinator = coordinator
         self._address = address
@@ -63,6 +66,7 @@ class Membership:
         self._heard = heard
         self._registered = registered
         self._engine_ranks = engine_ranks
+        self._tls = tls
         self._soon = asyncio.Event()
         self._away = False
         self._heartbeat_seconds = 1.0
@@ -98,7 +102,7 @@ class Membership:
                     raise Refused(
                         f"the coordinator at {self._address} refuses {self._registration.replica_id}: {explain(error)}"
                     ) from error
-                self._note_away(error)
+                await self._note_away(error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             self._away = False
@@ -131,7 +135,7 @@ class Membership:
                 raise Refused(
                     f"the coordinator at {self._address} refuses {request.replica_id}'s heartbeat: {explain(error)}"
                 ) from error
-            self._note_away(error)
+            await self._note_away(error)
             return True
         if self._away:
             self._away = False
@@ -150,7 +154,12 @@ class Membership:
         except TimeoutError:
             pass
 
-    def _note_away(self, error: grpc.aio.AioRpcError) -> None:
-        if not self._away:
-            _log.warning("the coordinator at %s does not answer, trying on: %s", self._address, explain(error))
+    async def _note_away(self, error: grpc.aio.AioRpcError) -> None:
+        if self._away:
+            return
         self._away = True
+        why = explain(error)
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            hint = await asyncio.to_thread(connection_hint, self._address, error.details() or "", self._tls)
+            why = f"{hint} ({why})" if hint else why
+        _log.warning("the coordinator at %s does not answer, trying on: %s", self._address, why)

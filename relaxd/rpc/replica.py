@@ -273,6 +273,7 @@ async def run_replica(
         )
         try:
             server = await start_service([own, *services], settings)
+            self.settings.tls,
         except ServerError as error:
             _log.error("%s", error)
             raise SystemExit(1) from None

@@ -13,7 +13,7 @@ from relaxd.board import Column, Delivery, Drop
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
 from relaxd.rewards import REWARDS, RewardInput, RewardOutput, UnknownRewardError, check_name, describe
-from relaxd.rpc.errors import InvalidArgument, Unavailable, Violations
+from relaxd.rpc.errors import InvalidArgument, PermissionDenied, Unavailable, Violations
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.stage_replica import StageReplica
 from relaxd.v1 import replica_pb2, reward_pb2, reward_pb2_grpc
@@ -39,12 +39,15 @@ class RewardService(StageReplica, reward_pb2_grpc.RewardServicer):
         super().__init__(settings)
         self._pool = WorkerPool(DEFAULT_WORKERS)
         self._timeout_seconds = DEFAULT_TIMEOUT_SECONDS
+        self._reward_of_run = ""
+        """The reward of the run that this replica is prepared for."""
 
     # --- the calls
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         """See the proto."""
         samples = parse_score_request(request)
+        self._check_allowed(request.reward)
         try:
             if request.reward not in REWARDS and (failure := await self._pool.load(request.reward)):
                 raise InvalidArgument(f"reward: {failure.reason}", [("reward", failure.reason)])
@@ -52,6 +55,16 @@ class RewardService(StageReplica, reward_pb2_grpc.RewardServicer):
         except PoolClosedError as error:
             raise Unavailable("the service is changing to another run, or ending: try again") from error
         return reward_pb2.ScoreResponse(scores=map(_score, outcomes))
+
+    def _check_allowed(self, name: str) -> None:
+        """Raise PermissionDenied: calling a function by its name runs code, which not every caller may choose."""
+        if name in REWARDS or name == self._reward_of_run or name in self._settings.allowed_rewards:
+            return
+        raise PermissionDenied(
+            f'reward "{name}" may not be asked for: allowed are the bundled ones, that of the run '
+            f"({self._reward_of_run or 'there is none now'}), and those that this service was started with "
+            "(--allowed-rewards / RELAXD_ALLOWED_REWARDS)"
+        )
 
     async def ListRewards(self, request: reward_pb2.ListRewardsRequest, context: Any) -> reward_pb2.ListRewardsResponse:
         """See the proto."""
@@ -63,6 +76,7 @@ class RewardService(StageReplica, reward_pb2_grpc.RewardServicer):
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
         """Load the run's reward once, so that a name that doesn't work fails the start and not every group."""
         check_name(config.reward.name)
+        self._reward_of_run = config.reward.name
         self._pool.close()
         self._pool = WorkerPool(config.reward.workers)
         self._timeout_seconds = config.reward.timeout_seconds

@@ -41,12 +41,13 @@ async def violations(call) -> dict[str, str]:
 # --- calls --------------------------------------------------------------------------------------------------------
 
 
-async def test_the_reward_calls(here):
+async def test_the_reward_calls(here, monkeypatch):
+    monkeypatch.setenv("RELAXD_ALLOWED_REWARDS", f"{BAD}, absent:f")
     async with here.service("reward", "reward-1") as process:
         stub = RewardStub(process.to)
         await here.coordinator.hears("reward-1", "IDLE")
         infos = (await stub.ListRewards(ListRewardsRequest())).rewards
-        assert [info.name for info in infos] == ["addition", "exact_match", "f1", "multiple_choice"]
+        assert [info.name for info in infos] == ["addition", "exact_match", "f1", "multiple_choice", "reasoning_gym"]
         assert all(info.description for info in infos)
 
         request = ScoreRequest(reward="addition", answer="46", responses=["It is 46", "47"])
@@ -71,6 +72,22 @@ async def test_the_reward_calls(here):
         assert "is not JSON" in found["metadata_json"]
         found = await violations(stub.Score(ScoreRequest(reward="absent:f", responses=["1"])))
         assert "No module named 'absent'" in found["reward"]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Score(ScoreRequest(reward="os:getcwd", responses=["1"]))
+        assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+        assert 'reward "os:getcwd" may not be asked for' in caught.value.details()
+        assert "--allowed-rewards" in caught.value.details()
+
+
+async def test_the_reward_of_the_run_may_be_asked_for(here):
+    async with here.service("reward", "reward-1") as process:
+        here.start_run(run_config(reward={"name": BAD}))
+        await here.coordinator.hears("reward-1", "READY")
+        stub = RewardStub(process.to)
+        assert (await stub.Score(ScoreRequest(reward=BAD, responses=["one"]))).scores[0].reward == 1.0
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Score(ScoreRequest(reward="bad_rewards:other", responses=["1"]))
+        assert f"that of the run ({BAD})" in caught.value.details()
 
 
 async def test_the_advantage_call(here):
