@@ -12,14 +12,28 @@ import redis
 
 from relaxd.cli.errors import CliError
 from relaxd.cli.ports import LOOPBACK
+from relaxd.cli.redis_address import without_password, write_private
+from relaxd.rpc.credentials import REDIS_FILES, with_certificates, with_password
 
 OLDEST = (7, 0)
 """Oldest version of redis-server that the board's scripts run on. Every Valkey is newer."""
 
 
 def given_url() -> str | None:
-    """The Redis that the environment names in REDIS_URL, if any."""
-    return os.environ.get("REDIS_URL") or None
+    """The Redis that the environment names in REDIS_URL, if any, with password and certificates from files.
+
+    Raises CliError when those can't be read.
+    """
+    url = os.environ.get("REDIS_URL")
+    if not url:
+        return None
+    try:
+        if (file := os.environ.get("RELAXD_REDIS_PASSWORD_FILE")) and not without_password(url)[1]:
+            url = with_password(url, file)
+        files = {name: os.environ.get(f"RELAXD_REDIS_{name.upper()}", "") for name in REDIS_FILES}
+        return with_certificates(url, files)
+    except (OSError, ValueError) as error:
+        raise CliError(f"REDIS_URL cannot be used: {error}") from error
 
 
 def find_server() -> Path:
@@ -44,13 +58,16 @@ def find_server() -> Path:
         raise CliError(f"no Redis found: {error}", "install redis-server, or set REDIS_URL") from error
 
 
-def server_command(folder: Path, port: int) -> list[str]:
+def server_command(folder: Path, port: int, password: str = "") -> list[str]:
     """The command that serves the data in `folder` on a loopback port.
 
     Append-only file, synced every second: a killed server loses at most the last second's writes of the host's death,
-    and none of its own. noeviction: a full Redis refuses writes instead of forgetting groups.
+    and none of its own. noeviction: a full Redis refuses writes instead of forgetting groups. The password goes into a
+    file there that only its owner may read: everyone may read a command line.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    settings = folder / "redis.conf"
+    write_private(settings, f"requirepass {password}\n" if password else "")
     options = {
         "bind": LOOPBACK,
         "port": str(port),
@@ -61,7 +78,7 @@ def server_command(folder: Path, port: int) -> list[str]:
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
-    words = [str(find_server())]
+    words = [str(find_server()), str(settings.resolve())]
     for key, value in options.items():
         words += [f"--{key}", value]
     return words
@@ -85,20 +102,16 @@ def wait_until_up(redis_url: str, *, seconds: float, gave_up: Callable[[], bool]
                 client.ping()
                 return
             except redis.AuthenticationError as error:
-                raise CliError(f"Redis at {_without_password(redis_url)} refuses the password: {error}") from error
+                raise CliError(f"Redis at {without_password(redis_url)[0]} refuses the password: {error}") from error
             except redis.RedisError as error:
                 if gave_up() or time.monotonic() >= deadline:
                     raise CliError(
-                        f"Redis at {_without_password(redis_url)} does not answer: {error}",
+                        f"Redis at {without_password(redis_url)[0]} does not answer: {error}",
                         "is it running, and is REDIS_URL right?" if given_url() else "see redis.log",
                     ) from error
             time.sleep(0.05)
     finally:
         client.close()
-
-
-def _without_password(redis_url: str) -> str:
-    return re.sub(r"//[^/@]*@", "//", redis_url)
 
 
 def _version(binary: str) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Bringing the services up on this machine, and down again."""
 
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from relaxd.cli.coordinator import Coordinator
 from relaxd.cli.environment import python_path
 from relaxd.cli.errors import CliError
 from relaxd.cli.ports import LOOPBACK, free_port, is_free
+from relaxd.cli.redis_address import without_password, write_private
 from relaxd.cli.state import StackState, StateFolder
 from relaxd.cli.supervisor import Plan, ServiceSpec
 from relaxd.v1.replica_pb2 import Role
@@ -41,20 +43,26 @@ def make_plan(
         raise CliError(f"port {port} on {LOOPBACK} is taken", "stop what uses it, or choose another: --port 0 for any")
     coordinator = f"{LOOPBACK}:{port or free_port()}"
     services = []
-    redis_url = embedded_redis.given_url()
-    if redis_url is None:
-        redis_port = free_port()
+    folder.create()
+    given = embedded_redis.given_url()
+    if given is None:
+        redis_port, password = free_port(), secrets.token_urlsafe(24)
         redis_url = embedded_redis.url(redis_port)
-        command = embedded_redis.server_command(redis_data or folder.redis_data, redis_port)
+        command = embedded_redis.server_command(redis_data or folder.redis_data, redis_port, password)
         services.append(ServiceSpec(name="redis", role="redis", command=command))
     else:
-        embedded_redis.wait_until_up(redis_url, seconds=5)
+        embedded_redis.wait_until_up(given, seconds=5)
+        redis_url, password = without_password(given)
+    if password:
+        write_private(folder.redis_password, password)
+    password_file = str(folder.redis_password) if password else ""
     common = {
         "PYTHONPATH": python_path(),
         "PYTHONUNBUFFERED": "1",
         "RELAXD_HOST": LOOPBACK,
         "RELAXD_COORDINATOR": coordinator,
         "RELAXD_REDIS": redis_url,
+        "RELAXD_REDIS_PASSWORD_FILE": password_file,
         "RELAXD_GRACE_SECONDS": str(grace_seconds),
     }
     launcher = f"{LOOPBACK}:{free_port()}"
@@ -80,6 +88,7 @@ def make_plan(
         state_folder=folder.path,
         coordinator=coordinator,
         redis=redis_url,
+        redis_password_file=password_file,
         services=services,
         templates=templates,
         stop_with_parent=stop_with_parent,

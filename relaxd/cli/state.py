@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from relaxd.cli.errors import CliError
+from relaxd.cli.redis_address import RedisAddress
 
 Phase = Literal["starting", "running", "restarting", "failed", "stopped"]
 
@@ -31,7 +32,7 @@ class ServiceState(BaseModel):
     """Scaled out; not one of those that the stack began with."""
 
 
-class StackState(BaseModel):
+class StackState(RedisAddress):
     """Everything that one supervisor runs."""
 
     pid: int
@@ -40,10 +41,8 @@ class StackState(BaseModel):
     """Unix time."""
     coordinator: str
     """host:port."""
-    redis: str
-    """URL."""
     stopping: bool = False
-    services: list[ServiceState] = []
+    services: list[ServiceState] = Field(default_factory=list)
 
     def failed(self) -> list[ServiceState]:
         """The services that the supervisor gave up on, of those that the stack began with."""
@@ -85,6 +84,7 @@ class StateFolder:
             (self.path / ".gitignore").write_text("*\n")
         except OSError as error:
             problem = f"cannot write the state folder {self.path}: {error.strerror}"
+        self.redis_password = self.path / "redis_password"
             raise CliError(problem, "choose another: --state DIR") from error
 
     def log(self, service: str) -> Path:

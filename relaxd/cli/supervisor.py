@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from relaxd.cli import embedded_redis
 from relaxd.cli.errors import CliError
@@ -24,6 +24,7 @@ from relaxd.cli.state import LaunchWish, LaunchWishes, Phase, ServiceState, Stac
 
 PR_SET_PDEATHSIG = 1
 
+from relaxd.cli.redis_address import RedisAddress
 
 class ServiceSpec(BaseModel):
     """One process to keep alive."""
@@ -35,17 +36,15 @@ class ServiceSpec(BaseModel):
     """Set on top of the supervisor's own environment."""
 
 
-class Plan(BaseModel):
+class Plan(RedisAddress):
     """What a supervisor is to run."""
 
     state_folder: Path
     coordinator: str
     """host:port."""
-    redis: str
-    """URL."""
     services: list[ServiceSpec]
     """Started in this order, stopped in the other; the roles redis and coordinator are stopped after all others."""
-    templates: dict[str, ServiceSpec] = {}
+    templates: dict[str, ServiceSpec] = Field(default_factory=dict)
     """By role: what one more replica is like, for the launcher."""
     stop_with_parent: bool = False
     """Stop everything when the process that started the supervisor is gone."""
@@ -318,3 +317,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+                redis_password_file=self.plan.redis_password_file,

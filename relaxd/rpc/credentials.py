@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 from relaxd.rpc.access import Access, Tokens
 from relaxd.rpc.tls import TlsFiles
@@ -66,10 +66,11 @@ def with_certificates(redis_url: str, files: Mapping[str, str]) -> str:
 
     Raises OSError, ValueError.
     """
-    given = {REDIS_FILES[name]: file for name, file in files.items() if file}
+    parts = urlsplit(redis_url)
+    there = parse_qs(parts.query)
+    given = {REDIS_FILES[name]: file for name, file in files.items() if file and REDIS_FILES[name] not in there}
     if not given:
         return redis_url
-    parts = urlsplit(redis_url)
     if parts.scheme != "rediss":
         raise ValueError(f"files for TLS to Redis go with a rediss:// URL, not {parts.scheme}://")
     for file in given.values():
