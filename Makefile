@@ -15,10 +15,11 @@ TORCH_INDEX_URL ?=
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-$(STAMP): pyproject.toml requirements.lock
+$(STAMP): pyproject.toml requirements.lock requirements/reasoning.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "relaxd needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) --requirement requirements.lock
+	@$(BIN)/pip install --quiet --requirement requirements/reasoning.lock || echo "reasoning-gym was not installed (one of its packages needs a C compiler): its tests will be skipped"
 	$(BIN)/pip install --quiet --no-deps --editable .
 	@touch $@
 
@@ -73,4 +74,7 @@ lock: ## write requirements.lock from what pyproject.toml asks for now
 	build/lock/bin/pip install --quiet $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) '.[coordinator,reward,advantage,launcher,rollout,trainer,demo,dev]'
 	{ sed '/^[^#]/,$$d' requirements.lock; build/lock/bin/pip freeze --exclude relaxd | sed 's/+cpu//'; } > build/requirements.lock
 	mv build/requirements.lock requirements.lock
+	build/lock/bin/pip freeze > build/frozen && build/lock/bin/pip install --quiet '.[reasoning]'
+	{ sed '/^[^#]/,$$d' requirements/reasoning.lock; build/lock/bin/pip freeze | grep -vxFf build/frozen; } > build/reasoning.lock
+	mv build/reasoning.lock requirements/reasoning.lock
 	build/lock/bin/python requirements/generate.py

@@ -2,6 +2,7 @@
 
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
 from relaxd.config.health import HealthConfig
+from relaxd.config.reasoning_gym import ReasoningGymConfig
 from relaxd.config.run import (
     BoardConfig,
     DataConfig,
@@ -26,6 +27,7 @@ __all__ = [
     "HealthConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ReasoningGymConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

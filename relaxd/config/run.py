@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from relaxd.config.algorithm import AlgorithmConfig
 from relaxd.config.base import Section
 from relaxd.config.health import HealthConfig
+from relaxd.config.reasoning_gym import ReasoningGymConfig
 
 
 class RunSection(Section):
@@ -37,8 +38,8 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Where prompts come from."""
 
-    source: Literal["addition", "jsonl"]
-    """addition: procedural sums. jsonl: a file with a JSON object per line."""
+    source: Literal["addition", "jsonl", "reasoning_gym"]
+    """addition: procedural sums. jsonl: a file with a JSON object per line. reasoning_gym: a task of that package."""
     path: Path | None = None
     """The file of a jsonl source. Each line has "prompt" (text, or a list of chat messages) and may have "answer"
     and anything else, which the reward gets as metadata."""
@@ -46,6 +47,8 @@ class DataConfig(Section):
     """The held-out file of a jsonl source; without it no evaluation happens."""
     digits: int = Field(default=2, ge=1, le=6)
     """Digits of each number of the addition source."""
+    reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
+    """The task of the reasoning_gym source."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longest prompt."""
     overlong: Literal["error", "skip"] = "error"
@@ -57,6 +60,11 @@ class DataConfig(Section):
     def _path_fits_source(self) -> Self:
         if self.source == "jsonl" and self.path is None:
             raise ValueError('data.path is missing: source = "jsonl" needs the path of a file')
+        if self.source == "reasoning_gym" and not self.reasoning_gym.task:
+            raise ValueError(
+                'data.reasoning_gym.task is missing: source = "reasoning_gym" needs the name of a task, such as '
+                '"spell_backward"'
+            )
         return self
 
 

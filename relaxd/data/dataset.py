@@ -12,6 +12,7 @@ from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.jsonl import read_jsonl
 from relaxd.data.models import resolve_model
+from relaxd.data.reasoning_gym import reasoning_gym
 from relaxd.data.tokens import PromptTokenizer
 
 CHECK_BATCH = 1024
@@ -160,6 +161,9 @@ def load_data(config: RunConfig) -> RunData:
     if data.source == "addition":
         field = "data"
         train, held_out = addition(data.digits)
+    elif data.source == "reasoning_gym":
+        field = held_out_field = "data.reasoning_gym"
+        train, held_out = reasoning_gym(data.reasoning_gym)
     else:
         field = "data.path"
         assert data.path is not None  # the configuration refuses it

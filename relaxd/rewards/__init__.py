@@ -9,6 +9,7 @@ from relaxd.rewards.base import BadRewardError, Reward, RewardInput, RewardOutpu
 from relaxd.rewards.exact_match import exact_match
 from relaxd.rewards.f1 import f1
 from relaxd.rewards.multiple_choice import multiple_choice
+from relaxd.rewards.reasoning_gym import reasoning_gym
 
 __all__ = [
     "REWARDS",
@@ -28,6 +29,7 @@ REWARDS: dict[str, Reward] = {
     "exact_match": exact_match,
     "f1": f1,
     "multiple_choice": multiple_choice,
+    "reasoning_gym": reasoning_gym,
 }
 """The bundled rewards by name."""
 
