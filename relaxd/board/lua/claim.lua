@@ -12,6 +12,7 @@ for _, pending in ipairs(call('XPENDING', stream_key(stage), WORKERS, 'IDLE', le
     if before >= max_deliveries then
       drop(fields.group, read_group(fields.group), 'poison', stage, before, false, 0)
     else
+      call('HINCRBY', P .. 'redelivered', stage, 1)
       taken[#taken + 1] = { entry[1], entry[2], pending[4] + 1 }
     end
   end

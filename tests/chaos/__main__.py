@@ -1,0 +1,138 @@
+"""`python -m tests.chaos --faults 200`, or a soak, `--minutes 60`. Ends with a table, and with 1 on a violation."""
+
+import argparse
+import itertools
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.reporting import RESULTS, machine
+from tests.chaos.campaign import Campaign, rows
+from tests.chaos.faults import Fault, all_faults, deck
+from tests.chaos.memory import Memory
+from tests.chaos.proxy import Loop
+from tests.chaos.stack import ChaosStack
+
+
+def until(end: float, faults: Iterator[Fault]) -> Iterator[Fault]:
+    """Faults until a time."""
+    return itertools.takewhile(lambda _: time.monotonic() < end, faults)
+
+
+def main() -> None:
+    """Break the stack until told enough."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--faults", type=int, default=200, help="how many")
+    parser.add_argument("--minutes", type=float, default=0.0, help="for so long instead: a soak")
+    parser.add_argument("--pause", type=float, default=None, help="seconds between faults (soak: 10)")
+    parser.add_argument("--seed", type=int, default=None, help="of the order and the victims")
+    parser.add_argument("--only", action="append", default=[], metavar="FAULT", help="only this kind (repeatable)")
+    parser.add_argument("--logs", type=Path, default=Path("chaos-logs"), help="where logs of violations go")
+    parser.add_argument("--folder", type=Path, default=None, help="for all files, which stay; else a temporary one")
+    parser.add_argument("--list", action="store_true", help="list the kinds of faults")
+    parser.add_argument("--result", default="", help="name of the results file (chaos, or soak)")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(fault.name for fault in all_faults()))
+        return
+    soak = options.minutes > 0
+    pause = options.pause if options.pause is not None else (10.0 if soak else 0.0)
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
+    console, facts, begun = Console(width=150), machine(), time.monotonic()
+    console.print(f"seed {seed}")
+    rng = random.Random(seed)
+    with ExitStack() as resources:
+        folder = options.folder or Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="relaxd-chaos-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        loop = resources.enter_context(Loop())
+        stack = resources.enter_context(ChaosStack(folder, loop, seed))
+        memory = resources.enter_context(Memory(stack))
+        campaign = Campaign(stack, rng, options.logs, pause, say=lambda text: console.print(text, highlight=False))
+        campaign.begin()
+        count = 10**6 if soak else options.faults
+        faults = iter(deck(min(count, 10**4), rng, tuple(options.only)))
+        last: list[str] = []
+        try:
+            campaign.run(until(time.monotonic() + options.minutes * 60, faults) if soak else faults)
+            last = campaign.end()
+        finally:
+            slopes = memory.slopes()
+            table = show(console, campaign)
+            if soak or options.minutes:
+                show_memory(console, slopes)
+    violations = sum(len(outcome.violations) for outcome in campaign.outcomes) + len(last)
+    for text in last:
+        console.print(f"VIOLATION at the end: {text}")
+    name = options.result or ("soak" if soak else "chaos")
+    document = {
+        "name": name,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": facts,
+        "seed": seed,
+        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "faults": len(campaign.outcomes),
+        "violations": violations,
+        "steps": len(campaign.books.steps),
+        "groups": {"trained": len(campaign.books.trained), "dropped": len(campaign.books.dropped)},
+        "recomputed": campaign.books.recomputed,
+        "rows": table,
+        "memory": {service: asdict(slope) for service, slope in slopes.items()},
+        "memory_samples": {
+            service: [(round(sample.time), round(sample.megabytes, 1)) for sample in samples]
+            for service, samples in sorted(memory.samples.items())
+        }
+        if soak
+        else {},
+        "last": last,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    console.print(
+        f"{len(campaign.outcomes)} faults, {violations} violations, {len(campaign.books.steps)} steps, "
+        f"{len(campaign.books.trained)} groups trained, {len(campaign.books.dropped)} dropped, seed {seed}"
+    )
+    sys.exit(1 if violations else 0)
+
+
+def show(console: Console, campaign: Campaign) -> list[dict[str, object]]:
+    """Print the table of faults, and return it for JSON."""
+    table = Table(title="seconds from the end of a fault (of a kill: from the kill) until training, until whole")
+    found = rows(campaign.outcomes)
+    for column in found[0]:
+        table.add_column(column, justify="left" if column == "fault" else "right")
+    for row in found:
+        table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()))
+    console.print(table)
+    return [{key: _plain(value) for key, value in row.items()} for row in found]
+
+
+def show_memory(console: Console, slopes: dict) -> None:
+    """Print the growth of every process."""
+    table = Table(title="memory: growth after warm-up, a level for each life")
+    for column in ("process", "MB", "MB/hour", "± error", "hours"):
+        table.add_column(column, justify="left" if column == "process" else "right")
+    for name, slope in slopes.items():
+        table.add_row(
+            name, f"{slope.last:.0f}", f"{slope.megabytes_per_hour:+.1f}", f"{slope.error:.1f}", f"{slope.hours:.2f}"
+        )
+    console.print(table)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return None if math.isnan(value) else round(value, 2)
+    return value
+
+
+if __name__ == "__main__":
+    main()

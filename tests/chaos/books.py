@@ -1,0 +1,182 @@
+"""The books, kept by an auditor who reads Redis and step files only, and believes no counter that can be counted."""
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import redis
+from safetensors import safe_open
+
+# KEYS: prefix. ARGV: last ledger id, last id of dropped. Everything at one moment; nothing is written.
+SNAPSHOT = """
+local P, call = KEYS[1], redis.call
+local open = call('SMEMBERS', P .. 'open')
+local groups = {}
+for i, id in ipairs(open) do groups[i] = call('HKEYS', P .. 'group:' .. id) end
+return {
+  call('HMGET', P .. 'state', 'published', 'trained', 'dropped', 'last_step', 'cursor'), open, groups,
+  call('HGETALL', P .. 'drops'), call('XRANGE', P .. 'ledger', '(' .. ARGV[1], '+'), call('XLEN', P .. 'ledger'),
+  call('XRANGE', P .. 'dropped', '(' .. ARGV[2], '+'), call('HKEYS', P .. 'retries'), call('TIME'),
+  call('HVALS', P .. 'redelivered'),
+}
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed step."""
+
+    number: int
+    committed: float
+    """Unix time."""
+    began: float
+    """Unix time at which the trainer was done with the step before, or came up."""
+
+
+@dataclass
+class Books:
+    """What was published, and what became of it."""
+
+    client: redis.Redis
+    run_id: str
+    run_folder: Path
+    max_staleness: int
+    groups_per_step: int
+    trained: dict[str, int] = field(default_factory=dict)
+    """Group -> step."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Group -> reason."""
+    steps: list[Step] = field(default_factory=list)
+    recomputed: int = 0
+    """Deliveries beyond a group's first at a stage, so far."""
+    _last_dropped: str = "0-0"
+    _step_files: set[str] = field(default_factory=set)
+
+    def audit(self) -> list[str]:
+        """Read what is new, and say everything that is wrong with the whole."""
+        wrong: list[str] = []
+        prefix = f"relaxd:{self.run_id}:"
+        last = len(self.steps)
+        reply = self.client.eval(SNAPSHOT, 1, prefix, f"{last}-0", self._last_dropped)
+        state, open_ids, open_fields, drops, ledger, ledger_length, dropped, retries, _, redelivered = reply
+        published, trained, dropped_count, last_step = (int(value) for value in state[:4])
+        open_groups = {id.decode() for id in open_ids}
+        waiting = {id.decode() for id in retries}
+        self.recomputed = sum(int(count) for count in redelivered)
+
+        wrong += self._read_ledger(ledger)
+        for entry_id, fields in dropped:
+            self._last_dropped = entry_id.decode()
+            values = dict(zip(fields[::2], fields[1::2], strict=True))
+            group = values[b"group"].decode()
+            if group in self.dropped:
+                wrong.append(f"group {group} was dropped twice")
+            self.dropped[group] = values[b"reason"].decode()
+            if values[b"retried"] == b"1":
+                waiting.add(group)
+
+        def same(what: str, one: int, other: int) -> None:
+            if one != other:
+                wrong.append(f"{what}: {one} is not {other}")
+
+        same("published = open + trained + dropped", published, len(open_groups) + trained + dropped_count)
+        same("steps in the ledger and last_step", ledger_length, last_step)
+        same("steps that were ever committed and the ledger", len(self.steps), ledger_length)
+        same("groups in the ledger and trained", len(self.trained), trained)
+        same("dropped groups seen and dropped", len(self.dropped), dropped_count)
+        same("drops by reason and dropped", sum(int(count) for count in drops[1::2]), dropped_count)
+        for one, other, what in (
+            (self.trained.keys(), self.dropped.keys(), "trained and dropped"),
+            (self.trained.keys(), open_groups, "trained and open"),
+            (self.dropped.keys(), open_groups, "dropped and open"),
+        ):
+            if both := sorted(one & other):
+                wrong.append(f"groups both {what}: {', '.join(both[:5])}")
+        wrong += self._lost(open_groups, published, json.loads(state[4]))
+        wrong += _stranded(open_ids, open_fields)
+        wrong += self._read_step_files()
+        return wrong
+
+    def poll(self) -> list[str]:
+        """Read new steps only."""
+        last = len(self.steps)
+        entries = self.client.xrange(f"relaxd:{self.run_id}:ledger", min=f"({last}-0")
+        return self._read_ledger([(id, [part for pair in fields.items() for part in pair]) for id, fields in entries])
+
+    def _read_ledger(self, entries: list) -> list[str]:
+        wrong = []
+        for entry_id, fields in entries:
+            values = dict(zip(fields[::2], fields[1::2], strict=True))
+            number = int(entry_id.split(b"-")[0])
+            plan, metrics = json.loads(values[b"plan"]), json.loads(values[b"metrics"])
+            if number != len(self.steps) + 1:
+                wrong.append(f"step {number} follows step {len(self.steps)}")
+            committed = float(values[b"time"])
+            self.steps.append(Step(number, committed, committed - metrics["step_seconds"]))
+            if len(plan["groups"]) != self.groups_per_step:
+                wrong.append(f"step {number} has {len(plan['groups'])} groups, not {self.groups_per_step}")
+            for group in plan["groups"]:
+                if group in self.trained:
+                    wrong.append(f"group {group} was trained in step {self.trained[group]} and in step {number}")
+                self.trained[group] = number
+            if metrics["staleness_max"] > self.max_staleness:
+                wrong.append(f"step {number} trained tokens that were {metrics['staleness_max']:g} versions old")
+        return wrong
+
+    def _lost(self, open_groups: set[str], published: int, cursor: dict | None) -> list[str]:
+        """Every place of the sequence of prompts before the cursor must be in the books, and nothing else."""
+        known = self.trained.keys() | self.dropped.keys() | open_groups
+        wrong = []
+        if len(known) != published:
+            wrong.append(f"published {published} groups, but {len(known)} are open, trained or dropped")
+        places: dict[int, set[int]] = defaultdict(set)
+        for group in known:
+            epoch, _, position = group.partition("~")[0].partition("-")
+            places[int(epoch)].add(int(position))
+        now = cursor or {"epoch": 0, "position": 0}
+        sizes = Counter(len(places[epoch]) for epoch in range(now["epoch"]))
+        if len(sizes) > 1:
+            wrong.append(f"epochs of different size were published: {dict(sizes)}")
+        for epoch, positions in places.items():
+            end = now["position"] if epoch == now["epoch"] else max(positions) + 1
+            if missing := sorted(set(range(end)) - positions):
+                wrong.append(f"{len(missing)} groups of epoch {epoch} are lost: {missing[:5]}")
+            if beyond := sorted(positions - set(range(end))):
+                wrong.append(f"groups of epoch {epoch} beyond the data cursor: {beyond[:5]}")
+        return wrong
+
+    def _read_step_files(self) -> list[str]:
+        """The versions of trained tokens, from the step files themselves."""
+        wrong = []
+        for path in sorted((self.run_folder / "steps").glob("step-*.safetensors")):
+            number = int(path.name[5:11])
+            if path.name in self._step_files or number > len(self.steps):
+                continue
+            try:
+                with safe_open(path, "numpy") as file:
+                    names = [key.rpartition("/")[0] for key in file.keys() if key.endswith("/versions")]  # noqa: SIM118
+                    versions = [
+                        file.get_tensor(f"{name}/versions")[file.get_tensor(f"{name}/loss_mask") != 0] for name in names
+                    ]
+            except FileNotFoundError:  # covered by a checkpoint meanwhile
+                continue
+            self._step_files.add(path.name)
+            oldest = min(int(np.min(column)) for column in versions if column.size)
+            if number - 1 - oldest > self.max_staleness:
+                wrong.append(f"step {number} trained tokens of version {oldest}")
+            if {name for name in names if self.trained.get(name) == number} != set(names):
+                wrong.append(f"the file of step {number} has other groups than the ledger")
+        return wrong
+
+
+def _stranded(ids: list[bytes], fields: list[list[bytes]]) -> list[str]:
+    """Open groups that no stage will ever see."""
+    wrong = []
+    for id, names in zip(ids, fields, strict=True):
+        offered = {name.removeprefix(b"entry:") for name in names if name.startswith(b"entry:")}
+        written = {name.removeprefix(b"@") for name in names if name.startswith(b"@")}
+        if not offered - written:
+            wrong.append(f"open group {id.decode()} is at no stage: {b', '.join(names).decode()}")
+    return wrong

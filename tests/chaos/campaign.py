@@ -1,0 +1,179 @@
+"""One fault after the other: do it, wait until training goes on and everything is whole, audit the books."""
+
+import random
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from relaxd.cli.coordinator import ENDED
+from tests.chaos.books import Books
+from tests.chaos.faults import PASSING, Fault, MomentMissed
+from tests.chaos.stack import MAX_STALENESS, RUN, ChaosStack
+
+GROUPS_PER_STEP = 4
+RECOVERY_SECONDS = 120.0
+"""Deadline for training to go on, and for everything to be whole."""
+TICK_SECONDS = 0.05
+
+
+@dataclass
+class Outcome:
+    """What a fault did."""
+
+    fault: str
+    begun: float
+    """Unix time."""
+    recovery: float | None = None
+    """Seconds until the first step was committed that began after the fault."""
+    whole: float | None = None
+    """Seconds until every service worked again and every engine had weights."""
+    recomputed: int = 0
+    """Deliveries of groups beyond the first."""
+    missed: bool = False
+    """The moment that it was meant for did not come: nothing was done."""
+    violations: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Campaign:
+    """Faults against one stack."""
+
+    stack: ChaosStack
+    rng: random.Random
+    logs: Path
+    """Where the logs go when something is violated."""
+    pause_seconds: float = 0.0
+    """Between a recovery and the next fault."""
+    say: Callable[[str], None] = print
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.books = Books(self.stack.redis, RUN, self.stack.run_folder, MAX_STALENESS, GROUPS_PER_STEP)
+
+    def begin(self) -> None:
+        """Wait until the run trains. Raises TimeoutError."""
+        began = time.time()
+        if (problem := self._until_whole(began)) or not self._until_step_after(began):
+            raise TimeoutError(f"the run did not begin to train: {problem or 'no step'}")
+        self.books.audit()
+
+    def run(self, faults: Iterator[Fault]) -> None:
+        """Do them all."""
+        for fault in faults:
+            outcome = self._do(fault)
+            self.outcomes.append(outcome)
+            self._tell(outcome)
+            if outcome.violations:
+                self._keep_logs(outcome)
+            time.sleep(self.pause_seconds)
+
+    def end(self) -> list[str]:
+        """End the run; returns what is wrong then."""
+        self.stack.coordinator.stop_run(RUN, "the faults are over")
+        deadline = time.monotonic() + RECOVERY_SECONDS
+        while self.stack.coordinator.run(RUN).state not in ENDED:
+            if time.monotonic() > deadline:
+                return [f"the run did not end within {RECOVERY_SECONDS:g} s"]
+            time.sleep(TICK_SECONDS)
+        wrong = self.books.audit()
+        if open_groups := self.stack.redis.scard(f"relaxd:{RUN}:open"):
+            wrong.append(f"{open_groups} groups are open after the run's end")
+        log = self.stack.state.log("trainer").read_text(errors="replace")
+        for words in ("the weights are not the same to the bit", "gradient norm %g, was"):
+            if count := log.count(words):
+                wrong.append(f"the trainer said {count} times: {words}")
+        supervisor = self.stack.state.log("supervisor").read_text(errors="replace")
+        if "giving it up" in supervisor:
+            wrong.append("the supervisor gave a service up")
+        return wrong
+
+    def _do(self, fault: Fault) -> Outcome:
+        outcome = Outcome(fault.name, time.time())
+        before = self.books.recomputed
+        self.say(f"[{len(self.outcomes) + 1}] {fault.name}")
+        try:
+            over = fault.act(self.stack, self.rng)
+        except MomentMissed as error:
+            outcome.missed = True
+            self.say(f"    missed: {error}")
+            over = time.time()
+        if not self._until_step_after(over):
+            outcome.violations.append(
+                f"no step within {RECOVERY_SECONDS:g} s; step {len(self.books.steps)}, {self._missing(over)}"
+            )
+        else:
+            outcome.recovery = next(step for step in self.books.steps if step.began >= over).committed - over
+        if problem := self._until_whole(over):
+            outcome.violations.append(f"not whole after {RECOVERY_SECONDS:g} s: {problem}")
+        else:
+            outcome.whole = time.time() - over
+        outcome.violations += self.books.audit()
+        outcome.recomputed = self.books.recomputed - before
+        return outcome
+
+    def _until_step_after(self, begun: float) -> bool:
+        """Wait for a committed step that began after a time."""
+        deadline = time.monotonic() + RECOVERY_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                self.books.poll()
+            except PASSING:
+                time.sleep(TICK_SECONDS)
+                continue
+            if self.books.steps and self.books.steps[-1].began >= begun:
+                return True
+            time.sleep(TICK_SECONDS)
+        return False
+
+    def _until_whole(self, since: float) -> str:
+        """Wait until everything is, as seen after a time; returns what is missing at the deadline."""
+        deadline = time.monotonic() + RECOVERY_SECONDS
+        while problem := self._missing(since):
+            if time.monotonic() > deadline:
+                return problem
+            time.sleep(2 * TICK_SECONDS)
+        return ""
+
+    def _missing(self, since: float) -> str:
+        try:
+            return self.stack.missing(since)
+        except PASSING as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _tell(self, outcome: Outcome) -> None:
+        seconds = " ".join(
+            f"{what} {value:.1f} s" if value is not None else f"{what} never"
+            for what, value in (("trains after", outcome.recovery), ("whole after", outcome.whole))
+        )
+        self.say(f"    {seconds}, recomputed {outcome.recomputed}, step {len(self.books.steps)}")
+        for violation in outcome.violations:
+            self.say(f"    VIOLATION: {violation}")
+
+    def _keep_logs(self, outcome: Outcome) -> None:
+        target = self.logs / f"{len(self.outcomes):04d}-{outcome.fault.replace(' ', '-').replace(':', '')}"
+        shutil.copytree(self.stack.state.logs, target, dirs_exist_ok=True)
+        (target / "violations.txt").write_text("\n".join(outcome.violations) + "\n")
+        self.say(f"    logs: {target}")
+
+
+def rows(outcomes: list[Outcome]) -> list[dict[str, object]]:
+    """The table: a row for each kind of fault, in seconds."""
+    by_fault: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        by_fault[outcome.fault].append(outcome)
+    return [_row(name, found) for name, found in sorted(by_fault.items())] + [_row("all", outcomes)]
+
+
+def _row(name: str, outcomes: list[Outcome]) -> dict[str, object]:
+    row: dict[str, object] = {"fault": name, "count": sum(not outcome.missed for outcome in outcomes)}
+    for what in ("recovery", "whole"):
+        seconds = [value for outcome in outcomes if (value := getattr(outcome, what)) is not None]
+        row[f"{what} p50"] = median(seconds) if seconds else float("nan")
+        row[f"{what} max"] = max(seconds, default=float("nan"))
+    row["recomputed"] = sum(outcome.recomputed for outcome in outcomes)
+    row["violations"] = sum(len(outcome.violations) for outcome in outcomes)
+    return row

@@ -1,0 +1,287 @@
+"""Everything that is done to the stack. A fault returns once it is over, with the time from which recovery counts."""
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+import redis
+
+from tests.chaos.proxy import Link
+from tests.chaos.relay import Moment
+from tests.chaos.stack import LEASE_SECONDS, ChaosStack
+
+SHORT_SECONDS, LONG_SECONDS = LEASE_SECONDS / 3, 2 * LEASE_SECONDS
+"""Shorter and longer than any lease."""
+DELAY_SECONDS = 0.2
+NOTICE_SECONDS = 60.0
+"""How long a fault waits for the moment that it is meant for."""
+
+Act = Callable[[ChaosStack, random.Random], float]
+"""Does it; returns the Unix time at which it was over (of a kill: at which it was done)."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault."""
+
+    name: str
+    act: Act
+
+
+class MomentMissed(Exception):
+    """What a fault waited for did not happen."""
+
+
+# --- deaths ---------------------------------------------------------------------------------------------------------
+
+
+def _kill(processes: list[psutil.Process]) -> float:
+    now = time.time()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return now
+
+
+def _one(stack: ChaosStack, rng: random.Random, role: str) -> str:
+    return rng.choice(stack.names(role))
+
+
+def kill_service(role: str, stack: ChaosStack, rng: random.Random) -> float:
+    """The process that speaks gRPC; its supervisor kills what it leaves."""
+    return _kill([stack.process(_one(stack, rng, role))])
+
+
+def kill_all(role: str, stack: ChaosStack, rng: random.Random) -> float:
+    return _kill([stack.process(name) for name in stack.names(role)])
+
+
+def kill_child(role: str, module: str, index: int, stack: ChaosStack, rng: random.Random) -> float:
+    """A process that a service has started."""
+    return _kill([stack.child(_one(stack, rng, role), module, index)])
+
+
+def kill_rank_when(pattern: str, stack: ChaosStack, rng: random.Random) -> float:
+    """A rank of the trainer, at the moment when a file of the run's folder appears that was not there."""
+    rank = stack.child("trainer", "services.trainer.rank", rng.randrange(2))
+    before = set(stack.run_folder.glob(pattern))
+    deadline = time.monotonic() + NOTICE_SECONDS
+    while not _new(stack.run_folder, pattern, before):
+        if time.monotonic() > deadline:
+            raise MomentMissed(f"no new {pattern} in {NOTICE_SECONDS:g} s")
+        time.sleep(0.001)
+    return _kill([rank])
+
+
+def _new(folder: Path, pattern: str, before: set[Path]) -> bool:
+    return not before.issuperset(folder.glob(pattern))
+
+
+def restart(role: str, stack: ChaosStack, rng: random.Random) -> float:
+    """In good order; the supervisor starts it again."""
+    process = stack.process(_one(stack, rng, role))
+    now = time.time()
+    process.terminate()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.wait(15)
+    return now
+
+
+# --- stalls ---------------------------------------------------------------------------------------------------------
+
+
+def stall(role: str, seconds: float, stack: ChaosStack, rng: random.Random) -> float:
+    """A service with all its processes stands still: a host that swaps, a virtual machine that moves."""
+    with stack.frozen(stack.tree(_one(stack, rng, role))):
+        time.sleep(seconds)
+    return time.time()
+
+
+def stall_child(role: str, module: str, seconds: float, stack: ChaosStack, rng: random.Random) -> float:
+    """Only a child stands still: its service answers and sends heartbeats."""
+    with stack.frozen([stack.child(_one(stack, rng, role), module, 0)]):
+        time.sleep(seconds)
+    return time.time()
+
+
+# --- network --------------------------------------------------------------------------------------------------------
+
+
+def _links(stack: ChaosStack, rng: random.Random, role: str, other: str) -> list[Link]:
+    return stack.between(_one(stack, rng, role), other)
+
+
+@contextlib.contextmanager
+def _bad(stack: ChaosStack, links: list[Link], how: str) -> Iterator[None]:
+    for link in links:
+        stack.loop.do(link.delay(DELAY_SECONDS) if how == "delay" else getattr(link, how)())
+    try:
+        yield
+    finally:
+        for link in links:
+            stack.loop.do(link.restore())
+
+
+def network(how: str, role: str, other: str, stack: ChaosStack, rng: random.Random) -> float:
+    """cut, delay or drop everything between a service and another one; sometimes for longer than a lease."""
+    seconds = LONG_SECONDS if how == "delay" else rng.choice((SHORT_SECONDS, LONG_SECONDS))
+    with _bad(stack, _links(stack, rng, role, other), how):
+        time.sleep(seconds)
+    return time.time()
+
+
+def reset_everything(stack: ChaosStack, rng: random.Random) -> float:
+    """All connections break at once."""
+    for link in stack.links.values():
+        stack.loop.do(link.reset())
+    return time.time()
+
+
+# --- Redis ----------------------------------------------------------------------------------------------------------
+
+
+def fill_redis(stack: ChaosStack, rng: random.Random) -> float:
+    """No memory is left, for longer than a lease."""
+    try:
+        stack.redis.config_set("maxmemory", int(stack.redis.info("memory")["used_memory"]))
+        time.sleep(LONG_SECONDS)
+    finally:
+        stack.redis.config_set("maxmemory", 0)
+    return time.time()
+
+
+# --- weight synchronisation -----------------------------------------------------------------------------------------
+
+
+def _at(
+    relay: str, method: str, moment: Moment, victim: Callable[[], psutil.Process], stack: ChaosStack
+) -> "threading.Event":
+    """Kill the victim at a moment of a call."""
+    process, done = victim(), threading.Event()
+
+    def strike() -> None:
+        _kill([process])
+        done.set()
+
+    stack.loop.do(stack.relays[relay].arm(method, moment, strike))
+    return done
+
+
+def _await(done: threading.Event, relay: str, stack: ChaosStack) -> float:
+    happened = done.wait(NOTICE_SECONDS)
+    now = time.time()
+    stack.loop.do(stack.relays[relay].disarm())
+    if not happened:
+        raise MomentMissed(f"{relay} was not called in {NOTICE_SECONDS:g} s")
+    return now
+
+
+def kill_in_sync(
+    relay_role: str, method: str, moment: Moment, role: str, module: str, stack: ChaosStack, rng: random.Random
+) -> float:
+    """Kill somebody (his child, if a module is given) at a moment of a call to an engine or the trainer."""
+    name = _one(stack, rng, role)
+    relay = name if relay_role == role else _one(stack, rng, relay_role)
+    victim = partial(stack.child, name, module) if module else partial(stack.process, name)
+    return _await(_at(relay, method, moment, victim, stack), relay, stack)
+
+
+def kill_engine_in_join(stack: ChaosStack, rng: random.Random) -> float:
+    """A weight group is built anew, because one engine died; another one dies while it is."""
+    first, second = rng.sample(stack.names("rollout"), 2)
+    done = _at(second, "JoinWeightGroup", "passed_on", partial(stack.child, second, ENGINE), stack)
+    _kill([stack.child(first, ENGINE)])
+    return _await(done, second, stack)
+
+
+ENGINE, RANK, WORKER = "services.rollout.engine_process", "services.trainer.rank", "services.reward.worker"
+
+
+def _named(name: str, act: Callable[..., float], *arguments: object) -> Fault:
+    return Fault(name, partial(act, *arguments))
+
+
+def all_faults() -> list[Fault]:
+    """Every kind."""
+    faults = [
+        *(_named(f"kill {role}", kill_service, role) for role in ("rollout", "reward", "advantage", "trainer")),
+        _named("kill coordinator", kill_service, "coordinator"),
+        _named("kill redis", kill_service, "redis"),
+        _named("kill both rollouts", kill_all, "rollout"),
+        _named("kill both rewards", kill_all, "reward"),
+        _named("kill engine", kill_child, "rollout", ENGINE, 0),
+        _named("kill reward worker", kill_child, "reward", WORKER, 0),
+        _named("kill trainer rank 0", kill_child, "trainer", RANK, 0),
+        _named("kill trainer rank 1", kill_child, "trainer", RANK, 1),
+        _named("kill a rank: step file written", kill_rank_when, "steps/step-*.safetensors"),
+        _named("kill a rank: writing a step file", kill_rank_when, "steps/*.partial"),
+        _named("kill a rank: checkpoint", kill_rank_when, "checkpoints/.*.partial"),
+        _named("restart coordinator", restart, "coordinator"),
+        _named("restart redis", restart, "redis"),
+        _named("restart rollout", restart, "rollout"),
+        *(
+            _named(f"stall {role} {length}", stall, role, seconds)
+            for role in ("rollout", "reward", "advantage", "trainer", "coordinator", "redis")
+            for length, seconds in (("short", SHORT_SECONDS), ("long", LONG_SECONDS))
+        ),
+        _named("stall engine long", stall_child, "rollout", ENGINE, LONG_SECONDS),
+        _named("stall trainer rank long", stall_child, "trainer", RANK, LONG_SECONDS),
+        *(
+            _named(f"{how}: {role} - {other}", network, how, role, other)
+            for how in ("cut", "delay", "drop")
+            for role, other in (
+                ("rollout", "redis"),
+                ("reward", "redis"),
+                ("trainer", "redis"),
+                ("coordinator", "redis"),
+                ("rollout", "coordinator"),
+                ("advantage", "coordinator"),
+                ("trainer", "coordinator"),
+            )
+        ),
+        _named("reset all connections", reset_everything),
+        _named("fill redis", fill_redis),
+        _named("sync: engine dies in join", kill_engine_in_join),
+    ]
+    sync: list[tuple[str, str, str, Moment, str, str]] = [
+        ("engine dies before pause", "rollout", "ReceiveWeights", "asked", "rollout", ENGINE),
+        ("engine dies in pause", "rollout", "ReceiveWeights", "passed_on", "rollout", ENGINE),
+        ("engine dies in broadcast", "trainer", "BroadcastWeights", "passed_on", "rollout", ENGINE),
+        ("engine dies after commit", "rollout", "ReceiveWeights", "answered", "rollout", ENGINE),
+        ("engine dies in resume", "rollout", "ResumeGeneration", "passed_on", "rollout", ENGINE),
+        ("rollout dies in broadcast", "trainer", "BroadcastWeights", "passed_on", "rollout", ""),
+        ("rank dies in broadcast", "trainer", "BroadcastWeights", "passed_on", "trainer", RANK),
+        ("trainer dies in broadcast", "trainer", "BroadcastWeights", "passed_on", "trainer", ""),
+        ("coordinator dies in broadcast", "trainer", "BroadcastWeights", "passed_on", "coordinator", ""),
+        ("coordinator dies after commit", "rollout", "ReceiveWeights", "answered", "coordinator", ""),
+    ]
+    faults += [_named(f"sync: {name}", kill_in_sync, *rest) for name, *rest in sync]
+    return faults
+
+
+SHORT_SUITE = (
+    *("kill rollout", "kill reward", "kill trainer rank 1", "kill coordinator", "kill redis", "stall advantage long"),
+    *("stall rollout short", "cut: reward - redis", "delay: trainer - redis", "drop: rollout - coordinator"),
+    *("fill redis", "sync: engine dies in broadcast"),
+)
+"""What the ordinary tests do: at least one of every kind, and those that pass quickly."""
+
+
+def deck(count: int, rng: random.Random, names: tuple[str, ...] = ()) -> list[Fault]:
+    """`count` faults in random order, each kind (or each of `names`) equally often. Raises KeyError: no such fault."""
+    kinds = {fault.name: fault for fault in all_faults()}
+    chosen = [kinds[name] for name in names] or list(kinds.values())
+    faults: list[Fault] = []
+    while len(faults) < count:
+        faults += rng.sample(chosen, len(chosen))
+    return faults[:count]
+
+
+PASSING = (redis.RedisError, psutil.Error, RuntimeError)
+"""What looking at a stack that is broken may raise."""

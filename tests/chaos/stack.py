@@ -1,0 +1,264 @@
+"""The stack under test: real services by the local supervisor, every connection between them through a link of ours."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import grpc
+import psutil
+import redis
+
+from relaxd.cli import stack
+from relaxd.cli.coordinator import Coordinator
+from relaxd.cli.errors import CliError
+from relaxd.cli.state import StackState, StateFolder
+from relaxd.rpc.client import sync_channel
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
+from tests.chaos.proxy import Link, Loop
+from tests.chaos.relay import Relay
+from tests.conftest import free_port
+from tests.models import make_tiny_model
+
+RUN = "chaos"
+LEASE_SECONDS = 3.0
+"""Of groups, and of replicas."""
+MAX_STALENESS = 1
+REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1}
+MARGIN_SECONDS = 0.5
+"""A heartbeat that came so soon after a fault may have been written before it."""
+RELAYED = ("rollout", "trainer")
+"""Roles whose calls are told apart: they take part in weight synchronisations."""
+CONFIG = """
+[run]
+steps = 1000000
+seed = {seed}
+folder = "{folder}/runs"
+
+[model]
+path = "{folder}/tiny"
+
+[data]
+source = "addition"
+digits = 1
+max_prompt_tokens = 128
+
+[reward]
+name = "tests.chaos.reward:even_bytes"
+workers = 1
+
+[rollout]
+samples_per_prompt = 2
+max_new_tokens = 8
+threads = 1
+
+[algorithm]
+drop_zero_variance = false
+
+[trainer]
+ranks = 2
+groups_per_step = 4
+threads = 1
+collective_timeout_seconds = 20
+
+[trainer.optimizer]
+lr = 1e-3
+
+[trainer.checkpoint]
+every = 10
+
+[board]
+lease_seconds = {lease}
+max_staleness = {staleness}
+max_deliveries = 20
+max_consecutive_drops = 1000
+
+[weights]
+verify = "always"
+timeout_seconds = 8
+connect_timeout_seconds = 5
+
+[telemetry]
+samples_per_step = 2
+"""
+# Faults fall upon the same few groups over and over: limits that are meant for a single bad group would only hide them.
+
+
+class ChaosStack:
+    """Redis, a coordinator, a trainer of two ranks, two rollout, reward and advantage replicas. A context manager."""
+
+    def __init__(self, folder: Path, loop: Loop, seed: int) -> None:
+        self.folder = folder
+        self.loop = loop
+        self.seed = seed
+        self.links: dict[tuple[str, str], Link] = {}
+        """By who connects and to whom: names of services, such as ("rollout-1", "redis")."""
+        self.relays: dict[str, Relay] = {}
+        self.state = StateFolder(folder / "state")
+        self.run_folder = folder / "runs" / RUN
+
+    def __enter__(self) -> Self:
+        make_tiny_model(self.folder / "tiny")
+        os.environ.pop("REDIS_URL", None)
+        plan = stack.make_plan(self.state, port=0, replicas=REPLICAS, stop_with_parent=True, grace_seconds=3.0)
+        plan.max_restarts = 1000  # it is we who kill them
+        coordinator, redis_port = _port(plan.coordinator), _port(plan.redis.rpartition("/")[0])
+        for spec in plan.services:
+            if spec.role not in (*stack.ROLES, "coordinator"):
+                continue
+            spec.environment |= {
+                "RELAXD_REDIS": f"redis://127.0.0.1:{self._link(spec.name, 'redis', redis_port)}/0",
+                "RELAXD_LEASE_SECONDS": str(LEASE_SECONDS),
+                "OMP_NUM_THREADS": "1",
+            }
+            if spec.role != "coordinator":
+                port = behind = free_port()
+                if spec.role in RELAYED:
+                    behind = free_port()
+                    self.relays[spec.name] = relay = Relay(spec.name, behind, port)
+                    self.loop.do(relay.start())
+                spec.environment |= {
+                    "RELAXD_COORDINATOR": f"127.0.0.1:{self._link(spec.name, 'coordinator', coordinator)}",
+                    "RELAXD_PORT": str(port),
+                    "RELAXD_ADVERTISE": f"127.0.0.1:{self._link('coordinator', spec.name, behind)}",
+                }
+        state = stack.up(self.state, plan, lambda text: None)
+        self.coordinator = Coordinator(state.coordinator)
+        self._channel = sync_channel(state.coordinator)
+        self._weights = CoordinatorStub(self._channel)
+        self.redis: redis.Redis = redis.Redis.from_url(state.redis, socket_timeout=5.0)
+        self.redis_url = state.redis
+        config = CONFIG.format(folder=self.folder, seed=self.seed, lease=LEASE_SECONDS, staleness=MAX_STALENESS)
+        self.coordinator.start_run(config, RUN)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for service in self._state().services if self.state.is_up() else ():
+            for process in self.tree(service.name):
+                with contextlib.suppress(psutil.Error):
+                    process.resume()
+        stack.down(self.state)
+        self.coordinator.__exit__()
+        self._channel.close()
+        self.redis.close()
+        for relay in self.relays.values():
+            self.loop.do(relay.stop())
+
+    # --- links
+
+    def _link(self, source: str, target: str, port: int) -> int:
+        link = Link(f"{source} > {target}", free_port(), port)
+        self.loop.do(link.start())
+        self.links[source, target] = link
+        return link.port
+
+    def between(self, one: str, other: str) -> list[Link]:
+        """The links of two services, in both directions."""
+        pairs = ((one, other), (other, one))
+        return [self.links[pair] for pair in pairs if pair in self.links]
+
+    # --- processes
+
+    def _state(self) -> StackState:
+        state = self.state.read()
+        if state is None:
+            raise RuntimeError("the supervisor is gone")
+        return state
+
+    def names(self, role: str) -> list[str]:
+        """Names of a role's services."""
+        return [service.name for service in self._state().services if service.role == role]
+
+    def process(self, name: str) -> psutil.Process:
+        """A service's process. Raises RuntimeError: it isn't up."""
+        pid = next(service.pid for service in self._state().services if service.name == name)
+        if pid is None:
+            raise RuntimeError(f"{name} is not up")
+        return psutil.Process(pid)
+
+    def tree(self, name: str) -> list[psutil.Process]:
+        """A service's process and all its children; empty when it isn't up."""
+        try:
+            process = self.process(name)
+            return [process, *process.children(recursive=True)]
+        except (RuntimeError, psutil.NoSuchProcess):
+            return []
+
+    def child(self, name: str, module: str, index: int = 0) -> psutil.Process:
+        """A service's index-th child that runs a module. Raises RuntimeError: there is none."""
+        found = [process for process in self.tree(name)[1:] if module in _command(process)]
+        if index >= len(found):
+            raise RuntimeError(f"{name} has no child {index} that runs {module}")
+        return sorted(found, key=lambda process: process.pid)[index]
+
+    @contextlib.contextmanager
+    def frozen(self, processes: list[psutil.Process]) -> Iterator[None]:
+        """Stop processes, and let them go on."""
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGCONT)
+
+    # --- being whole
+
+    def missing(self, since: float) -> str:
+        """What is not as it should be, for people; empty when every service works and every engine has weights.
+
+        Nothing counts that a service said before `since` (Unix time).
+        """
+        state = self._state()
+        if late := [s.name for s in state.services if s.phase != "running" or not _alive(s.pid)]:
+            return f"not running: {', '.join(late)}"
+        try:
+            run, replicas = self.coordinator.run(RUN), self.coordinator.replicas()
+            weights = self._weights.GetWeights(pb.GetWeightsRequest(), timeout=5)
+        except (CliError, grpc.RpcError) as error:
+            return f"the coordinator does not answer: {error}"
+        if run.state != pb.RUN_STATE_RUNNING:
+            return f"the run is {pb.RunState.Name(run.state)}: {run.reason}"
+        oldest = time.time() - since - MARGIN_SECONDS
+        ready = {
+            r.registration.replica_id
+            for r in replicas
+            if r.status.state == REPLICA_STATE_READY and r.heartbeat_age_seconds < oldest
+        }
+        wanted = {
+            f"{service.name}-r{service.restarts}" if service.restarts else service.name
+            for service in state.services
+            if service.role in REPLICAS
+        }
+        if wanted != ready:
+            return f"not ready: {', '.join(sorted(wanted - ready))}; not gone: {', '.join(sorted(ready - wanted))}"
+        epoch = int(self.redis.hget(f"relaxd:{RUN}:state", "trainer_epoch") or 0)
+        serving = [engine for engine in weights.engines if engine.weights.epoch == epoch]
+        if len(serving) < REPLICAS["rollout"]:
+            return f"{len(serving)} engines serve weights of the trainer's epoch {epoch}"
+        return ""
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def _alive(pid: int | None) -> bool:
+    try:
+        return pid is not None and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
