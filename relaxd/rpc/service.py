@@ -26,8 +26,12 @@ class ServiceStatus:
     run_replica's own knowledge, this is ignored."""
     weights: replica_pb2.WeightVersion | None = None
     """The weights it serves or has trained."""
+    progress: int = 0
+    """Counts what gets done, in steps that never take long: see GetStatusResponse.progress."""
     gauges: Mapping[str, float] = field(default_factory=dict)
     """Numbers worth a look, by name."""
+    awake: bool = False
+    """In a colocated run: whether its children have the device's memory."""
 
 
 class ReplicaService(ABC):
@@ -45,6 +49,9 @@ class ReplicaService(ABC):
     """Lease so many of the GPUs that this process sees, for children of the run that is started; `gpu_environment` of
     the answer is what the children need. () where there is no GPU. They are given back after stop_run. Raises
     ResourceExhausted, with who holds what. Set by run_replica."""
+    take_turn: Callable[[Callable[[str], None]], Awaitable[None]]
+    """In a colocated run: wait until children may be started, which there are none of. What it is given hears why they
+    may not yet. Set by run_replica."""
     give_up: Callable[[str], None]
     """Something broke that only a new process mends: say why, hand back what is held and end with exit code 1, so that
     whoever supervises this process starts another. Any thread may call it. Set by run_replica."""

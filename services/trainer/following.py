@@ -60,6 +60,10 @@ def follow(
                 part.end()
             case "abandon_checkpoint":
                 part.abandon()
+            case "offload" | "onload" as move:
+                before, after = learner.offload() if move == "offload" else learner.onload()
+                crew.add_up(before)
+                crew.add_up(after)
             case "verify_checkpoint":
                 crew.agree(part.intact(Path(command["folder"])))
             case "restore":

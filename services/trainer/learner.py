@@ -36,6 +36,7 @@ from services.trainer.hf_weights import (
 )
 from services.trainer.logprobs import VocabShard, token_logprobs
 from services.trainer.model import PolicyModel, build_model, padded_vocab, transformer_config
+from services.trainer.offload import Offload, gradient_tensors, memory_in_use, state_tensors
 from services.trainer.optimizer import NonFiniteGradients, build_optimizer, build_schedule, clip_and_step
 from services.trainer.packing import MicroBatch, with_padding
 from services.trainer.parallel import initialize
@@ -127,6 +128,7 @@ class Learner:
         self._step = 0
         self._sums: dict[str, Tensor] = {}
         self._model.zero_grad_buffer()
+        self._offload = Offload(self.world.device)
         self._exported = exported_parameters(self._policy, self._shape, self.world)
         self._changed = torch.cuda.Event() if self.world.device.type == "cuda" else None
         """When the GPU has the weights that `step` counts."""
@@ -233,6 +235,27 @@ class Learner:
         for parameter in self._policy.parameters():
             total += parameter.detach().view(words[parameter.element_size()]).sum(dtype=torch.int64)
         return int(total) % (1 << 48)
+
+    def offload(self) -> tuple[int, int]:
+        """Move weights, gradients and optimizer state to the host's memory; nothing else is called until `onload`.
+
+        Returns the bytes in use on this rank's device before and after, see `memory_in_use`.
+        """
+        before = memory_in_use(self.world.device)
+        models = [self._policy] if self._reference is None else [self._policy, self._reference]
+        tensors, gradients = state_tensors(models, self._optimizer), gradient_tensors(self._model)
+        if self._sums:  # of a step that is open
+            self._offload.offload([*tensors, *gradients])
+        else:
+            self._offload.offload(tensors, zeros=gradients)
+        return before, memory_in_use(self.world.device)
+
+    def onload(self) -> tuple[int, int]:
+        """Move everything back, to the bit. Returns the bytes in use before and after."""
+        before = memory_in_use(self.world.device)
+        self._offload.onload()
+        self._weights_changed()
+        return before, memory_in_use(self.world.device)
 
     def snapshot(self, folder: Path) -> Snapshot:
         """Take the state after the last `finish`, to be written into an empty folder. All ranks call it together."""

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from services.trainer.following import follow
 from services.trainer.intake import Intake
 from services.trainer.learner import Learner
 from services.trainer.rounds import RoundRunner
+from services.trainer.sleeping import TurnRequest
 from services.trainer.training import Controls, Training
 from services.trainer.weights_hold import HoldRefused, WeightsHold
 
@@ -56,6 +58,8 @@ class Rank:
                 "broadcast": self._broadcast,
                 "export": self._export,
                 "checkpoint": self._checkpoint,
+                "sleep": lambda params: self._turn(TurnRequest(asleep=True), params["seconds"]),
+                "wake": lambda params: self._turn(TurnRequest(False, params["metrics"]), params["seconds"]),
             }
         )
 
@@ -188,6 +192,13 @@ class Rank:
         except CheckpointFailed as error:
             raise HandlerError(str(error), kind="CheckpointFailed") from error
         return {"path": path, "step": step}
+
+    def _turn(self, request: TurnRequest, seconds: float) -> dict[str, Any]:
+        self._controls.turns.put(request)
+        try:
+            return asdict(request.answer.result(seconds))
+        except TimeoutError as error:
+            raise HandlerError(f"the training thread did not get to it within {seconds:g} s", kind="Late") from error
 
     def _sender(self) -> Broadcaster:
         if self._broadcaster is None:

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from relaxd.rpc.gpus import gpu_environment
 from relaxd.rpc.replica import ReplicaService, ServiceStatus, advertised_address
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.sync_ids import SyncIds
-from relaxd.v1 import coordinator_pb2, replica_pb2, trainer_pb2, trainer_pb2_grpc
+from relaxd.v1 import coordinator_pb2, replica_pb2, trainer_pb2, trainer_pb2_grpc, weights_pb2
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.export import export_folder
 from services.trainer.world import World
 
 MOST_SECONDS = 86400.0
 """Longest time that a caller may give anything."""
+TRANSPORTS = ("gloo", "nccl", "cuda_ipc")
 LEAVE_SECONDS = 5.0
 """Deadline for leaving a group: it only sets a flag and closes connections."""
 HOLD_MARGIN_SECONDS = 1.0
@@ -59,7 +61,8 @@ class TrainerService(ReplicaService):
             "ranks": config.trainer.ranks,
             "paused": False,  # pause_run follows, if it is
         }
-        self.world = World(self._settings, start, gpu_environment(gpus) | NCCL_ENVIRONMENT)
+        take_turn = self.take_turn if config.run.colocate else None
+        self.world = World(self._settings, start, gpu_environment(gpus) | NCCL_ENVIRONMENT, take_turn)
         self._living = asyncio.create_task(self.world.live(), name="world")
 
     async def stop_run(self) -> None:
@@ -93,9 +96,11 @@ class TrainerService(ReplicaService):
         return ServiceStatus(
             held_groups=world.held_groups,
             done_groups=world.done_groups,
+            progress=world.turns,
             detail=world.detail,
             state=world.state,
             weights=world.weights if world.ready else None,
+            awake=world.awake,
             gauges={"ranks": float(len(world.pids)), **{f"rank{i}_pid": float(p) for i, p in enumerate(world.pids)}},
         )
 
@@ -134,7 +139,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         violations = Violations()
         violations.check(group.name, "group.name", "is empty: a group has a name that was never used before")
         violations.check(
-            group.transport in ("gloo", "nccl"), "group.transport", f'is "{group.transport}": it must be gloo or nccl'
+            group.transport in TRANSPORTS,
+            "group.transport",
+            f'is "{group.transport}": it must be {" or ".join(TRANSPORTS)}',
         )
         violations.check(
             group.world_size > world.source_ranks,
@@ -244,6 +251,41 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             saved = await world.request(0, "checkpoint", {"seconds": seconds}, seconds)
         return trainer_pb2.TrainerSaveCheckpointResponse(
             path=saved["path"], weights=replica_pb2.WeightVersion(epoch=epoch, version=saved["step"])
+        )
+
+    async def Sleep(
+        self, request: trainer_pb2.TrainerSleepRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.TrainerSleepResponse:
+        """Move everything from the devices to the host's memory."""
+        memory = await self._change_turn(request, asleep=True, metrics={})
+        return trainer_pb2.TrainerSleepResponse(memory=memory)
+
+    async def Wake(
+        self, request: trainer_pb2.TrainerWakeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trainer_pb2.TrainerWakeResponse:
+        """Move everything back."""
+        memory = await self._change_turn(request, asleep=False, metrics=request.metrics)
+        return trainer_pb2.TrainerWakeResponse(memory=memory)
+
+    async def _change_turn(
+        self,
+        request: trainer_pb2.TrainerSleepRequest | trainer_pb2.TrainerWakeRequest,
+        *,
+        asleep: bool,
+        metrics: Mapping[str, float],
+    ) -> weights_pb2.MemoryChange:
+        seconds = request.timeout_seconds
+        violations = Violations()
+        violations.check(0 < seconds < float("inf"), "timeout_seconds", f"is {seconds:g}: it must be positive")
+        for name, value in metrics.items():
+            violations.check(math.isfinite(value), f"metrics[{name!r}]", f"is {value}: it must be finite")
+        violations.raise_if_any()
+        world = self._ready_world()
+        self._sync_ids.take(request.sync_id)
+        with _answering("sleep" if asleep else "wake up"):
+            change = await world.change_turn(asleep=asleep, metrics=metrics, seconds=seconds)
+        return weights_pb2.MemoryChange(
+            before_bytes=change["before"], after_bytes=change["after"], seconds=change["seconds"]
         )
 
     def _ready_world(self) -> World:

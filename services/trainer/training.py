@@ -23,6 +23,7 @@ from services.trainer.open_step import OpenStep
 from services.trainer.optimizer import NonFiniteGradients
 from services.trainer.plan import Packer, Plan, Round
 from services.trainer.rounds import RoundRunner
+from services.trainer.sleeping import Sleeping, TurnRequest
 from services.trainer.step_file import read_committed, step_file_path, write_step_file
 from services.trainer.timing import group_times, trainer_times
 from services.trainer.weights_hold import WeightsHold
@@ -30,6 +31,9 @@ from services.trainer.weights_hold import WeightsHold
 logger = logging.getLogger(__name__)
 
 Emit = Callable[[str, dict[str, Any]], None]
+
+IDLE_SECONDS = 0.02
+"""How often the training thread looks whether it is asked for anything while it may not train."""
 
 
 class Controls:
@@ -41,6 +45,7 @@ class Controls:
         self.drained = threading.Event()
         self.exports: queue.SimpleQueue[tuple[Path, Future[int]]] = queue.SimpleQueue()
         self.checkpoints: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self.turns: queue.SimpleQueue[TurnRequest] = queue.SimpleQueue()
         if paused:
             self.paused.set()
 
@@ -65,7 +70,7 @@ class Training:
         controls: Controls,
         emit: Emit,
     ) -> None:
-        """`emit` tells the parent: "progress" (detail, held, done), "version" (epoch, version, trace)."""
+        """`emit` tells the parent: "progress" (detail, held, done, turns), "version" (epoch, version, trace)."""
         self._config = config
         self._run_id = run_id
         self._run_folder = run_folder
@@ -80,9 +85,12 @@ class Training:
         self._checkpoints = checkpoints
         self._weights_checksum = 0
         self._controls = controls
+        self._sleeping = Sleeping(learner, crew, weights, controls.turns)
         self._emit = emit
         self._told: dict[str, Any] = {}
         self._done_groups = 0
+        self._turns = 0
+        self._told_at = 0.0
         self._last_end = time.monotonic()
 
     def run(self) -> None:
@@ -107,7 +115,7 @@ class Training:
                 self._checkpoints.after_step(plan.step)
         while True:
             self._between_rounds(f"all {self._config.run.steps} steps are done")
-            time.sleep(0.05)
+            time.sleep(IDLE_SECONDS)
 
     def _fill(self, opened: OpenStep) -> OpenStep | None:
         """Take groups and train on them as they come, until the step may close. None: it was given up."""
@@ -144,6 +152,7 @@ class Training:
 
     def _accumulate(self, opened: OpenStep, entry: Round) -> None:
         """Forward and backward of one round, on all ranks."""
+        self._tell(f"step {opened.number}: {len(opened.members)} groups")
         began = time.monotonic()
         needed = {piece.group_id for rank in entry.micro_batches for micro_batch in rank for piece in micro_batch}
         deliveries = [asdict(opened.members[group_id].delivery) for group_id in sorted(needed)]
@@ -185,6 +194,7 @@ class Training:
             **group_times(opened, ended),
             "tokens_per_second": metrics["tokens"] / max(seconds, 1e-9),
             "weights_checksum": float(self._weights_checksum),
+            **self._sleeping.take_metrics(),
         }
         samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step)
         while True:
@@ -235,8 +245,11 @@ class Training:
         while True:
             self._tell(detail)
             self._crew.tick()
-            self._export()
-            while not self._controls.checkpoints.empty():
+            self._sleeping.follow(self._crew.tick)
+            asleep = self._sleeping.asleep
+            if not asleep:
+                self._export()
+            while not asleep and not self._controls.checkpoints.empty():
                 self._checkpoints.request(self._controls.checkpoints.get())
             self._checkpoints.poll(self._learner.step)
             if self._controls.draining.is_set():
@@ -245,11 +258,13 @@ class Training:
                     self._controls.drained.set()
                     self._tell("drained")
                 go_on = False
+            elif asleep:
+                self._tell("asleep: the engines have the devices")
             elif not self._controls.paused.is_set():
                 return go_on
             else:
                 self._tell("paused")
-            time.sleep(0.05)
+            time.sleep(IDLE_SECONDS)
 
     def _export(self) -> None:
         """Write the model where somebody asked for it."""
@@ -274,8 +289,9 @@ class Training:
         return Packer(trainer.micro_batch_tokens, trainer.data_parallel, trainer.pipeline_parallel)
 
     def _tell(self, detail: str) -> None:
-        """Tell the parent how things are, if that changed."""
-        now = {"detail": detail, "held": self._intake.held, "done": self._done_groups}
-        if now != self._told:
-            self._told = now
-            self._emit("progress", now)
+        """Tell the parent how things are, if that changed, and in any case that this thread is alive, every second."""
+        self._turns += 1
+        told, now = time.monotonic(), {"detail": detail, "held": self._intake.held, "done": self._done_groups}
+        if now != self._told or told - self._told_at > 1.0:
+            self._told, self._told_at = now, told
+            self._emit("progress", {**now, "turns": self._turns})

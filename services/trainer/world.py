@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -32,10 +32,20 @@ ANNOUNCE_AGAIN_SECONDS = 0.5
 class World:
     """The ranks of one run, over all their lives."""
 
-    def __init__(self, settings: ServiceSettings, start: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        """`start` is what ranks are told at their start, `environment` is set on top of this process's."""
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        start: Mapping[str, Any],
+        environment: Mapping[str, str],
+        take_turn: Callable[[Callable[[str], None]], Awaitable[None]] | None = None,
+    ) -> None:
+        """`start` is what ranks are told at their start, `environment` is set on top of this process's. `take_turn` is
+        awaited before each start (ReplicaService.take_turn)."""
         self._settings = settings
         self._environment = environment
+        self._take_turn = take_turn
+        self.awake = False
+        """Whether the ranks have the devices' memory, in a colocated run."""
         self._start = dict(start)
         self._count: int = start["ranks"]
         self._ranks: Ranks | None = None
@@ -52,6 +62,8 @@ class World:
         self.held_groups = 0
         self.done_groups = 0
         self._done_before = 0
+        self.turns = 0
+        """Turns of the training loop, by rank 0's last word."""
         self.manifest = weights_pb2.WeightManifest()
         self.source_ranks = 0
         self.store_port = 0
@@ -98,6 +110,9 @@ class World:
             announcing = asyncio.create_task(self._announce(coordinator_pb2_grpc.CoordinatorStub(to_coordinator)))
             try:
                 while True:
+                    if self._take_turn is not None:
+                        await self._take_turn(self._say)
+                        self.awake = True
                     reason = await self._one_life()
                     delay = min(FIRST_DELAY_SECONDS * 2**self._failures, MOST_DELAY_SECONDS)
                     self._failures += 1
@@ -127,6 +142,15 @@ class World:
         if 0 in self._facts:
             await self._tell_paused()
 
+    async def change_turn(self, *, asleep: bool, metrics: Mapping[str, float], seconds: float) -> dict[str, Any]:
+        """Have the ranks sleep or wake up; returns before and after (bytes in use) and seconds. See `request`."""
+        if not asleep:
+            self.awake = True
+        params = {"seconds": seconds, "metrics": dict(metrics)}
+        change: dict[str, Any] = await self.request(0, "sleep" if asleep else "wake", params, seconds)
+        self.awake = not asleep
+        return change
+
     async def drain(self, seconds: float) -> int:
         """Take no new groups and hand back those that are held. Returns how many are still held."""
         if self._ranks is None or 0 not in self._facts or self.epoch == 0:
@@ -147,7 +171,7 @@ class World:
         except ChildError as error:
             return str(error)
         finally:
-            self._ranks, self.version = None, None
+            self._ranks, self.version, self.awake = None, None, False
             self.epoch, self.held_groups = 0, 0
             self._done_before = self.done_groups
             self._announcement.clear()
@@ -166,11 +190,15 @@ class World:
             case "progress":
                 self.detail, self.held_groups = values["detail"], values["held"]
                 self.done_groups = self._done_before + values["done"]
+                self.turns = values["turns"]
             case "version":
                 if self.version is not None:
                     self._failures = 0
                 self.version, self.step_trace = values["version"], values["trace"]
                 self._announcement.set()
+
+    def _say(self, detail: str) -> None:
+        self.detail = detail
 
     async def _tell_paused(self) -> None:
         with contextlib.suppress(ChildError, Unavailable):  # the next life is told at its start

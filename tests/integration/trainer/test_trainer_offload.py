@@ -1,0 +1,103 @@
+"""Away and back: the learner goes on to the bit, and meanwhile its storages are empty."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer import offload
+from services.trainer.learner import Learner
+from services.trainer.offload import Offload, gradient_tensors, state_tensors
+from services.trainer.packing import pack
+from services.trainer.parallel import shut_down
+from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", tied=True)
+
+
+@pytest.fixture
+def worlds() -> Iterator[None]:
+    yield
+    with contextlib.suppress(AssertionError):
+        shut_down()
+
+
+def trained(model: Path, dtype: str, *, away: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights after three steps, with a nap between any two things that a learner does."""
+    with contextlib.suppress(AssertionError):
+        shut_down()
+    learner = make_learner(Job(model, algorithm={"kl_coef": 0.1}, parallel={"dtype": dtype}))
+    losses = []
+    for step in range(3):
+        for part in (0, 1):
+            if away:
+                nap(learner)
+            learner.accumulate([pack(make_samples(6, seed=10 * step + part))])
+        if away:
+            nap(learner)
+        losses.append(learner.finish(12.0).loss)
+    if away:
+        nap(learner)
+    return losses, {name: tensor.clone() for name, tensor in learner.iter_hf_tensors()}
+
+
+def nap(learner: Learner) -> None:
+    learner.offload()
+    models = [learner._policy, learner._reference]
+    tensors = [*state_tensors([m for m in models if m is not None], learner._optimizer)]
+    tensors += gradient_tensors(learner._model)
+    assert len(tensors) > 20
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors if tensor.numel())
+    learner.onload()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_learner_goes_on_to_the_bit(model: Path, worlds: None, dtype: str) -> None:
+    losses, weights = trained(model, dtype, away=False)
+    losses_of_napper, weights_of_napper = trained(model, dtype, away=True)
+    assert losses == losses_of_napper
+    assert weights.keys() == weights_of_napper.keys()
+    assert all(torch.equal(weights[name], weights_of_napper[name]) for name in weights)
+
+
+def test_a_checkpoint_is_the_same_after_a_nap(model: Path, worlds: None, tmp_path: Path) -> None:
+    learner = make_learner(Job(model))
+    learner.accumulate([pack(make_samples(6))])
+    learner.finish(6.0)
+    nap(learner)
+    (tmp_path / "checkpoint").mkdir()
+    snapshot = learner.snapshot(tmp_path / "checkpoint")
+    snapshot.write()
+    snapshot.finish()
+    checksum = learner.checksum()
+    learner.accumulate([pack(make_samples(6, seed=3))])
+    learner.finish(6.0)
+    nap(learner)
+    learner.restore(tmp_path / "checkpoint", 1, same_layout=True)
+    assert learner.checksum() == checksum
+
+
+def test_storages_larger_than_a_chunk_and_views_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "CHUNK_BYTES", 4096)
+    generator = np.random.default_rng(0)
+    whole = torch.from_numpy(generator.standard_normal(5000)).clone()
+    view, other, zeros = whole[100:200], torch.arange(7), torch.zeros(1000)
+    before = whole.clone(), view.clone(), other.clone()
+    mover = Offload(torch.device("cpu"))
+    mover.offload([view, whole, other, torch.empty(0)], zeros=[zeros])
+    assert mover.away
+    assert whole.untyped_storage().nbytes() == zeros.untyped_storage().nbytes() == 0
+    with pytest.raises(RuntimeError, match="already"):
+        mover.offload([other])
+    mover.onload()
+    assert all(torch.equal(*pair) for pair in zip(before, (whole, view, other), strict=True))
+    assert zeros.shape == (1000,)
+    assert not zeros.any()
+    whole[150] = 7.0
+    assert view[50] == 7.0  # still the same memory
