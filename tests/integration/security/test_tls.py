@@ -1,0 +1,244 @@
+"""TLS and mutual TLS over real connections, and what people are told when it doesn't work."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from relaxd.rpc.access import Tokens
+from relaxd.rpc.client import channel, sync_channel
+from relaxd.rpc.doors import Doors
+from relaxd.rpc.server import RunningServer, start_server
+from relaxd.rpc.tls import TlsFiles, connection_hint
+from relaxd.v1 import coordinator_pb2, replica_pb2, replica_pb2_grpc
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
+from tests.certificates import Authority, environment
+
+PLAIN = TlsFiles()
+
+
+class Replica(replica_pb2_grpc.ReplicaServicer):
+    async def GetStatus(self, request, context):
+        return replica_pb2.GetStatusResponse(detail="in")
+
+
+class Coordinator(CoordinatorServicer):
+    async def ListReplicas(self, request, context):
+        return coordinator_pb2.ListReplicasResponse()
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    authority = Authority.create(tmp_path_factory.mktemp("certificates"))
+    authority.issue("expired", days=-1)
+    authority.issue("elsewhere", "DNS:elsewhere.example")
+    return authority
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.create(tmp_path_factory.mktemp("foreign"))
+
+
+@asynccontextmanager
+async def serve(files: TlsFiles, token: str | None = None) -> AsyncIterator[RunningServer]:
+    add = replica_pb2_grpc.add_ReplicaServicer_to_server
+    services = [
+        (add, Replica(), "relaxd.v1.Replica"),
+        (add_CoordinatorServicer_to_server, Coordinator(), "relaxd.v1.Coordinator"),
+    ]
+    running = await start_server(services, doors=Doors(Tokens(token=token) if token else None, tls=files), serving=True)
+    try:
+        yield running
+    finally:
+        await running.stop()
+
+
+async def call(server: RunningServer, files: TlsFiles, token: str | None = None) -> str:
+    """The answer, or what is wrong as a person is told."""
+    address = f"127.0.0.1:{server.port}"
+    async with channel(address, tls=files, token=token) as to:
+        try:
+            return (await replica_pb2_grpc.ReplicaStub(to).GetStatus(replica_pb2.GetStatusRequest(), timeout=20)).detail
+        except grpc.aio.AioRpcError as error:
+            return await asyncio.to_thread(connection_hint, address, error.details(), files)
+
+
+async def test_calls_go_over_tls(ours):
+    async with serve(ours.files("service"), token="right") as server:
+        assert await call(server, ours.files(), token="right") == "in"
+        with sync_channel(f"localhost:{server.port}", tls=ours.files(), token="right") as to:
+            stub = replica_pb2_grpc.ReplicaStub(to)
+            assert (await asyncio.to_thread(stub.GetStatus, replica_pb2.GetStatusRequest())).detail == "in"
+            del stub
+
+
+@pytest.mark.parametrize(
+    ("certificate", "told"),
+    [
+        ("expired", "its certificate has expired: renew it"),
+        ("elsewhere", "its certificate is not for 127.0.0.1: call it by a name in the certificate, or set --tls-name"),
+    ],
+)
+async def test_a_server_whose_certificate_is_wrong_is_not_talked_to(ours, certificate, told):
+    async with serve(ours.files(certificate)) as server:
+        assert (await call(server, ours.files())).startswith(told)
+
+
+async def test_a_server_may_go_by_one_name_on_every_host(ours):
+    async with serve(ours.files("elsewhere")) as server:
+        assert await call(server, ours.files(server_name="elsewhere.example")) == "in"
+        told = await call(server, ours.files(server_name="relaxd"))
+        assert told.startswith("its certificate is not for relaxd")
+
+
+async def test_a_foreign_server_is_not_talked_to(ours, theirs):
+    async with serve(theirs.files("service")) as server:
+        told = await call(server, ours.files())
+    assert told == (
+        f"its certificate is not signed by an authority in {ours.certificate} (--tls-authority / RELAXD_TLS_AUTHORITY)"
+    )
+
+
+async def test_plain_and_tls_do_not_mix_and_say_so(ours):
+    async with serve(ours.files("service")) as server:
+        assert "it speaks TLS: name the authority of its certificate with --tls-authority" in await call(server, PLAIN)
+    async with serve(ours.files("service", clients=True)) as server:
+        assert "it speaks TLS: name the authority of its certificate with --tls-authority" in await call(server, PLAIN)
+    async with serve(PLAIN) as server:
+        assert "it does not speak TLS: unset --tls-authority" in await call(server, ours.files())
+        assert await asyncio.to_thread(connection_hint, f"127.0.0.1:{server.port}", "", PLAIN) == ""
+    assert await asyncio.to_thread(connection_hint, f"127.0.0.1:{server.port}", "Connection refused", PLAIN) == ""
+
+
+async def test_mutual_tls_lets_in_only_those_with_a_certificate(ours, theirs):
+    async with serve(ours.files("service", clients=True)) as server:
+        assert await call(server, ours.files("service")) == "in"
+        assert await call(server, ours.files("person")) == "in"
+        told = await call(server, ours.files())
+        assert told.startswith("it asks for a client's certificate: set --tls-certificate / RELAXD_TLS_CERTIFICATE")
+        stranger = replace(theirs.files("person"), authority=ours.certificate)
+        assert (await call(server, stranger)).startswith(f"it refuses the certificate in {stranger.certificate}: ")
+        assert (await call(server, ours.files("expired"))).startswith("it refuses the certificate in ")
+
+
+async def test_a_persons_certificate_makes_no_server(ours):
+    async with serve(ours.files("person")) as server:
+        assert await call(server, ours.files(server_name="person")) != "in"
+
+
+async def test_a_renewed_certificate_is_used_without_a_restart(ours, theirs, tmp_path, caplog):
+    def install(authority: Authority, name: str) -> None:
+        for suffix in ("crt", "key"):
+            new = shutil.copy(authority.folder / f"{name}.{suffix}", tmp_path / "new")
+            os.replace(new, tmp_path / f"mine.{suffix}")
+
+    install(ours, "expired")
+    mine = TlsFiles(certificate=str(tmp_path / "mine.crt"), key=str(tmp_path / "mine.key"))
+    async with serve(mine) as server:
+        assert (await call(server, ours.files())).startswith("its certificate has expired")
+        install(ours, "service")
+        assert await call(server, ours.files()) == "in"
+        (tmp_path / "mine.key").write_text("half a fi")
+        assert await call(server, ours.files()) == "in"
+        install(theirs, "service")
+        assert await call(server, theirs.files()) == "in"
+    assert "still using the certificate from before" in caplog.text
+    assert "BEGIN" not in caplog.text
+
+
+async def run(*words: str, **variables: str) -> tuple[int | None, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RELAXD_")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *words, env=clean | variables, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    async with asyncio.timeout(60):
+        output, _ = await process.communicate()
+    return process.returncode, " ".join(output.decode().split())
+
+
+async def test_the_health_check_knocks_with_the_services_own_certificate(ours):
+    files = ours.files("service", clients=True)
+    async with serve(files) as server:
+        port = {"RELAXD_PORT": str(server.port)}
+        assert await run("-m", "relaxd.rpc.health_check", **environment(files), **port) == (
+            0,
+            f"127.0.0.1:{server.port} serves",
+        )
+        code, output = await run("-m", "relaxd.rpc.health_check", **port)
+        assert (code, "UNAVAILABLE" in output) == (1, True)
+        code, output = await run("-m", "relaxd.rpc.health_check", **port, RELAXD_TLS_AUTHORITY="/no/such/file")
+        assert (code, "cannot be read" in output) == (1, True)
+
+
+async def test_the_command_line_says_what_it_lacks(ours, tmp_path):
+    (tmp_path / "token").write_text("right\n")
+    files = ours.files("service", clients=True)
+    cli = ("-m", "relaxd.cli")
+    async with serve(files, token="right") as server:
+        status = ("status", "--coordinator", f"127.0.0.1:{server.port}")
+        code, output = await run(*cli, *status)
+        assert (code, "it speaks TLS" in output) == (1, True)
+        code, output = await run(*cli, "--tls-authority", ours.certificate, *status)
+        assert (code, "it asks for a client's certificate" in output) == (1, True)
+        person = ours.files("person")
+        options = ("--tls-authority", ours.certificate, "--tls-certificate", person.certificate)
+        options += ("--tls-key", person.key)
+        code, output = await run(*cli, *options, *status)
+        assert (code, "wants another token --token-file" in output.replace(" try:", "")) == (1, True), output
+        code, output = await run(*cli, *options, "--token-file", str(tmp_path / "token"), *status, RELAXD_TOKEN="wrong")
+        assert "ListRuns is not implemented" in output  # it is in
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"certificate": "service.crt"}, "--tls-certificate / RELAXD_TLS_CERTIFICATE is set, but not --tls-key"),
+        ({"client_authority": "authority.crt"}, "is set, but not --tls-certificate"),
+        ({"name": "relaxd"}, "--tls-name / RELAXD_TLS_NAME is set, but not --tls-authority"),
+        ({"authority": "absent.crt"}, "--tls-authority / RELAXD_TLS_AUTHORITY: cannot read"),
+        ({"authority": "service.key"}, "there is no PEM certificate in"),
+        ({"certificate": "service.crt", "key": "person.key"}, "are no certificate and its unencrypted private key"),
+        ({"certificate": "service.crt", "key": "locked.key"}, "are no certificate and its unencrypted private key"),
+    ],
+)
+def test_files_that_do_not_fit_are_named(ours, values, told):
+    locked = ("openssl", "ec", "-in", "service.key", "-aes128", "-passout", "pass:word", "-out", "locked.key")
+    subprocess.run(locked, cwd=ours.folder, check=True, capture_output=True, timeout=60)
+    files = {name: value if name == "name" else str(ours.folder / value) for name, value in values.items()}
+    with pytest.raises(ValueError, match=r"-") as caught:
+        TlsFiles(**files).check()
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("set_it", ["RELAXD_TLS_CERTIFICATE", "RELAXD_TLS_AUTHORITY"])
+async def test_a_service_takes_both_ends_of_tls_or_none(ours, set_it):
+    variables = environment(ours.files("service"))
+    if set_it == "RELAXD_TLS_AUTHORITY":
+        variables = {set_it: variables[set_it]}
+    else:
+        del variables["RELAXD_TLS_AUTHORITY"]
+    code, output = await run("-m", "services.reward", **variables)
+    assert code == 2
+    assert f"{set_it} is set, but not" in output
+
+
+async def test_a_service_refuses_to_listen_for_everyone(tmp_path: Path):
+    coordinator = {"RELAXD_COORDINATOR": "127.0.0.1:1", "RELAXD_HOST": "0.0.0.0"}
+    code, output = await run("-m", "services.reward", **coordinator)
+    assert code == 1
+    assert "refusing to listen on 0.0.0.0 without authentication" in output
+    # With a token it goes on to the next thing that is wrong.
+    tokens = tmp_path / "tokens"
+    tokens.write_text("service all right\nread looker other\n")
+    coordinator |= {"RELAXD_TOKENS_FILE": str(tokens), "RELAXD_TOKEN": "other"}
+    code, output = await run("-m", "services.reward", **coordinator)
+    assert (code, '"looker" is no such' in output) == (2, True)
