@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from relaxd.cli.state import LaunchWish, LaunchWishes, ServiceState, StateFolder
+from relaxd.cli.state import LaunchWish, LaunchWishes, RestartWish, ServiceState, StateFolder
 from relaxd.cli.supervisor import Plan
-from relaxd.rpc.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from relaxd.rpc.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
 from relaxd.rpc.launcher import run_launcher
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import launcher_pb2 as pb
@@ -21,6 +21,7 @@ from relaxd.v1 import launcher_pb2 as pb
 LOOK_SECONDS = 0.05
 LAUNCH_SECONDS = 10.0
 """How long the supervisor may take to notice."""
+RESTARTABLE = ("trainer", "rollout", "reward", "advantage")
 
 
 class LocalHost:
@@ -62,7 +63,35 @@ class LocalHost:
         with self._writing:
             wishes = self._folder.read_launched()
             wishes.wishes.pop(launch_id, None)
+            wishes.restarts.pop(launch_id, None)
             self._folder.write_launched(wishes)
+
+    def restart(self, instance: str, replica_id: str) -> str:
+        """See Host."""
+
+        def found() -> ServiceState | None:
+            return next((service for service in self._all_services() if service.name == instance), None)
+
+        service = found()
+        if service is None:
+            raise NotFound(f"the supervisor of {self._folder.path} has no {instance!r}")
+        if service.role not in RESTARTABLE:
+            raise FailedPrecondition(
+                f"{instance} is of role {service.role}, and only {', '.join(RESTARTABLE)} are restarted so"
+            )
+        with self._writing:
+            wishes = self._folder.read_launched()
+            before = wishes.restarts.get(instance)
+            number = 1 + (before.number if before else 0)
+            wishes.restarts[instance] = RestartWish(number=number, replica_id=replica_id)
+            self._folder.write_launched(wishes)
+
+        def followed() -> bool:
+            now = found()
+            return now is None or now.restart_wish >= number
+
+        self._until(followed, LAUNCH_SECONDS, f"it did not restart {instance}")
+        return f"{instance} was {service.phase}" + (f", process {service.pid}" if service.pid else "")
 
     def instances(self) -> list[pb.Instance]:
         """See Host."""
@@ -81,10 +110,13 @@ class LocalHost:
         return pb.Instance(launch_id=launch_id, role=role, state=state, detail=detail)
 
     def _services(self) -> dict[str, ServiceState]:
+        return {service.name: service for service in self._all_services() if service.launched}
+
+    def _all_services(self) -> list[ServiceState]:
         state = self._folder.read()
         if state is None:
             raise Unavailable(f"the supervisor of {self._folder.path} is gone")
-        return {service.name: service for service in state.services if service.launched}
+        return state.services
 
     def _until(self, condition: Callable[[], bool], seconds: float, problem: str) -> None:
         end = time.monotonic() + seconds

@@ -30,6 +30,8 @@ class ServiceState(BaseModel):
     """How it ended last; negative is the signal that ended it."""
     launched: bool = False
     """Scaled out; not one of those that the stack began with."""
+    restart_wish: int = 0
+    """Number of the last RestartWish that was followed."""
 
 
 class StackState(RedisAddress):
@@ -60,7 +62,7 @@ class LaunchWish(BaseModel):
 
 
 class LaunchWishes(BaseModel):
-    """What the launcher wants, by launch id. It alone writes them, and the supervisor follows."""
+    """What the launcher wants, by launch id or name. It alone writes them, and the supervisor follows."""
 
     wishes: dict[str, LaunchWish] = {}
 
@@ -72,6 +74,7 @@ class StateFolder:
         self.path = path.resolve()
         self.logs = self.path / "logs"
         self.redis_data = self.path / "redis"
+    restarts: dict[str, RestartWish] = {}
         self.plan = self.path / "plan.json"
         self._state = self.path / "state.json"
         self._launched = self.path / "launched.json"

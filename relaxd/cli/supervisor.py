@@ -2,6 +2,10 @@
 
 It is a process of its own (`python -m relaxd.cli.supervisor PLAN.json`), started by `relaxd up` and `relaxd demo`, with
 one thread: children are forked from it with a parent-death signal, which is tied to the forking thread.
+
+Of services that die by themselves it limits the restarts (max_restarts). Restarts that the coordinator asks for,
+through the service itself (exit code RESTART) or the launcher, are limited by the coordinator ([health] in the run's
+configuration), don't count here, and also start a service that was given up here.
 """
 
 import contextlib
@@ -20,11 +24,12 @@ from pydantic import BaseModel, Field
 
 from relaxd.cli import embedded_redis
 from relaxd.cli.errors import CliError
+from relaxd.cli.redis_address import RedisAddress
 from relaxd.cli.state import LaunchWish, LaunchWishes, Phase, ServiceState, StackState, StateFolder
+from relaxd.rpc.exit_codes import RESTART
 
 PR_SET_PDEATHSIG = 1
 
-from relaxd.cli.redis_address import RedisAddress
 
 class ServiceSpec(BaseModel):
     """One process to keep alive."""
@@ -69,13 +74,20 @@ class Child:
         self.process: subprocess.Popen[bytes] | None = None
         self.restart_at: float | None = None
         self.deaths: deque[float] = deque()
+        self.asked_to_restart = False
+        """Its process was killed to be started again."""
+
+    @property
+    def replica_id(self) -> str:
+        """The id of its newest process."""
+        return self.spec.name + (f"-r{self.state.restarts}" if self.state.restarts else "")
 
     def start(self) -> None:
         """Start the process, in a session of its own, so that Ctrl-C in the terminal doesn't reach it."""
         environment = os.environ | self.spec.environment
         # A restarted process is another replica: what the dead one held is claimed, not continued.
-        suffix = f"-r{self.state.restarts}" if self.state.restarts else ""
-        environment["RELAXD_REPLICA_ID"] = self.spec.name + suffix
+        environment["RELAXD_REPLICA_ID"] = self.replica_id
+        environment["RELAXD_INSTANCE"] = self.spec.name
         self.restart_at = None
         try:
             with self.log.open("ab") as output:
@@ -193,6 +205,26 @@ class Supervisor:
                 child.signal(signal.SIGTERM)
                 if child.process is None:
                     self._forget(child)
+        for name, restart in self.folder.read_launched().restarts.items():
+            child = next((child for child in self.children if child.spec.name == name), None)
+            if child is not None and child.state.restart_wish < restart.number:
+                child.state.restart_wish = restart.number
+                self._restart(child, restart.replica_id, now)
+                self._write()
+
+    def _restart(self, child: Child, replica_id: str, now: float) -> None:
+        """Kill a process, whatever state it is in, and start the next one."""
+        if child.kill_at is not None:
+            return  # it is to end for good
+        if child.process is None:
+            self._say(f"the coordinator wants {child.spec.name} started again")
+            child.deaths.clear()
+            child.restart_at = now
+        elif replica_id in ("", child.replica_id):
+            self._say(f"the coordinator wants {child.spec.name} restarted: killing it")
+            child.deaths.clear()
+            child.asked_to_restart = True
+            child.signal(signal.SIGKILL)
 
     def _launch(self, launch_id: str, wish: LaunchWish) -> None:
         template = self.plan.templates[wish.role]
@@ -214,6 +246,12 @@ class Supervisor:
     def _after_death(self, child: Child, now: float) -> None:
         if child.kill_at is not None:
             self._forget(child)
+            return
+        if child.asked_to_restart or child.state.exit_code == RESTART:
+            child.asked_to_restart = False
+            child.restart_at = now + self.plan.first_backoff_seconds
+            child.set_phase("restarting")
+            self._say(f"{child.spec.name} {_describe_exit(child.state.exit_code)}, as it was told; restarting it")
             return
         while child.deaths and now - child.deaths[0] > self.plan.restart_window_seconds:
             child.deaths.popleft()
@@ -282,6 +320,7 @@ class Supervisor:
                 started=self.started,
                 coordinator=self.plan.coordinator,
                 redis=self.plan.redis,
+                redis_password_file=self.plan.redis_password_file,
                 stopping=self.stopping,
                 services=[child.state for child in self.children],
             )
@@ -317,4 +356,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-                redis_password_file=self.plan.redis_password_file,

@@ -20,6 +20,7 @@ from relaxd.v1.launcher_pb2_grpc import add_LauncherServicer_to_server
 LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
 MOST_GRACE_SECONDS = 600.0
+_NAME_RULE = "must be 1 to 100 letters, digits, dots, dashes and underscores, the first one a letter or digit"
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +36,9 @@ class Host(Protocol):
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
         """End a replica; returns once it is gone."""
+
+    def restart(self, instance: str, replica_id: str) -> str:
+        """Kill a process and start it again (see the proto); says what was done."""
 
     def instances(self) -> list[pb.Instance]:
         """What was launched and not removed."""
@@ -78,6 +82,17 @@ class LauncherServicer(Servicer):
         _log.info("removed %s", request.launch_id)
         return pb.RemoveResponse()
 
+    async def Restart(self, request: pb.LauncherRestartRequest, context: Any) -> pb.LauncherRestartResponse:
+        """See the proto."""
+        violations = Violations()
+        violations.check(LAUNCH_ID.fullmatch(request.instance), "instance", _NAME_RULE)
+        violations.check(len(request.replica_id) <= 128, "replica_id", "must be a replica's id, or empty")
+        violations.raise_if_any()
+        self._check_epoch(request.epoch)
+        detail = await asyncio.to_thread(self._host.restart, request.instance, request.replica_id)
+        _log.info("restarted %s: %s", request.instance, detail)
+        return pb.LauncherRestartResponse(detail=detail)
+
     async def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
         """See the proto."""
         instances = await asyncio.to_thread(self._host.instances)
@@ -108,5 +123,5 @@ def _check_launch_id(launch_id: str, violations: Violations) -> None:
     violations.check(
         LAUNCH_ID.fullmatch(launch_id),
         "launch_id",
-        "must be 1 to 100 letters, digits, dots, dashes and underscores, the first one a letter or digit",
+        _NAME_RULE,
     )

@@ -13,13 +13,17 @@ A service implements ReplicaService; run_replica does the rest:
 - With settings.standby it registers only when Replica.Join asks it to, and until Replica.Leave.
 - A service that gives up (give_up) is FAILED, drains as on SIGTERM, and the process ends with code 1: whoever
   supervises it starts another. So does a replica whose GPUs another one got while it was out of touch.
+- Replica.Restart ends the process within RESTART_SECONDS, whatever hangs in it: what is held is handed back, no drain
+  awaited, and the exit code (relaxd.rpc.exit_codes) says that it is no failure.
 - SIGTERM or SIGINT: health says NOT_SERVING, the service drains within grace_seconds, the process ends with code 0. A
   second signal ends it at once, with code 1.
 """
 
 import asyncio
 import logging
+import os
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -29,6 +33,7 @@ from relaxd.rpc.assignment import AssignmentFollower
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, ServerError
 from relaxd.rpc.gpus import GpuLeases, gpu_gauges, visible_gpus
+from relaxd.rpc.exit_codes import RESTART
 from relaxd.rpc.membership import Membership, Refused
 from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.service import ReplicaService, ServiceStatus
@@ -45,11 +50,14 @@ ANSWER_SECONDS = 0.5
 """Drain answers this long before its caller's deadline."""
 
 _log = logging.getLogger(__name__)
+RESTART_SECONDS = 5.0
+"""A process that was told to restart is gone after this."""
 
 
 class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
-    """relaxd.v1.Replica over functions: what the status is, how to drain within some seconds, and (where this process
-    waits to be asked) how to join under a name and leave it within some seconds."""
+    """relaxd.v1.Replica over functions: what the status is, how to drain within some seconds, (where this process waits
+    to be asked) how to join under a name and leave it within some seconds, and how to restart, with an id and a
+    reason."""
 
     def __init__(
         self,
@@ -58,8 +66,9 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         standby: tuple[Callable[[str], None], Callable[[str, float], Awaitable[None]]] | None = None,
         *,
         deadline_seconds: float,
+        restart: Callable[[str, str], None] | None = None,
     ) -> None:
-        self._status, self._drain, self._standby = status, drain, standby
+        self._status, self._drain, self._standby, self._restart = status, drain, standby, restart
         self._deadline_seconds = deadline_seconds
 
     async def GetStatus(self, request: replica_pb2.GetStatusRequest, context: Any) -> replica_pb2.GetStatusResponse:
@@ -83,6 +92,13 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 
     def _asked(self) -> tuple[Callable[[str], None], Callable[[str, float], Awaitable[None]]]:
         if self._standby is None:
+    async def Restart(self, request: replica_pb2.RestartRequest, context: Any) -> replica_pb2.RestartResponse:
+        """See the proto."""
+        if self._restart is None:
+            raise FailedPrecondition("this process is restarted where it was started")
+        self._restart(request.replica_id, request.reason)
+        return replica_pb2.RestartResponse()
+
             raise FailedPrecondition("this process registers by itself: only one started with --standby can be asked")
         return self._standby
 
@@ -111,6 +127,8 @@ class _Life:
         """Why the service has given up."""
         self.gave_up = asyncio.Event()
         self.joined, self.left = asyncio.Event(), asyncio.Event()
+        self.restarting = False
+        """Whether it was told to restart."""
         if not settings.standby:
             self.joined.set()
         self._told_to_drain = False
@@ -152,6 +170,8 @@ class _Life:
         )
 
     def give_up(self, reason: str) -> None:
+            progress=own.progress,
+            awake=own.awake,
         _log.error("giving up: %s", reason)
         self.broken = self.broken or reason
         self._loop.call_soon_threadsafe(self.gave_up.set)
@@ -159,6 +179,23 @@ class _Life:
     def changed(self) -> None:
         if self.membership:
             self.membership.tell_soon()
+    def restart(self, replica_id: str, reason: str) -> None:
+        if replica_id != self.settings.replica_id:
+            raise FailedPrecondition(f"replica_id is {replica_id!r}, but this process is {self.settings.replica_id}")
+        if not self.settings.instance:
+            raise FailedPrecondition(
+                f"nobody would start {replica_id} again: it has no --instance / RELAXD_INSTANCE. Restart it by hand"
+            )
+        if self.restarting:
+            return
+        _log.error("told to restart: %s", reason or "no reason given")
+        # Whatever it is stuck in may hold up its end, too.
+        last_resort = threading.Timer(RESTART_SECONDS, os._exit, (RESTART,))
+        last_resort.daemon = True
+        last_resort.start()
+        self.restarting = True
+        self.gave_up.set()
+
 
     async def registered(self) -> None:
         try:
@@ -230,6 +267,7 @@ class _Life:
         )
         self.membership = Membership(
             self._coordinator,
+            instance=self.settings.instance,
             self.settings.coordinator,
             registration,
             self.status,
@@ -252,7 +290,8 @@ async def run_replica(
         services: gRPC services to serve besides relaxd.v1.Replica: (add function, servicer, full name).
 
     Sets up logging and telemetry. Raises SystemExit(1), the reason being logged, when the port is taken, the
-    coordinator refuses this replica (another protocol version, a wrong token), or the service has given up.
+    coordinator refuses this replica (another protocol version, a wrong token), or the service has given up; with
+    exit_codes.RESTART when the process was told to restart.
     """
     setup_logging(settings.replica_id, settings.log_level)
     telemetry.setup(settings.role, settings.replica_id)
@@ -271,6 +310,7 @@ async def run_replica(
             ),
             "relaxd.v1.Replica",
         )
+                life.restart,
         try:
             server = await start_service([own, *services], settings)
             self.settings.tls,
@@ -298,19 +338,20 @@ async def run_replica(
     if life.broken:
         raise SystemExit(1)
 
+    if life.restarting:
+        raise SystemExit(RESTART)
 
 async def _end(
     life: _Life, server: RunningServer, following: asyncio.Task[None], belonging: asyncio.Task[None]
 ) -> None:
-    """Drain, stop the run, stop the server: all within the grace period."""
+    """Drain (not when told to restart), stop the run, stop the server: all within the grace period."""
     loop = asyncio.get_running_loop()
-    grace = life.settings.grace_seconds
+    grace = min(life.settings.grace_seconds, RESTART_SECONDS) if life.restarting else life.settings.grace_seconds
     end = loop.time() + grace
     life.ending = True
     await server.set_serving(False)
     # Some of the grace is kept for stopping the run and the server once nothing, or too much, is held.
-    held = await life.follower.drain(grace - min(2.0, grace / 4))
-    if held:
+    if not life.restarting and (held := await life.follower.drain(grace - min(2.0, grace / 4))):
         _log.warning("still holding %d groups after %g s: others get them when their lease ends", held, grace)
     for task in (following, belonging):
         task.cancel()

@@ -46,6 +46,9 @@ class ServiceSettings:
     """Seconds that draining may take after SIGTERM."""
     launch_id: str = ""
     """The name under which a launcher started this process, by which it is scaled in; empty: it never is."""
+    instance: str = ""
+    """The name under which whoever starts this process again when it ends knows it: the same over all its processes.
+    Empty: nobody would start it again. In a container it is the container's id, unless given."""
     standby: bool = False
     """Register only when asked to (Replica.Join)."""
     lease_seconds: float = 6.0
@@ -251,6 +254,12 @@ def _new_replica_id(role: str) -> str:
     return "-".join(part for part in (role, host, uuid.uuid4().hex[:6]) if part)
 
 
+def _container_id() -> str:
+    """The id of the container in which this process runs (its host name, unless another was given), else ""."""
+    name = socket.gethostname()
+    return name if Path("/.dockerenv").exists() and re.fullmatch(r"[0-9a-f]{12}", name) else ""
+
+
 def _from_environment(parser: argparse.ArgumentParser, flag: _Flag, environment: Mapping[str, str]) -> Any:
     text = environment.get(flag.variable)
     if not text:
@@ -277,6 +286,7 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("launcher", _address, "", "host:port of the launcher that starts replicas"),
         _Flag("project", str, "", "compose project; that of this container unless given"),
         _Flag("launch-id", str, "", "name under which a launcher started this process"),
+        _Flag("instance", str, _container_id(), "name under which it is started again when it ends"),
         _Flag("standby", _switch, settings.standby, "register only when asked to (Replica.Join)"),
         _Flag("log-level", _level, settings.log_level, ", ".join(LOG_LEVELS)),
         _Flag("token-file", str, "", "file with this service's bearer token; without a tokens file also the callers'"),
@@ -309,7 +319,7 @@ def _flags(role: str) -> list[_Flag]:
         limits = ("deadline-seconds", "stream-deadline-seconds", "max-message-bytes")
         used = ("host", "port", "project", "replica-id", "log-level", "token-file", *limits)
         return [flag for flag in flags if flag.name in used]
-    not_for_coordinator = ("coordinator", "advertise", "launch-id", "standby", "project")
+    not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "project")
     unused = not_for_coordinator if is_coordinator else ("lease-seconds", "launcher", "project")
     return [flag for flag in flags if flag.name not in unused]
     if role == "reward":

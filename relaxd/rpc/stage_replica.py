@@ -77,4 +77,9 @@ class StageReplica(ReplicaService):
         """See ReplicaService."""
         if self._worker is None:
             return ServiceStatus(done_groups=self._done_before)
-        return ServiceStatus(held_groups=self._worker.held, done_groups=self._done_before + self._worker.done)
+        done = self._done_before + self._worker.done
+        return ServiceStatus(held_groups=self._worker.held, done_groups=done, progress=done + self.pieces())
+
+    def pieces(self) -> int:
+        """What was done of groups that aren't finished: counts up, for GetStatusResponse.progress."""
+        return 0

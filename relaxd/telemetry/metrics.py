@@ -240,6 +240,25 @@ METRICS: dict[str, Metric] = {
             _PER_RUN,
             _SECONDS,
         ),
+        Metric(
+            "health.unwell", "gauge", "{replica}", "Replicas that are not healthy.", ("relaxd.run_id", "relaxd.role")
+        ),
+        Metric(
+            "health.restarts",
+            "counter",
+            "{restart}",
+            "Restarts of replicas that the coordinator asked for.",
+            ("relaxd.run_id", "relaxd.role"),
+        ),
+        Metric("health.rebuilds", "counter", "{rebuild}", "Rebuilds of whole roles.", ("relaxd.run_id", "relaxd.role")),
+        Metric(
+            "health.recovery_seconds",
+            "histogram",
+            "s",
+            "Time from the end of a replica's work, as far as it was noticed, until it works again.",
+            ("relaxd.run_id", "relaxd.role"),
+            _SECONDS,
+        ),
         Metric("replicas", "gauge", "{replica}", "Replicas whose lease holds.", ("relaxd.role",)),
         Metric(
             "rpc.seconds",

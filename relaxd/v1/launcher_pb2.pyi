@@ -241,7 +241,7 @@ class LauncherRestartRequest(_message.Message):
     instance: _builtins.str
     """The instance that it registered as."""
     replica_id: _builtins.str
-    """The id of the process that is to go. One that has another id by now is left alone."""
+    """The id of the process that is to go; one that has another id by now is left alone. Empty: whatever runs."""
     epoch: _builtins.int
     """The coordinator's epoch, as in LaunchRequest."""
     def __init__(

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,8 @@ from relaxd.data.dataset import load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from relaxd.v1 import coordinator_pb2 as pb
+from services.coordinator.health_records import Event
+from services.coordinator.health_view import health_messages
 from services.coordinator.records import Phase, RunRecord
 from services.coordinator.restoring import read_run
 from services.coordinator.run_files import RunFiles
@@ -197,7 +199,16 @@ class RunManager:
         steps = RunConfig.model_validate_json(record.config_json).run.steps
         active = self.active
         oldest = active.oldest_version() if active is not None and active.record.run_id == record.run_id else None
-        return await read_board(run_message, record, steps, self.board(record), oldest)
+        run = await read_board(run_message, record, steps, self.board(record), oldest)
+        if active is not None and active.record.run_id == record.run_id:
+            run.health.extend(health_messages(active.health.record, active.config.health))
+        return run
+
+    async def events(self, record: RunRecord) -> Sequence[Event]:
+        """What happened to the health of a run, oldest first; the last ones. Raises Unavailable."""
+        if self.active is not None and self.active.record.run_id == record.run_id:
+            return self.active.health.record.events
+        return (await asyncio.to_thread(self._context.store.health, record.run_id)).events
 
     def assignment(self) -> pb.Assignment:
         """What the replicas have to work on."""

@@ -57,6 +57,11 @@ class Replica:
         return self.registration.launch_id
 
     @property
+    def instance(self) -> str:
+        """The name of its place, over all its processes: its id, where nobody would start it again."""
+        return self.registration.instance or self.registration.replica_id
+
+    @property
     def member(self) -> Member:
         """It as a member of a weight group."""
         return Member(
@@ -113,6 +118,9 @@ class Registry:
             self._add(registration, now)
         logger.info("%s registered from %s", registration.replica_id, registration.address)
         self.changed.fire()
+        if registration.instance:  # of which there is one process at a time: what was there before is gone
+            others = (r for r in self._replicas.values() if r.instance == registration.instance)
+            await self.remove([r for r in others if r.replica_id != registration.replica_id])
 
     def heartbeat(self, replica_id: str, status: GetStatusResponse) -> Replica | None:
         """Renew a lease; None if the replica isn't known."""
@@ -150,6 +158,8 @@ class Registry:
     async def remove(self, replicas: Iterable[Replica]) -> None:
         """Forget replicas whose processes are known to be gone, before their leases end."""
         gone = [r.replica_id for r in replicas if self._replicas.get(r.replica_id) is r]
+        if not gone:
+            return
         for replica_id in gone:
             del self._replicas[replica_id]
             logger.info("%s is gone", replica_id)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from relaxd.board import LedgerEntry
+from relaxd.board import Counts, LedgerEntry
 from relaxd.config import RunConfig
 from services.coordinator.records import Evaluation, RunRecord
 
@@ -88,3 +88,31 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
+
+
+def summarise(record: RunRecord, counts: Counts, model: str) -> dict[str, Any]:
+    """The content of summary.json."""
+    before = next((e.metrics for e in record.evaluations if e.step == 0), {})
+    after = next((e.metrics for e in reversed(record.evaluations) if e.step > 0), {})
+    assert record.end_time is not None
+    return {
+        "run_id": record.run_id,
+        "state": record.phase.value.lower(),
+        "reason": record.reason,
+        "accuracy_before": before.get("eval_accuracy"),
+        "accuracy_after": after.get("eval_accuracy"),
+        "format_before": before.get("eval_format"),
+        "format_after": after.get("eval_format"),
+        "steps": counts.last_step,
+        "wall_seconds": round((record.end_time - record.create_time).total_seconds(), 3),
+        "published": counts.published,
+        "trained": counts.trained,
+        "dropped": counts.dropped,
+        "dropped_by_reason": counts.dropped_by_reason,
+        "in_flight": counts.open,
+        "started": record.create_time.isoformat(),
+        "ended": record.end_time.isoformat(),
+        "model": model,
+        "evaluations": [{"step": e.step, **e.metrics} for e in record.evaluations],
+        "notes": list(record.notes),
+    }

@@ -18,11 +18,12 @@ from relaxd.rpc.errors import explain
 from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest
 from services.coordinator.evaluation import EvaluationFailed, Evaluator
 from services.coordinator.fleet import Fleet
+from services.coordinator.health import HealthManager
 from services.coordinator.peers import Peers
 from services.coordinator.publisher import Publisher
 from services.coordinator.records import Evaluation, Phase, RunRecord
 from services.coordinator.registry import Registry, Version
-from services.coordinator.run_files import RunFiles
+from services.coordinator.run_files import RunFiles, summarise
 from services.coordinator.store import Store, StoreUnavailable
 from services.coordinator.weight_sync import WeightSync
 
@@ -51,6 +52,8 @@ class Context:
     registry: Registry
     peers: Peers
     redis_url: str
+    launcher: str = ""
+    """The launcher's address; empty: there is none."""
 
 
 class ActiveRun:
@@ -75,6 +78,17 @@ class ActiveRun:
             oldest_version=self.oldest_version,
             wanted=lambda: self.record.phase == Phase.RUNNING and self.record.paused is None and not self._stopping(),
             changed=self._changed,
+        )
+        self.health = HealthManager(
+            self,
+            config,
+            self.board,
+            self.fleet,
+            self.sync,
+            context.store,
+            context.registry,
+            context.peers,
+            context.launcher,
         )
         self._saving = asyncio.Lock()
         self._evaluation: asyncio.Task[None] | None = None
@@ -117,7 +131,8 @@ class ActiveRun:
         await asyncio.to_thread(self._files.write_record, self.record)
         self.assignable = True
         self._changed.fire()
-        helpers = [asyncio.create_task(self.sync.run_forever()), asyncio.create_task(self._publisher.run_forever())]
+        parts = (self.sync, self._publisher, self.health)
+        helpers = [asyncio.create_task(part.run_forever()) for part in parts]
         phases = asyncio.create_task(self._phases())
         try:
             # A helper ends only by an error that it can't handle: then so does the run's task.
@@ -144,7 +159,8 @@ class ActiveRun:
     async def _gather(self) -> None:
         """Wait for the replicas and the first weights, and evaluate the model as it comes."""
         while not self._stopping():
-            self._check_failure()
+            if (failure := self.fleet.failure()) is not None:  # from the start: nothing worked that could come back
+                raise RunFailed(failure)
             missing = self.fleet.missing()
             if missing:
                 reason = f"waiting for {', '.join(missing)}"
@@ -167,7 +183,8 @@ class ActiveRun:
                 await self._append_metrics()
             if counts.last_step >= self.config.run.steps or self._stopping():
                 break
-            self._check_failure()
+            if self.health.failure:
+                raise RunFailed(self.health.failure)
             await self._check_drops(counts)
             self._begin_evaluation()
             missing = self.fleet.missing()
@@ -214,11 +231,6 @@ class ActiveRun:
 
     def _stopping(self) -> bool:
         return bool(self.record.stop_reason)
-
-    def _check_failure(self) -> None:
-        failure = self.fleet.failure()
-        if failure is not None:
-            raise RunFailed(failure)
 
     async def _check_drops(self, counts: Counts) -> None:
         """Pause when nothing but drops comes out of the stages."""
@@ -365,31 +377,3 @@ class ActiveRun:
                     logger.warning("run %s waits for Redis: %s", self.record.run_id, error)
                 attempt += 1
                 await asyncio.sleep(0.5)
-
-
-def summarise(record: RunRecord, counts: Counts, model: str) -> dict[str, Any]:
-    """The content of summary.json."""
-    before = next((e.metrics for e in record.evaluations if e.step == 0), {})
-    after = next((e.metrics for e in reversed(record.evaluations) if e.step > 0), {})
-    assert record.end_time is not None
-    return {
-        "run_id": record.run_id,
-        "state": record.phase.value.lower(),
-        "reason": record.reason,
-        "accuracy_before": before.get("eval_accuracy"),
-        "accuracy_after": after.get("eval_accuracy"),
-        "format_before": before.get("eval_format"),
-        "format_after": after.get("eval_format"),
-        "steps": counts.last_step,
-        "wall_seconds": round((record.end_time - record.create_time).total_seconds(), 3),
-        "published": counts.published,
-        "trained": counts.trained,
-        "dropped": counts.dropped,
-        "dropped_by_reason": counts.dropped_by_reason,
-        "in_flight": counts.open,
-        "started": record.create_time.isoformat(),
-        "ended": record.end_time.isoformat(),
-        "model": model,
-        "evaluations": [{"step": e.step, **e.metrics} for e in record.evaluations],
-        "notes": list(record.notes),
-    }

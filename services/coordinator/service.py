@@ -41,7 +41,7 @@ class Coordinator:
             heartbeat_seconds=settings.lease_seconds / HEARTBEATS_PER_LEASE,
         )
         self._peers = Peers(settings.token, settings.tls)
-        context = Context(store, self._registry, self._peers, settings.redis)
+        context = Context(store, self._registry, self._peers, settings.redis, settings.launcher)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._manager = RunManager(context, self._fail)
         self._scaler = Scaler(store, self._registry, self._manager, self._peers, settings.launcher, self._fail)

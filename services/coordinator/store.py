@@ -10,6 +10,7 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from relaxd.rpc.errors import Unavailable
+from services.coordinator.health_records import HealthRecord
 from services.coordinator.records import ReplicaRecord, RunRecord, WeightsRecord
 from services.coordinator.scale_records import ScaleRecord
 
@@ -61,6 +62,11 @@ class AnotherRunActive(Exception):
 def run_key(run_id: str) -> str:
     """Key of a run's record."""
     return f"relaxd:{run_id}:run"
+
+
+def health_key(run_id: str) -> str:
+    """Key of what is kept of a run's health."""
+    return f"relaxd:{run_id}:health"
 
 
 class Store:
@@ -164,6 +170,15 @@ class Store:
         """All scale requests, oldest first."""
         stored = self._call(lambda: self._redis.hvals(SCALING))
         return sorted(map(ScaleRecord.model_validate_json, stored), key=lambda record: record.create_time)
+
+    def save_health(self, run_id: str, record: HealthRecord) -> None:
+        """Remember how well a run's parts are, and what is done about it."""
+        self._write([["SET", health_key(run_id), record.model_dump_json()]])
+
+    def health(self, run_id: str) -> HealthRecord:
+        """How well a run's parts are."""
+        text = self._call(lambda: self._redis.get(health_key(run_id)))
+        return HealthRecord.model_validate_json(text) if text else HealthRecord()
 
     def close(self) -> None:
         """Close all connections."""

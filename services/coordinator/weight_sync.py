@@ -15,9 +15,11 @@ from typing import Any
 
 from relaxd import telemetry
 from relaxd.config import WeightsConfig
+from relaxd.v1.replica_pb2 import ROLE_TRAINER
 from services.coordinator.fleet import Fleet
 from services.coordinator.peers import Peers
 from services.coordinator.records import Announcement, GroupRecord, Member, WeightsRecord
+from services.coordinator.registry import Replica
 from services.coordinator.store import Store, StoreUnavailable
 from services.coordinator.weight_calls import SyncFailed, WeightCalls
 
@@ -42,6 +44,7 @@ class WeightSync:
         self._saving = asyncio.Lock()
         self._blame: dict[Member, tuple[int, float]] = {}
         """Failures in a row of an engine, and until when it is left out."""
+        self._unexplained_failures = 0
         self._verified: set[tuple[Member, Member]] = set()
         """Trainers and engines whose weights were compared."""
         self.record = record
@@ -69,6 +72,13 @@ class WeightSync:
 
     def involves(self, replica_id: str) -> bool:
         """Whether a synchronisation runs that would break if this engine went now."""
+    def failures(self, replica: Replica) -> int:
+        """Synchronisations in a row that failed because of an engine; of a trainer, those that no engine is blamed
+        for."""
+        if replica.registration.role == ROLE_TRAINER:
+            return self._unexplained_failures
+        return self._blame.get(replica.member, (0, 0.0))[0]
+
         group = self.record.group
         return self.record.running and (group is None or any(e.replica_id == replica_id for e in group.engines))
 
@@ -98,13 +108,14 @@ class WeightSync:
             if self.record.running:
                 await self._abort_recorded()
             await self._synchronise(trainer, engines, announced)
-            self.last_failure = ""
+            self.last_failure, self._unexplained_failures = "", 0
             return 0.0
         except SyncFailed as error:
             self.last_failure, blamed = str(error), error.blamed
         except StoreUnavailable as error:
             self.last_failure = str(error)
         telemetry.record("sync.failures", 1, {"relaxd.run_id": self._fleet.run_id})
+            self._unexplained_failures = 0 if blamed else self._unexplained_failures + 1
         logger.warning("weight synchronisation %d failed: %s", self.record.last_sync_id, self.last_failure)
         self._blame_for(blamed)
         # Without those to blame the next attempt is another one, so it can begin at once.

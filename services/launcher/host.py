@@ -11,12 +11,13 @@ import docker
 import docker.errors
 import requests
 
-from relaxd.rpc.errors import FailedPrecondition, Unavailable
+from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from relaxd.v1 import launcher_pb2 as pb
 from services.launcher.container import LAUNCH_ID, NUMBER, ONEOFF, PROJECT, ROLE, SERVICE, container_config
 
 ENGINE_SECONDS = 30.0
 """How long the engine may take for an answer."""
+RESTARTABLE = ("trainer", "rollout", "reward", "advantage")
 STATES = {
     "created": pb.INSTANCE_STATE_RUNNING,
     "running": pb.INSTANCE_STATE_RUNNING,
@@ -67,6 +68,22 @@ class DockerHost:
                     self._engine.remove_container(container["Id"], v=True, force=True)
                 except docker.errors.NotFound:
                     logger.info("%s was gone already", launch_id)
+
+    def restart(self, instance: str, replica_id: str) -> str:
+        """See relaxd.rpc.launcher.Host. An instance is a container's id; which process runs in it can't be seen."""
+        with _explained():
+            container = next((one for one in self._containers() if one["Id"].startswith(instance)), None)
+            if container is None:
+                raise NotFound(f"project {self.project!r} has no container {instance!r}")
+            role = container["Labels"].get(ROLE) or container["Labels"][SERVICE]
+            if role not in RESTARTABLE:
+                raise FailedPrecondition(
+                    f"container {instance} is of service {role}, and only {', '.join(RESTARTABLE)} are restarted so"
+                )
+            if container["State"] == "paused":  # or the engine refuses to stop it
+                self._engine.unpause(container["Id"])
+            self._engine.restart(container["Id"], timeout=0)
+            return f"container {container['Names'][0].removeprefix('/')} was {container['State']}"
 
     def instances(self) -> list[pb.Instance]:
         """See relaxd.rpc.launcher.Host."""

@@ -45,6 +45,8 @@ class WorkerPool:
         """Make a pool of `workers` processes; they start when they are first needed."""
         self._workers = [_Worker() for _ in range(workers)]
         self._closed = False
+        self.scored = 0
+        """Samples that were scored, or failed."""
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._free.put_nowait(worker)
@@ -88,6 +90,7 @@ class WorkerPool:
 
     async def _score(self, reward: str, sample: RewardInput, timeout_seconds: float) -> RewardOutput | Failure:
         answer = await self._ask(reward, sample, timeout_seconds)
+        self.scored += 1
         return answer if isinstance(answer, Failure) else RewardOutput(answer["reward"], answer["parts"])
 
     async def _ask(self, reward: str, sample: RewardInput | None, timeout_seconds: float) -> dict[str, Any] | Failure:

@@ -90,6 +90,15 @@ class RewardService(StageReplica, reward_pb2_grpc.RewardServicer):
         # Two groups more than needed to keep every worker busy: one ends while the other's samples fill the gaps.
         return process, config.reward.workers + 2
 
+    def pieces(self) -> int:
+        """See StageReplica: samples."""
+        return self._pool.scored
+
+    async def stop_run(self) -> None:
+        """See ReplicaService."""
+        self._reward_of_run = ""
+        await super().stop_run()
+
     def close(self) -> None:
         """Kill the workers."""
         self._pool.close()

@@ -47,6 +47,8 @@ class Engine:
         """What it serves; None until the first commit."""
         self.quarantined = False
         """Whether a broken update left the model between two versions."""
+        self.tokens = 0
+        """Generated since it started, by its last word."""
         self.gauges: dict[str, float] = {}
         """Its last word on tokens_per_second, running_samples, waiting_samples and engine_rss_bytes."""
 
@@ -198,6 +200,7 @@ class Engine:
 
     def _take_stats(self, stats: dict[str, Any]) -> None:
         now, tokens = time.monotonic(), stats["tokens_generated"]
+        self.tokens = tokens
         before, tokens_before = self._measured
         self._measured = (now, tokens)
         self.quarantined = stats["quarantined"]

@@ -16,7 +16,7 @@ from typing import Any
 from relaxd.config import RolloutConfig
 from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
 from services.rollout.engine import Engine, RequestFailed
-from services.rollout.engines.base import Output, PauseMode, Sampling, Version
+from services.rollout.engines.base import MemoryPart, Output, PauseMode, Sampling, Version
 from services.rollout.external_requests import ExternalRequests
 from services.rollout.external_samples import label
 from services.rollout.external_server import KEEP_MEMORY, ServerFacts, connect
@@ -67,10 +67,17 @@ class ExternalEngine:
         """Where the model is: "cpu" or "cuda"."""
         self.weights: Version | None = None
         """What it serves; None until the first commit."""
+        self.asleep: frozenset[MemoryPart] = frozenset()
+        """None: somebody else's server has memory of its own."""
         self.quarantined = False
         """Whether a broken update left the model between two versions."""
         self.gauges: dict[str, float] = {}
         """tokens_per_second, running_samples and waiting_samples."""
+
+    @property
+    def tokens(self) -> int:
+        """Generated since it was connected."""
+        return self._requests.tokens
 
     @classmethod
     async def start(

@@ -141,7 +141,8 @@ class RolloutService(ReplicaService):
         gauges = dict(engine.gauges) if engine is not None else {}
         return ServiceStatus(
             held_groups=worker.held if worker else 0,
-            done_groups=self._done_before + (worker.done if worker else 0),
+            done_groups=done,
+            progress=done + (engine.tokens if engine is not None else 0),
             detail=detail,
             state=state,
             weights=weights,
@@ -151,6 +152,7 @@ class RolloutService(ReplicaService):
     def _open_or_close(self) -> None:
         worker, engine = self._worker, self.engine
         if worker is None:
+        done = self._done_before + (worker.done if worker else 0)
             return
         if engine is not None and engine.serving and not self._run_paused:
             worker.resume()  # also wakes it up to see that there is room

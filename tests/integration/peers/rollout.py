@@ -77,6 +77,7 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
         return ServiceStatus(
             held_groups=self.worker.held if self.worker else 0,
             done_groups=self.worker.done if self.worker else 0,
+            progress=self.worker.done if self.worker else 0,
             state=REPLICA_STATE_QUARANTINED if self.quarantined else None,
             weights=None if self.quarantined else self.weights,
         )

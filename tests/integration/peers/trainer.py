@@ -37,7 +37,7 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
         self.calls, self.sync_ids, self.meeting = Calls(), SyncIds(), Meeting()
         self.weights: WeightVersion | None = None
         self.task: asyncio.Task[None] | None = None
-        self.held = self.done = 0
+        self.held = self.done = self.turns = 0
         self.paused = False
         self.broadcasting = asyncio.Lock()
         self.folder = Path()
@@ -70,7 +70,9 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
         self.paused = False
 
     def status(self) -> ServiceStatus:
-        return ServiceStatus(held_groups=self.held, done_groups=self.done, weights=self.weights)
+        return ServiceStatus(
+            held_groups=self.held, done_groups=self.done, weights=self.weights, progress=self.turns
+        )
 
     async def train(self, run_id: str) -> None:
         config, board, name = self.config, self.board, self.settings.replica_id
@@ -79,6 +81,7 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
             await self.announce(stub, run_id)
             held: dict[str, tuple[int, Delivery]] = {}
             while self.weights.version < config.run.steps:
+                self.turns += 1
                 step = self.weights.version + 1
                 taken = []
                 if not self.paused:

@@ -1,0 +1,70 @@
+"""Services that get stuck, answer wrongly or don't start, on command.
+
+`python -m tests.integration.health.doubles FOLDER ROLE` takes the flags of a service.
+
+Files in FOLDER are the commands. FAULT-INSTANCE (fail: don't start, stuck: get nothing done, wrong: fail weight
+synchronisations) holds for the process whose id is its content, or for every process of the instance when it is empty.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from relaxd.rpc.errors import Aborted
+from relaxd.rpc.replica import run_replica
+from relaxd.rpc.settings import parse_settings
+from relaxd.v1 import rollout_pb2_grpc, trainer_pb2_grpc
+
+FOLDER = Path(sys.argv[1])
+ME, INSTANCE = os.environ["RELAXD_REPLICA_ID"], os.environ["RELAXD_INSTANCE"]
+os.environ["PEER_LOG"] = str(FOLDER / f"{ME}.calls")
+
+
+def is_to(fault: str) -> bool:
+    try:
+        return (FOLDER / f"{fault}-{INSTANCE}").read_text() in ("", ME)
+    except FileNotFoundError:
+        return False
+
+
+def main() -> None:
+    role = sys.argv[2]
+    settings = parse_settings(role, sys.argv[3:])
+    if role == "trainer":
+        from tests.integration.peers.trainer import TrainerDouble
+
+        class Trainer(TrainerDouble):
+            async def load(self, deliveries: list[Any], names: list[str]) -> list[Any]:
+                while is_to("stuck"):
+                    await asyncio.sleep(0.05)
+                return await super().load(deliveries, names)
+
+        trainer = Trainer(settings)
+        add = (trainer_pb2_grpc.add_TrainerServicer_to_server, trainer, "relaxd.v1.Trainer")
+        asyncio.run(run_replica(trainer, settings, [add]))
+    else:
+        from tests.integration.peers.rollout import RolloutDouble
+
+        class Rollout(RolloutDouble):
+            def generate_group(self, delivery: Any, columns: dict[str, Any]) -> dict[str, Any]:
+                while is_to("stuck"):
+                    time.sleep(0.05)
+                return super().generate_group(delivery, columns)
+
+            async def ReceiveWeights(self, request, context):
+                if is_to("wrong"):
+                    raise Aborted("told to fail")
+                return await super().ReceiveWeights(request, context)
+
+        rollout = Rollout(settings)
+        add = (rollout_pb2_grpc.add_RolloutServicer_to_server, rollout, "relaxd.v1.Rollout")
+        asyncio.run(run_replica(rollout, settings, [add]))
+
+
+if __name__ == "__main__":
+    if is_to("fail"):
+        sys.exit("told to fail")
+    main()
