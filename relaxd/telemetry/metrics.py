@@ -169,9 +169,9 @@ METRICS: dict[str, Metric] = {
             "sync_seconds",
             "step",
             "s",
-            "Weight synchronisations that ended since the last step was seen, as the coordinator drives them: mostly "
-            "that of the version before. Engines are paused in a part of it only (engine_paused_share), the trainer "
-            "goes on (sync_wait_seconds).",
+            "Weight synchronisations that ended since the last step was seen, failed ones included: mostly that of the "
+            "version before. Engines are paused in a part of it only (engine_paused_share), and the trainer goes on "
+            "until its next update (sync_wait_seconds).",
         ),
         Metric(
             "engine_busy_share",
@@ -190,8 +190,8 @@ METRICS: dict[str, Metric] = {
             "engine_idle_share",
             "step",
             "1",
-            "Share in which an engine was there and had nothing to work on; mean of the engines. As "
-            "`engine_idle_share_<replica>` of each.",
+            "The rest of the time: an engine had nothing to work on, or was asleep or starting; mean of the engines. "
+            "As `engine_idle_share_<replica>` of each, where there are several.",
         ),
         Metric(
             "gpu_idle_share",
@@ -313,6 +313,7 @@ def markdown() -> str:
         "",
         "In `metrics.jsonl`, in `Run.metrics` and `WatchRun`, and as OpenTelemetry gauges `relaxd.step.<name>` with",
         "the attribute `relaxd.run_id`. A reward's parts appear as `reward_<part>`; an algorithm may add its own.",
+        "`sync_seconds`, `engine_...` and `gpu_...` are what the coordinator saw: they are not in `WatchRun`.",
         "",
         "| name | unit | what it is |",
         "| --- | --- | --- |",

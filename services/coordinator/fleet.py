@@ -53,6 +53,10 @@ class Fleet:
             if r.version is not None and r.version[0] == epoch and r.replica_id not in self.set_aside
         ]
 
+    def devices(self) -> list[Replica]:
+        """The replicas that compute: the trainer, and the engines, whether they serve or not."""
+        return [*self._of(ROLE_TRAINER), *self._of(ROLE_ROLLOUT)]
+
     def oldest_version(self, epoch: int) -> int | None:
         """The oldest version on any engine that takes prompts.
 

@@ -39,9 +39,13 @@ class RunFiles:
     def rewrite_metrics(self, steps: Steps, evaluations: Iterable[Evaluation]) -> None:
         """Write metrics.jsonl anew: a line per step, with the evaluation of that step in it, and one for step 0.
 
-        Done when an evaluation comes in, and after a restart: the file may then end in half a line.
+        Done when an evaluation comes in, and after a restart: the file may then end in half a line. What the
+        coordinator itself had seen of a step is nowhere but in the file, and stays.
         """
-        lines: dict[int, dict[str, Any]] = {step: {"step": step, **metrics} for step, metrics in steps}
+        before = self._read_metrics()
+        lines: dict[int, dict[str, Any]] = {
+            step: {**before.get(step, {}), "step": step, **metrics} for step, metrics in steps
+        }
         for evaluation in evaluations:
             lines.setdefault(evaluation.step, {"step": evaluation.step}).update(evaluation.metrics)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -69,6 +73,18 @@ class RunFiles:
             for step, metrics in steps:
                 file.write(_line({"step": step, **metrics}))
                 self.last_step = step
+
+    def _read_metrics(self) -> dict[int, dict[str, Any]]:
+        """The lines of metrics.jsonl that are whole, by step."""
+        path = self.folder / "metrics.jsonl"
+        lines: dict[int, dict[str, Any]] = {}
+        for text in path.read_text().splitlines() if path.is_file() else ():
+            try:
+                line = json.loads(text)
+            except ValueError:  # half a line: the coordinator died while it wrote
+                continue
+            lines[line["step"]] = line
+        return lines
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""

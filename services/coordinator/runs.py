@@ -25,6 +25,7 @@ from services.coordinator.records import Evaluation, Phase, RunRecord
 from services.coordinator.registry import Registry, Version
 from services.coordinator.run_files import RunFiles, summarise
 from services.coordinator.store import Store, StoreUnavailable
+from services.coordinator.usage import Usage
 from services.coordinator.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,9 @@ class ActiveRun:
             context.peers,
             context.launcher,
         )
+        self._usage = Usage()
+        self._synced_seconds = 0.0
+        """Of the time that weight synchronisations took, what steps have told already."""
         self._saving = asyncio.Lock()
         self._evaluation: asyncio.Task[None] | None = None
         """The evaluation beside training that was begun last, and the version of which it was."""
@@ -177,7 +181,9 @@ class ActiveRun:
 
     async def _train(self) -> None:
         """Watch over the run until its last step."""
+        self._synced_seconds = self.sync.seconds
         while True:
+            self._usage.look(self.fleet.devices())
             counts = await self._patiently(self.board.counts)
             if counts.last_step > self._files.last_step:
                 await self._append_metrics()
@@ -362,7 +368,11 @@ class ActiveRun:
 
     async def _append_metrics(self) -> None:
         ledger = await self._patiently(self.board.ledger, self._files.last_step)
-        steps = [(entry.step, entry.metrics) for entry in ledger]
+        synced, self._synced_seconds = self.sync.seconds - self._synced_seconds, self.sync.seconds
+        seen = {**self._usage.take(self.fleet.devices()), "sync_seconds": synced / max(len(ledger), 1)}
+        steps = [(entry.step, {**entry.metrics, **seen}) for entry in ledger]
+        for step, metrics in steps:
+            telemetry.record_step(self.record.run_id, step, metrics)
         await asyncio.to_thread(self._files.append_ledger, ledger)
         await asyncio.to_thread(self._files.append_metrics, steps)
 

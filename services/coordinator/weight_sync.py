@@ -50,6 +50,8 @@ class WeightSync:
         self.record = record
         self.last_failure = ""
         """Why the last attempt failed, for people; empty after a success."""
+        self.seconds = 0.0
+        """Spent on synchronisations so far, those that failed included."""
 
     @property
     def announced(self) -> Announcement | None:
@@ -104,6 +106,7 @@ class WeightSync:
     async def _attempt(self, trainer: Member, engines: list[Member], announced: Announcement, delay: float) -> float:
         """Synchronise once; returns how long to wait before the next attempt."""
         blamed: frozenset[Member] = frozenset()
+        started = time.monotonic()
         try:
             if self.record.running:
                 await self._abort_recorded()
@@ -114,6 +117,8 @@ class WeightSync:
             self.last_failure, blamed = str(error), error.blamed
         except StoreUnavailable as error:
             self.last_failure = str(error)
+        finally:
+            self.seconds += time.monotonic() - started
         telemetry.record("sync.failures", 1, {"relaxd.run_id": self._fleet.run_id})
             self._unexplained_failures = 0 if blamed else self._unexplained_failures + 1
         logger.warning("weight synchronisation %d failed: %s", self.record.last_sync_id, self.last_failure)

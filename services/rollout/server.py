@@ -47,7 +47,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         if not engine.serving:
             why = "a weight synchronisation broke halfway" if engine.quarantined else "it has not been given any yet"
             raise Unavailable(f"the engine has no weights to serve: {why}")
-        with _answering("generate"):
+        with _answering("generate"), self._service.occupancy.working():
             async with aclosing(engine.generate(prompt, n, sampling, stream=True)) as outputs:  # type: ignore[type-var]
                 async for output in outputs:
                     yield _response(output)
@@ -63,7 +63,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self._sync_ids.take(request.sync_id)
         remaining = context.time_remaining()
         timeout = float("inf") if remaining is None else remaining - REPLY_SECONDS
-        paused = await _pause(engine, request, timeout)
+        paused = await self._pause(engine, request, timeout)
         return rollout_pb2.PauseGenerationResponse(paused_samples=paused)
 
     async def ResumeGeneration(
@@ -72,8 +72,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         """See the proto."""
         engine = self._engine()
         self._sync_ids.take(request.sync_id)
-        with _answering("resume"):
-            await engine.resume()
+        await self._resume(engine)
         self._service.weights_changed()
         weights = engine.weights
         if weights is None:
@@ -149,12 +148,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
                 f"weights of epoch {weights.epoch} are offered, but those of epoch {engine.weights.epoch} are served"
             )
         if request.HasField("pause"):
-            await _pause(engine, request.pause, request.pause_timeout_seconds)
+            await self._pause(engine, request.pause, request.pause_timeout_seconds)
         with _answering(f"receive version {weights.version}"):
             result = await engine.receive(request.group_name, weights, timeout, checksum=request.checksum)
         if request.resume:
-            with _answering("resume"):
-                await engine.resume()
+            await self._resume(engine)
         self._service.weights_changed()
         return rollout_pb2.ReceiveWeightsResponse(seconds=result["seconds"], checksums=result["checksums"])
 
@@ -171,6 +169,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             quarantined = await engine.leave(request.group_name, quarantine=request.quarantine)
         self._service.weights_changed()
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
+
+    async def _pause(self, engine: "AnyEngine", request: rollout_pb2.PauseGenerationRequest, timeout: float) -> int:
+        lease = request.lease_seconds
+        self._service.occupancy.pause(lease)
+        with _answering("pause"):
+            return await engine.pause(PAUSE_MODES[request.mode], lease, max(min(lease, timeout), 0.1))
+
+    async def _resume(self, engine: "AnyEngine") -> None:
+        with _answering("resume"):
+            await engine.resume()
+        self._service.occupancy.resume()
 
     def _engine(self) -> "AnyEngine":
         engine = self._service.engine
@@ -198,12 +207,6 @@ def _check_pause(request: rollout_pb2.PauseGenerationRequest, prefix: str, viola
         f"{prefix}lease_seconds",
         f"is {lease:g}: it must be positive, and at most {MOST_SECONDS:g}",
     )
-
-
-async def _pause(engine: "AnyEngine", request: rollout_pb2.PauseGenerationRequest, timeout: float) -> int:
-    with _answering("pause"):
-        lease = request.lease_seconds
-        return await engine.pause(PAUSE_MODES[request.mode], lease, max(min(lease, timeout), 0.1))
 
 
 @contextmanager

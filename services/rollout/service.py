@@ -20,6 +20,7 @@ from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.rollout.engine import Engine
+from services.rollout.occupancy import Occupancy
 from services.rollout.stage import GroupGenerator
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class RolloutService(ReplicaService):
         self._restarting: asyncio.Task[None] | None = None
         self._environment: dict[str, str] = {}
         """Of the engine: the GPUs that it may use, and how NCCL has to be set."""
+        self.occupancy = Occupancy()
+        """What of its time the engine works."""
         self._detail = ""
         self._run_id = ""
         self._run_paused = False
@@ -72,7 +75,9 @@ class RolloutService(ReplicaService):
         self._environment = gpu_environment(gpus) | NCCL_ENVIRONMENT
         self._engine = await self._start_engine(config)
         self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
-        self._generator = generator = GroupGenerator(config, self._board, lambda: self.engine, self._open_or_close)
+        self._generator = generator = GroupGenerator(
+            config, self._board, lambda: self.engine, self._open_or_close, self.occupancy
+        )
         worker = StageWorker(
             self._board,
             "rollout",
@@ -146,7 +151,7 @@ class RolloutService(ReplicaService):
             detail=detail,
             state=state,
             weights=weights,
-            gauges={**gauges, "rss_bytes": float(self._process.memory_info().rss)},
+            gauges={**gauges, **self.occupancy.gauges(), "rss_bytes": float(self._process.memory_info().rss)},
         )
 
     def _open_or_close(self) -> None:

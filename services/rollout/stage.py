@@ -12,6 +12,7 @@ from relaxd.board import ROUTED_EXPERTS, Board, Column, Delivery, Drop
 from relaxd.board.worker import Result
 from relaxd.config import RunConfig
 from services.rollout.engines.base import Output, Sampling
+from services.rollout.occupancy import Occupancy
 from services.rollout.requests import run_sampling
 
 if TYPE_CHECKING:
@@ -27,12 +28,14 @@ class GroupGenerator:
         board: Board,
         engine: "Callable[[], AnyEngine | None]",
         on_progress: Callable[[], None],
+        occupancy: Occupancy,
     ) -> None:
         """`on_progress` is called, in the event loop, whenever a sample has ended: there may be room for more."""
         self._config = config
         self._board = board
         self._engine = engine
         self._on_progress = on_progress
+        self._occupancy = occupancy
         self._loop = asyncio.get_running_loop()
         self._unfinished: dict[str, int] = {}
         self._under_way: set[Future[Result]] = set()
@@ -90,10 +93,11 @@ class GroupGenerator:
     ) -> list[Output]:
         n = self._config.rollout.samples_per_prompt
         samples: dict[int, Output] = {}
-        async for output in engine.generate(prompt, n, sampling):
-            samples[output.sample] = output
-            self._unfinished[group_id] = n - len(samples)
-            self._on_progress()
+        with self._occupancy.working():
+            async for output in engine.generate(prompt, n, sampling):
+                samples[output.sample] = output
+                self._unfinished[group_id] = n - len(samples)
+                self._on_progress()
         return [samples[index] for index in range(n)]
 
 

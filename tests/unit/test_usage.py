@@ -1,0 +1,149 @@
+"""What the coordinator makes of heartbeats: shares of the time between two steps, which add up over steps."""
+
+import pytest
+
+from relaxd.v1.coordinator_pb2 import RegisterRequest
+from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, GetStatusResponse
+from services.coordinator.registry import Replica
+from services.coordinator.usage import Usage
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Engine:
+    """A rollout replica with an engine that does what the test says, and tells it with its heartbeats."""
+
+    def __init__(self, clock: Clock, name: str = "rollout-1") -> None:
+        self.clock = clock
+        self.counted = {"engine_busy_seconds": 50.0, "engine_paused_seconds": 7.0, "engine_state": 0.0}
+        self.replica = Replica(
+            RegisterRequest(replica_id=name, role=ROLE_ROLLOUT), 1.0, seen=clock.now, status=GetStatusResponse()
+        )
+        self.heartbeat()
+
+    def spend(self, seconds: float, state: str) -> None:
+        """Spend time, the clock going on."""
+        if state != "idle":
+            self.counted[f"engine_{state}_seconds"] += seconds
+        self.counted["engine_state"] = {"idle": 0.0, "busy": 1.0, "paused": 2.0}[state]
+        self.clock.now += seconds
+
+    def heartbeat(self, **gauges: float) -> None:
+        self.replica.seen = self.clock.now
+        self.replica.status = GetStatusResponse(gauges=self.counted | gauges)
+
+
+def test_shares_of_a_step() -> None:
+    clock = Clock()
+    engine, usage = Engine(clock), Usage(clock)
+    usage.look([engine.replica])
+    engine.spend(6, "busy")
+    engine.spend(1, "paused")
+    engine.spend(3, "idle")
+    engine.heartbeat()
+    assert usage.take([engine.replica]) == {
+        "engine_busy_share": pytest.approx(0.6),
+        "engine_paused_share": pytest.approx(0.1),
+        "engine_idle_share": pytest.approx(0.3),
+    }
+
+
+def test_what_came_after_the_last_heartbeat_is_put_right() -> None:
+    clock = Clock()
+    engine, usage = Engine(clock), Usage(clock)
+    usage.look([engine.replica])
+    engine.spend(1, "busy")
+    engine.heartbeat()
+    engine.spend(1, "idle")  # not told: taken for busy
+    first = usage.take([engine.replica])
+    assert first["engine_busy_share"] == 1.0
+    engine.spend(2, "busy")
+    engine.heartbeat()
+    second = usage.take([engine.replica])
+    assert 2 * first["engine_busy_share"] + 2 * second["engine_busy_share"] == pytest.approx(3.0)
+    assert second["engine_idle_share"] == pytest.approx(0.5)
+
+
+def test_no_share_is_above_one_and_nothing_is_lost() -> None:
+    clock = Clock()
+    engine, usage = Engine(clock), Usage(clock)
+    usage.look([engine.replica])
+    engine.heartbeat()
+    engine.spend(3, "busy")  # not told: taken for idle
+    assert usage.take([engine.replica])["engine_busy_share"] == 0.0
+    engine.spend(2, "busy")
+    engine.heartbeat()
+    assert usage.take([engine.replica])["engine_busy_share"] == 1.0
+    engine.spend(4, "idle")
+    engine.heartbeat()
+    assert 4 * usage.take([engine.replica])["engine_busy_share"] == pytest.approx(3.0)
+
+
+def test_each_engine_and_their_mean() -> None:
+    clock = Clock()
+    one, two, usage = Engine(clock), Engine(clock, "rollout-2"), Usage(clock)
+    replicas = [one.replica, two.replica]
+    usage.look(replicas)
+    one.spend(2, "busy")
+    one.heartbeat()
+    two.heartbeat()
+    shares = usage.take(replicas)
+    assert shares["engine_idle_share"] == pytest.approx(0.5)
+    assert shares["engine_idle_share_rollout-1"] == pytest.approx(0.0)
+    assert shares["engine_idle_share_rollout-2"] == pytest.approx(1.0)
+
+
+def test_a_replica_that_started_anew_is_counted_from_then_on() -> None:
+    clock = Clock()
+    engine, usage = Engine(clock), Usage(clock)
+    usage.look([engine.replica])
+    engine.spend(5, "busy")
+    engine.heartbeat()
+    new = Engine(clock)
+    new.counted["engine_busy_seconds"] = 0.0
+    new.replica.registered_at = 2.0
+    new.heartbeat()
+    usage.look([new.replica])
+    new.spend(1, "busy")
+    new.heartbeat()
+    assert usage.take([new.replica])["engine_busy_share"] == pytest.approx(1.0)
+
+
+def test_gpus_are_weighed_by_time_and_number() -> None:
+    clock = Clock()
+    one, two, usage = Engine(clock), Engine(clock, "trainer-1"), Usage(clock)
+    replicas = [one.replica, two.replica]
+    one.heartbeat(gpu_utilisation=1.0)
+    two.heartbeat(gpu_utilisation=0.25)
+    usage.look(replicas)
+    for replica, count in ((one, 1), (two, 3)):
+        replica.replica.status.gpu_uuids.extend(f"GPU-{index}" for index in range(count))
+    clock.now += 3
+    usage.look(replicas)
+    one.replica.status.gauges["gpu_utilisation"] = 0.0
+    clock.now += 1
+    shares = usage.take(replicas)
+    assert shares["gpu_idle_share_rollout-1"] == pytest.approx(0.25)
+    assert shares["gpu_idle_share_trainer-1"] == pytest.approx(0.75)
+    assert shares["gpu_idle_share"] == pytest.approx((0.25 + 3 * 0.75) / 4)
+
+
+def test_replicas_that_tell_nothing_have_no_shares() -> None:
+    clock = Clock()
+    silent = Replica(RegisterRequest(replica_id="r"), 1.0, seen=clock.now, status=GetStatusResponse())
+    usage = Usage(clock)
+    assert usage.take([]) == {}
+    usage.look([silent])
+    clock.now += 1
+    assert usage.take([silent]) == {}
+    strange = GetStatusResponse(gauges={"engine_state": float("nan"), "engine_busy_seconds": float("inf")})
+    silent.status = strange
+    clock.now += 1
+    usage.take([silent])
+    clock.now += 1
+    assert set(usage.take([silent])) == {"engine_busy_share", "engine_paused_share", "engine_idle_share"}
