@@ -132,7 +132,8 @@ class ActiveRun:
             groups_per_step=self.config.trainer.groups_per_step,
             steps=self.config.run.steps,
         )
-        await asyncio.to_thread(self._files.write_record, self.record)
+        async with self._saving:  # a pause or stop that came at once writes the same file
+            await asyncio.to_thread(self._files.write_record, self.record)
         self.assignable = True
         self._changed.fire()
         parts = (self.sync, self._publisher, self.health)
