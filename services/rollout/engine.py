@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import Any
 
 from relaxd.config import RolloutConfig
 from relaxd.rpc.child import Child, ChildError, ChildExit, ChildExited
-from services.rollout.engines.base import EngineError, Output, Request, Sampling, Version
+from services.rollout.engines.base import EngineError, MemoryPart, Output, Request, Sampling, Version
 from services.rollout.engines.wire import decode_output
 
 MODULES = {"transformers": "services.rollout.engine_process", "sglang": "services.rollout.sglang_process"}
 """The processes of the engines."""
+ALL_MEMORY: frozenset[MemoryPart] = frozenset({"weights", "kv_cache"})
 LOAD_SECONDS = 600.0
 CONTROL_SECONDS = 10.0
 """For requests that only change a flag."""
@@ -47,6 +48,8 @@ class Engine:
         """What it serves; None until the first commit."""
         self.quarantined = False
         """Whether a broken update left the model between two versions."""
+        self.asleep: frozenset[MemoryPart] = frozenset()
+        """The parts of its memory that it has given back."""
         self.tokens = 0
         """Generated since it started, by its last word."""
         self.gauges: dict[str, float] = {}
@@ -64,12 +67,14 @@ class Engine:
         python: str = "",
         on_exit: Callable[[ChildExit], None],
         on_tokens: Callable[[int, float], None],
+        colocate: bool = False,
     ) -> "Engine":
         """Start a process and load the model in `folder`, with the interpreter `python` if not with this one.
 
         `environment` is set on top of this process's, and names the GPUs that the engine may use.
         `on_exit` is called when the process ends unasked, before the requests under way fail; `on_tokens` about every
-        second with the tokens that were generated since, and tokens per second. Raises ChildError.
+        second with the tokens that were generated since, and tokens per second. With `colocate` it is to sleep now and
+        then. Raises ChildError.
         """
         engine = cls(on_exit, on_tokens)
         threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
@@ -92,6 +97,7 @@ class Engine:
             "memory_fraction": config.memory_fraction,
             "return_routed_experts": config.return_routed_experts,
             "options": config.sglang,
+            "colocate": colocate,
         }
         try:
             loaded = await child.request("load", params, LOAD_SECONDS)
@@ -116,7 +122,7 @@ class Engine:
     @property
     def serving(self) -> bool:
         """Whether it generates (or will, when its pause ends)."""
-        return self.alive and self.weights is not None and not self.quarantined
+        return self.alive and self.weights is not None and not self.quarantined and not self.asleep
 
     async def generate(
         self, prompt_tokens: tuple[int, ...], n: int, sampling: Sampling, *, stream: bool = False
@@ -152,6 +158,24 @@ class Engine:
     async def resume(self) -> None:
         """End the pause."""
         await self._ask("resume", {}, CONTROL_SECONDS)
+
+    async def sleep(self, timeout: float) -> dict[str, Any]:
+        """Give memory back, once what has begun has ended; returns before and after (bytes in use) and seconds."""
+        served, self.weights = self.weights, None
+        try:
+            change: dict[str, Any] = await self._ask("sleep", {"timeout": timeout}, timeout + MARGIN_SECONDS)
+        except BaseException:
+            self.weights = served
+            raise
+        self.asleep = ALL_MEMORY
+        return change
+
+    async def wake(self, parts: Collection[MemoryPart], timeout: float) -> dict[str, Any]:
+        """Take memory back; returns as `sleep`."""
+        params = {"parts": sorted(parts)}
+        change: dict[str, Any] = await self._ask("wake", params, timeout)
+        self.asleep -= frozenset(parts)
+        return change
 
     async def join(self, group: Mapping[str, Any], timeout: float) -> None:
         """Connect with a weight group: name, transport, store_host, store_port, rank, world_size, manifest (base64)."""

@@ -123,6 +123,9 @@ class EngineProcess(EngineServer):
             raise HandlerError("no model is loaded", kind="EngineError")
         return self._engine
 
+    def _memory_in_use(self) -> int:
+        return self._rss_bytes()
+
     def _rss_bytes(self) -> int:
         return int(psutil.Process().memory_info().rss)
 

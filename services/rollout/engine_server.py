@@ -5,11 +5,12 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from relaxd.rpc.child_server import ChildServer, Handler, HandlerError
 from relaxd.telemetry import setup_logging
-from services.rollout.engines.base import EngineError, Output, PauseMode, Request, Sampling
+from services.rollout.engines.base import EngineError, MemoryPart, Output, PauseMode, Request, Sampling
 from services.rollout.engines.wire import encode_output
 
 STATS_SECONDS = 1.0
@@ -36,6 +37,12 @@ class ServedEngine(Protocol):
     def resume(self) -> None:
         """End the pause."""
 
+    def sleep(self, timeout: float) -> None:
+        """Give memory back, once what has begun has ended."""
+
+    def wake(self, parts: Collection[MemoryPart]) -> None:
+        """Take memory back."""
+
     def stats(self) -> dict[str, int]:
         """running_samples, waiting_samples and tokens_generated so far."""
 
@@ -50,6 +57,8 @@ class EngineServer(ABC):
             "cancel": self.cancel,
             "pause": self.pause,
             "resume": self.resume,
+            "sleep": self.sleep,
+            "wake": self.wake,
             "join": self.join,
             "receive": self.receive,
             "leave": self.leave,
@@ -79,6 +88,26 @@ class EngineServer(ABC):
     @abstractmethod
     def _rss_bytes(self) -> int:
         """Memory of the engine's processes."""
+
+    @abstractmethod
+    def _memory_in_use(self) -> int:
+        """Bytes: of the engine's GPUs, whoever uses them; on a CPU of the engine's processes."""
+
+    def sleep(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Give memory back; returns before and after (bytes in use) and seconds."""
+        return self._change_memory(lambda engine: engine.sleep(params["timeout"]))
+
+    def wake(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Take memory back, part by part; returns as `sleep`."""
+        return self._change_memory(lambda engine: engine.wake(params["parts"]))
+
+    def _change_memory(self, change: Callable[[ServedEngine], None]) -> dict[str, Any]:
+        engine, before, started = self._loaded(), self._memory_in_use(), time.monotonic()
+        try:
+            change(engine)
+        except EngineError as error:
+            raise HandlerError(str(error), kind="EngineError") from error
+        return {"before": before, "after": self._memory_in_use(), "seconds": time.monotonic() - started}
 
     def generate(self, params: dict[str, Any]) -> None:
         """Queue a request; its tokens come as events."""

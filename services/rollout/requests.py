@@ -3,7 +3,7 @@
 from relaxd.config import RolloutConfig
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.base import PauseMode, Sampling
+from services.rollout.engines.base import MemoryPart, PauseMode, Sampling
 
 PAUSE_MODES: dict[int, PauseMode] = {
     rollout_pb2.PAUSE_MODE_UNSPECIFIED: "in_place",
@@ -11,6 +11,11 @@ PAUSE_MODES: dict[int, PauseMode] = {
     rollout_pb2.PAUSE_MODE_ABORT: "abort",
     rollout_pb2.PAUSE_MODE_DRAIN: "drain",
     rollout_pb2.PAUSE_MODE_RETRACT: "retract",
+}
+
+MEMORY_PARTS: dict[int, MemoryPart] = {
+    rollout_pb2.MEMORY_PART_WEIGHTS: "weights",
+    rollout_pb2.MEMORY_PART_KEY_VALUE_CACHE: "kv_cache",
 }
 
 MOST_SAMPLES = 4096

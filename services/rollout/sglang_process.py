@@ -26,6 +26,7 @@ from services.rollout.engines.sglang_options import OptionError, server_args
 MARGIN_SECONDS = 3.0
 """What scheduler processes may take beyond a deadline that they keep by themselves."""
 ABORT_SECONDS = 8.0
+ANSWER_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class SGLangProcess(EngineServer):
         super().__init__()
         self._engine: SGLangEngine | None = None
         self._schedulers: Schedulers | None = None
+        self._on_gpus = False
         self._group = ""
         self._left_touched = False
         """Whether leaving a group in the middle of a reception found the model touched."""
@@ -60,6 +62,7 @@ class SGLangProcess(EngineServer):
     def _launch(self, params: dict[str, Any], schedulers: Schedulers, launched: "Future[dict[str, Any]]") -> None:
         try:
             args = server_args(params["folder"], params)
+            self._on_gpus = args.device == "cuda"
             if params["return_routed_experts"] and not has_experts(args.get_model_config().hf_text_config):
                 raise OptionError("rollout.return_routed_experts is true, but the model has no experts")
             channel, info = launch(args, schedulers)
@@ -173,6 +176,21 @@ class SGLangProcess(EngineServer):
         if self._engine is None:
             raise HandlerError("no model is loaded", kind="EngineError")
         return self._engine
+
+    def sleep(self, params: dict[str, Any]) -> dict[str, Any]:
+        """See EngineServer."""
+        asleep = self._loaded().asleep
+        change = super().sleep(params)
+        if self._on_gpus and not asleep and change["after"] >= change["before"]:
+            raise HandlerError(
+                f"SGLang gave no memory back ({change['before']} bytes were in use, {change['after']} are): "
+                "torch_memory_saver's library is not at work in its scheduler processes (LD_PRELOAD)",
+                kind="EngineError",
+            )
+        return change
+
+    def _memory_in_use(self) -> int:
+        return sum(self._all("memory", {}, ANSWER_SECONDS))
 
     def _rss_bytes(self) -> int:
         total = 0

@@ -8,6 +8,8 @@ import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["in_place", "retract", "abort", "drain"]
+MemoryPart = Literal["weights", "kv_cache"]
+"""What an engine gives back when it sleeps, and takes again part by part."""
 
 
 class EngineError(Exception):

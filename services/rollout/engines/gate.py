@@ -27,6 +27,8 @@ class Gate:
         """What was committed last."""
         self.quarantined = False
         """Whether the model is neither the old nor the new version."""
+        self.asleep = False
+        """Whether the engine has given memory back: closed until `wake`."""
         self._abort_asked = False
         self._lease_end = 0.0
         self._at_rest = False
@@ -95,6 +97,23 @@ class Gate:
             self.quarantined = True
             self.changed.notify_all()
 
+    def sleep(self) -> None:
+        """From a pause: close the gate until `wake`. What was committed is forgotten, as its memory is given back.
+
+        Raises EngineError unless the engine rests in a pause.
+        """
+        with self.changed:
+            if self._updating or not (self.mode and self._at_rest):
+                raise EngineError("the engine is not paused, or the lease of its pause has ended")
+            self.asleep, self.weights, self.mode = True, None, None
+            self.changed.notify_all()
+
+    def wake(self) -> None:
+        """All memory is there again: open for what was committed since, if anything was."""
+        with self.changed:
+            self.asleep = False
+            self.changed.notify_all()
+
     def may_run(self) -> bool:
         """Whether samples that run may go on."""
         return self._serves() and self.mode in (None, "drain")
@@ -130,4 +149,4 @@ class Gate:
             self.mode = None
 
     def _serves(self) -> bool:
-        return self.weights is not None and not self.quarantined and not self._updating
+        return self.weights is not None and not self.quarantined and not self._updating and not self.asleep

@@ -7,7 +7,7 @@ everything that the scheduler holds was begun under the weights before it.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,11 @@ from sglang.srt.managers.io_struct import (
     BatchTokenIDOutput,
     ContinueGenerationReqInput,
     PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
 )
 
-from services.rollout.engines.base import EngineError, FailureHandler, Output, PauseMode, Request, Version
+from services.rollout.engines.base import EngineError, FailureHandler, MemoryPart, Output, PauseMode, Request, Version
 from services.rollout.engines.gate import Gate
 from services.rollout.engines.sglang_control import SchedulerError, Schedulers
 from services.rollout.engines.sglang_launch import MessageChannel
@@ -27,6 +29,8 @@ from services.rollout.engines.sglang_samples import Group, Sample, add_output
 STEP_SECONDS = 60.0
 """Longest step of the model that a pause waits for. An engine that takes longer is broken."""
 ANSWER_SECONDS = 10.0
+MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
+"""What is given back in a sleep, by SGLang's names."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,8 @@ class SGLangEngine:
         """How the schedulers are paused: in_place or retract; None while they run."""
         self._groups: dict[str, Group] = {}
         self._held: deque[Group] = deque()
+        self._released: set[MemoryPart] = set()
+        """What was given back."""
         self._sent: dict[str, tuple[Group, Sample | None]] = {}
         """What the scheduler works on, by its ids; without a sample: a prompt that is computed for all."""
         self._commits = 0
@@ -124,6 +130,39 @@ class SGLangEngine:
     def resume(self) -> None:
         """End the pause."""
         self._gate.resume()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether memory was given back that isn't there again."""
+        return self._gate.asleep
+
+    def sleep(self, timeout: float) -> None:
+        """Wait for the samples that have begun, then give back weights and key-value cache. Raises EngineError."""
+        if self._gate.asleep:
+            return
+        lease = timeout + STEP_SECONDS
+        self._gate.pause("drain", lease, timeout)
+        self._gate.pause("retract", lease, STEP_SECONDS)  # which also puts away what a finished batch has left
+        self._gate.sleep()
+        self._released = set(MEMORY_PARTS)
+        self._tell_memory(ReleaseMemoryOccupationReqInput(tags=list(MEMORY_PARTS)))
+
+    def wake(self, parts: Collection[MemoryPart]) -> None:
+        """Take memory back; what the weights are is not known until an update. Raises EngineError."""
+        missing = [part for part in MEMORY_PARTS if part in parts and part in self._released]
+        if missing:
+            self._tell_memory(ResumeMemoryOccupationReqInput(tags=missing))
+            self._released -= set(missing)
+        if self._gate.asleep and not self._released:
+            self._gate.wake()
+
+    def _tell_memory(self, message: ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput) -> None:
+        """Have the paused schedulers do something in the same turn of all their loops; returns when all have."""
+        self._channel.send(message)
+        try:
+            self._bring_to("retract")  # they are paused like that: this is for the answer
+        except SchedulerError as error:
+            raise EngineError(f"the schedulers did not change their memory: {error}") from error
 
     @contextmanager
     def update(self, weights: Version) -> Iterator[None]:

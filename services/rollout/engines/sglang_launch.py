@@ -65,6 +65,8 @@ def launch(args: ServerArgs, schedulers: Schedulers) -> tuple[MessageChannel, di
     os.environ[ADDRESS_VARIABLE] = schedulers.address
     # Requests that don't stream are sent when they are complete.
     os.environ.setdefault("SGLANG_FORCE_STREAM_INTERVAL", str(1 << 30))
+    if args.enable_memory_saver:
+        _let_preloaded_libraries_be_found()
     try:
         launcher = _Launcher(server_args=args)
     except Exception as error:
@@ -75,3 +77,15 @@ def launch(args: ServerArgs, schedulers: Schedulers) -> tuple[MessageChannel, di
     Path(shm_path_for(launcher.port_args.instance_id)).unlink(missing_ok=True)
     channel: MessageChannel = launcher.tokenizer_manager
     return channel, launcher._scheduler_init_result.scheduler_infos[0]
+
+
+def _let_preloaded_libraries_be_found() -> None:
+    """Name the folder of the CUDA runtime that torch has loaded here to the loader of the scheduler processes.
+
+    torch_memory_saver's library is preloaded there, and needs that runtime before torch could load it from where its
+    wheels have it. A library that cannot be preloaded is left out with no more than a line on stderr.
+    """
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
+    folders = sorted({str(Path(path).parent) for path in loaded})
+    before = os.environ.get("LD_LIBRARY_PATH", "")
+    os.environ["LD_LIBRARY_PATH"] = ":".join([*folders, *([before] if before else [])])

@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from sglang.srt.server_args import ServerArgs
 from sglang.version import __version__
@@ -17,6 +18,7 @@ SET_BY_RELAXD = {
     "mem_fraction_static": "rollout.memory_fraction",
     "max_running_requests": "rollout.max_running_samples",
     "enable_return_routed_experts": "rollout.return_routed_experts",
+    "enable_memory_saver": "run.colocate",
 }
 """Options that follow from relaxd's own settings, and from which."""
 
@@ -48,8 +50,8 @@ def server_args(folder: str, params: Mapping[str, Any]) -> ServerArgs:
     """SGLang's ServerArgs for a model.
 
     `params` has relaxd's own settings (dtype, max_running_samples, tensor_parallel, memory_fraction,
-    return_routed_experts) and, as `options`, what [rollout.sglang] says. Raises OptionError, or what SGLang raises when
-    it finds that options do not fit together.
+    return_routed_experts, colocate) and, as `options`, what [rollout.sglang] says. Raises OptionError, or what SGLang
+    raises when it finds that options do not fit together.
     """
     options = dict(params["options"])
     check_options(options)
@@ -68,6 +70,8 @@ def server_args(folder: str, params: Mapping[str, Any]) -> ServerArgs:
     }
     if params["memory_fraction"]:
         values["mem_fraction_static"] = params["memory_fraction"]
+    if params["colocate"] and torch.cuda.is_available():
+        values["enable_memory_saver"] = True
     if params["return_routed_experts"]:
         values["enable_return_routed_experts"] = True
     return ServerArgs(**values)

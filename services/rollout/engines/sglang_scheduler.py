@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+import psutil
 import sglang.srt.managers.scheduler as sglang_scheduler
 import torch
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
@@ -157,7 +158,7 @@ class _Line:
         self._scheduler = scheduler
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(os.environ[ADDRESS_VARIABLE])
-        handlers = (self.wait_change, self.commit, self.end_all, self.stats)
+        handlers = (self.wait_change, self.commit, self.end_all, self.stats, self.memory)
         weight_handlers = (self.join, self.receive, self.leave)
         self.server = ChildServer({each.__name__: each for each in (*handlers, *weight_handlers)}, connection)
         threading.Thread(target=self.server.serve, name="control", daemon=True).start()
@@ -190,6 +191,13 @@ class _Line:
             "waiting_samples": len(scheduler.waiting_queue),
             "tokens_generated": scheduler.generated_tokens,
         }
+
+    def memory(self, params: dict[str, Any]) -> int:
+        """Bytes in use: of the whole GPU, whoever uses them; on a CPU of this process."""
+        if self._scheduler.on_gpu is None:
+            return int(psutil.Process().memory_info().rss)
+        free, total = torch.cuda.mem_get_info(self._scheduler.on_gpu)
+        return total - free
 
     def join(self, params: dict[str, Any]) -> None:
         """Connect with a weight group, as rank `rank` + our tensor-parallel rank."""

@@ -7,7 +7,7 @@ when they have ended, so that no request waits for a longer one.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from services.rollout.engines.base import (
     EngineError,
     FailureHandler,
+    MemoryPart,
     Output,
     OutputHandler,
     PauseMode,
@@ -24,10 +25,13 @@ from services.rollout.engines.base import (
 )
 from services.rollout.engines.batch import Batch, Sample
 from services.rollout.engines.gate import Gate
+from services.rollout.engines.parameter_memory import ParameterMemory
 from services.rollout.engines.sampling import choose_tokens, sample_generator
 
 PREFILL_TOKENS = 1024
 """Most prompt tokens, padding included, that are run at once: a pause waits for them. A longer prompt is run alone."""
+SLEEP_LEASE_SECONDS = 10.0
+"""How much longer than the wait for running samples the pause before a sleep lasts."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ class TransformersEngine:
         self._on_failure = on_failure
         self._threads = threads
         self._gate = Gate()
+        self._memory = ParameterMemory(model)
         self._waiting: deque[list[Sample]] = deque()
         self._batch: Batch | None = None
         self._cancelled: set[str] = set()
@@ -124,6 +129,21 @@ class TransformersEngine:
     def resume(self) -> None:
         """End the pause."""
         self._gate.resume()
+
+    def sleep(self, timeout: float) -> None:
+        """Wait for the samples that have begun, then give back the memory of the weights. Raises EngineError."""
+        if self._memory.released or self._gate.asleep:
+            return
+        self._gate.pause("drain", timeout + SLEEP_LEASE_SECONDS, timeout)
+        self._gate.sleep()
+        self._memory.release()
+
+    def wake(self, parts: Collection[MemoryPart]) -> None:
+        """Take memory back; the weights are unknown until an update. Keys and values take theirs as needed."""
+        if "weights" in parts:
+            self._memory.restore()
+        if "kv_cache" in parts and not self._memory.released:
+            self._gate.wake()
 
     @contextmanager
     def update(self, weights: Version) -> Iterator[None]:
