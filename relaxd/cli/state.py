@@ -61,10 +61,20 @@ class LaunchWish(BaseModel):
     """Set: it has to go, and may take so long to end by itself."""
 
 
+class RestartWish(BaseModel):
+    """A process that the launcher wants to have killed and started again."""
+
+    number: int
+    """Ascends with each wish for this service."""
+    replica_id: str
+    """The process; one of another id is left alone. Empty: whatever runs."""
+
+
 class LaunchWishes(BaseModel):
     """What the launcher wants, by launch id or name. It alone writes them, and the supervisor follows."""
 
     wishes: dict[str, LaunchWish] = {}
+    restarts: dict[str, RestartWish] = {}
 
 
 class StateFolder:
@@ -74,7 +84,7 @@ class StateFolder:
         self.path = path.resolve()
         self.logs = self.path / "logs"
         self.redis_data = self.path / "redis"
-    restarts: dict[str, RestartWish] = {}
+        self.redis_password = self.path / "redis_password"
         self.plan = self.path / "plan.json"
         self._state = self.path / "state.json"
         self._launched = self.path / "launched.json"
@@ -87,7 +97,6 @@ class StateFolder:
             (self.path / ".gitignore").write_text("*\n")
         except OSError as error:
             problem = f"cannot write the state folder {self.path}: {error.strerror}"
-        self.redis_password = self.path / "redis_password"
             raise CliError(problem, "choose another: --state DIR") from error
 
     def log(self, service: str) -> Path:

@@ -26,19 +26,21 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
 from relaxd.rpc.assignment import AssignmentFollower
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, ServerError
-from relaxd.rpc.gpus import GpuLeases, gpu_gauges, visible_gpus
 from relaxd.rpc.exit_codes import RESTART
+from relaxd.rpc.gpus import GpuLeases, gpu_gauges, visible_gpus
 from relaxd.rpc.membership import Membership, Refused
 from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.service import ReplicaService, ServiceStatus
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
+from relaxd.rpc.turns import wait_for_turn
 from relaxd.telemetry import setup_logging
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 from relaxd.v1.coordinator_pb2 import HeartbeatResponse, RegisterRequest
@@ -48,10 +50,10 @@ __all__ = ["ReplicaService", "ReplicaServicer", "ServiceStatus", "run_replica"]
 
 ANSWER_SECONDS = 0.5
 """Drain answers this long before its caller's deadline."""
-
-_log = logging.getLogger(__name__)
 RESTART_SECONDS = 5.0
 """A process that was told to restart is gone after this."""
+
+_log = logging.getLogger(__name__)
 
 
 class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
@@ -64,9 +66,9 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         status: Callable[[], replica_pb2.GetStatusResponse],
         drain: Callable[[float], Awaitable[int]],
         standby: tuple[Callable[[str], None], Callable[[str, float], Awaitable[None]]] | None = None,
+        restart: Callable[[str, str], None] | None = None,
         *,
         deadline_seconds: float,
-        restart: Callable[[str, str], None] | None = None,
     ) -> None:
         self._status, self._drain, self._standby, self._restart = status, drain, standby, restart
         self._deadline_seconds = deadline_seconds
@@ -90,8 +92,6 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         await self._asked()[1](request.launch_id, _seconds_left(context, self._deadline_seconds))
         return replica_pb2.LeaveResponse()
 
-    def _asked(self) -> tuple[Callable[[str], None], Callable[[str, float], Awaitable[None]]]:
-        if self._standby is None:
     async def Restart(self, request: replica_pb2.RestartRequest, context: Any) -> replica_pb2.RestartResponse:
         """See the proto."""
         if self._restart is None:
@@ -99,6 +99,8 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         self._restart(request.replica_id, request.reason)
         return replica_pb2.RestartResponse()
 
+    def _asked(self) -> tuple[Callable[[str], None], Callable[[str, float], Awaitable[None]]]:
+        if self._standby is None:
             raise FailedPrecondition("this process registers by itself: only one started with --standby can be asked")
         return self._standby
 
@@ -125,10 +127,10 @@ class _Life:
         self.ending = False
         self.broken = ""
         """Why the service has given up."""
-        self.gave_up = asyncio.Event()
-        self.joined, self.left = asyncio.Event(), asyncio.Event()
         self.restarting = False
         """Whether it was told to restart."""
+        self.gave_up = asyncio.Event()
+        self.joined, self.left = asyncio.Event(), asyncio.Event()
         if not settings.standby:
             self.joined.set()
         self._told_to_drain = False
@@ -136,6 +138,7 @@ class _Life:
         self._drains: set[asyncio.Task[int]] = set()
         self._loop = asyncio.get_running_loop()
         service.lease_gpus, service.give_up = gpus.lease, self.give_up
+        service.take_turn = partial(wait_for_turn, coordinator, settings.replica_id)
 
     def status(self) -> replica_pb2.GetStatusResponse:
         follower = self.follower
@@ -167,18 +170,15 @@ class _Life:
             protocol_version=PROTOCOL_VERSION,
             gauges={**own.gauges, **gpu_gauges(self.gpus.held)},
             gpu_uuids=[gpu.uuid for gpu in self.gpus.held],
+            progress=own.progress,
+            awake=own.awake,
         )
 
     def give_up(self, reason: str) -> None:
-            progress=own.progress,
-            awake=own.awake,
         _log.error("giving up: %s", reason)
         self.broken = self.broken or reason
         self._loop.call_soon_threadsafe(self.gave_up.set)
 
-    def changed(self) -> None:
-        if self.membership:
-            self.membership.tell_soon()
     def restart(self, replica_id: str, reason: str) -> None:
         if replica_id != self.settings.replica_id:
             raise FailedPrecondition(f"replica_id is {replica_id!r}, but this process is {self.settings.replica_id}")
@@ -196,6 +196,9 @@ class _Life:
         self.restarting = True
         self.gave_up.set()
 
+    def changed(self) -> None:
+        if self.membership:
+            self.membership.tell_soon()
 
     async def registered(self) -> None:
         try:
@@ -264,16 +267,17 @@ class _Life:
             package_version=__version__,
             gpu_uuids=[gpu.uuid for gpu in self.gpus.visible],
             launch_id=self.settings.launch_id,
+            instance=self.settings.instance,
         )
         self.membership = Membership(
             self._coordinator,
-            instance=self.settings.instance,
             self.settings.coordinator,
             registration,
             self.status,
             self.heard,
             self.registered,
             lambda: self.service.engine_ranks,
+            self.settings.tls,
         )
 
 
@@ -306,14 +310,13 @@ async def run_replica(
                 life.status,
                 life.follower.drain,
                 (life.join, life.leave) if settings.standby else None,
+                life.restart,
                 deadline_seconds=settings.deadline_seconds,
             ),
             "relaxd.v1.Replica",
         )
-                life.restart,
         try:
             server = await start_service([own, *services], settings)
-            self.settings.tls,
         except ServerError as error:
             _log.error("%s", error)
             raise SystemExit(1) from None
@@ -335,11 +338,11 @@ async def run_replica(
             await _end(life, server, following, belonging)
             stopping.cancel()
             giving_up.cancel()
+    if life.restarting:
+        raise SystemExit(RESTART)
     if life.broken:
         raise SystemExit(1)
 
-    if life.restarting:
-        raise SystemExit(RESTART)
 
 async def _end(
     life: _Life, server: RunningServer, following: asyncio.Task[None], belonging: asyncio.Task[None]

@@ -186,12 +186,12 @@ def _http_url(text: str) -> str:
 
 _http_url.__name__ = "URL (http://host:port)"
 
-_redis_url.__name__ = "Redis URL (redis://host:port/database)"
-
-
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in text.split(","))))
+
+
+_redis_url.__name__ = "Redis URL (redis://host:port/database)"
 
 
 def _program(text: str) -> str:
@@ -235,11 +235,11 @@ def parse_settings(
         values[key] = given[key] if given[key] is not None else _from_environment(parser, flag, environment)
     try:
         values["token"] = read_token(values.pop("token_file"), environment)
+        values["tokens"] = read_tokens(role, values.pop("tokens_file"), values["token"])
+        values["tls"] = read_tls(role, {field: values.pop(f"tls_{field}") for field in TlsFiles.__dataclass_fields__})
         if "sglang_key_file" in values:
             values["sglang_key"] = read_token(values.pop("sglang_key_file"), environment, "RELAXD_SGLANG_KEY")
         if "redis_password_file" in values:
-        values["tokens"] = read_tokens(role, values.pop("tokens_file"), values["token"])
-        values["tls"] = read_tls(role, {field: values.pop(f"tls_{field}") for field in TlsFiles.__dataclass_fields__})
             values["redis"] = with_password(values["redis"], values.pop("redis_password_file"))
             files = {name: values.pop(f"redis_{name}") for name in REDIS_FILES}
             values["redis"] = with_certificates(values["redis"], files)
@@ -280,6 +280,9 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("coordinator", _address, settings.coordinator, "host:port of the coordinator"),
         _Flag("redis", _redis_url, settings.redis, "URL of the Redis that holds the board"),
         _Flag("redis-password-file", str, "", "file with the password of that Redis"),
+        _Flag("redis-authority", str, "", "file with the authority of that Redis's certificate (rediss://)"),
+        _Flag("redis-certificate", str, "", "file with the certificate to show to that Redis"),
+        _Flag("redis-key", str, "", "file with that certificate's key"),
         _Flag("replica-id", str, _new_replica_id(role), "unique name of this process"),
         _Flag("grace-seconds", _seconds, settings.grace_seconds, "seconds that draining may take after SIGTERM"),
         _Flag("lease-seconds", _seconds, settings.lease_seconds, "a replica is dead after so long without a heartbeat"),
@@ -297,9 +300,6 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("tls-client-authority", str, "", "file with the authority of callers' certificates; each needs one"),
         _Flag("tls-name", str, "", "name in the other services' certificates; that of their host unless given"),
         _Flag("allow-insecure", _switch, False, "listen beyond loopback without authentication"),
-        _Flag("redis-authority", str, "", "file with the authority of that Redis's certificate (rediss://)"),
-        _Flag("redis-certificate", str, "", "file with the certificate to show to that Redis"),
-        _Flag("redis-key", str, "", "file with that certificate's key"),
         _Flag("deadline-seconds", _positive_seconds, settings.deadline_seconds, "longest call that brings no deadline"),
         _Flag(
             "stream-deadline-seconds",
@@ -315,12 +315,12 @@ def _flags(role: str) -> list[_Flag]:
             _Flag("sglang-url", _http_url, "", "URL of the SGLang server of runs with engine sglang_external"),
             _Flag("sglang-key-file", str, "", "file with that server's API key"),
         ]
+    if role == "reward":
+        flags.append(_Flag("allowed-rewards", _names, (), "rewards that Score may be asked for, with commas between"))
     if role == "launcher":
         limits = ("deadline-seconds", "stream-deadline-seconds", "max-message-bytes")
-        used = ("host", "port", "project", "replica-id", "log-level", "token-file", *limits)
-        return [flag for flag in flags if flag.name in used]
+        used = ("host", "port", "project", "replica-id", "log-level", "token-file", "tokens-file", *limits)
+        return [flag for flag in flags if flag.name in used or flag.name.startswith(("tls-", "allow-insecure"))]
     not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "project")
     unused = not_for_coordinator if is_coordinator else ("lease-seconds", "launcher", "project")
     return [flag for flag in flags if flag.name not in unused]
-    if role == "reward":
-        flags.append(_Flag("allowed-rewards", _names, (), "rewards that Score may be asked for, with commas between"))

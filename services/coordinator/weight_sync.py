@@ -72,8 +72,6 @@ class WeightSync:
             return False
         return all(engine.version == (announced.epoch, announced.version) for engine in engines)
 
-    def involves(self, replica_id: str) -> bool:
-        """Whether a synchronisation runs that would break if this engine went now."""
     def failures(self, replica: Replica) -> int:
         """Synchronisations in a row that failed because of an engine; of a trainer, those that no engine is blamed
         for."""
@@ -81,6 +79,8 @@ class WeightSync:
             return self._unexplained_failures
         return self._blame.get(replica.member, (0, 0.0))[0]
 
+    def involves(self, replica_id: str) -> bool:
+        """Whether a synchronisation runs that would break if this engine went now."""
         group = self.record.group
         return self.record.running and (group is None or any(e.replica_id == replica_id for e in group.engines))
 
@@ -115,12 +115,12 @@ class WeightSync:
             return 0.0
         except SyncFailed as error:
             self.last_failure, blamed = str(error), error.blamed
+            self._unexplained_failures = 0 if blamed else self._unexplained_failures + 1
         except StoreUnavailable as error:
             self.last_failure = str(error)
         finally:
             self.seconds += time.monotonic() - started
         telemetry.record("sync.failures", 1, {"relaxd.run_id": self._fleet.run_id})
-            self._unexplained_failures = 0 if blamed else self._unexplained_failures + 1
         logger.warning("weight synchronisation %d failed: %s", self.record.last_sync_id, self.last_failure)
         self._blame_for(blamed)
         # Without those to blame the next attempt is another one, so it can begin at once.
