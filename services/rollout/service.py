@@ -144,6 +144,7 @@ class RolloutService(ReplicaService):
         else:
             weights = replica_pb2.WeightVersion(epoch=engine.weights.epoch, version=engine.weights.version)
         gauges = dict(engine.gauges) if engine is not None else {}
+        done = self._done_before + (worker.done if worker else 0)
         return ServiceStatus(
             held_groups=worker.held if worker else 0,
             done_groups=done,
@@ -157,7 +158,6 @@ class RolloutService(ReplicaService):
     def _open_or_close(self) -> None:
         worker, engine = self._worker, self.engine
         if worker is None:
-        done = self._done_before + (worker.done if worker else 0)
             return
         if engine is not None and engine.serving and not self._run_paused:
             worker.resume()  # also wakes it up to see that there is room
