@@ -23,8 +23,14 @@ GPUS = PREFIX + "gpus"
 WEIGHTS = PREFIX + "weights"
 SCALING = PREFIX + "scaling"
 
+# Records of a run and its replicas are few, small, and replaced over and over: a full Redis must take them, for what
+# makes room in it, the steps, needs a coordinator. A new run may be refused.
+_TAKE_OVER = """#!lua flags=allow-oom
+return redis.call('INCR', KEYS[1])
+"""
+
 # KEYS: epoch. ARGV: the writer's epoch, commands as JSON.
-_GUARDED = """
+_GUARDED = """#!lua flags=allow-oom
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'FENCED' end
 for _, command in ipairs(cjson.decode(ARGV[2])) do redis.call(unpack(command)) end
 return 'OK'
@@ -81,6 +87,7 @@ class Store:
             retry=Retry(ExponentialBackoff(cap=0.2, base=0.02), retries=2),
             health_check_interval=15,
         )
+        self._take_over = self._redis.register_script(_TAKE_OVER)
         self._guarded = self._redis.register_script(_GUARDED)
         self._create = self._redis.register_script(_CREATE)
         self.epoch = 0
@@ -89,7 +96,7 @@ class Store:
 
     def take_over(self) -> int:
         """Begin a new epoch: from now on every older coordinator is refused."""
-        self.epoch = int(self._call(lambda: self._redis.incr(EPOCH)))
+        self.epoch = int(self._call(lambda: self._take_over(keys=[EPOCH])))
         return self.epoch
 
     def create_run(self, run: RunRecord) -> None:
@@ -198,3 +205,5 @@ class Store:
             return operation()
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise StoreUnavailable(f"Redis doesn't answer: {error}") from error
+        except redis.exceptions.OutOfMemoryError as error:
+            raise StoreUnavailable(f"Redis is full: {error}") from error
