@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+MOST_BOARDS = 8
+"""Boards of runs that aren't active that are kept open."""
+
 
 async def read_board(read: Callable[..., Result], *arguments: Any) -> Result:
     """Read the board in a thread, for a caller. Raises Unavailable: Redis doesn't answer."""
@@ -187,12 +190,19 @@ class RunManager:
 
     def board(self, record: RunRecord) -> Board:
         """The board of a run."""
-        if record.run_id not in self._boards:
+        board = self._boards.pop(record.run_id, None)
+        if board is None:
             config = RunConfig.model_validate_json(record.config_json)
-            self._boards[record.run_id] = Board(
-                self._context.redis_url, record.run_id, stages_for(config), config.board
-            )
-        return self._boards[record.run_id]
+            board = Board(self._context.redis_url, record.run_id, stages_for(config), config.board)
+        self._boards[record.run_id] = board  # the last is the one used last
+        self._close_boards()
+        return board
+
+    def _close_boards(self) -> None:
+        """Let go of the boards of runs that nobody has looked at lately: each has connections to Redis."""
+        active = self.active.record.run_id if self.active else None
+        for run_id in [run_id for run_id in self._boards if run_id != active][:-MOST_BOARDS]:
+            self._boards.pop(run_id).close()  # who reads from it just now connects again
 
     async def message(self, record: RunRecord) -> pb.Run:
         """A run as it is now. Raises Unavailable."""
