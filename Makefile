@@ -42,6 +42,10 @@ test-fast: $(STAMP) ## the tests that take seconds
 test-gpu: $(if $(VENV),$(STAMP)) ## what needs GPUs, in minutes (VENV= PYTHON=: with an environment of your own)
 	$(if $(VENV),$(BIN)/python,$(PYTHON)) -m pytest tests/gpu
 
+.PHONY: fuzz
+fuzz: $(STAMP) ## attack every call of every service with bad messages (MESSAGES=100000, SEED=)
+	$(BIN)/python -m tests.fuzz --messages $(or $(MESSAGES),100000) --seed $(SEED)
+
 .PHONY: test-compose
 test-compose: $(STAMP) ## the images and the compose files, on Docker (arranges an engine on Debian, as root)
 	RELAXD_TEST_COMPOSE=1 deploy/ci/docker.sh $(BIN)/python -m pytest tests/compose --durations=8

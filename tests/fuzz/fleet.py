@@ -1,0 +1,242 @@
+"""What is attacked: every service as real processes, in two clusters on one Redis.
+
+In the first a tiny model is trained for a step and then paused: its rollout, trainer, reward and advantage services
+have an engine, ranks, workers and a board, and its coordinator is left alone, so that the run can go on when the attack
+is over. In the second are a coordinator of its own, with a run that nobody works on, a launcher, and a replica that
+waits to be asked (--standby).
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import psutil
+
+from relaxd.rpc.client import sync_channel
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
+from tests.conftest import RedisServer, free_port
+from tests.models import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 180.0
+RUN_ID = "run-1"
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A process, and the services of it that are attacked."""
+
+    name: str
+    address: str
+    services: tuple[str, ...]
+
+
+class Fleet:
+    """The processes. `close` ends them."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        """Start everything; `arguments` go to every process."""
+        self.folder = folder
+        self._arguments = arguments
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._channels: list[grpc.Channel] = []
+        (folder / "redis").mkdir()
+        self.redis = RedisServer(folder / "redis").start()
+        self.model = make_tiny_model(folder / "model")
+        ports = {name: free_port() for name in ("coordinator", "rollout", "trainer", "reward", "advantage")}
+        ports |= {name: free_port() for name in ("victim", "launcher", "standby")}
+        self.ports = ports
+        try:
+            self._start("coordinator", "services.coordinator", "--redis", self.redis_url(0), "--lease-seconds", "60")
+            for role in ("rollout", "trainer", "reward", "advantage"):
+                to_coordinator = ("--coordinator", f"127.0.0.1:{ports['coordinator']}")
+                self._start(role, f"services.{role}", "--redis", self.redis_url(0), *to_coordinator)
+            self._start("launcher", "tests.fuzz.launcher")
+            to_launcher = ("--launcher", f"127.0.0.1:{ports['launcher']}")
+            self._start(
+                *("victim", "services.coordinator", "--redis", self.redis_url(1), "--lease-seconds", "20"), *to_launcher
+            )
+            to_victim = ("--coordinator", f"127.0.0.1:{ports['victim']}")
+            self._start(*("standby", "services.reward", "--redis", self.redis_url(1), *to_victim), "--standby", "true")
+            self.coordinator = CoordinatorStub(self.channel("coordinator"))
+            self._train_a_step()
+        except BaseException:
+            self.close()
+            raise
+
+    def redis_url(self, database: int) -> str:
+        return self.redis.url.removesuffix("/0") + f"/{database}"
+
+    def channel(self, name: str) -> grpc.Channel:
+        channel = sync_channel(f"127.0.0.1:{self.ports[name]}")
+        self._channels.append(channel)
+        return channel
+
+    @property
+    def targets(self) -> list[Target]:
+        """What is attacked, and where."""
+        return [
+            Target(name, f"127.0.0.1:{self.ports[name]}", services)
+            for name, services in (
+                ("victim", ("relaxd.v1.Coordinator", "relaxd.v1.Replica")),
+                ("rollout", ("relaxd.v1.Rollout",)),
+                ("trainer", ("relaxd.v1.Trainer",)),
+                ("reward", ("relaxd.v1.Reward",)),
+                ("advantage", ("relaxd.v1.Advantage",)),
+                ("launcher", ("relaxd.v1.Launcher",)),
+                ("standby", ("relaxd.v1.Replica",)),
+            )
+        ]
+
+    @property
+    def attacked(self) -> list[str]:
+        return [target.name for target in self.targets]
+
+    def config(self, folder: str = "runs") -> str:
+        """A run that does a little and then waits to be resumed."""
+        values = {
+            "run": {"steps": 1000, "folder": str(self.folder / folder)},
+            "model": {"path": str(self.model)},
+            "data": {"source": "addition"},
+            "rollout": {"samples_per_prompt": 2, "max_new_tokens": 8, "threads": 1, "max_running_samples": 16},
+            "reward": {"name": "addition", "workers": 1},
+            "algorithm": {"drop_zero_variance": False},
+            "trainer": {"groups_per_step": 2, "threads": 1, "checkpoint": {"every": 0}},
+            "weights": {"timeout_seconds": 20.0, "bucket_bytes": 1 << 20},
+            "board": {"max_consecutive_drops": 10**6},
+        }
+        lines = []
+        for section, settings in values.items():
+            lines.append(f"[{section}]")
+            plain = {key: value for key, value in settings.items() if not isinstance(value, dict)}
+            lines += [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
+            for key, value in settings.items():
+                if isinstance(value, dict):
+                    lines.append(f"[{section}.{key}]")
+                    lines += [f"{name} = {json.dumps(setting)}" for name, setting in value.items()]
+        return "\n".join(lines)
+
+    def run(self) -> pb.Run:
+        """The run that is trained."""
+        return self.coordinator.GetRun(pb.GetRunRequest(run_id=RUN_ID), timeout=20).run
+
+    def until(self, what: str, look: Callable[[], Result], seconds: float = PATIENCE) -> Result:
+        """Wait for something; calls that fail meanwhile count as "not yet"."""
+        deadline, last = time.monotonic() + seconds, None
+        while time.monotonic() < deadline:
+            try:
+                if result := look():
+                    return result
+            except grpc.RpcError as error:
+                last = error
+            for name, process in self.processes.items():
+                if process.poll() is not None:
+                    raise AssertionError(f"{name} ended with {process.returncode}\n{self.log(name)}")
+            time.sleep(0.05)
+        logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in self.processes)
+        raise AssertionError(f"not within {seconds} s: {what} (last error: {last})\n{logs}")
+
+    def goes_on(self) -> int:
+        """Resume the run and wait for its next step; returns the step."""
+        before = self.run().step
+        self.until("resumed", lambda: self.coordinator.ResumeRun(pb.ResumeRunRequest(run_id=RUN_ID), timeout=10))
+        return self.until(f"a step after {before}", lambda: (step := self.run().step) > before and step)
+
+    def pause(self) -> None:
+        """Let the run rest, so that it costs no time."""
+        self.coordinator.PauseRun(pb.PauseRunRequest(run_id=RUN_ID, reason="under attack"), timeout=20)
+
+    def alive(self) -> None:
+        """Raise AssertionError for a process that ended, or answers no health check."""
+        for name in self.processes:
+            assert self.processes[name].poll() is None, f"{name} ended: {self.log(name)}"
+
+    def pids(self, name: str) -> list[int]:
+        """A service's process and its children."""
+        process = psutil.Process(self.processes[name].pid)
+        return [process.pid, *sorted(child.pid for child in process.children(recursive=True))]
+
+    def resources(self) -> dict[str, tuple[int, int, int]]:
+        """By name: resident bytes and open files of the service's own process, and processes below it."""
+        found = {}
+        for name in self.attacked:
+            process = psutil.Process(self.processes[name].pid)
+            found[name] = (process.memory_info().rss, process.num_fds(), len(process.children(recursive=True)))
+        return found
+
+    def bugs(self) -> list[str]:
+        """What the services logged about handlers, tasks and threads that failed: where, and why."""
+        found = []
+        for name in self.processes:
+            lines = iter((self.folder / f"{name}.log").read_text(errors="replace").splitlines())
+            for line in lines:
+                if "Traceback" in line:
+                    inside = ""
+                    for following in lines:
+                        if not following.startswith(" "):
+                            found.append(f"{name}: {following[:300]} {inside}")
+                            break
+                        if following.lstrip().startswith("File "):
+                            inside = following.strip()
+                elif any(word in line for word in ("never retrieved", "Fatal Python", "Segmentation")):
+                    found.append(f"{name}: {line[:300]}")
+        return list(dict.fromkeys(found))
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")[-4000:]
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        for process in self.processes.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+            process.kill()
+        for process in self.processes.values():
+            process.wait(timeout=20)
+        self.redis.kill()
+
+    def _start(self, name: str, module: str, *arguments: str) -> None:
+        common = ("--port", str(self.ports[name]), "--replica-id", name, "--log-level", "warning", *self._arguments)
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("RELAXD_", "OTEL_"))}
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments, *common],
+                cwd=ROOT,
+                env=clean | {"OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=log,
+            )
+
+    def _train_a_step(self) -> None:
+        up = lambda: self.coordinator.ListRuns(pb.ListRunsRequest(), timeout=5) is not None  # noqa: E731
+        self.until("the coordinator", up)
+        request = pb.StartRunRequest(run_id=RUN_ID, config_toml=self.config())
+        self.coordinator.StartRun(request, timeout=30)
+        self.until("a step", lambda: self.run().step >= 1)
+        self.pause()
+        victim = CoordinatorStub(self.channel("victim"))
+        self.until("the victim", lambda: victim.ListRuns(pb.ListRunsRequest(), timeout=5) is not None)
+        victim.StartRun(pb.StartRunRequest(run_id=RUN_ID, config_toml=self.config("victim")), timeout=30)
+
+
+@contextlib.contextmanager
+def fleet(folder: Path, *arguments: str) -> Iterator[Fleet]:
+    """A fleet that ends with the block."""
+    started = Fleet(folder, *arguments)
+    try:
+        yield started
+    finally:
+        started.close()

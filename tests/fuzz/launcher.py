@@ -1,0 +1,32 @@
+"""`python -m tests.fuzz.launcher`: a real launcher over a host that only remembers what it should start."""
+
+import asyncio
+
+from relaxd.rpc.launcher import run_launcher
+from relaxd.rpc.settings import parse_settings
+from relaxd.v1 import launcher_pb2 as pb
+
+
+class Memory:
+    """A host that starts nothing."""
+
+    roles = frozenset({"rollout", "reward", "advantage"})
+
+    def __init__(self) -> None:
+        self.there: dict[str, pb.Instance] = {}
+
+    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
+        """See Host."""
+        return self.there.setdefault(launch_id, pb.Instance(launch_id=launch_id, role=role))
+
+    def remove(self, launch_id: str, grace_seconds: float) -> None:
+        """See Host."""
+        self.there.pop(launch_id, None)
+
+    def instances(self) -> list[pb.Instance]:
+        """See Host."""
+        return list(self.there.values())
+
+
+if __name__ == "__main__":
+    asyncio.run(run_launcher(Memory(), parse_settings("launcher")))

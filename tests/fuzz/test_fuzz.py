@@ -1,0 +1,47 @@
+"""The short attack: every call of every service, with a fixed seed. `make fuzz MESSAGES=100000` is the long one."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz.__main__ import problems_of
+from tests.fuzz.attack import LEFT_OUT, attack, methods_of, path_of
+from tests.fuzz.fleet import Fleet, fleet
+from tests.fuzz.messages import Fuzzer
+from tests.fuzz.requests import good_requests
+
+MESSAGES, SEED = 3000, 20
+
+
+@pytest.fixture(scope="module")
+def victims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with fleet(tmp_path_factory.mktemp("fleet")) as started:
+        yield started
+
+
+@pytest.mark.slow
+def test_no_message_breaks_a_service(victims: Fleet) -> None:
+    asyncio.run(attack(victims, 500, SEED + 1))  # caches fill, workers start
+    before = victims.resources()
+    report = asyncio.run(attack(victims, MESSAGES, SEED))
+    problems = problems_of(victims, report, before)
+    assert not problems, "\n".join(problems)
+    paths = {path_of(method) for target in victims.targets for method in methods_of(target)}
+    assert set(report.calls) == paths - set(LEFT_OUT)
+    statuses = {path: set(tally.statuses) for path, tally in report.calls.items()}
+    assert sum("OK" in codes for codes in statuses.values()) > len(statuses) // 2, "most attacks never got inside"
+
+
+@pytest.mark.slow
+def test_good_requests_name_real_calls(victims: Fleet) -> None:
+    paths = {path_of(method) for target in victims.targets for method in methods_of(target)}
+    assert set(good_requests(victims, 1)) <= paths
+
+
+def test_a_seed_says_which_messages_are_sent() -> None:
+    from relaxd.v1.coordinator_pb2 import HeartbeatRequest
+
+    first, again, other = (Fuzzer(seed, {}, {}) for seed in (1, 1, 2))
+    made = [[fuzzer.request(HeartbeatRequest.DESCRIPTOR, None) for _ in range(50)] for fuzzer in (first, again, other)]
+    assert made[0] == made[1] != made[2]
