@@ -50,6 +50,10 @@ fuzz: $(STAMP) ## attack every call of every service with bad messages (MESSAGES
 test-compose: $(STAMP) ## the images and the compose files, on Docker (arranges an engine on Debian, as root)
 	RELAXD_TEST_COMPOSE=1 deploy/ci/docker.sh $(BIN)/python -m pytest tests/compose --durations=8
 
+.PHONY: chaos
+chaos: $(STAMP) ## break a running job FAULTS= times, or for MINUTES=, and audit its books after each (SEED=)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(if $(MINUTES),--minutes $(MINUTES),--faults $(or $(FAULTS),200)) --seed $(SEED)
+
 .PHONY: images
 images: ## build the image of every service
 	cd deploy/compose && docker compose --profile '*' build

@@ -54,7 +54,7 @@ workers = 1
 
 [rollout]
 samples_per_prompt = 2
-max_new_tokens = 8
+max_new_tokens = 24
 threads = 1
 
 [algorithm]
@@ -77,6 +77,9 @@ lease_seconds = {lease}
 max_staleness = {staleness}
 max_deliveries = 20
 max_consecutive_drops = 1000
+
+[health]
+max_restarts = 1000
 
 [weights]
 verify = "always"
@@ -103,6 +106,14 @@ class ChaosStack:
         self.run_folder = folder / "runs" / RUN
 
     def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._close_network()
+            raise
+        return self
+
+    def _start(self) -> None:
         make_tiny_model(self.folder / "tiny")
         os.environ.pop("REDIS_URL", None)
         plan = stack.make_plan(self.state, port=0, replicas=REPLICAS, stop_with_parent=True, grace_seconds=3.0)
@@ -135,7 +146,6 @@ class ChaosStack:
         self.redis_url = state.redis
         config = CONFIG.format(folder=self.folder, seed=self.seed, lease=LEASE_SECONDS, staleness=MAX_STALENESS)
         self.coordinator.start_run(config, RUN)
-        return self
 
     def __exit__(self, *error: object) -> None:
         for service in self._state().services if self.state.is_up() else ():
@@ -146,6 +156,9 @@ class ChaosStack:
         self.coordinator.__exit__()
         self._channel.close()
         self.redis.close()
+        self._close_network()
+
+    def _close_network(self) -> None:
         for relay in self.relays.values():
             self.loop.do(relay.stop())
 

@@ -14,6 +14,7 @@
 --   ledger           stream, id "<step>-0"      samples   stream, id "<step>-<i>"
 --   drops            hash: reason -> count      dropped   stream: what is kept of dropped groups
 --   retries          hash: group id -> "<retries>|<pointer>" of prompts that wait for another try
+--   redelivered      hash: stage -> deliveries that began anew what a holder had not finished
 local P = KEYS[1]
 local STATE, OPEN, BEGUN, RETRIES = P .. 'state', P .. 'open', P .. 'begun', P .. 'retries'
 local WORKERS = 'workers'
@@ -164,6 +165,7 @@ local function hand_back(id, group, stage, attempt, counts, max_deliveries)
     drop(id, group, 'poison', stage, attempt, false, 0)
     return
   end
+  if counts then call('HINCRBY', P .. 'redelivered', stage, 1) end
   remove_entry(stage, group['entry:' .. stage])
   local before = counts and attempt or attempt - 1
   local entry_id = offer(id, group, stage, before)

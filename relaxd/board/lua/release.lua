@@ -4,7 +4,6 @@ local handed_back = 0
 for i = 5, #ARGV, 3 do
   local id, attempt = ARGV[i], tonumber(ARGV[i + 2])
   if held(id, ARGV[1], ARGV[i + 1], ARGV[2], attempt) then
-    if ARGV[3] == '1' then call('HINCRBY', P .. 'redelivered', ARGV[1], 1) end
     hand_back(id, read_group(id), ARGV[1], attempt, ARGV[3] == '1', tonumber(ARGV[4]))
     handed_back = handed_back + 1
   end

@@ -6,7 +6,6 @@ for _, pending in ipairs(call('XPENDING', stream_key(stage), WORKERS, '-', '+', 
   local entry = call('XRANGE', stream_key(stage), pending[1], pending[1])[1]
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-  call('HINCRBY', P .. 'redelivered', stage, 1)
   hand_back(fields.group, read_group(fields.group), stage, tonumber(fields.attempts or 0) + pending[4], true, tonumber(ARGV[2]))
 end
 return finish(call('HINCRBY', STATE, 'trainer_epoch', 1))

@@ -1,0 +1,162 @@
+"""The auditor notices what is wrong, and says nothing when all is well."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+from safetensors.numpy import save_file
+
+from relaxd.board import Board
+from tests.boards import STAGES, advance, group, make_board, take
+from tests.chaos.books import Books
+from tests.chaos.memory import Sample, slope
+
+PREFIX = "relaxd:run:"
+
+
+def train(board: Board, step: int, folder: Path, staleness: float = 0.0) -> list[str]:
+    advance(board, ["rollout", "reward", "critic", "advantage"])
+    deliveries = take(board, "train", "trainer", 2)
+    ids = [delivery.group_id for delivery in deliveries]
+    board.commit_step(
+        epoch=board.trainer_epoch(),
+        step=step,
+        plan={"groups": ids},
+        metrics={"staleness_max": staleness, "step_seconds": 0.5},
+    )
+    tensors = {f"{id}/versions": np.full(3, step - 1, np.int64) for id in ids}
+    tensors |= {f"{id}/loss_mask": np.ones(3, np.uint8) for id in ids}
+    save_file(tensors, folder / "steps" / f"step-{step:06d}.safetensors")
+    return ids
+
+
+@pytest.fixture
+def board(redis_url: str) -> Iterator[Board]:
+    board = make_board(redis_url, groups_per_step=2, max_staleness=8)
+    board.new_trainer_epoch()
+    places = [f"0-{position:06d}" for position in range(8)]
+    board.publish(epoch=1, groups=[group(place) for place in places], cursor={"epoch": 0, "position": 8})
+    yield board
+    board.close()
+
+
+@pytest.fixture
+def books(board: Board, redis_url: str, tmp_path: Path) -> Books:
+    (tmp_path / "steps").mkdir()
+    client = redis.Redis.from_url(redis_url)
+    kept = Books(client, "run", tmp_path, max_staleness=1, groups_per_step=2)
+    train(board, 1, tmp_path)
+    train(board, 2, tmp_path)
+    board.drop("0-000004", reason="poison", retry=True)
+    return kept
+
+
+def test_good_books(board: Board, books: Books) -> None:
+    assert books.audit() == []
+    board.publish(epoch=1, groups=[group("0-000004~1", retry_of="0-000004")], cursor={"epoch": 0, "position": 8})
+    train(board, 3, books.run_folder)
+    assert books.audit() == []
+    assert [step.number for step in books.steps] == [1, 2, 3]
+    assert books.steps[0].committed - books.steps[0].began == pytest.approx(0.5)
+
+
+def test_what_is_delivered_again_is_counted(board: Board, books: Books) -> None:
+    assert STAGES[-1].name == "train"
+    held = take(board, "train", "somebody", 2)
+    board.release("train", "somebody", held[:1])  # as if it had not happened
+    board.release("train", "somebody", held[1:], failed=True)
+    books.audit()
+    assert books.recomputed == len(held[1:]) == 1
+
+
+def lose(client: redis.Redis) -> None:
+    client.srem(f"{PREFIX}open", "0-000006")
+
+
+def lose_and_hide(client: redis.Redis) -> None:
+    lose(client)
+    client.hincrby(f"{PREFIX}state", "published", -1)
+
+
+def strand(client: redis.Redis) -> None:
+    client.hdel(f"{PREFIX}group:0-000006", "entry:rollout", "entry:reward", "entry:critic", "entry:advantage")
+    client.hdel(f"{PREFIX}group:0-000006", "entry:train")
+
+
+def reopen(client: redis.Redis) -> None:
+    client.sadd(f"{PREFIX}open", "0-000000")
+
+
+def train_twice(client: redis.Redis) -> None:
+    fields = {"time": 1, "epoch": 1, "plan": json.dumps({"groups": ["0-000000", "0-000007"]})}
+    client.xadd(f"{PREFIX}ledger", fields | {"metrics": '{"staleness_max": 0, "step_seconds": 1}'}, id="3-0")
+
+
+def train_old(client: redis.Redis) -> None:
+    fields = {"time": 1, "epoch": 1, "plan": json.dumps({"groups": ["0-000006", "0-000007"]})}
+    client.xadd(f"{PREFIX}ledger", fields | {"metrics": '{"staleness_max": 2, "step_seconds": 1}'}, id="3-0")
+
+
+def skip_a_step(client: redis.Redis) -> None:
+    fields = {"time": 1, "epoch": 1, "plan": json.dumps({"groups": ["0-000006", "0-000007"]})}
+    client.xadd(f"{PREFIX}ledger", fields | {"metrics": '{"staleness_max": 0, "step_seconds": 1}'}, id="4-0")
+
+
+def forget_a_step(client: redis.Redis) -> None:
+    client.xdel(f"{PREFIX}ledger", "2-0")
+
+
+def miscount(client: redis.Redis) -> None:
+    client.hincrby(f"{PREFIX}drops", "poison", 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lose, "published = open"),
+        (lose_and_hide, "1 groups of epoch 0 are lost"),
+        (strand, "is at no stage"),
+        (reopen, "both trained and open"),
+        (train_twice, "0-000000 was trained in step 1 and in step 3"),
+        (train_old, "step 3 trained tokens that were 2 versions old"),
+        (skip_a_step, "step 4 follows step 2"),
+        (forget_a_step, "steps that were ever committed"),
+        (miscount, "drops by reason"),
+    ],
+)
+def test_wrong_books(books: Books, damage: Callable[[redis.Redis], None], said: str) -> None:
+    assert books.audit() == []
+    damage(books.client)
+    assert any(said in wrong for wrong in books.audit()), books.audit()
+
+
+def test_step_files_are_believed_rather_than_metrics(board: Board, books: Books) -> None:
+    path = books.run_folder / "steps" / "step-000002.safetensors"
+    path.unlink()
+    ids = [id for id, step in _trained(books).items() if step == 2]
+    tensors = {f"{id}/versions": np.full(3, -1, np.int64) for id in ids}
+    save_file(tensors | {f"{id}/loss_mask": np.ones(3, np.uint8) for id in ids}, path)
+    assert books.audit() == ["step 2 trained tokens of version -1"]
+
+
+def _trained(books: Books) -> dict[str, int]:
+    other = Books(books.client, "run", books.run_folder, 8, 2)
+    other.audit()
+    return other.trained
+
+
+def test_slope_of_memory_over_lives() -> None:
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(5.0 * i + 4000 * life, (life, 0.0), 100.0 * life + 6.0 * (5.0 * i / 3600) + rng.normal(0, 0.1))
+        for life in range(3)
+        for i in range(400)
+    ]
+    found = slope(samples)
+    assert found is not None
+    assert found.megabytes_per_hour == pytest.approx(6.0, abs=4 * found.error)
+    assert 0 < found.error < 0.1
+    assert slope(samples[:5]) is None

@@ -1,0 +1,40 @@
+"""A short chaos campaign on the real stack. The long one: `make chaos FAULTS=200`."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.campaign import Campaign
+from tests.chaos.faults import SHORT_SUITE, all_faults, deck
+from tests.chaos.proxy import Loop
+from tests.chaos.stack import ChaosStack
+
+SEED = 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nothing_is_lost_and_nothing_is_trained_twice_whatever_dies(tmp_path: Path) -> None:
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    with Loop() as loop, ChaosStack(tmp_path, loop, SEED) as stack:
+        campaign = Campaign(stack, rng, logs=tmp_path / "kept-logs")
+        campaign.begin()
+        campaign.run(iter(deck(len(SHORT_SUITE), rng, SHORT_SUITE)))
+        last = campaign.end()
+    outcomes = campaign.outcomes
+    assert [o for o in outcomes if o.violations] == []
+    assert last == []
+    assert {o.fault for o in outcomes} == set(SHORT_SUITE)
+    assert not any(o.missed for o in outcomes)
+    assert sum(o.recomputed for o in outcomes) > 0  # else nothing was under way when something died
+    assert campaign.books.steps[-1].number > len(outcomes)
+
+
+def test_a_deck_has_every_kind_equally_often() -> None:
+    kinds = {fault.name for fault in all_faults()}
+    assert len(kinds) == len(all_faults())
+    dealt = [fault.name for fault in deck(2 * len(kinds), random.Random(0))]
+    assert {name: dealt.count(name) for name in kinds} == dict.fromkeys(kinds, 2)
+    assert [fault.name for fault in deck(9, random.Random(4))] == [fault.name for fault in deck(9, random.Random(4))]
