@@ -24,6 +24,8 @@ class RunSection(Section):
     """Trainer and engines share their devices and take turns: the engines sleep, their memory released, while the
     trainer trains, and the trainer keeps its weights, gradients and optimizer state in the host's memory while the
     engines generate. Needs board.max_staleness = 0."""
+    switch_timeout_seconds: float = Field(default=120.0, gt=0)
+    """With colocate: an engine or a trainer that takes longer to sleep or to wake up is asked again."""
 
 
 class ModelConfig(Section):

@@ -26,13 +26,15 @@ class CheckpointCalls:
         violations = Violations()
         check_run_id(request.run_id, violations)
         violations.raise_if_any()
-        trainer = self._manager.require_active(request.run_id).fleet.trainer()
+        active = self._manager.require_active(request.run_id)
+        trainer = active.fleet.trainer()
         if trainer is None:
             raise Unavailable("no trainer is ready")
         seconds = min(context.time_remaining() or CHECKPOINT_SECONDS, CHECKPOINT_SECONDS)
         stub = self._peers.trainer(trainer.registration.address)
         try:
-            saved = await stub.SaveCheckpoint(TrainerSaveCheckpointRequest(), timeout=seconds)
+            with active.trainer_awake():
+                saved = await stub.SaveCheckpoint(TrainerSaveCheckpointRequest(), timeout=seconds)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                 raise FailedPrecondition(error.details() or "the trainer refuses") from error

@@ -52,6 +52,8 @@ class Evaluator:
         self._data = data
         self._fleet = fleet
         self._peers = peers
+        self.under_way = 0
+        """Evaluations under way."""
 
     @property
     def wanted(self) -> bool:
@@ -71,9 +73,11 @@ class Evaluator:
         tasks = [
             asyncio.create_task(self._judge(number, prompt, version, or_later)) for number, prompt in enumerate(prompts)
         ]
+        self.under_way += 1
         try:
             return summarise(await asyncio.gather(*tasks))
         finally:
+            self.under_way -= 1
             for task in tasks:
                 task.cancel()
 

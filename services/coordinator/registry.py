@@ -12,11 +12,12 @@ from relaxd.rpc.errors import NotFound
 from relaxd.v1.coordinator_pb2 import RegisterRequest
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_READY,
+    ROLE_ROLLOUT,
     GetStatusResponse,
     Role,
 )
 from services.coordinator.changes import Signal
-from services.coordinator.gpus import choose
+from services.coordinator.gpus import SHARED, choose, seen_by
 from services.coordinator.records import Member, ReplicaRecord
 from services.coordinator.store import Store, StoreUnavailable
 
@@ -45,6 +46,14 @@ class Replica:
     synced: Version | None = None
     """The version that the last synchronisation left on it, until a heartbeat says so itself."""
     synced_at: float = 0.0
+    awake: bool | None = None
+    """In a colocated run: whether it has the device's memory; None before it said so."""
+    turned_at: float = 0.0
+    """When that was last changed by a call, by the monotonic clock."""
+    asked_at: float = 0.0
+    """When it last asked for its turn in vain, by the monotonic clock; long ago: it does not wait for it."""
+    serves_nothing: bool = False
+    """It was put to sleep, and has not been woken up since."""
 
     @property
     def replica_id(self) -> str:
@@ -74,13 +83,19 @@ class Replica:
     @property
     def version(self) -> Version | None:
         """What it serves; None before its first synchronisation, and while it can't serve."""
-        if self.status.state != REPLICA_STATE_READY:
+        if self.status.state != REPLICA_STATE_READY or self.serves_nothing:
             return None
         weights = self.status.weights
         told = (weights.epoch, weights.version) if weights.epoch else None
         if self.synced is not None:
             return max(told, self.synced) if told else self.synced
         return told
+
+    def turn(self, *, awake: bool) -> None:
+        """A call to it, or from it, has said whether it has the device's memory."""
+        self.awake, self.turned_at = awake, time.monotonic()
+        if not awake:
+            self.synced = None
 
 
 class Registry:
@@ -131,6 +146,8 @@ class Registry:
         # A status that was written before the end of a synchronisation may arrive after it.
         if replica.synced is not None and replica.seen - replica.synced_at > 2 * self.heartbeat_seconds:
             replica.synced = None
+        if replica.awake is None or replica.seen - replica.turned_at > 2 * self.heartbeat_seconds:
+            replica.awake = status.awake
         before = (replica.status.state, replica.status.run_id, replica.status.weights)
         replica.status, replica.unheard = status, False
         if before != (status.state, status.run_id, status.weights):
@@ -167,16 +184,23 @@ class Registry:
         self.changed.fire()
         await self._forget_gone()
 
-    async def lease_gpus(self, replica_id: str, candidates: Sequence[str], count: int) -> list[str]:
+    async def lease_gpus(
+        self, replica_id: str, candidates: Sequence[str], count: int, *, shared: bool = False
+    ) -> list[str]:
         """Let a replica hold `count` of the candidates and nothing else; returns their UUIDs.
 
+        With `shared`, of a colocated run, the trainer and one engine hold a GPU together, and nobody else.
         Raises NotFound: it isn't registered; ResourceExhausted: others hold too many of them.
         """
         async with self._writing:
             if replica_id not in self._replicas:
                 raise NotFound(f"no replica {replica_id!r} is registered: register first")
-            chosen = choose(replica_id, candidates, count, self._gpu_holders)
-            before = self.gpus_of(replica_id)
+            role = self._replicas[replica_id].registration.role
+            holders, rather = seen_by(role, self._gpu_holders, shared=shared)
+            granted = choose(replica_id, candidates, count, holders, rather)
+            suffix = SHARED if shared and role == ROLE_ROLLOUT else ""
+            chosen = [uuid + suffix for uuid in granted]
+            before = [uuid for uuid, holder in self._gpu_holders.items() if holder == replica_id]
             freed = [uuid for uuid in before if uuid not in chosen]
             for uuid in freed:
                 del self._gpu_holders[uuid]
@@ -185,12 +209,12 @@ class Registry:
             if chosen or freed:
                 await asyncio.to_thread(self._store.save_gpus, replica_id, chosen, freed)
             if set(chosen) != set(before):
-                logger.info("%s holds GPUs: %s", replica_id, ", ".join(chosen) or "none")
-        return chosen
+                logger.info("%s holds GPUs: %s", replica_id, ", ".join(granted) or "none")
+        return granted
 
     def gpus_of(self, replica_id: str) -> list[str]:
         """UUIDs of the GPUs that a replica holds."""
-        return [uuid for uuid, holder in self._gpu_holders.items() if holder == replica_id]
+        return [uuid.removesuffix(SHARED) for uuid, holder in self._gpu_holders.items() if holder == replica_id]
 
     def get(self, replica_id: str) -> Replica | None:
         """A replica by id."""

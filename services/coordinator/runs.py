@@ -25,6 +25,7 @@ from services.coordinator.records import Evaluation, Phase, RunRecord
 from services.coordinator.registry import Registry, Version
 from services.coordinator.run_files import RunFiles, summarise
 from services.coordinator.store import Store, StoreUnavailable
+from services.coordinator.turns import Turns
 from services.coordinator.usage import Usage
 from services.coordinator.weight_sync import WeightSync
 
@@ -70,6 +71,18 @@ class ActiveRun:
         self.fleet = Fleet(context.registry, record.run_id)
         self.sync = WeightSync(context.store, context.store.weights(), self.fleet, context.peers, config.weights)
         self._evaluator = Evaluator(config, data, self.fleet, context.peers)
+        self.turns: Turns | None = None
+        """Who has the devices; None: trainer and engines have devices of their own."""
+        if config.run.colocate:
+            self.turns = Turns(
+                config,
+                self.board,
+                self.fleet,
+                context.peers,
+                self.sync,
+                training=self._wants_groups,
+                evaluating=self._evaluates,
+            )
         self._publisher = Publisher(
             self.board,
             record.run_id,
@@ -77,7 +90,7 @@ class ActiveRun:
             config,
             data.train,
             oldest_version=self.oldest_version,
-            wanted=lambda: self.record.phase == Phase.RUNNING and self.record.paused is None and not self._stopping(),
+            wanted=self._wants_groups,
             changed=self._changed,
         )
         self.health = HealthManager(
@@ -136,7 +149,7 @@ class ActiveRun:
             await asyncio.to_thread(self._files.write_record, self.record)
         self.assignable = True
         self._changed.fire()
-        parts = (self.sync, self._publisher, self.health)
+        parts = (self.turns or self.sync, self._publisher, self.health)
         helpers = [asyncio.create_task(part.run_forever()) for part in parts]
         phases = asyncio.create_task(self._phases())
         try:
@@ -236,6 +249,19 @@ class ActiveRun:
 
     # --- parts of the phases --------------------------------------------------------------------------------------
 
+    def _wants_groups(self) -> bool:
+        return self.record.phase == Phase.RUNNING and self.record.paused is None and not self._stopping()
+
+    def _evaluates(self) -> bool:
+        """Whether an evaluation asks the engines; one that wants their present version begins now."""
+        if self.record.phase == Phase.RUNNING:
+            self._begin_evaluation()
+        return self._evaluator.under_way > 0 or (self._evaluation is not None and not self._evaluation.done())
+
+    def trainer_awake(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the trainer gets its turn, in a colocated run, whatever the next step."""
+        return self.turns.trainer_awake() if self.turns is not None else contextlib.nullcontext()
+
     def _stopping(self) -> bool:
         return bool(self.record.stop_reason)
 
@@ -316,7 +342,8 @@ class ActiveRun:
                 try:
                     stub = self._context.peers.trainer(trainer.registration.address)
                     request = ExportHuggingFaceRequest(folder=EXPORT_FOLDER)
-                    return (await stub.ExportHuggingFace(request, timeout=EXPORT_SECONDS)).path
+                    with self.trainer_awake():
+                        return (await stub.ExportHuggingFace(request, timeout=EXPORT_SECONDS)).path
                 except grpc.aio.AioRpcError as error:
                     problem = explain(error)
                     if error.code() != grpc.StatusCode.UNAVAILABLE:

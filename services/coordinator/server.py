@@ -181,8 +181,20 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
             )
         violations.check(len(set(candidates)) == len(candidates), "candidate_uuids", "names a GPU twice")
         violations.raise_if_any()
-        granted = await self._registry.lease_gpus(request.replica_id, candidates, request.count)
+        shared = self._manager.active is not None and self._manager.active.config.run.colocate
+        granted = await self._registry.lease_gpus(request.replica_id, candidates, request.count, shared=shared)
         return pb.LeaseGpusResponse(gpu_uuids=granted)
+
+    async def TakeTurn(self, request: pb.TakeTurnRequest, context: Any) -> pb.TakeTurnResponse:
+        """Let a replica of a colocated run start what it has none of, once the other side sleeps."""
+        replica = self._registry.get(request.replica_id)
+        if replica is None:
+            raise NotFound(f"no replica {request.replica_id!r} is registered: register first")
+        turns = self._manager.require_active("").turns
+        if turns is None:
+            raise FailedPrecondition("the active run is not colocated: nobody takes turns")
+        reason = turns.take_turn(replica)
+        return pb.TakeTurnResponse(granted=not reason, reason=reason)
 
     # --- weights --------------------------------------------------------------------------------------------------
 

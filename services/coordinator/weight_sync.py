@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from relaxd import telemetry
@@ -103,14 +103,38 @@ class WeightSync:
                 delay = await self._attempt(trainer.member, [engine.member for engine in engines], announced, delay)
                 await asyncio.sleep(delay)
 
-    async def _attempt(self, trainer: Member, engines: list[Member], announced: Announcement, delay: float) -> float:
+    def candidates(self) -> list[Replica]:
+        """The engines that may receive weights now."""
+        self._fleet.set_aside = self._set_aside()
+        return [engine for engine in self._fleet.engines() if engine.replica_id not in self._fleet.set_aside]
+
+    async def synchronise(
+        self, trainer: Member, engines: list[Member], announced: Announcement, then: Callable[[], Awaitable[None]]
+    ) -> bool:
+        """Synchronise once, in the place of `run_forever`, through a group that is left again; returns whether it went
+        well, else `last_failure` says why.
+
+        `then` is awaited when the weights are there, before the engines count as serving them; it may raise what it
+        likes.
+        """
+        await self._attempt(trainer, engines, announced, 0.0, then)
+        return not self.last_failure
+
+    async def _attempt(
+        self,
+        trainer: Member,
+        engines: list[Member],
+        announced: Announcement,
+        delay: float,
+        then: Callable[[], Awaitable[None]] | None = None,
+    ) -> float:
         """Synchronise once; returns how long to wait before the next attempt."""
         blamed: frozenset[Member] = frozenset()
         started = time.monotonic()
         try:
             if self.record.running:
                 await self._abort_recorded()
-            await self._synchronise(trainer, engines, announced)
+            await self._synchronise(trainer, engines, announced, then)
             self.last_failure, self._unexplained_failures = "", 0
             return 0.0
         except SyncFailed as error:
@@ -126,9 +150,15 @@ class WeightSync:
         # Without those to blame the next attempt is another one, so it can begin at once.
         return 0.0 if blamed else min(MOST_RETRY_SECONDS, 2 * delay + 0.1)
 
-    async def _synchronise(self, trainer: Member, engines: list[Member], announced: Announcement) -> None:
+    async def _synchronise(
+        self,
+        trainer: Member,
+        engines: list[Member],
+        announced: Announcement,
+        then: Callable[[], Awaitable[None]] | None,
+    ) -> None:
         started = time.monotonic()
-        sync_id, version = self._next_sync_id(), (announced.epoch, announced.version)
+        sync_id, version = self.next_id(), (announced.epoch, announced.version)
         # Engines may pause meanwhile, which ends by itself; more than that happens only once it is on record.
         recording = asyncio.create_task(self._save(last_sync_id=sync_id, running=True))
         attributes = {"relaxd.sync_id": sync_id, "relaxd.version": announced.version, "relaxd.engines": len(engines)}
@@ -141,6 +171,9 @@ class WeightSync:
                 connected = time.monotonic() - started
                 unverified = self._unverified(trainer, engines)
                 receiving = await self._calls.transfer(sync_id, group, version, unverified, recording)
+                if then is not None:  # what the group holds of the devices is given back
+                    await self._calls.leave(sync_id, group)
+                    await self._save(group=None)
             except StoreUnavailable:
                 await self._calls.abort(sync_id, self.record.group, engines)
                 raise
@@ -156,6 +189,8 @@ class WeightSync:
                     blamed = frozenset()  # the trainer is gone, or everybody at once: no engine is to blame
                 raise SyncFailed(str(error), blamed) from error
         seconds = time.monotonic() - started
+        if then is not None:
+            await then()
         for engine in engines:
             self._blame.pop(engine, None)
             self._registry.mark_synced(engine, version)
@@ -193,12 +228,12 @@ class WeightSync:
         """End what an earlier coordinator, or one without Redis, was in the middle of."""
         group = self.record.group
         logger.info("aborting synchronisation %d, which did not end", self.record.last_sync_id)
-        await self._save(last_sync_id=self._next_sync_id())
+        await self._save(last_sync_id=self.next_id())
         engines = [engine.member for engine in self._fleet.engines()]
         await self._calls.abort(self.record.last_sync_id, group, engines)
         await self._save(running=False, group=None)
 
-    def _next_sync_id(self) -> int:
+    def next_id(self) -> int:
         """Ids are Unix milliseconds, so that they ascend for the members even where Redis has lost the last one."""
         return max(self.record.last_sync_id + 1, int(time.time() * 1000))
 

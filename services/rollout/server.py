@@ -16,10 +16,10 @@ from relaxd.rpc.errors import (
     Violations,
 )
 from relaxd.rpc.sync_ids import SyncIds
-from relaxd.v1 import replica_pb2, rollout_pb2, rollout_pb2_grpc
-from services.rollout.engine import RequestFailed
+from relaxd.v1 import replica_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2
+from services.rollout.engine import Engine, RequestFailed
 from services.rollout.engines.base import Output, Version
-from services.rollout.requests import PAUSE_MODES, parse_generate
+from services.rollout.requests import MEMORY_PARTS, PAUSE_MODES, parse_generate
 from services.rollout.service import RolloutService
 
 if TYPE_CHECKING:
@@ -96,11 +96,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         )
         violations.check(0 < group.store_port < 65536, "group.store_port", f"is {group.store_port}: no such port")
         violations.check(group.store_host, "group.store_host", "is empty")
-        place, right = ("a CPU", "gloo") if engine.device == "cpu" else ("a GPU", "nccl")
+        place, right = ("a CPU", ("gloo",)) if engine.device == "cpu" else ("a GPU", ("nccl", "cuda_ipc"))
         violations.check(
-            group.transport == right,
+            group.transport in right,
             "group.transport",
-            f'is "{group.transport}": this engine is on {place}, use "{right}" (weights.transport)',
+            f'is "{group.transport}": this engine is on {place}, use "{right[0]}" (weights.transport)',
         )
         timeout = group.timeout_seconds
         violations.check(
@@ -181,6 +181,43 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             await engine.resume()
         self._service.occupancy.resume()
 
+    async def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
+        """See the proto."""
+        timeout = request.timeout_seconds
+        violations = Violations()
+        violations.check(0 < timeout < float("inf"), "timeout_seconds", f"is {timeout:g}: it must be positive")
+        violations.raise_if_any()
+        engine = self._own_engine()
+        self._sync_ids.take(request.sync_id)
+        with _answering("sleep"):
+            try:
+                change = await engine.sleep(timeout)
+            finally:
+                self._service.weights_changed()
+        return rollout_pb2.SleepResponse(memory=_memory_change(change))
+
+    async def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:
+        """See the proto."""
+        timeout = request.timeout_seconds
+        violations = Violations()
+        violations.check(0 < timeout < float("inf"), "timeout_seconds", f"is {timeout:g}: it must be positive")
+        violations.check(request.parts, "parts", "is empty: name what to take")
+        for index, part in enumerate(request.parts):
+            violations.check(part in MEMORY_PARTS, f"parts[{index}]", f"is {part}: no such MemoryPart")
+        violations.raise_if_any()
+        engine = self._own_engine()
+        self._sync_ids.take(request.sync_id)
+        with _answering("wake up"):
+            change = await engine.wake([MEMORY_PARTS[part] for part in request.parts], timeout)
+        self._service.weights_changed()
+        return rollout_pb2.WakeResponse(memory=_memory_change(change))
+
+    def _own_engine(self) -> Engine:
+        engine = self._engine()
+        if not isinstance(engine, Engine):
+            raise FailedPrecondition("this engine is somebody else's server: it can't be put to sleep")
+        return engine
+
     def _engine(self) -> "AnyEngine":
         engine = self._service.engine
         if engine is None:
@@ -196,6 +233,12 @@ def _response(output: Output) -> rollout_pb2.GenerateResponse:
         versions=output.versions,
         finish_reason=output.finish_reason or "",
         text=output.text,
+    )
+
+
+def _memory_change(change: dict[str, Any]) -> weights_pb2.MemoryChange:
+    return weights_pb2.MemoryChange(
+        before_bytes=change["before"], after_bytes=change["after"], seconds=change["seconds"]
     )
 
 

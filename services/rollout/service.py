@@ -19,7 +19,7 @@ from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
-from services.rollout.engine import Engine
+from services.rollout.engine import ALL_MEMORY, Engine
 from services.rollout.occupancy import Occupancy
 from services.rollout.stage import GroupGenerator
 
@@ -52,6 +52,7 @@ class RolloutService(ReplicaService):
         """What of its time the engine works."""
         self._detail = ""
         self._run_id = ""
+        self._loading = False
         self._run_paused = False
         self._done_before = 0
         self._process = psutil.Process()
@@ -60,6 +61,10 @@ class RolloutService(ReplicaService):
     def engine(self) -> "AnyEngine | None":
         """The engine, once its model is loaded; None while there is none."""
         return self._engine if self._engine is not None and self._engine.alive else None
+
+    @property
+    def _colocated(self) -> bool:
+        return self._config is not None and self._config.run.colocate
 
     def weights_changed(self) -> None:
         """The engine serves other weights, or none: take groups accordingly."""
@@ -139,7 +144,9 @@ class RolloutService(ReplicaService):
         elif engine.quarantined:
             state = replica_pb2.REPLICA_STATE_QUARANTINED
             detail = "a weight synchronisation broke halfway: serving nothing until the next one succeeds"
-        elif engine.weights is None:
+        elif engine.asleep == ALL_MEMORY:
+            detail = "asleep: the trainer has the device"
+        elif engine.weights is None or engine.asleep:
             detail = "waiting for weights"
         else:
             weights = replica_pb2.WeightVersion(epoch=engine.weights.epoch, version=engine.weights.version)
@@ -152,6 +159,7 @@ class RolloutService(ReplicaService):
             detail=detail,
             state=state,
             weights=weights,
+            awake=self._colocated and (self._loading or (engine is not None and engine.asleep != ALL_MEMORY)),
             gauges={**gauges, **self.occupancy.gauges(), "rss_bytes": float(self._process.memory_info().rss)},
         )
 
@@ -166,10 +174,22 @@ class RolloutService(ReplicaService):
 
     async def _start_engine(self, config: RunConfig) -> "AnyEngine":
         folder = await asyncio.to_thread(resolve_model, config.model.path)
+        if config.run.colocate:
+            await self.take_turn(self._say)
         if config.rollout.engine == "sglang_external":
             return await self._connect_engine(folder, config)
         self._detail = f"loading {folder.name}"
-        engine = await Engine.start(
+        self._loading = True
+        try:
+            engine = await self._load_engine(folder, config)
+        finally:
+            self._loading = False
+        self._detail = ""
+        logger.info("%s is loaded (process %d), waiting for weights", folder.name, engine.pid)
+        return engine
+
+    async def _load_engine(self, folder: Path, config: RunConfig) -> Engine:
+        return await Engine.start(
             folder,
             config.rollout,
             environment=self._environment,
@@ -178,10 +198,8 @@ class RolloutService(ReplicaService):
             python=self._settings.engine_python,
             on_exit=lambda ended: self._engine_died(f"the engine {_how(ended)}: starting another"),
             on_tokens=self._record_tokens,
+            colocate=config.run.colocate,
         )
-        self._detail = ""
-        logger.info("%s is loaded (process %d), waiting for weights", folder.name, engine.pid)
-        return engine
 
     async def _connect_engine(self, folder: Path, config: RunConfig) -> "ExternalEngine":
         from services.rollout.external_engine import ExternalEngine  # an HTTP client is for such runs only
@@ -204,6 +222,9 @@ class RolloutService(ReplicaService):
         self._detail = ""
         logger.info("the SGLang server at %s fits, waiting for weights", url)
         return engine
+
+    def _say(self, detail: str) -> None:
+        self._detail = detail
 
     def _record_tokens(self, count: int, per_second: float) -> None:
         telemetry.record("generate.tokens", count, {"relaxd.run_id": self._run_id})

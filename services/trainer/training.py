@@ -87,6 +87,8 @@ class Training:
         self._controls = controls
         self._sleeping = Sleeping(learner, crew, weights, controls.turns)
         self._emit = emit
+        # In a colocated run every wait of this thread delays who has the next turn.
+        self._patience = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
         self._told: dict[str, Any] = {}
         self._done_groups = 0
         self._turns = 0
@@ -141,7 +143,7 @@ class Training:
                         return None
                     return opened
                 began = time.monotonic()
-                self._intake.take(TICK_SECONDS)
+                self._intake.take(self._patience)
                 opened.waited += time.monotonic() - began
                 away = False
             except BoardUnavailable as error:
