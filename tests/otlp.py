@@ -57,6 +57,8 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self.endpoint = ""
         self._spans: list[ReceivedSpan] = []
         self._points: list[ReceivedPoint] = []
+        self.exports: list[bytes] = []
+        """Every request as it came, traces and metrics."""
         self._arrived = threading.Condition()
 
     def environment(self) -> dict[str, str]:
@@ -105,6 +107,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
             for span in scope.spans
         ]
         with self._arrived:
+            self.exports.append(request.SerializeToString())
             self._spans += spans
             self._arrived.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
@@ -122,6 +125,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
                     attributes = _attributes(point.attributes)
                     points.append(ReceivedPoint(metric.name, metric.unit, service, value, count, attributes))
         with self._arrived:
+            self.exports.append(request.SerializeToString())
             self._points += points
             self._arrived.notify_all()
 

@@ -5,6 +5,8 @@ import logging
 import sys
 import time
 
+import redis
+
 from relaxd import telemetry
 from relaxd.board import Fenced
 from relaxd.rpc.errors import ServerError
@@ -26,13 +28,18 @@ def connect(redis_url: str) -> Store:
     """Wait for Redis, and begin this coordinator's epoch. Raises CannotStart."""
     store = Store(redis_url)
     deadline = time.monotonic() + REDIS_WAIT_SECONDS
-    where = redis_url.rpartition("@")[2]  # without the password
+    where = redis_url.rpartition("@")[2].partition("?")[0]  # without the password, and what else is nobody's business
     warned = False
     while True:
         try:
             store.take_over()
             return store
         except StoreUnavailable as error:
+            if isinstance(error.__cause__, redis.AuthenticationError):
+                raise CannotStart(
+                    f"Redis at {where} refuses this user and password: see --redis / RELAXD_REDIS and "
+                    f"--redis-password-file / RELAXD_REDIS_PASSWORD_FILE ({error.__cause__})"
+                ) from error
             if time.monotonic() > deadline:
                 raise CannotStart(
                     f"no Redis at {where} within {REDIS_WAIT_SECONDS:.0f} s: start one, or name another with --redis "
@@ -42,6 +49,10 @@ def connect(redis_url: str) -> Store:
                 logger.warning("waiting for Redis at %s", where)
             warned = True
             time.sleep(0.5)
+        except redis.exceptions.NoPermissionError as error:
+            raise CannotStart(
+                f"Redis at {where} lets this user do too little (deploy/redis-acl.conf): {error}"
+            ) from error
 
 
 async def serve(settings: ServiceSettings) -> None:
