@@ -32,7 +32,7 @@ METHODS: Mapping[str, Mapping[Access, Sequence[str]]] = {
             *("GetRun", "ListRuns", "WatchRun", "ListSamples", "ListReplicas", "GetWeights"),
             *("GetScaleRequest", "ListScaleRequests"),
         ),
-        Access.SERVICE: ("Register", "Heartbeat", "LeaseGpus", "AnnounceVersion"),
+        Access.SERVICE: ("Register", "Heartbeat", "LeaseGpus", "TakeTurn", "AnnounceVersion"),
         Access.ADMIN: (
             *("StartRun", "PauseRun", "ResumeRun", "StopRun", "SaveCheckpoint", "RestoreRun", "DrainReplica"),
             *("SyncWeights", "ScaleOut", "ScaleIn", "CancelScaleRequest"),
@@ -43,14 +43,14 @@ METHODS: Mapping[str, Mapping[Access, Sequence[str]]] = {
     "relaxd.v1.Rollout": {
         Access.SERVICE: (
             *("Generate", "PauseGeneration", "ResumeGeneration"),
-            *("JoinWeightGroup", "ReceiveWeights", "LeaveWeightGroup"),
+            *("JoinWeightGroup", "ReceiveWeights", "LeaveWeightGroup", "Sleep", "Wake"),
         ),
     },
     "relaxd.v1.Trainer": {
         Access.READ: ("GetWeightManifest",),
         Access.SERVICE: (
             *("JoinWeightGroup", "BroadcastWeights", "LeaveWeightGroup"),
-            *("ExportHuggingFace", "SaveCheckpoint"),
+            *("ExportHuggingFace", "SaveCheckpoint", "Sleep", "Wake"),
         ),
     },
     "relaxd.v1.Reward": {Access.READ: ("ListRewards",), Access.SERVICE: ("Score",)},
