@@ -12,9 +12,12 @@ from typing import Any
 
 from relaxd.cli.errors import CliError
 from relaxd.cli.report_mismatch import draw_mismatch
+from relaxd.cli.report_times import render_times
 from relaxd.v1 import coordinator_pb2 as pb
 
 TEMPLATE = Path(__file__).with_name("report.html")
+SUMMARY = "summary.json"
+"""Written when a run ends."""
 SMOOTHED = 5
 STEP_COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -34,7 +37,7 @@ STEP_COLUMNS = (
 
 @dataclass
 class RunResult:
-    """What a run left in its folder."""
+    """What a run left in its folder so far."""
 
     folder: Path
     summary: dict[str, Any]
@@ -44,6 +47,16 @@ class RunResult:
     """Those with step, eval_accuracy and eval_format."""
     config_toml: str
     samples: list[dict[str, Any]]
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return str(self.summary.get("run_id") or self.folder.name)
+
+    @property
+    def state(self) -> str:
+        """The run's state and why, as people read it."""
+        return f"{self.summary.get('state', '')} · {self.summary.get('reason', '')}".strip(" ·")
 
 
 def save_samples(folder: Path, samples: Sequence[pb.TrainedSample]) -> None:
@@ -58,15 +71,20 @@ def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
 
 
 def read_result(folder: Path) -> RunResult:
-    """Read a run's folder. Raises CliError when summary.json or metrics.jsonl is missing or broken."""
+    """Read a run's folder, also while the run goes on. Raises CliError when what must be there is missing or broken."""
     try:
-        summary = json.loads((folder / "summary.json").read_text())
-        lines = _read_lines(folder / "metrics.jsonl")
+        ended = (folder / SUMMARY).exists() or not (folder / "run.json").exists()
+        summary = json.loads((folder / (SUMMARY if ended else "run.json")).read_text())
+        lines = _read_lines(folder / "metrics.jsonl", growing=not ended)
         samples = _read_lines(folder / "samples.jsonl") if (folder / "samples.jsonl").exists() else []
         config = folder / "config.toml"
         config_toml = config.read_text() if config.exists() else ""
     except (OSError, ValueError) as error:
-        raise CliError(f"{folder} is not the folder of a run that ended: {error}") from error
+        raise CliError(f"{folder} is not the folder of a run: {error}") from error
+    if not ended:  # the coordinator's record of it
+        summary = {"run_id": summary.get("run_id"), "state": str(summary.get("phase", "")).lower()} | {
+            "steps": max((line.get("step", 0) for line in lines), default=0)
+        }
     return RunResult(
         folder=folder,
         summary=summary,
@@ -125,7 +143,7 @@ def draw_curve(result: RunResult) -> bytes:
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9, loc="best")
-    axes.set_title(f"run {result.summary.get('run_id', result.folder.name)}", loc="left", fontsize=11)
+    axes.set_title(f"run {result.run_id}", loc="left", fontsize=11)
     image = io.BytesIO()
     figure.savefig(image, format="png")
     return image.getvalue()
@@ -135,11 +153,11 @@ def render_html(result: RunResult, image: bytes) -> str:
     """The report as one HTML file that needs nothing else."""
     summary = result.summary
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=html.escape(str(summary.get("run_id", result.folder.name))),
-        state=html.escape(f"{summary.get('state', '')} · {summary.get('reason', '')}".strip(" ·")),
+        title=html.escape(result.run_id),
+        state=html.escape(result.state),
         cards=_cards(summary),
         curve=base64.b64encode(image).decode(),
-        time=_where_the_time_went(result),
+        time=render_times(result.steps, summary.get("wall_seconds")),
         mismatch=_mismatch(result.steps),
         counts=_counts(summary),
         steps=_steps_table(result.steps),
@@ -177,32 +195,6 @@ def _cards(summary: Mapping[str, Any]) -> str:
         f'<div class="note">{html.escape(note)}</div></div>'
         for label, value, note in cards
     )
-
-
-def _where_the_time_went(result: RunResult) -> str:
-    steps = [step for step in result.steps if step.get("step_seconds")]
-    total = sum(step["step_seconds"] for step in steps)
-    if not total:
-        return ""
-    train = sum(step.get("train_seconds") or 0.0 for step in steps)
-    wait = sum(step.get("wait_seconds") or 0.0 for step in steps)
-    wall = float(result.summary.get("wall_seconds") or total)
-    parts = [
-        ("training: forward, backward, optimizer", train, "#2563eb"),
-        ("trainer waiting for groups", wait, "#f59e0b"),
-        ("other work in steps: intake, step files, weights", max(total - train - wait, 0.0), "#8b5cf6"),
-        ("outside steps: start, evaluations, export", max(wall - total, 0.0), "#9ca3af"),
-    ]
-    whole = sum(seconds for _, seconds, _ in parts)
-    bar = "".join(
-        f'<span style="width:{100 * seconds / whole:.2f}%;background:{color}" title="{label}"></span>'
-        for label, seconds, color in parts
-    )
-    legend = "".join(
-        f'<li><i style="background:{color}"></i>{label}: {seconds:.1f} s ({100 * seconds / whole:.0f} %)</li>'
-        for label, seconds, color in parts
-    )
-    return f'<h2>Where the time went</h2><div class="bar">{bar}</div><ul class="legend">{legend}</ul>'
 
 
 def _mismatch(steps: Sequence[Mapping[str, Any]]) -> str:
@@ -252,5 +244,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+def _read_lines(path: Path, *, growing: bool = False) -> list[dict[str, Any]]:
+    """The lines of a JSONL file; of one that is `growing`, without a last one that is not whole yet."""
+    text = path.read_text(encoding="utf-8")
+    lines = text[: text.rfind("\n") + 1] if growing else text
+    return [json.loads(line) for line in lines.splitlines() if line.strip()]

@@ -10,6 +10,8 @@ import pytest
 
 from relaxd.cli.errors import CliError
 from relaxd.cli.report import read_result, save_samples, write_report
+from relaxd.cli.report_times import draw_times
+from relaxd.cli.step_times import GROUP, TRAINER, mean_rows, share_rows, tables
 from relaxd.v1 import coordinator_pb2 as pb
 
 
@@ -21,7 +23,15 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     lines = [{"step": 0, "eval_accuracy": 0.08, "eval_format": 0.5}]
     for step in (1, 2, 3):
-        timing = {"step_seconds": 20.0, "train_seconds": 12.0, "wait_seconds": 5.0}
+        timing = {"step_seconds": 20.0, "train_seconds": 12.0, "wait_seconds": 5.0, "step_file_seconds": 0.5}
+        timing |= {
+            "group_seconds": 40.0,
+            "queue_rollout_seconds": 1.0,
+            "generate_seconds": 20.0,
+            "in_step_seconds": 9.0,
+        }
+        timing |= {"queue_train_seconds": 8.0, "score_seconds": 0.5, "sync_seconds": 0.4, "trainer_idle_share": 0.4}
+        timing |= {"engine_idle_share": step / 10, "engine_idle_share_rollout-2": 0.25}
         lines.append({"step": step, "reward_mean": step / 4, "reward_accuracy": step / 4, "kl": None, **timing})
     lines[-1] |= {"eval_accuracy": 0.66, "eval_format": 1.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -57,34 +67,83 @@ def test_report_has_everything_and_needs_nothing(folder: Path) -> None:
     parser.feed(text)
     assert parser.open == []
     images = [attributes["src"] for tag, attributes in parser.tags if tag == "img"]
-    assert len(images) == 1
-    png = base64.b64decode(images[0].removeprefix("data:image/png;base64,"))
-    assert png == (folder / "curve.png").read_bytes()
-    assert png.startswith(b"\x89PNG")
+    pngs = [base64.b64decode((image or "").removeprefix("data:image/png;base64,")) for image in images]
+    assert len(pngs) == 2
+    assert pngs[0] == (folder / "curve.png").read_bytes()
+    assert all(png.startswith(b"\x89PNG") for png in pngs)
     assert not re.search(r'(src|href)="(?!data:)', text)
 
 
+def rows(text: str, head: str) -> dict[str, list[str]]:
+    """The rows of the table with this head, by their first cell."""
+    table = next(part for part in text.split("<table>") if f"<th>{head}</th>" in part).split("</table>")[0]
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in table.split("<tr>")]
+    return {re.sub("<.*?>", "", name): values for name, *values in filter(None, cells)}
+
+
 def test_the_time_adds_up(folder: Path) -> None:
-    shares = re.findall(r": ([\d.]+) s \((\d+) %\)", write_report(folder).read_text())
-    assert [float(seconds) for seconds, _ in shares] == [36.0, 15.0, 9.0, 30.0]
-    assert sum(int(percent) for _, percent in shares) in (99, 100, 101)
+    text = write_report(folder).read_text()
+    assert "60.0 s in 3 steps, 30.0 s outside of them" in text
+    trainer = rows(text, "the trainer&#x27;s step")
+    assert trainer == {
+        "forward, backward, optimizer": ["12.000", "60.0%"],
+        "waiting for groups": ["5.000", "25.0%"],
+        "writing the step file": ["0.500", "2.5%"],
+        "other: intake, commit, planning": ["2.500", "12.5%"],
+    }
+    way = rows(text, "a group&#x27;s way (mean)")
+    assert list(way) == [
+        "queue: rollout",
+        "generate",
+        "score",
+        "queue: train",
+        "in its step",
+        "other: commits, attempts that failed",
+    ]
+    assert way["generate"] == ["20.000", "50.0%"]
+    assert sum(float(seconds) for seconds, _ in way.values()) == 40.0
+    shares = rows(text, "of the time of all steps")
+    assert shares == {
+        "weight synchronisation: share of a step": ["2.0%"],
+        "trainer: not computing": ["40.0%"],
+        "engines: idle": ["20.0%"],
+        "rollout-2: idle": ["25.0%"],
+    }
 
 
-def test_the_mismatch_has_a_figure_where_steps_say_it(folder: Path) -> None:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for step, line in enumerate(lines[1:], start=1):
-        line |= {"policy_drift": 0.01 * step, "policy_drift_p99": 0.1, "policy_drift_kl": 0.0}
-    lines[2] |= {
-        "logprob_difference": 1e-4,
-        "correction_fraction": 0.02,
-    }  # in an asynchronous run not every step has it
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    parser = Parser()
-    parser.feed(write_report(folder).read_text())
-    images = [attributes for tag, attributes in parser.tags if tag == "img"]
-    assert [image["alt"] for image in images][1:] == ["Log-prob differences over the steps"]
-    png = base64.b64decode((images[1]["src"] or "").removeprefix("data:image/png;base64,"))
-    assert png.startswith(b"\x89PNG")
+def test_shares_are_weighed_by_time_and_a_step_without_them_is_left_out() -> None:
+    steps = [
+        {"step": 1, "step_seconds": 30.0, "trainer_idle_share": 0.2, "sync_seconds": 3.0},
+        {"step": 2, "step_seconds": 10.0, "trainer_idle_share": 0.6},
+        {"step": 3, "step_seconds": 10.0, "trainer_idle_share": None},
+    ]
+    assert share_rows(steps) == [
+        ("weight synchronisation: share of a step", pytest.approx(0.1)),
+        ("trainer: not computing", pytest.approx(0.3)),
+    ]
+    parts = {part.name: (seconds, share) for part, seconds, share in mean_rows(steps, TRAINER)}
+    assert parts == {"": (pytest.approx(50 / 3), 1.0)}
+    assert mean_rows(steps, GROUP) == []
+    assert len(tables(steps)) == 2
+    assert tables([]) == []
+
+
+def test_many_steps_share_bars() -> None:
+    steps = [{"step": step, "step_seconds": 2.0, "train_seconds": 1.0} for step in range(1, 301)]
+    image = draw_times(steps)
+    assert image is not None
+    assert image.startswith(b"\x89PNG")
+    assert draw_times([{"step": 1, "reward_mean": 0.5}]) is None
+
+
+def test_a_run_that_goes_on_has_a_report(folder: Path) -> None:
+    (folder / "summary.json").unlink()
+    (folder / "run.json").write_text(json.dumps({"run_id": "r1", "phase": "RUNNING", "reason": ""}))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')  # it is being written
+    result = read_result(folder)
+    assert (result.run_id, result.state, len(result.steps)) == ("r1", "running", 3)
+    assert "Where the time went" in write_report(folder).read_text()
 
 
 def test_a_run_without_steps_and_evaluations_has_a_report(folder: Path) -> None:
@@ -103,7 +162,7 @@ def test_values_are_read_by_kind(folder: Path) -> None:
 @pytest.mark.parametrize("broken", ["summary.json", "metrics.jsonl"])
 def test_a_broken_folder_is_named(folder: Path, broken: str) -> None:
     (folder / broken).write_text('{"step": ')
-    with pytest.raises(CliError, match="is not the folder of a run that ended"):
+    with pytest.raises(CliError, match="is not the folder of a run"):
         write_report(folder)
     (folder / broken).unlink()
     with pytest.raises(CliError, match=broken):
