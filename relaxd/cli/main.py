@@ -13,6 +13,7 @@ from rich.console import Console
 
 from relaxd import __version__
 from relaxd.cli import compose, recovery, stack
+from relaxd.cli.address import coordinator_address as _address
 from relaxd.cli.check import check
 from relaxd.cli.coordinator import Coordinator, state_name
 from relaxd.cli.errors import CliError
@@ -37,6 +38,7 @@ from relaxd.cli.options import (
     new_console,
 )
 from relaxd.cli.report import sample_values
+from relaxd.cli.report_command import report
 from relaxd.cli.scale import scale_to, wait_for
 from relaxd.cli.state import StateFolder
 from relaxd.cli.status import print_status
@@ -64,6 +66,8 @@ Services that stay, for more than one run:
     relaxd up --rollout 2            start Redis and the services
 
     relaxd watch                     how the run is doing (also: samples, status)
+
+    relaxd report RUN                where its time went, as tables and report.html
 
     relaxd scale rollout=3           more replicas, or fewer, while a run goes on
 
@@ -330,6 +334,7 @@ def samples(
         print("no samples yet: they come with the first trained step")
 
 
+app.command()(report)
 app.command()(recovery.replay)
 app.command()(recovery.export)
 
@@ -371,15 +376,6 @@ def _load(words: list[str]) -> tuple[Path, RunConfig]:
         raise CliError(f"expected one configuration file, found {found}", "settings are given as --section.key VALUE")
     path = Path(files[0])
     return path, load_file(path, overrides)
-
-
-def _address(state: Path, coordinator: str | None) -> str:
-    if coordinator:
-        return coordinator
-    if containers := compose.use(StateFolder(state)):
-        return containers.coordinator
-    stack_state = StateFolder(state).read()
-    return stack_state.coordinator if stack_state else f"127.0.0.1:{stack.COORDINATOR_PORT}"
 
 
 def _new_run_id(prefix: str) -> str:

@@ -116,6 +116,18 @@ def test_up_run_look_down(workplace: Workplace) -> None:
     assert code == 0, output
     assert "run first is stopped" in output
 
+    report = workplace.folder / "runs" / "first" / "report.html"
+    for words in (("first",), (), (str(report.parent),)):  # by id, the newest, a folder
+        report.unlink()
+        code, output = workplace.relaxd("report", *words)
+        assert code == 0, output
+        assert "run first: stopped · completed, 3 steps" in output
+        assert "forward, backward, optimizer" in output
+        assert "generate" in output
+        assert "Where the time went" in report.read_text()
+    code, output = workplace.relaxd("report", "unknown")
+    assert (code, "unknown" in output) == (1, True), output
+
     code, output = workplace.relaxd("run", "tiny.toml", "--run-id", "first")
     assert code == 1
     assert "first" in output
@@ -132,6 +144,11 @@ def test_ctrl_c_stops_everything(workplace: Workplace) -> None:
     for line in process.stdout:
         if line.startswith("step"):
             break
+    code, output = workplace.relaxd("report", "long")
+    assert code == 0, output
+    assert "run long: running, " in output
+    assert "What the model wrote" in (workplace.folder / "runs" / "long" / "report.html").read_text()
+    assert (workplace.folder / "runs" / "long" / "samples.jsonl").stat().st_size > 0
     pids = [service.pid for service in StateFolder(workplace.folder / ".relaxd").read().services]
     process.send_signal(signal.SIGINT)
     rest = process.stdout.read()
