@@ -57,9 +57,15 @@ def main() -> None:
         loop = resources.enter_context(Loop())
         stack = resources.enter_context(ChaosStack(folder, loop, seed))
         memory = resources.enter_context(Memory(stack))
-        campaign = Campaign(stack, rng, options.logs, pause, say=lambda text: console.print(text, highlight=False))
-        campaign.begin()
         count = 10**6 if soak else options.faults
+
+        def say(text: str) -> None:
+            minutes = (time.monotonic() - begun) / 60
+            console.print(f"{minutes:6.1f} min  {text}", highlight=False, markup=False)
+
+        total = "" if soak else f" of {count}"
+        campaign = Campaign(stack, rng, options.logs, pause, say=say, total=total)
+        campaign.begin()
         faults = iter(deck(min(count, 10**4), rng, tuple(options.only)))
         last: list[str] = []
         try:
@@ -68,7 +74,7 @@ def main() -> None:
         finally:
             slopes = memory.slopes()
             table = show(console, campaign)
-            if soak or options.minutes:
+            if soak:
                 show_memory(console, slopes)
     violations = sum(len(outcome.violations) for outcome in campaign.outcomes) + len(last)
     for text in last:
@@ -86,6 +92,16 @@ def main() -> None:
         "groups": {"trained": len(campaign.books.trained), "dropped": len(campaign.books.dropped)},
         "recomputed": campaign.books.recomputed,
         "rows": table,
+        "outcomes": [
+            {
+                "fault": outcome.fault,
+                "recovery": _plain(outcome.recovery),
+                "whole": _plain(outcome.whole),
+                "recomputed": outcome.recomputed,
+                "violations": len(outcome.violations),
+            }
+            for outcome in campaign.outcomes
+        ],
         "memory": {service: asdict(slope) for service, slope in slopes.items()},
         "memory_samples": {
             service: [(round(sample.time), round(sample.megabytes, 1)) for sample in samples]

@@ -49,6 +49,8 @@ class Campaign:
     pause_seconds: float = 0.0
     """Between a recovery and the next fault."""
     say: Callable[[str], None] = print
+    total: str = ""
+    """How many there will be, for people, such as " of 200"."""
     outcomes: list[Outcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class Campaign:
     def _do(self, fault: Fault) -> Outcome:
         outcome = Outcome(fault.name, time.time())
         before = self.books.recomputed
-        self.say(f"[{len(self.outcomes) + 1}] {fault.name}")
+        self.say(f"fault {len(self.outcomes) + 1}{self.total}: {fault.name}")
         try:
             over = fault.act(self.stack, self.rng)
         except MomentMissed as error:
