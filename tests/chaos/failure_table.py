@@ -111,12 +111,12 @@ def table(document: dict) -> str:
         lines.append(f"| {what} | {happens} | {lost} | {len(found)} | {figures} | {recomputed} |")
     if rest:
         raise ValueError(f"no row has the faults {', '.join(sorted(rest))}")
-    machine = document["machine"]
+    machine, groups = document["machine"], document["groups"]["trained"]
     lines += [
         "",
         f"{document['faults']} faults (`make chaos`, seed {document['seed']}) on {document['date']}, "
-        f"{machine['cores']} cores ({machine['processor']}, load {machine['load_before']} before): {document['violations']} violations in "
-        f"{document['steps']} steps with {document['groups']['trained']} groups.",
+        f"{machine['cores']} cores ({machine['processor']}, load {machine['load_before']} before): "
+        f"{document['violations']} violations in {document['steps']} steps with {groups} groups.",
     ]
     return "\n".join(lines)
 
