@@ -17,16 +17,20 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from relaxd.weights.cuda_ipc import IpcConnection
+from relaxd.weights.cuda_memory import CudaMemory
 from relaxd.weights.gloo import GlooConnection
 from relaxd.weights.nccl import NcclConnection
 
 logger = logging.getLogger(__name__)
 
-Transport = Literal["gloo", "nccl"]
+Transport = Literal["gloo", "nccl", "cuda_ipc"]
 
 _POLL_SECONDS = 0.0002
 _RENDEZVOUS_POLL_SECONDS = 0.01
 _ABORT_POLL_SECONDS = 0.1
+_STORE_SECONDS = 60.0
+"""Longest wait of the store's own process for anything in it; members have deadlines of their own."""
 _ABORT_SECONDS = 5.0
 """How long `abort` waits for the GPU to let go of the tensors."""
 _ABORTED = "aborted"
@@ -38,7 +42,8 @@ class WeightGroupError(Exception):
 
 def host_store(port: int = 0) -> dist.TCPStore:
     """The rendezvous store that a trainer's first rank hosts for its life; `.port` says where."""
-    return dist.TCPStore("127.0.0.1", port, None, is_master=True, wait_for_workers=False)
+    timeout = timedelta(seconds=_STORE_SECONDS)
+    return dist.TCPStore("127.0.0.1", port, None, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
 class Connection(Protocol):
@@ -119,7 +124,7 @@ class WeightGroup:
         world_size: int,
         device: torch.device | None = None,
     ) -> None:
-        """`name` must never have been used before with this store. `device` is the GPU of an nccl group."""
+        """`name` must never have been used before with this store. `device` is the GPU, where it isn't a gloo group."""
         if not 0 <= rank < world_size:
             raise WeightGroupError(f"rank {rank} does not fit into weight group {name} of {world_size} ranks")
         self.name = name
@@ -187,9 +192,9 @@ class WeightGroup:
         """Leave the group now, which ends it for every member. Unblocks whoever waits in it, here at once and elsewhere
         within a moment. Safe from any thread, and more than once.
 
-        Over nccl nothing is written into any tensor when this has returned. A gloo receive that is under way cannot be
-        called back: until its own deadline it may still write into its tensor, so receive into memory that is given up
-        with the group.
+        But for gloo nothing is written into any tensor when this has returned. A gloo receive that is under way cannot
+        be called back: until its own deadline it may still write into its tensor, so receive into memory that is given
+        up with the group.
         """
         self.aborted.set()
         self._let_go()
@@ -210,9 +215,13 @@ class WeightGroup:
                 )
 
     def _build(self, store: dist.PrefixStore, timeout: float) -> Connection:
+        if self.transport != "gloo" and self._device is None:
+            raise WeightGroupError(f"weight group {self.name}: {self.transport} needs a GPU, none was given")
+        if self.transport == "cuda_ipc":
+            assert self._device is not None
+            return IpcConnection(store, self.rank, self.world_size, CudaMemory(self._device), self.aborted)
         if self.transport == "nccl":
-            if self._device is None:
-                raise WeightGroupError(f"weight group {self.name}: nccl needs a GPU, none was given")
+            assert self._device is not None
             return NcclConnection(store, self.rank, self.world_size, self._device, timeout, self.aborted)
         return GlooConnection(store, self.rank, self.world_size, address_towards(*self._store_address), timeout)
 
@@ -226,10 +235,10 @@ class WeightGroup:
             threading.Thread(target=_tell_aborted, args=(store,), name=f"abort {self.name}", daemon=True).start()
         letting_go = threading.Thread(target=connection.abort, name=f"release {self.name}", daemon=True)
         letting_go.start()
-        if self.transport == "nccl":
+        if self.transport != "gloo":
             letting_go.join(_ABORT_SECONDS)
             if letting_go.is_alive():
-                logger.error("weight group %s: NCCL is still not aborted after %g s", self.name, _ABORT_SECONDS)
+                logger.error("weight group %s is still not aborted after %g s", self.name, _ABORT_SECONDS)
 
     def _watch(self, store: dist.Store) -> None:
         """Learn of another member's abort: gloo tells only those who happen to exchange bytes with it."""

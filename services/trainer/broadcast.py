@@ -82,7 +82,7 @@ class Broadcaster:
             WeightGroupError: not everybody came within `timeout` seconds, or `leave` was called meanwhile.
         """
         world = self._learner.world
-        device = world.device if transport == "nccl" else None
+        device = None if transport == "gloo" else world.device
         kind = StockWeightGroup if self._engine == "sglang_external" else WeightGroup
         group = kind(transport, host, port, name, world.stage, world_size, device)
         layout = broadcast_layout(transport, self._engine)

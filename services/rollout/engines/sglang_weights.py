@@ -84,7 +84,7 @@ class SGLangWeights:
         except ManifestError as error:
             raise ManifestMismatch(str(error)) from error
         destinations = self._find(manifest, buckets)
-        device = self._device if transport == "nccl" else None
+        device = None if transport == "gloo" else self._device
         group = WeightGroup(transport, store_host, store_port, name, rank, world_size, device)
         layout = broadcast_layout(transport, "sglang")
         place = device or torch.device("cpu")

@@ -3,19 +3,65 @@
 Each command and each answer is one JSON value on a line.
 """
 
+import ctypes
 import json
+import mmap
+import os
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+import relaxd.weights.group as group_module
 from relaxd.weights.group import WeightGroup, WeightGroupError, host_store
+
+
+class Pages:
+    """Memory that processes see each other's of, as relaxd.weights.cuda_memory has it, on a CPU."""
+
+    def __init__(self) -> None:
+        self._maps: dict[int, tuple[mmap.mmap, Any]] = {}
+
+    def allocate(self, size: int) -> tuple[int, bytes]:
+        descriptor, path = tempfile.mkstemp(dir="/dev/shm")
+        os.ftruncate(descriptor, size)
+        os.close(descriptor)
+        return self.open(path.encode(), size), path.encode()
+
+    def free(self, address: int) -> None:
+        self.close(address)
+
+    def open(self, handle: bytes, size: int) -> int:
+        with open(handle.decode(), "r+b") as file:
+            pages = mmap.mmap(file.fileno(), size)
+        view = ctypes.c_char.from_buffer(pages)
+        self._maps[ctypes.addressof(view)] = (pages, view)
+        return ctypes.addressof(view)
+
+    def close(self, address: int) -> None:
+        del self._maps[address]
+
+    def mark(self) -> None:
+        pass
+
+    def copy(self, parts: Sequence[tuple[int, int, int]], after: None) -> "Pages":
+        for target, source, size in parts:
+            ctypes.memmove(target, source, size)
+        return self
+
+    def query(self) -> bool:
+        return True
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    pages = "pages" in sys.argv
+    if pages:
+        group_module.CudaMemory = lambda device: Pages()  # type: ignore[assignment,misc]
     store: Any = None
     group: WeightGroup | None = None
     for line in sys.stdin:
@@ -30,7 +76,8 @@ def main() -> None:
                 case "connect":
                     timeout = command.pop("timeout")
                     abort_after = command.pop("abort_after", None)
-                    group = WeightGroup("gloo", "127.0.0.1", **command)
+                    transport = "cuda_ipc" if pages else "gloo"
+                    group = WeightGroup(transport, "127.0.0.1", **command, device=torch.device("cpu"))
                     if abort_after is not None:
                         threading.Timer(abort_after, group.abort).start()
                     group.connect(timeout)

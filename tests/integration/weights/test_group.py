@@ -6,6 +6,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ import pytest
 class Member:
     """One process of a group."""
 
-    def __init__(self) -> None:
+    def __init__(self, *words: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.weights.member"],
+            [sys.executable, "-m", "tests.integration.weights.member", *words],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
@@ -117,3 +118,51 @@ def test_a_store_that_is_not_there_is_named(members: list[Member]) -> None:
     answer = members[0].answer()
     assert "store 127.0.0.1:9" in answer["error"]
     assert answer["seconds"] < 10
+
+
+def test_memory_that_all_see() -> None:
+    """The flow of cuda_ipc, with pages of the host's memory in the place of a GPU's."""
+    before = set(Path("/dev/shm").iterdir())
+    members = [Member("pages") for _ in range(3)]
+    try:
+        port = host(members[0])
+        assert not any("error" in answer for answer in connect(members, port, "first"))
+        # More than there are slots, from two sources, and later ones larger: slots are used again and replaced.
+        for number, elements in enumerate((1000, 1000, 10, 500_000, 500_000, 1_000_000, 7)):
+            for source in (0, 1):
+                value = number + source / 4
+                for answer in broadcast(members, source, value, elements):
+                    assert answer.get("values") == [value] * 3, answer
+
+        # Nobody else comes to this one: it ends at its deadline, and so does the group, for everybody.
+        members[2].tell(do="broadcast", source=0, elements=10, timeout=0.5)
+        late = members[2].answer()["error"]
+        assert "0.5 s" in late or "in time" in late
+        members[1].tell(do="broadcast", source=0, elements=10, timeout=20)
+        gone = members[1].answer()
+        assert "aborted" in gone["error"] or "not connected" in gone["error"]
+        assert gone["seconds"] < 5
+
+        # The source dies; who waits for it leaves when told.
+        assert not any("error" in answer for answer in connect(members[:2], port, "second"))
+        members[1].tell(do="broadcast", source=0, elements=10, timeout=15, abort_after=0.3)
+        aborted = members[1].answer()
+        assert "aborted" in aborted["error"]
+        assert aborted["seconds"] < 3
+
+        # The other one's memory is replaced only when it has been read.
+        assert not any("error" in answer for answer in connect(members, port, "third"))
+        members[0].tell(do="broadcast", source=0, value=1, elements=10, timeout=20)
+        assert members[0].answer()["values"] == [1.0] * 3
+        members[0].tell(do="broadcast", source=0, value=2, elements=1000, timeout=20)
+        assert members[0].answer()["values"] == [2.0] * 3
+        for value, elements in ((1.0, 10), (2.0, 1000)):
+            for member in members[1:]:
+                member.tell(do="broadcast", source=0, elements=elements, timeout=20)
+                assert member.answer()["values"] == [value] * 3
+    finally:
+        for member in members:
+            member.process.kill()
+            member.process.wait()
+        for path in set(Path("/dev/shm").iterdir()) - before:
+            path.unlink(missing_ok=True)

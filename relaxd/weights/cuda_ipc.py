@@ -1,0 +1,216 @@
+"""Broadcasts between processes on one machine through memory that they all see: CUDA IPC, where NCCL can't go.
+
+NCCL refuses two members on one GPU. Here the source copies a bucket into one of two slots of memory of its own and says
+so in the group's store; every other member copies it out of there and says so, too, after which the slot is free again.
+So one bucket is copied in while the one before is copied out. A GPU copies within itself at terabytes a second: what
+counts is the handful of messages, of which there are two a bucket and member.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+SLOTS = 2
+_POLL_SECONDS = 0.0001
+_CLOSE_SECONDS = 2.0
+"""How long memory waits, at the end, for the others to let go of it."""
+
+
+class IpcError(RuntimeError):
+    """A broadcast did not end well; neither will any other of the connection."""
+
+
+class Event(Protocol):
+    """A point in what a device does."""
+
+    def query(self) -> bool:
+        """Whether it was reached."""
+
+
+class SharedMemory(Protocol):
+    """Memory that members see each other's of (`relaxd.weights.cuda_memory.CudaMemory`)."""
+
+    def allocate(self, size: int) -> tuple[int, bytes]:
+        """Take memory: its address, and the handle for others."""
+
+    def free(self, address: int) -> None:
+        """Give it back."""
+
+    def open(self, handle: bytes, size: int) -> int:
+        """The address of another member's memory."""
+
+    def close(self, address: int) -> None:
+        """Let go of it."""
+
+    def mark(self) -> Any:
+        """What copies come after."""
+
+    def copy(self, parts: Sequence[tuple[int, int, int]], after: Any) -> Event:
+        """Enqueue copies, each (to, from, bytes)."""
+
+
+@dataclass
+class IpcBroadcast:
+    """Broadcasts that were started together."""
+
+    tensors: list[torch.Tensor]
+    source: int
+    number: int
+    """Counts those of one source."""
+    after: Any
+    deadline: float
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether this side is through with them, well or not."""
+        return self.ended.is_set()
+
+    def finish(self) -> None:
+        """Raise RuntimeError unless, being done, they ended well."""
+        if self.error is not None:
+            raise IpcError(str(self.error)) from self.error
+
+    def precede_current_stream(self) -> None:
+        """What is done is done for every stream: there is nothing to order."""
+
+
+@dataclass
+class _Area:
+    """A source's memory: SLOTS slots of `slot_bytes` each."""
+
+    generation: int
+    """Counts a source's areas: one that turns out too small is replaced."""
+    address: int
+    slot_bytes: int
+
+
+class IpcConnection:
+    """A member's connection: one thread that copies, in the order in which broadcasts were started."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, memory: SharedMemory, cancelled: threading.Event
+    ) -> None:
+        """`store` is the group's own. Set `cancelled` before `abort`, and copying ends at once."""
+        self._store = store
+        self._rank = rank
+        self._readers = world_size - 1
+        self._memory = memory
+        self._cancelled = cancelled
+        self._broken: Exception | None = None
+        self._counts: dict[int, int] = {}
+        self._own: _Area | None = None
+        self._replaced: list[_Area] = []
+        self._seen: dict[int, _Area] = {}
+        """The others' areas, by source."""
+        self._queue: queue.SimpleQueue[IpcBroadcast | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="copy weights", daemon=True)
+        self._thread.start()
+
+    def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> IpcBroadcast:
+        """Start one broadcast per tensor. Keep them until the broadcasts are done or aborted."""
+        number = self._counts.get(source_rank, 0)
+        self._counts[source_rank] = number + 1
+        broadcast = IpcBroadcast(list(tensors), source_rank, number, self._memory.mark(), time.monotonic() + timeout)
+        self._queue.put(broadcast)
+        return broadcast
+
+    def abort(self) -> None:
+        """End what is under way and give all memory back. Afterwards nothing is written into any tensor."""
+        self._queue.put(None)
+        self._thread.join()
+        for area in self._seen.values():
+            with contextlib.suppress(RuntimeError):
+                self._memory.close(area.address)
+        self._seen.clear()
+        own = [area for area in (self._own, *self._replaced) if area is not None]
+        self._own = None
+        self._replaced.clear()
+        # Memory must not be freed while others have it open. One that is dead has it open no more.
+        with contextlib.suppress(RuntimeError):
+            self._store.add("closed", 1)
+            deadline = time.monotonic() + _CLOSE_SECONDS
+            while own and self._store.add("closed", 0) <= self._readers and time.monotonic() < deadline:
+                time.sleep(0.005)
+        for area in own:
+            with contextlib.suppress(RuntimeError):
+                self._memory.free(area.address)
+
+    def _work(self) -> None:
+        while (broadcast := self._queue.get()) is not None:
+            try:
+                if self._broken is not None:
+                    raise self._broken
+                if broadcast.source == self._rank:
+                    self._send(broadcast)
+                else:
+                    self._receive(broadcast)
+            except Exception as error:  # whoever waits for the broadcast is told
+                self._broken = broadcast.error = error
+            broadcast.ended.set()
+
+    def _send(self, broadcast: IpcBroadcast) -> None:
+        number, size = broadcast.number, sum(tensor.nbytes for tensor in broadcast.tensors)
+        area = self._area_for(size)
+        if number >= SLOTS:
+            key = f"read/{self._rank}/{number - SLOTS}"
+            self._wait(lambda: self._store.add(key, 0) >= self._readers, broadcast, "the others to read")
+        self._copy(broadcast, area.address + number % SLOTS * area.slot_bytes, into_slot=True)
+        self._store.set(f"full/{self._rank}/{number}", str(area.generation))
+
+    def _receive(self, broadcast: IpcBroadcast) -> None:
+        number, source = broadcast.number, broadcast.source
+        key = f"full/{source}/{number}"
+        self._wait(lambda: self._store.check([key]), broadcast, f"rank {source}")
+        area = self._area_of(source, int(self._store.get(key)))
+        self._copy(broadcast, area.address + number % SLOTS * area.slot_bytes, into_slot=False)
+        self._store.add(f"read/{source}/{number}", 1)
+
+    def _copy(self, broadcast: IpcBroadcast, slot: int, *, into_slot: bool) -> None:
+        parts = []
+        for tensor in broadcast.tensors:
+            ends = (slot, tensor.data_ptr()) if into_slot else (tensor.data_ptr(), slot)
+            parts.append((*ends, tensor.nbytes))
+            slot += tensor.nbytes
+        event = self._memory.copy(parts, broadcast.after)
+        self._wait(event.query, broadcast, "the copies", to_the_end=True)
+
+    def _area_for(self, size: int) -> _Area:
+        if self._own is None or self._own.slot_bytes < size:
+            generation = 0
+            if self._own is not None:  # the others may still read from it
+                self._replaced.append(self._own)
+                generation = self._own.generation + 1
+            address, handle = self._memory.allocate(SLOTS * size)
+            self._own = _Area(generation, address, size)
+            self._store.set(f"area/{self._rank}/{generation}", f"{size} {handle.hex()}")
+        return self._own
+
+    def _area_of(self, source: int, generation: int) -> _Area:
+        area = self._seen.get(source)
+        if area is None or area.generation != generation:
+            if area is not None:
+                self._memory.close(area.address)
+                del self._seen[source]
+            size, _, handle = self._store.get(f"area/{source}/{generation}").decode().partition(" ")
+            address = self._memory.open(bytes.fromhex(handle), SLOTS * int(size))
+            area = self._seen[source] = _Area(generation, address, int(size))
+        return area
+
+    def _wait(self, reached: Any, broadcast: IpcBroadcast, what: str, *, to_the_end: bool = False) -> None:
+        """Until something is reached. Copies under way are waited for `to_the_end`: they can't be called back, and are
+        short."""
+        while not reached():
+            if to_the_end:
+                time.sleep(_POLL_SECONDS)
+            elif self._cancelled.wait(_POLL_SECONDS):
+                raise IpcError(f"waiting for {what} was aborted")
+            if time.monotonic() > broadcast.deadline:
+                raise IpcError(f"{what} did not come to an end in time")
