@@ -113,6 +113,13 @@ METRICS: dict[str, Metric] = {
             "s",
             "Part of step_seconds in which the optimizer waited for a weight broadcast to end.",
         ),
+        Metric(
+            "asleep_seconds",
+            "step",
+            "s",
+            "Part of step_seconds in which the trainer slept, since it was the engines' turn, changing turns included. "
+            "Colocated runs only.",
+        ),
         Metric("step_file_seconds", "step", "s", "Part of step_seconds in which the step file was written."),
         Metric(
             "trainer_idle_share",

@@ -47,6 +47,7 @@ class Sleeping:
         self._weights = weights
         self._metrics: dict[str, float] = {}
         self.asleep = False
+        self._asleep_since = time.monotonic()
         self._requests = requests
 
     def follow(self, waiting: Callable[[], None]) -> None:
@@ -84,11 +85,17 @@ class Sleeping:
             change = self._move("onload")
             self._weights.publish(self._learner.step)
         self.asleep = request.asleep
-        seconds = time.monotonic() - started
-        if not request.asleep:
-            name = "switch_trainer_onload_seconds"
-            self._metrics[name] = self._metrics.get(name, 0.0) + seconds
+        now = time.monotonic()
+        seconds = now - started
+        if request.asleep:
+            self._asleep_since = started
+        else:
+            self._add("switch_trainer_onload_seconds", seconds)
+            self._add("asleep_seconds", now - self._asleep_since)
         return MemoryChange(*change, seconds)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._metrics[name] = self._metrics.get(name, 0.0) + seconds
 
     def _move(self, what: str) -> tuple[int, int]:
         """On all ranks."""
