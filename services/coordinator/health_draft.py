@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from relaxd.config import HealthConfig
@@ -18,6 +19,17 @@ from services.coordinator.health_records import (
 DOWN = (Health.RESTARTING, Health.FAILED)
 
 
+class Way(Enum):
+    """How a replica is restarted."""
+
+    TELL = auto()
+    """It is told to end; its launcher kills it where it doesn't answer."""
+    PROBE = auto()
+    """It is gone, it seems: its launcher kills it only if it is there and doesn't answer."""
+    INSIST = auto()
+    """It should have come back: its launcher starts it, and kills whatever runs in its place."""
+
+
 @dataclass(frozen=True)
 class Ask:
     """A replica that has to be restarted."""
@@ -27,8 +39,7 @@ class Ask:
     replica_id: str
     address: str
     reason: str
-    insist: bool = False
-    """It was told, or should have come back by itself: have its launcher start it, whatever runs now."""
+    way: Way
 
 
 class Draft:
@@ -75,7 +86,7 @@ class Draft:
         number = (self.events[-1].number if self.events else 0) + 1
         self.events.append(Event(number=number, role=role, instance=instance, state=state, text=text))
 
-    def restart(self, one: ReplicaHealth, reason: str, *, insist: bool = False) -> None:
+    def restart(self, one: ReplicaHealth, reason: str, way: Way = Way.TELL) -> None:
         """Have a replica restarted."""
         self.set_replica(
             one,
@@ -83,12 +94,13 @@ class Draft:
             since=time.time(),
             reason=reason,
             told_id=one.replica_id,
-            restarts=(*one.restarts, time.time()),
+            restarts=one.restarts if way == Way.PROBE else (*one.restarts, time.time()),
             tries=1 if one.seen_working else one.tries + 1,
             seen_working=False,
         )
-        self.tell(one.role, one.instance, Health.RESTARTING, f"restarting {one.replica_id}: {reason}")
-        self.asks.append(Ask(one.instance, one.role, one.replica_id, one.address, reason, insist))
+        does = "waiting for the next process of" if way == Way.PROBE else "restarting"
+        self.tell(one.role, one.instance, Health.RESTARTING, f"{does} {one.replica_id}: {reason}")
+        self.asks.append(Ask(one.instance, one.role, one.replica_id, one.address, reason, way))
 
 
 def recent(restarts: Sequence[float], config: HealthConfig) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_READY,
     Role,
 )
-from services.coordinator.health_draft import DOWN, Draft, next_restart
+from services.coordinator.health_draft import DOWN, Draft, Way, next_restart
 from services.coordinator.health_records import Health, ReplicaHealth
 from services.coordinator.health_signs import Complaint, Signs
 from services.coordinator.registry import Replica
@@ -135,30 +135,29 @@ class FirstTier:
         elif not one.supervised:
             draft.tell(one.role, one.instance, Health.FAILED, f"{one.replica_id} is gone; nobody starts it again")
             del draft.replicas[one.instance]
-        elif time.time() >= next_restart(one.restarts, self._config):
-            draft.restart(one, "no heartbeat came any more")
-        else:  # it was restarted too often for us to do anything but wait for who supervises it
-            tries = 1 if one.seen_working else one.tries + 1
-            text = f"{one.replica_id} is gone: no heartbeat came any more"
-            draft.tell(one.role, one.instance, Health.RESTARTING, text)
-            draft.set_replica(
-                one, state=Health.RESTARTING, reason=text, tries=tries, seen_working=False, told_id=one.replica_id
-            )
+        else:
+            draft.restart(one, "no heartbeat came any more", Way.PROBE)
 
     def _waiting(self, draft: Draft, one: ReplicaHealth) -> None:
         """A replica whose next process is awaited."""
         waited = time.time() - one.since
         if one.state == Health.FAILED:
             if self._forgiven(one) and one.supervised:
-                draft.restart(one, f"it was given up {waited:.0f} s ago: one more try", insist=True)
-        elif waited > self._config.restart_timeout_seconds:
-            why = f"it did not come back within {self._config.restart_timeout_seconds:g} s"
+                draft.restart(one, f"it was given up {waited:.0f} s ago: one more try", Way.INSIST)
+        elif waited > (patience := self._patience(one)):
+            why = f"it did not come back within {patience:g} s"
             if trouble := self._troubles.get(one.instance):
                 why += f": {trouble}"
             if one.tries >= self._config.max_restarts:
                 self._give_up(draft, one, why)
             elif time.time() >= next_restart(one.restarts, self._config):
-                draft.restart(one, why, insist=True)
+                draft.restart(one, why, Way.INSIST)
+
+    def _patience(self, one: ReplicaHealth) -> float:
+        """For how long its next process is awaited: twice as long each time, for one that is slow to start."""
+        config = self._config
+        doubled = config.restart_timeout_seconds * 2.0 ** max(0, one.tries - 1)
+        return max(config.restart_timeout_seconds, min(doubled, config.role_timeout_seconds))
 
     def _forgiven(self, one: ReplicaHealth) -> bool:
         """Whether it was given up so long ago that it is tried once more."""

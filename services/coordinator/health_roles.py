@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from relaxd.config import HealthConfig
 from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_FAILED
-from services.coordinator.health_draft import Draft
+from services.coordinator.health_draft import DOWN, Draft, Way
 from services.coordinator.health_records import Health, RoleHealth
 from services.coordinator.registry import Replica
 
@@ -95,4 +95,4 @@ class SecondTier:
         for place in [place for place in draft.replicas.values() if place.role == one.role and place.supervised]:
             # From the beginning: its limits are those of its own, and the role has others.
             fresh = draft.set_replica(place, tries=0, restarts=(), seen_working=False)
-            draft.restart(fresh, f"{name} is rebuilt", insist=place.state == Health.FAILED)
+            draft.restart(fresh, f"{name} is rebuilt", Way.INSIST if place.state in DOWN else Way.TELL)

@@ -43,10 +43,18 @@ class SyncFailed(Exception):
     """A synchronisation ended without success.
 
     `blamed` are the members that are dead or late, or have other weights than were sent; `wrong` are the latter.
+    `refused` are those that answered with an error, which may be the fault of others.
     """
 
-    def __init__(self, reason: str, blamed: Iterable[Member] = (), wrong: Iterable[Member] = ()) -> None:
+    def __init__(
+        self,
+        reason: str,
+        blamed: Iterable[Member] = (),
+        wrong: Iterable[Member] = (),
+        refused: Iterable[Member] = (),
+    ) -> None:
         super().__init__(reason)
+        self.refused = frozenset(refused)
         self.wrong = frozenset(wrong)
         self.blamed = frozenset(blamed) | self.wrong
 
@@ -238,7 +246,9 @@ class WeightCalls:
         finally:
             for task in pending:
                 task.cancel()
-        said, blamed = [], []
+        said: list[str] = []
+        blamed: list[Member] = []
+        refused: list[Member] = []
         for member, task in tasks.items():
             if task in pending:
                 if not self._registry.holds(member):
@@ -248,10 +258,9 @@ class WeightCalls:
                 if not isinstance(error, grpc.aio.AioRpcError):
                     raise error
                 said.append(f"{member.replica_id}: {explain(error)}")
-                if error.code() in TO_BLAME:
-                    blamed.append(member)
+                (blamed if error.code() in TO_BLAME else refused).append(member)
         if said or pending:
-            raise SyncFailed(f"could not {what} ({'; '.join(said)})", blamed)
+            raise SyncFailed(f"could not {what} ({'; '.join(said)})", blamed, refused=refused)
         return {member: task.result() for member, task in tasks.items()}
 
     def _trainer(self, member: Member) -> TrainerStub:

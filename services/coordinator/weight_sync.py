@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from relaxd import telemetry
 from relaxd.config import WeightsConfig
-from relaxd.v1.replica_pb2 import ROLE_TRAINER
 from services.coordinator.fleet import Fleet
 from services.coordinator.peers import Peers
 from services.coordinator.records import Announcement, GroupRecord, Member, WeightsRecord
@@ -44,7 +44,8 @@ class WeightSync:
         self._saving = asyncio.Lock()
         self._blame: dict[Member, tuple[int, float]] = {}
         """Failures in a row of an engine, and until when it is left out."""
-        self._unexplained_failures = 0
+        self._refusals: Counter[Member] = Counter()
+        """Failures since the last success in which a member answered with an error and nobody was to blame."""
         self._verified: set[tuple[Member, Member]] = set()
         """Trainers and engines whose weights were compared."""
         self.record = record
@@ -73,11 +74,8 @@ class WeightSync:
         return all(engine.version == (announced.epoch, announced.version) for engine in engines)
 
     def failures(self, replica: Replica) -> int:
-        """Synchronisations in a row that failed because of an engine; of a trainer, those that no engine is blamed
-        for."""
-        if replica.registration.role == ROLE_TRAINER:
-            return self._unexplained_failures
-        return self._blame.get(replica.member, (0, 0.0))[0]
+        """Synchronisations in a row that failed because of a replica, as far as one can tell."""
+        return self._blame.get(replica.member, (0, 0.0))[0] + self._refusals[replica.member]
 
     def involves(self, replica_id: str) -> bool:
         """Whether a synchronisation runs that would break if this engine went now."""
@@ -135,11 +133,13 @@ class WeightSync:
             if self.record.running:
                 await self._abort_recorded()
             await self._synchronise(trainer, engines, announced, then)
-            self.last_failure, self._unexplained_failures = "", 0
+            self.last_failure = ""
+            self._refusals.clear()
             return 0.0
         except SyncFailed as error:
             self.last_failure, blamed = str(error), error.blamed
-            self._unexplained_failures = 0 if blamed else self._unexplained_failures + 1
+            if not blamed:  # a trainer says that it is the engines' fault, too
+                self._refusals.update(error.refused - {trainer} or error.refused)
         except StoreUnavailable as error:
             self.last_failure = str(error)
         finally:
@@ -187,7 +187,7 @@ class WeightSync:
                 blamed = error.blamed | silent
                 if trainer in silent or (len(engines) > 1 and blamed.issuperset(engines)):
                     blamed = frozenset()  # the trainer is gone, or everybody at once: no engine is to blame
-                raise SyncFailed(str(error), blamed) from error
+                raise SyncFailed(str(error), blamed, refused=error.refused) from error
         seconds = time.monotonic() - started
         if then is not None:
             await then()

@@ -8,6 +8,7 @@ synchronisations) holds for the process whose id is its content, or for every pr
 
 import asyncio
 import os
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from relaxd.rpc.errors import Aborted
 from relaxd.rpc.replica import run_replica
 from relaxd.rpc.settings import parse_settings
-from relaxd.v1 import rollout_pb2_grpc, trainer_pb2_grpc
+from relaxd.v1 import rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 FOLDER = Path(sys.argv[1])
 ME, INSTANCE = os.environ["RELAXD_REPLICA_ID"], os.environ["RELAXD_INSTANCE"]
@@ -32,8 +33,8 @@ def is_to(fault: str) -> bool:
 
 def main() -> None:
     role = sys.argv[2]
-    settings = parse_settings(role, sys.argv[3:])
     if role == "trainer":
+        settings = parse_settings(role, sys.argv[3:])
         from tests.integration.peers.trainer import TrainerDouble
 
         class Trainer(TrainerDouble):
@@ -42,9 +43,17 @@ def main() -> None:
                     await asyncio.sleep(0.05)
                 return await super().load(deliveries, names)
 
+            async def SaveCheckpoint(self, request, context):
+                self.calls.note("SaveCheckpoint")
+                return trainer_pb2.TrainerSaveCheckpointResponse(path="checkpoint", weights=self.weights)
+
         trainer = Trainer(settings)
         add = (trainer_pb2_grpc.add_TrainerServicer_to_server, trainer, "relaxd.v1.Trainer")
         asyncio.run(run_replica(trainer, settings, [add]))
+    elif role != "rollout":  # the real one
+        module = f"services.{role}"
+        sys.argv = [module, *sys.argv[3:]]
+        runpy.run_module(module, run_name="__main__")
     else:
         from tests.integration.peers.rollout import RolloutDouble
 
@@ -59,6 +68,7 @@ def main() -> None:
                     raise Aborted("told to fail")
                 return await super().ReceiveWeights(request, context)
 
+        settings = parse_settings(role, sys.argv[3:])
         rollout = Rollout(settings)
         add = (rollout_pb2_grpc.add_RolloutServicer_to_server, rollout, "relaxd.v1.Rollout")
         asyncio.run(run_replica(rollout, settings, [add]))

@@ -62,13 +62,12 @@ class HealthCluster(Cluster):
             ServiceSpec(name="launcher", role="launcher", command=[*launcher, "--port", str(self.launcher_port)])
         ]
         for role, count in counts.items():
-            double = ["tests.integration.health.doubles", str(self.folder), role]
-            module = double if role in ("trainer", "rollout") else [f"services.{role}"]
+            command = [sys.executable, "-m", "tests.integration.health.doubles", str(self.folder), role]
             services += [
                 ServiceSpec(
                     name=f"{role}-{number}",
                     role=role,
-                    command=[sys.executable, "-m", *module],
+                    command=command,
                     environment=common,
                 )
                 for number in range(1, count + 1)
@@ -128,6 +127,11 @@ class HealthCluster(Cluster):
             if name == (one.instance or Role.Name(one.role).removeprefix("ROLE_").lower()):
                 return one
         return health_pb2.Health()
+
+    def info(self, replica_id: str) -> pb.ReplicaInfo:
+        """What the coordinator knows of a replica."""
+        replicas = self.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas
+        return next((one for one in replicas if one.registration.replica_id == replica_id), pb.ReplicaInfo())
 
     def events(self) -> list[health_pb2.RunEvent]:
         """All that happened, from the beginning."""

@@ -1,0 +1,45 @@
+"""Second tier: a role that can't be brought back is rebuilt as a whole while the run is paused; then the run fails."""
+
+from relaxd.v1 import coordinator_pb2 as pb
+from tests.integration.health.kit import FAILED, HEALTHY, REBUILDING, HealthCluster
+
+SHORT = {
+    "health__restart_timeout_seconds": 3.0,
+    "health__max_restarts": 1,
+    "health__role_timeout_seconds": 8.0,
+    "health__max_rebuilds": 2,
+}
+
+
+def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: HealthCluster) -> None:
+    cluster.begin(max_restarts=1, **SHORT)
+    cluster.fault("fail", "rollout-1")
+    cluster.process("rollout-1").kill()
+    paused = cluster.until_state(pb.RUN_STATE_PAUSED, 90)
+    assert "rebuilding rollout (1 of 2)" in paused.reason
+    assert cluster.calls("trainer-1", "SaveCheckpoint")  # it is well, and worse may follow
+    run = cluster.until_state(pb.RUN_STATE_FAILED, 120)
+    assert run.reason.startswith("rollout could not be brought back: ")
+    assert run.reason.endswith("(rebuilt 2 times)")
+    kinds = [event.state for event in cluster.events() if not event.instance]
+    assert kinds == [REBUILDING, REBUILDING, FAILED]
+    tries = [event for event in cluster.events() if event.instance == "rollout-1"]
+    assert len(tries) < 20  # no storm
+    assert cluster.service("reward-1").restarts == 0
+
+
+def test_a_rebuilt_role_resumes_the_run(cluster: HealthCluster) -> None:
+    cluster.begin(max_restarts=1, **SHORT)
+    fault = cluster.fault("fail", "trainer-1")
+    cluster.process("trainer-1").kill()
+    cluster.until_event("trainer", REBUILDING, seconds=90)
+    cluster.until_state(pb.RUN_STATE_PAUSED)
+    # Over a restart of the coordinator, too.
+    cluster.kill("coordinator")
+    fault.unlink()
+    cluster.coordinator("coordinator-2")
+    cluster.until_event("trainer", HEALTHY, "rebuilt after", 120)
+    cluster.until_state(pb.RUN_STATE_RUNNING)
+    cluster.goes_on()
+    assert cluster.until("no rebuild counts", lambda: cluster.health("trainer").restarts == 0)
+    cluster.ended_run()
