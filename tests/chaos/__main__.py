@@ -20,6 +20,7 @@ from benchmarks.reporting import RESULTS, machine
 from tests.chaos.campaign import Campaign, rows
 from tests.chaos.faults import Fault, all_faults, deck
 from tests.chaos.memory import Memory
+from tests.chaos.plot import plot_memory, plot_recovery
 from tests.chaos.proxy import Loop
 from tests.chaos.stack import ChaosStack
 
@@ -113,6 +114,10 @@ def main() -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    if campaign.outcomes:
+        plot_recovery(campaign.outcomes, RESULTS / f"{name}.png")
+    if soak and memory.samples:
+        plot_memory(memory.samples, RESULTS / f"{name}-memory.png")
     console.print(
         f"{len(campaign.outcomes)} faults, {violations} violations, {len(campaign.books.steps)} steps, "
         f"{len(campaign.books.trained)} groups trained, {len(campaign.books.dropped)} dropped, seed {seed}"

@@ -22,6 +22,12 @@ DELAY_SECONDS = 0.2
 NOTICE_SECONDS = 60.0
 """How long a fault waits for the moment that it is meant for."""
 
+BUSY_SECONDS = 1.0
+"""How long a service that holds something is looked for."""
+
+STAGE_ROLES = ("rollout", "reward", "advantage")
+"""Roles with a stage of the same name, and several replicas."""
+
 Act = Callable[[ChaosStack, random.Random], float]
 """Does it; returns the Unix time at which it was over (of a kill: at which it was done)."""
 
@@ -50,6 +56,12 @@ def _kill(processes: list[psutil.Process]) -> float:
 
 
 def _one(stack: ChaosStack, rng: random.Random, role: str) -> str:
+    """A service of a role, if possible one that holds groups at this moment."""
+    deadline = time.monotonic() + BUSY_SECONDS
+    while role in STAGE_ROLES and time.monotonic() < deadline:
+        if holding := stack.holding(role):
+            return rng.choice(holding)
+        time.sleep(0.001)
     return rng.choice(stack.names(role))
 
 

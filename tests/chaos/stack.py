@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -186,6 +187,11 @@ class ChaosStack:
     def names(self, role: str) -> list[str]:
         """Names of a role's services."""
         return [service.name for service in self._state().services if service.role == role]
+
+    def holding(self, stage: str) -> list[str]:
+        """Names of the services that hold groups of a stage now."""
+        pending = self.redis.xpending_range(f"relaxd:{RUN}:stage:{stage}", "workers", "-", "+", 100)
+        return sorted({re.sub(r"-r\d+$", "", entry["consumer"].decode()) for entry in pending})
 
     def process(self, name: str) -> psutil.Process:
         """A service's process. Raises RuntimeError: it isn't up."""

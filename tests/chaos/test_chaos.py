@@ -19,7 +19,7 @@ def test_nothing_is_lost_and_nothing_is_trained_twice_whatever_dies(tmp_path: Pa
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     with Loop() as loop, ChaosStack(tmp_path, loop, SEED) as stack:
-        campaign = Campaign(stack, rng, logs=tmp_path / "kept-logs")
+        campaign = Campaign(stack, rng, logs=tmp_path / "kept-logs", deadline_seconds=240.0)
         campaign.begin()
         campaign.run(iter(deck(len(SHORT_SUITE), rng, SHORT_SUITE)))
         last = campaign.end()
