@@ -21,7 +21,7 @@ def seen_by(role: "Role.ValueType", holders: Mapping[str, str], *, shared: bool)
         return engines, set(others)
     if shared and role == ROLE_TRAINER:
         return others, set(engines)
-    return engines | others, set()
+    return (others | engines if role == ROLE_ROLLOUT else engines | others), set()
 
 
 def choose(

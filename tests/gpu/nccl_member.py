@@ -1,4 +1,4 @@
-"""A member of a weight group over NCCL, in a process and on a GPU of its own, told line by line what to do.
+"""A member of a weight group over NCCL (or CUDA IPC), in a process of its own, told line by line what to do.
 
 Each command and each answer is one JSON value on a line. The tensors of a broadcast have the sizes that are asked for,
 and tensor i is filled with value + i.
@@ -18,13 +18,14 @@ os.environ.update(NCCL_ENVIRONMENT)
 # isort: split
 import torch
 
-from relaxd.weights.group import Transfer, WeightGroup, WeightGroupError, host_store
+from relaxd.weights.group import Transfer, Transport, WeightGroup, WeightGroupError, host_store
 
 
 class Member:
     """What lines are about."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, transport: Transport) -> None:
+        self.transport = transport
         self.device = torch.device("cuda", device)
         torch.cuda.set_device(self.device)
         self.store: Any = None
@@ -38,7 +39,7 @@ class Member:
 
     def connect(self, timeout: float, abort_after: float | None = None, **place: Any) -> dict[str, Any]:
         """Join a group."""
-        self.group = WeightGroup("nccl", "127.0.0.1", device=self.device, **place)
+        self.group = WeightGroup(self.transport, "127.0.0.1", device=self.device, **place)
         if abort_after is not None:
             threading.Timer(abort_after, self.group.abort).start()
         self.group.connect(timeout)
@@ -81,7 +82,7 @@ class Member:
 
 def main() -> None:
     """Answer each line with one line."""
-    member = Member(int(sys.argv[1]))
+    member = Member(int(sys.argv[1]), "cuda_ipc" if "cuda_ipc" in sys.argv else "nccl")
     for line in sys.stdin:
         command = json.loads(line)
         started = time.monotonic()

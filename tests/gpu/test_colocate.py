@@ -1,0 +1,163 @@
+"""Trainer and engine on one GPU: weights by CUDA IPC, memory that is really given back, and a whole run."""
+
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.conftest import REWARD, Workplace
+from tests.e2e.test_run import check_books, read_summary
+from tests.gpu.test_gpu_run import CONFIG
+from tests.gpu.test_weight_group import ELEMENTS, Member, broadcast, connect
+from tests.models import make_tiny_model
+
+STEPS = 4
+DEADLINE_SECONDS = 280.0
+"""Of the run, whose engine alone may take a minute to start."""
+CHANGES = (
+    ("steps = {steps}", "steps = {steps}\ncolocate = true"),
+    ("memory_fraction = 0.2", "memory_fraction = 0.5"),
+    ('transport = "nccl"', 'transport = "cuda_ipc"\nverify = "always"'),
+    ("[eval]", "[board]\nmax_staleness = 0\n\n[eval]"),
+)
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    members = [Member(0, "cuda_ipc") for _ in range(3)]
+    yield members
+    for member in members:
+        member.process.kill()
+        member.process.wait()
+
+
+def test_processes_on_one_gpu_send_weights_to_each_other(
+    members: list[Member], facts: Callable[[str, object], None]
+) -> None:
+    members[0].tell("host")
+    port = members[0].answer()["port"]
+    facts("connect_seconds", connect(members, port, "first"))
+    broadcast(members, source=0, value=3.0)
+    broadcast(members, source=1, value=-4.0)
+    seconds = broadcast(members, source=0, value=5.0, repeat=20)
+    facts("gigabytes_per_second", 20 * 2 * sum(ELEMENTS) / seconds / 1e9)
+
+    # A reader dies: the source fills its slots, finds none free, and says so in time. The others go on without it.
+    members[2].process.kill()
+    members[2].process.wait()
+    started = time.monotonic()
+    for member in members[:2]:
+        member.tell("broadcast", elements=ELEMENTS, source=0, value=1.0, timeout=3.0, repeat=4)
+    assert any("error" in member.answer() for member in members[:2])
+    assert time.monotonic() - started < 15
+    rest = members[:2]
+    connect(rest, port, "second")
+    broadcast(rest, source=1, value=7.0)
+    for member in rest:
+        member.tell("works")
+        assert member.answer()["sum"] == 1 << 20
+
+    # The source dies: who reads is told to leave, and its GPU still works.
+    rest[1].tell("broadcast", elements=ELEMENTS, source=0, value=1.0, timeout=60, abort_after=1.0)
+    rest[0].process.kill()
+    aborted = rest[1].answer()
+    assert "error" in aborted, aborted
+    assert aborted["took"] < 10
+    rest[1].tell("works")
+    assert rest[1].answer()["sum"] == 1 << 20
+
+
+@pytest.mark.gpu(2)
+def test_processes_on_two_gpus_send_weights_to_each_other(facts: Callable[[str, object], None]) -> None:
+    """As a trainer of two ranks does, whose first one sends to the engine on the second one's GPU."""
+    members = [Member(device, "cuda_ipc") for device in (0, 0, 1)]
+    try:
+        members[0].tell("host")
+        port = members[0].answer()["port"]
+        connect(members, port, "two")
+        broadcast(members, source=0, value=3.0)
+        seconds = broadcast(members, source=0, value=5.0, repeat=20)
+        facts("gigabytes_per_second", 20 * 2 * sum(ELEMENTS) / seconds / 1e9)
+    finally:
+        for member in members:
+            member.process.kill()
+            member.process.wait()
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Iterator[Workplace]:
+    """A random Qwen3 of 0.2 B parameters and a configuration."""
+    model = make_tiny_model(
+        tmp_path / "model",
+        architecture="qwen3",
+        dtype=torch.bfloat16,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+    )
+    (tmp_path / "tiny_reward.py").write_text(REWARD)
+    config = CONFIG
+    for old, new in CHANGES:
+        assert old in config, old
+        config = config.replace(old, new)
+    (tmp_path / "run.toml").write_text(config.format(model=model, steps=STEPS))
+    place = Workplace(tmp_path)
+    yield place
+    for process in place.processes:
+        if process.poll() is None:
+            process.terminate()  # its supervisor goes with it
+            process.wait(timeout=60)
+    place.relaxd("down")
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="needs the extra sglang")
+@pytest.mark.timeout(380)
+def test_a_colocated_run(workplace: Workplace, facts: Callable[[str, object], None]) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "0"}
+    process = workplace.start("run", "run.toml", "--run-id", "colocated", **environment)
+    late = threading.Timer(DEADLINE_SECONDS, process.terminate)  # so that the logs are shown
+    late.start()
+    assert process.stdout is not None
+    output = list(process.stdout)
+    late.cancel()
+    logs = workplace.folder / ".relaxd" / "logs"
+    tails = "".join(f"--- {log.name}\n{log.read_text()[-6000:]}" for log in sorted(logs.glob("*.log")))
+    assert process.wait(timeout=60) == 0, "".join(output) + tails
+
+    folder = workplace.folder / "runs" / "colocated"
+    summary = read_summary(folder)
+    check_books(summary, steps=STEPS, groups_per_step=4)
+    assert summary["notes"] == []
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+    print(json.dumps(lines, indent=1))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        assert math.isfinite(line["loss"])
+        assert line["staleness_max"] == 0
+        assert line["logprob_difference"] < 0.03
+    log = (folder / "logs" / "coordinator.log").read_text()
+    assert not re.search("weight synchronisation .* failed|turns: ", log), log
+
+    steady = lines[-1]
+    parts = ("engine_awake_bytes", "engine_asleep_bytes", "trainer_awake_bytes", "trainer_asleep_bytes")
+    gib = {name: steady[name] / 2**30 for name in parts}
+    facts("step_seconds", steady["step_seconds"])
+    for name in sorted(steady):
+        if name.startswith("switch_"):
+            facts(name.removeprefix("switch_"), steady[name])
+    for name, value in sorted(gib.items()):
+        facts(name.replace("_bytes", "_gib"), value)
+    # Half of the GPU is the engine's; 16 bytes a parameter, and more, are the trainer's.
+    total = torch.cuda.get_device_properties(0).total_memory / 2**30
+    assert gib["engine_awake_bytes"] - gib["engine_asleep_bytes"] > 0.3 * total, gib
+    assert gib["trainer_awake_bytes"] - gib["trainer_asleep_bytes"] > 1.5, gib
