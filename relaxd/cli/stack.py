@@ -1,5 +1,6 @@
 """Bringing the services up on this machine, and down again."""
 
+import contextlib
 import os
 import secrets
 import subprocess
@@ -22,6 +23,8 @@ from relaxd.v1.replica_pb2 import Role
 COORDINATOR_PORT = 50050
 ROLES = ("trainer", "rollout", "reward", "advantage")
 SCALABLE = ("rollout", "reward", "advantage")
+ENDING_SECONDS = 60.0
+"""How long the supervisor may take to end services that did not come up."""
 READY_SECONDS = 120.0
 """How long services may take until they have registered."""
 
@@ -120,7 +123,8 @@ def up(folder: StateFolder, plan: Plan, say: Callable[[str], None]) -> StackStat
     except BaseException:
         if supervisor.poll() is None:
             supervisor.terminate()
-            supervisor.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                supervisor.wait(timeout=ENDING_SECONDS)
         raise
 
 

@@ -6,6 +6,7 @@ service answered bad input with UNKNOWN or INTERNAL, crashed, leaked, or could n
 
 import argparse
 import asyncio
+import signal
 import sys
 import tempfile
 import time
@@ -52,6 +53,7 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=100_000, help="messages to send in all")
     parser.add_argument("--seed", type=int, default=1, help="of the messages")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # which ends the services, too
     console = Console()
     with tempfile.TemporaryDirectory(prefix="relaxd-fuzz-", ignore_cleanup_errors=True) as folder:
         console.print(f"seed {arguments.seed}; starting the services ...")

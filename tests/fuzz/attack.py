@@ -17,7 +17,7 @@ from relaxd.rpc.client import channel_options
 from relaxd.rpc.errors import field_violations
 from tests.fuzz.fleet import Fleet, Target
 from tests.fuzz.messages import Fuzzer
-from tests.fuzz.requests import QUEUED, SLOW, good_requests, hints, tame
+from tests.fuzz.requests import QUEUED, SLOW, TURNS, good_requests, hints, tame
 
 ROUND = 2000
 """Messages in a round."""
@@ -91,6 +91,7 @@ async def attack(
         work = (_attack_target(fleet, target, share, seed_of_round, report, told) for target in targets)
         await asyncio.gather(*work)
         try:
+            await asyncio.to_thread(fleet.wake)
             await asyncio.to_thread(fleet.goes_on)
             await asyncio.to_thread(fleet.pause)
         except AssertionError as error:
@@ -108,6 +109,7 @@ async def _attack_target(
     methods = [method for method in methods_of(target) if path_of(method) not in LEFT_OUT]
     order = methods * each
     fuzzer.random.shuffle(order)
+    order.sort(key=lambda method: path_of(method) in TURNS)
     work = iter(enumerate(order))
     async with grpc.aio.insecure_channel(target.address, options=channel_options()) as channel:
 

@@ -22,6 +22,7 @@ import psutil
 
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from tests.conftest import RedisServer, free_port
 from tests.models import make_tiny_model
@@ -151,6 +152,16 @@ class Fleet:
         before = self.run().step
         self.until("resumed", lambda: self.coordinator.ResumeRun(pb.ResumeRunRequest(run_id=RUN_ID), timeout=10))
         return self.until(f"a step after {before}", lambda: (step := self.run().step) > before and step)
+
+    def wake(self) -> None:
+        """Wake up what was put to sleep."""
+        now, parts = int(time.time() * 1000), [rollout_pb2.MEMORY_PART_WEIGHTS, rollout_pb2.MEMORY_PART_KEY_VALUE_CACHE]
+        engine = rollout_pb2_grpc.RolloutStub(self.channel("rollout"))
+        trainer = trainer_pb2_grpc.TrainerStub(self.channel("trainer"))
+        request = trainer_pb2.TrainerWakeRequest(sync_id=now, timeout_seconds=30)
+        self.until("the trainer is awake", lambda: trainer.Wake(request, timeout=40))
+        asked = rollout_pb2.WakeRequest(sync_id=now, timeout_seconds=30, parts=parts)
+        self.until("the engine is awake", lambda: engine.Wake(asked, timeout=40))
 
     def pause(self) -> None:
         """Let the run rest, so that it costs no time."""

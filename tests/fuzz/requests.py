@@ -52,6 +52,10 @@ SLOW = frozenset(
 """Calls that wait for something by design: they get a short deadline."""
 
 
+TURNS = frozenset(f"/relaxd.v1.{name}" for name in ("Rollout/Sleep", "Rollout/Wake", "Trainer/Sleep", "Trainer/Wake"))
+"""Calls that put a service to sleep, as they are asked to: they come last in a round, and then all are woken up."""
+
+
 def hints(fleet: Fleet) -> dict[str, tuple[Any, ...]]:
     """Values by name of field."""
     victim_run = str(fleet.folder / "victim" / RUN_ID)

@@ -1,0 +1,62 @@
+"""The project's source as syntax trees, for tests of what must not be in it."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+
+class Place(NamedTuple):
+    """A call in the source."""
+
+    file: str
+    """Relative to the repository's root."""
+    function: str
+    """The function that it is in, such as "Child.request"; empty at the top of a module."""
+    call: ast.Call
+    limited: bool
+    """Inside `async with asyncio.timeout(...)`."""
+    text: str
+    """The call as source."""
+
+    @property
+    def name(self) -> str:
+        """What is called, without what it is a part of."""
+        function = self.call.func
+        return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+    @property
+    def keywords(self) -> set[str | None]:
+        """Names of the keyword arguments."""
+        return {keyword.arg for keyword in self.call.keywords}
+
+
+def files() -> list[Path]:
+    """Every module of relaxd and the services, without what is generated."""
+    found = [*ROOT.glob("relaxd/**/*.py"), *ROOT.glob("services/**/*.py")]
+    return sorted(path for path in found if path.parent != ROOT / "relaxd" / "v1")
+
+
+@cache
+def calls() -> list[Place]:
+    """Every call in the source."""
+    return [
+        place
+        for path in files()
+        for place in _calls_in(ast.parse(path.read_text()), str(path.relative_to(ROOT)), "", False)
+    ]
+
+
+def _calls_in(node: ast.AST, file: str, function: str, limited: bool) -> Iterator[Place]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        function = f"{function}.{node.name}".lstrip(".")
+        limited = False
+    if isinstance(node, ast.AsyncWith):
+        limited = limited or any("timeout(" in ast.unparse(item.context_expr) for item in node.items)
+    if isinstance(node, ast.Call):
+        yield Place(file, function, node, limited, ast.unparse(node))
+    for child in ast.iter_child_nodes(node):
+        yield from _calls_in(child, file, function, limited)

@@ -1,0 +1,142 @@
+"""Nothing in the source waits without an end: every call, read and join has a deadline, or a reason not to need one."""
+
+from collections.abc import Iterator
+
+from google.protobuf import descriptor_pool
+
+from relaxd.v1 import (  # noqa: F401 (their services are in the pool once they are imported)
+    advantage_pb2,
+    coordinator_pb2,
+    launcher_pb2,
+    reward_pb2,
+    rollout_pb2,
+    trainer_pb2,
+)
+from tests.unit.source import Place, calls
+
+WAITS = {"wait", "join", "get", "result", "acquire", "communicate", "wait_for_termination"}
+"""Methods that wait for ever when they are called without an argument."""
+
+DONE = "only called once the future is done"
+WORK = "waits for work, or for the end of its process or task, which wakes it or cancels it"
+ENDS = "what it waits for has a deadline of its own"
+
+WITHOUT_DEADLINE = {
+    DONE: {
+        ("relaxd/board/worker.py", "StageWorker._work.finish_future"),
+        ("relaxd/rpc/child.py", "Child._raise_if_gone"),
+        ("relaxd/rpc/replica.py", "_Life.belong"),
+        ("relaxd/rpc/replica.py", "run_replica"),
+        ("services/coordinator/health.py", "HealthManager._tick"),
+        ("services/coordinator/runs.py", "ActiveRun.main"),
+        ("services/coordinator/scale_drive.py", "ReplicaDrive._drain"),
+        ("services/coordinator/service.py", "Coordinator.run"),
+        ("services/coordinator/weight_calls.py", "WeightCalls._together"),
+        ("services/rollout/engine.py", "Engine.start"),
+        ("services/trainer/ranks.py", "Ranks._exited"),
+    },
+    WORK: {
+        ("relaxd/board/worker.py", "StageWorker._commit"),
+        ("relaxd/rpc/child.py", "Child._watch"),  # a thread for the life of the child
+        ("relaxd/rpc/launcher.py", "run_launcher"),
+        ("relaxd/rpc/replica.py", "_Life.belong"),
+        ("relaxd/rpc/replica.py", "run_replica"),
+        ("relaxd/rpc/server.py", "RunningServer.wait"),
+        ("relaxd/weights/cuda_ipc.py", "IpcConnection._work"),
+        ("services/coordinator/runs.py", "ActiveRun.main"),
+        ("services/coordinator/service.py", "Coordinator.run"),
+        ("services/reward/worker.py", "Rewards.work"),
+        ("services/rollout/engines/gate.py", "Gate.rest"),
+        ("services/rollout/engines/sglang_engine.py", "SGLangEngine._supervise"),
+        ("services/rollout/external_engine.py", "ExternalEngine._wait_open"),  # its caller cancels it
+        ("services/rollout/sglang_process.py", "SGLangProcess._launch"),  # schedulers end with the thread: it stays
+        ("services/trainer/sleeping.py", "Sleeping.follow"),
+        ("services/trainer/world.py", "World._announce"),
+    },
+    ENDS: {
+        ("relaxd/board/worker.py", "StageWorker.stop"),  # its threads look at the stop between waits of 0.5 s
+        ("relaxd/rpc/assignment.py", "AssignmentFollower.dismiss"),  # STOP_RUN_SECONDS
+        ("relaxd/rpc/assignment.py", "AssignmentFollower._start"),  # start_run's own, and another assignment ends it
+        ("relaxd/rpc/replica.py", "_end"),  # both were cancelled
+        ("relaxd/weights/gloo.py", "GlooBroadcast.finish"),  # the process group's timeout
+        ("relaxd/weights/cuda_ipc.py", "IpcConnection.abort"),  # each broadcast before it has a deadline
+        ("relaxd/weights/group.py", "Transfer.precede_current_stream"),  # the transfer's deadline, as in the following
+        ("relaxd/weights/group.py", "WeightGroup.broadcast"),
+        ("services/rollout/engines/parameters.py", "WeightReceiver.receive"),
+        ("services/rollout/engines/sglang_weights.py", "_Receiver.receive"),
+        ("services/trainer/broadcast.py", "Broadcaster._send"),
+        ("services/coordinator/manager.py", "RunManager.start"),  # the run has ended: its calls have deadlines
+        ("services/coordinator/manager.py", "RunManager.close"),  # cancelled
+        ("services/coordinator/runs.py", "ActiveRun._train"),  # an evaluation: its calls have deadlines
+        ("services/coordinator/scale_drive.py", "ReplicaDrive._drain"),  # a call with a deadline
+        ("services/coordinator/scaling.py", "Scaler.close"),  # cancelled
+        ("services/reward/pool.py", "WorkerPool._ask"),  # each sample before it has reward.timeout_seconds
+        ("services/reward/worker.py", "Rewards.ask"),  # the pool kills this process at the sample's deadline
+        ("services/rollout/engine.py", "Engine.generate"),  # an answer is as long as it is; the health manager watches
+        ("services/rollout/external_requests.py", "ExternalRequests.generate"),  # the same
+        ("services/rollout/engines/transformers_engine.py", "TransformersEngine.stop"),  # after one token
+        ("services/rollout/service.py", "RolloutService.stop_run"),  # cancelled
+        ("services/rollout/sglang_process.py", "SGLangProcess.load"),  # the service kills the process at LOAD_SECONDS
+        ("services/trainer/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
+        ("services/trainer/rank.py", "Rank._join_group"),  # not a thread's join: it has a timeout among its params
+        ("services/trainer/ranks.py", "Ranks.kill"),  # SIGKILL was sent
+        ("services/trainer/replay.py", "start_ranks"),  # `relaxd replay` kills it at its deadline
+        ("services/trainer/server.py", "TrainerService.stop_run"),  # cancelled
+        ("services/trainer/training.py", "Training._between_rounds"),  # it was seen that there is something
+        ("services/trainer/training.py", "Training._export"),
+    },
+}
+
+
+def endless_waits() -> Iterator[Place]:
+    """Calls that wait without a deadline."""
+    for place in calls():
+        if "timeout" in place.keywords or place.limited:
+            continue
+        method = "." in place.text.split("(")[0]
+        if (method and place.name in WAITS and not place.call.args) or place.text.startswith("asyncio.wait("):
+            yield place
+
+
+def test_every_wait_has_a_deadline_or_a_reason_not_to_need_one() -> None:
+    allowed = set().union(*WITHOUT_DEADLINE.values())
+    found = {(place.file, place.function): place for place in endless_waits()}
+    wrong = [f"{place.file}:{place.call.lineno}: {place.text}" for key, place in found.items() if key not in allowed]
+    assert not wrong, "no deadline, and no reason in WITHOUT_DEADLINE:\n" + "\n".join(wrong)
+    assert not allowed - set(found), f"reasons for nothing: {allowed - set(found)}"
+
+
+def test_every_call_of_a_service_has_a_timeout() -> None:
+    pool = descriptor_pool.Default()
+    names = ("coordinator", "trainer", "rollout", "reward", "advantage", "launcher", "replica")
+    services = [s for name in names for s in pool.FindFileByName(f"relaxd/v1/{name}.proto").services_by_name.values()]
+    methods = {method.name for service in services for method in service.methods}
+    wrong = [
+        f"{place.file}:{place.call.lineno}: {place.text}"
+        for place in calls()
+        if place.name in methods and "timeout" not in place.keywords and not place.text.startswith("reward_pb2.Score(")
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert len(methods) > 40
+
+
+def test_every_client_and_process_has_its_timeouts() -> None:
+    wanted = {
+        "Redis.from_url": {"socket_timeout", "socket_connect_timeout"},
+        "subprocess.run": {"timeout"},
+        "init_process_group": {"timeout"},
+        "new_group": {"timeout"},
+        "docker.from_env": {"timeout"},
+        "TCPStore": {"timeout"},
+        "urlopen": {"timeout"},
+    }
+    seen, wrong = set(), []
+    for place in calls():
+        called = place.text.split("(")[0]
+        for name, keywords in wanted.items():
+            if called == name or called.endswith("." + name):
+                seen.add(name)
+                if not keywords <= place.keywords:
+                    wrong.append(f"{place.file}:{place.call.lineno}: {place.text[:120]} wants {sorted(keywords)}")
+    assert not wrong, "\n".join(wrong)
+    assert {"Redis.from_url", "subprocess.run", "new_group"} <= seen

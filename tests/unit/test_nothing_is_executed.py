@@ -1,0 +1,57 @@
+"""What comes from the wire or from Redis is never executed: no module on those paths can unpickle or evaluate."""
+
+import ast
+
+from tests.unit.source import ROOT, calls, files
+
+PICKLES = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "joblib", "multiprocessing")
+PICKLES += ("torch.distributed.checkpoint", "megatron.core.dist_checkpointing")
+"""Modules that execute what they read, or may."""
+EVALUATES = ("eval", "exec", "compile", "__import__", "torch.load", "torch.save", "np.load", "numpy.load")
+OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+"""Collectives of torch that pickle."""
+
+CHECKPOINTS = "torch's distributed checkpoints, whose .metadata is a pickle: files of the run's own folder"
+RANKS = "between the trainer's own ranks, over their own process group"
+ARGUED = {
+    "services/trainer/checkpoint.py": CHECKPOINTS,
+    "services/trainer/checkpoint_writer.py": CHECKPOINTS,
+    "services/trainer/hf_weights.py": RANKS,
+    "services/trainer/parallel.py": RANKS,
+    "services/trainer/sums.py": RANKS,
+    "services/trainer/megatron_cpu.py": "compiles Megatron's own source, as it is installed",
+    "services/rollout/engines/sglang_scheduler.py": "SGLang's scheduler is a child process of SGLang's own making",
+}
+"""Modules that do, and why that is no door."""
+
+
+def executing(path_name: str) -> list[str]:
+    """What in a module executes what it reads."""
+    found = []
+    for node in ast.walk(ast.parse((ROOT / path_name).read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found += [module for module in modules if any(f"{module}.".startswith(f"{name}.") for name in PICKLES)]
+    for place in calls():
+        if place.file != path_name:
+            continue
+        called = place.text.split("(")[0]
+        if called in EVALUATES or place.name in OBJECTS or {"allow_pickle", "shell"} & place.keywords:
+            found.append(f"{place.text[:80]} in line {place.call.lineno}")
+    return found
+
+
+def test_only_what_is_argued_executes_what_it_reads() -> None:
+    executes = {name: found for path in files() if (found := executing(name := str(path.relative_to(ROOT))))}
+    unargued = {name: found for name, found in executes.items() if name not in ARGUED}
+    assert not unargued
+    assert set(ARGUED) <= set(executes), f"no reason needed any more: {set(ARGUED) - set(executes)}"
+
+
+def test_only_rewards_are_imported_by_a_name_that_is_given() -> None:
+    found = {place.file for place in calls() if place.name == "import_module"}
+    assert found == {"relaxd/rewards/__init__.py"}  # a name in the run's configuration; Score takes no other
