@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 Transport = Literal["gloo", "nccl", "cuda_ipc"]
 
+_EVERYWHERE = ("", "0.0.0.0", "::")
 _POLL_SECONDS = 0.0002
 _RENDEZVOUS_POLL_SECONDS = 0.01
 _ABORT_POLL_SECONDS = 0.1
@@ -40,10 +41,21 @@ class WeightGroupError(Exception):
     """A weight group could not be connected, or a broadcast did not end well. The group is of no further use."""
 
 
-def host_store(port: int = 0) -> dist.TCPStore:
-    """The rendezvous store that a trainer's first rank hosts for its life; `.port` says where."""
-    timeout = timedelta(seconds=_STORE_SECONDS)
-    return dist.TCPStore("127.0.0.1", port, None, is_master=True, timeout=timeout, wait_for_workers=False)
+def host_store(host: str = "127.0.0.1", port: int = 0, seconds: float = _STORE_SECONDS) -> dist.TCPStore:
+    """The rendezvous store that a trainer's first rank hosts for its life; `.port` says where.
+
+    It asks nobody who they are, so it listens on that address of this machine alone ("", "0.0.0.0" and "::": on all),
+    where TCPStore by itself would on all. `seconds` limits each wait for a key. Raises OSError: the address can't be
+    listened on.
+    """
+    timeout = timedelta(seconds=seconds)
+    if host in _EVERYWHERE:
+        return dist.TCPStore("127.0.0.1", port, None, is_master=True, timeout=timeout, wait_for_workers=False)
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host, port, None, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 class Connection(Protocol):

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from relaxd.config import TrainerConfig
+from relaxd.weights.group import host_store
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,14 @@ def initialize(config: TrainerConfig, seed: int) -> World:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not dist.is_initialized():
         if "RANK" in os.environ:
-            rank, size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         else:
-            rank, size, store = 0, 1, dist.HashStore()
+            rank, size = 0, 1
         if size != config.ranks:
             raise ValueError(f"WORLD_SIZE is {size}, but trainer.ranks is {config.ranks}: they must be the same")
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+        store = _meeting_place(rank, config.collective_timeout_seconds) if size > 1 else dist.HashStore()
         dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=size, store=store, timeout=timeout)
     if not cuda:
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // config.ranks))
@@ -139,6 +141,14 @@ def initialize(config: TrainerConfig, seed: int) -> World:
         data_size=parallel_state.get_data_parallel_world_size(),
         gather=_gather_groups(timeout),
     )
+
+
+def _meeting_place(rank: int, seconds: float) -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT: torchrun's, else one of rank 0's that listens on that address only."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return host_store(host, port, seconds)
+    return dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
 
 
 def expert_tensor_parallel(config: TrainerConfig) -> int:

@@ -109,7 +109,7 @@ class Rank:
             follow(
                 crew=crew, learner=learner, runner=runner, board=board, run_folder=run_folder, patience_seconds=patience
             )
-        store = host_store()
+        store = host_store(params["store_host"])
         epoch = board.new_trainer_epoch()
         self._weights = WeightsHold(epoch)
         manifest = MessageToDict(to_proto(buckets))

@@ -13,6 +13,7 @@ import grpc
 from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.rpc.doors import is_loopback
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable, Violations
 from relaxd.rpc.gpus import gpu_environment
 from relaxd.rpc.replica import ReplicaService, ServiceStatus, advertised_address
@@ -56,6 +57,7 @@ class TrainerService(ReplicaService):
             "run_id": assignment.run_id,
             "folder": assignment.folder,
             "redis": self._settings.redis,
+            "store_host": _store_host(self._settings),
             "replica_id": self._settings.replica_id,
             "log_level": self._settings.log_level,
             "ranks": config.trainer.ranks,
@@ -328,3 +330,9 @@ def _answering(what: str) -> Iterator[None]:
         raise DeadlineExceeded(f"could not {what}: {error}") from error
     except ChildError as error:
         raise Unavailable(f"could not {what}: {error}") from error
+
+
+def _store_host(settings: ServiceSettings) -> str:
+    """Where the rendezvous of weight groups listens: where this service does, unless others reach it otherwise."""
+    advertised = settings.advertise.rpartition(":")[0]
+    return "" if advertised and not is_loopback(advertised) else settings.host.strip("[]")
