@@ -6,6 +6,7 @@ first, under the coordinator's epoch, and then done. So another coordinator goes
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
@@ -100,6 +101,7 @@ class HealthManager:
                     if not loaded:
                         self.record = await asyncio.to_thread(self._store.health, self._run_id)
                         loaded = True
+                        self._forgive()
                     await self._tick()
                 except (BoardUnavailable, StoreUnavailable) as error:
                     logger.info("health of run %s: waiting for Redis: %s", self._run_id, error)
@@ -115,6 +117,8 @@ class HealthManager:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _forgive(self) -> None:
+        """Nobody can be blamed for the time in which this coordinator, or Redis, was not there."""
+        self.record = self.record.waiting_anew(time.time())
         self._signs.forgive()
         self._roles.forgive()
 

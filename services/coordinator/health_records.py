@@ -85,3 +85,15 @@ class HealthRecord(Record):
     """By role."""
     events: tuple[Event, ...] = ()
     """The last ones, oldest first."""
+
+    def waiting_anew(self, now: float) -> "HealthRecord":
+        """The same, but what is awaited has all of its time from `now` on: nobody was there to see it come."""
+        replicas = {
+            key: one.model_copy(update={"since": now}) if one.state == Health.RESTARTING else one
+            for key, one in self.replicas.items()
+        }
+        roles = {
+            key: one.model_copy(update={"since": now}) if one.state == Health.REBUILDING else one
+            for key, one in self.roles.items()
+        }
+        return self.model_copy(update={"replicas": replicas, "roles": roles})

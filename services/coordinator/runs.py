@@ -244,7 +244,7 @@ class ActiveRun:
         await asyncio.to_thread(self._files.write_summary, summarise(record, counts, model))
         with contextlib.suppress(StoreUnavailable):  # the group's name is unique: leaving it is only tidy
             await self.sync.close()
-        await self._save(phase=phase, reason=reason, end_time=record.end_time)
+        await self._save(phase=phase, reason=reason, end_time=record.end_time, paused=None)
         logger.info("run %s has ended after %d steps: %s", record.run_id, counts.last_step, reason)
 
     # --- parts of the phases --------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.health.kit import FAILED, HEALTHY, REBUILDING, HealthCluster
 
 SHORT = {
-    "health__restart_timeout_seconds": 3.0,
+    "health__restart_timeout_seconds": 4.0,
     "health__max_restarts": 1,
-    "health__role_timeout_seconds": 8.0,
+    "health__role_timeout_seconds": 60.0,
     "health__max_rebuilds": 2,
 }
 
@@ -29,7 +29,7 @@ def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: Hea
 
 
 def test_a_rebuilt_role_resumes_the_run(cluster: HealthCluster) -> None:
-    cluster.begin(max_restarts=1, **SHORT)
+    cluster.begin(max_restarts=1, **{**SHORT, "health__restart_timeout_seconds": 15.0})
     fault = cluster.fault("fail", "trainer-1")
     cluster.process("trainer-1").kill()
     cluster.until_event("trainer", REBUILDING, seconds=90)
