@@ -24,10 +24,10 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "its service starts another; the service's groups are begun anew",
     ),
     (
-        "a replica stands still (SIGSTOP), for less and for more than a lease",
+        "a replica stands still (SIGSTOP), for less and for more than its leases",
         ("stall rollout *", "stall reward *", "stall advantage *", "stall engine *"),
         "others take its groups over when the lease ends; what it commits when it wakes up is acknowledged and changes "
-        "nothing",
+        "nothing; one that is silent for longer than `--lease-seconds` is restarted",
     ),
     (
         "the trainer, or one of its ranks",
@@ -38,7 +38,7 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
     (
         "the trainer stands still",
         ("stall trainer*",),
-        "it goes on; the engines stop at the gate meanwhile",
+        "it goes on; publishing stops at the gate meanwhile; one that is silent for too long is restarted",
     ),
     (
         "the coordinator",

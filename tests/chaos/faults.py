@@ -14,10 +14,12 @@ import redis
 
 from tests.chaos.proxy import Link
 from tests.chaos.relay import Moment
-from tests.chaos.stack import LEASE_SECONDS, ChaosStack
+from tests.chaos.stack import LEASE_SECONDS, REPLICA_LEASE_SECONDS, ChaosStack
 
-SHORT_SECONDS, LONG_SECONDS = LEASE_SECONDS / 3, 2 * LEASE_SECONDS
-"""Shorter and longer than any lease."""
+SHORT_SECONDS, LONG_SECONDS, VERY_LONG_SECONDS = LEASE_SECONDS / 2, 2 * LEASE_SECONDS, 1.5 * REPLICA_LEASE_SECONDS
+"""Shorter than any lease; longer than a group's, so that others take its groups and it commits late; longer than a
+replica's, so that it is taken for dead and restarted."""
+LENGTHS = {"short": SHORT_SECONDS, "long": LONG_SECONDS, "very long": VERY_LONG_SECONDS}
 DELAY_SECONDS = 0.2
 NOTICE_SECONDS = 60.0
 """How long a fault waits for the moment that it is meant for."""
@@ -141,8 +143,8 @@ def _bad(stack: ChaosStack, links: list[Link], how: str) -> Iterator[None]:
 
 
 def network(how: str, role: str, other: str, stack: ChaosStack, rng: random.Random) -> float:
-    """cut, delay or drop everything between a service and another one; sometimes for longer than a lease."""
-    seconds = LONG_SECONDS if how == "delay" else rng.choice((SHORT_SECONDS, LONG_SECONDS))
+    """cut, delay or drop everything between a service and another one; for shorter or longer than leases."""
+    seconds = LONG_SECONDS if how == "delay" else rng.choice(list(LENGTHS.values()))
     with _bad(stack, _links(stack, rng, role, other), how):
         time.sleep(seconds)
     return time.time()
@@ -159,7 +161,7 @@ def reset_everything(stack: ChaosStack, rng: random.Random) -> float:
 
 
 def fill_redis(stack: ChaosStack, rng: random.Random) -> float:
-    """No memory is left, for longer than a lease."""
+    """No memory is left, for longer than a group's lease."""
     try:
         stack.redis.config_set("maxmemory", int(stack.redis.info("memory")["used_memory"]))
         time.sleep(LONG_SECONDS)
@@ -240,7 +242,7 @@ def all_faults() -> list[Fault]:
         *(
             _named(f"stall {role} {length}", stall, role, seconds)
             for role in ("rollout", "reward", "advantage", "trainer", "coordinator", "redis")
-            for length, seconds in (("short", SHORT_SECONDS), ("long", LONG_SECONDS))
+            for length, seconds in LENGTHS.items()
         ),
         _named("stall engine long", stall_child, "rollout", ENGINE, LONG_SECONDS),
         _named("stall trainer rank long", stall_child, "trainer", RANK, LONG_SECONDS),

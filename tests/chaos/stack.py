@@ -27,8 +27,10 @@ from tests.conftest import free_port
 from tests.models import make_tiny_model
 
 RUN = "chaos"
-LEASE_SECONDS = 3.0
-"""Of groups, and of replicas."""
+LEASE_SECONDS = 2.0
+"""Of groups."""
+REPLICA_LEASE_SECONDS = 6.0
+"""Of replicas: one that is silent for longer is restarted."""
 MAX_STALENESS = 1
 REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1}
 MARGIN_SECONDS = 0.5
@@ -125,7 +127,7 @@ class ChaosStack:
                 continue
             spec.environment |= {
                 "RELAXD_REDIS": f"redis://127.0.0.1:{self._link(spec.name, 'redis', redis_port)}/0",
-                "RELAXD_LEASE_SECONDS": str(LEASE_SECONDS),
+                "RELAXD_LEASE_SECONDS": str(REPLICA_LEASE_SECONDS),
                 "OMP_NUM_THREADS": "1",
             }
             if spec.role != "coordinator":
