@@ -13,7 +13,7 @@ from relaxd.board.errors import (
     StepConflict,
 )
 from relaxd.board.stages import ROUTED_EXPERTS, STAGES, Stage, stages_for
-from relaxd.board.times import GroupTimes, StageTime, microseconds, parse_times
+from relaxd.board.times import GroupTimes, StageTime, microseconds
 from relaxd.board.types import (
     JSON,
     Column,
@@ -56,6 +56,5 @@ __all__ = [
     "decode_columns",
     "encode_columns",
     "microseconds",
-    "parse_times",
     "stages_for",
 ]

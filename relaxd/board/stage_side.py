@@ -218,6 +218,5 @@ def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries:
         attempt=int(fields.get(b"attempts", 0)) + deliveries,
         trace={} if trace == b"{}" else json.loads(trace),
         offered=int(entry_id.split(b"-", 1)[0]) * 1000,
-        times=fields[b"times"].decode(),
         pointers={name.decode(): value.decode() for name, value in fields.items() if name[:1] == b"@"},
     )

@@ -6,6 +6,7 @@ that gave the group back adds nothing, and the stage's next attempt counts from 
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MICROSECONDS = 1_000_000
@@ -45,10 +46,6 @@ def microseconds() -> int:
     return time.time_ns() // 1000
 
 
-def parse_times(text: str) -> GroupTimes:
-    """What `Delivery.times` says: "publish <time>;<stage> <offered> <begun> <ended>;..." """
-    published, *stages = text.split(";")
-    return GroupTimes(
-        published=int(published.removeprefix("publish ")),
-        stages={name: StageTime(*map(int, times)) for name, *times in (stage.split(" ") for stage in stages)},
-    )
+def parse_times(published: bytes, stages: Mapping[str, bytes]) -> GroupTimes:
+    """What the board's hash of a group says: when it was published, and "<offered> <begun> <ended>" of each stage."""
+    return GroupTimes(int(published), {stage: StageTime(*map(int, text.split())) for stage, text in stages.items()})

@@ -4,8 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import redis
+
 from relaxd.board.core import BoardCore
 from relaxd.board.stages import TRAIN
+from relaxd.board.times import GroupTimes, parse_times
 from relaxd.board.types import LedgerEntry
 
 
@@ -30,6 +33,21 @@ class TrainerSide(BoardCore):
         """
         begun = self._connection.run(lambda client: client.hgetall(f"{self.prefix}begun"))
         return {group_id.decode(): int(version) for group_id, version in begun.items()}
+
+    def times(self, group_ids: Sequence[str]) -> dict[str, GroupTimes]:
+        """What the stages took that open groups have passed; without groups that are closed."""
+        stages = [stage.name for stage in self.stages if stage.name != TRAIN]
+
+        def commands(pipe: redis.client.Pipeline) -> None:
+            for group_id in group_ids:
+                pipe.hmget(f"{self.prefix}group:{group_id}", ["published", *(f"time:{stage}" for stage in stages)])
+
+        result = {}
+        for group_id, (published, *found) in zip(group_ids, self._connection.pipeline(commands), strict=True):
+            if published is not None:
+                told = {stage: text for stage, text in zip(stages, found, strict=True) if text is not None}
+                result[group_id] = parse_times(published, told)
+        return result
 
     def commit_step(
         self,

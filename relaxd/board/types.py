@@ -44,12 +44,11 @@ class Delivery:
     """Trace context of the publish span."""
     offered: int
     """When it was offered to the stage (or handed back), by Redis's clock, in microseconds of Unix time."""
-    times: str = field(repr=False, compare=False)
-    """What the stages before took (see `relaxd.board.times`)."""
     pointers: dict[str, str] = field(repr=False, compare=False)
     """Where the columns lie (the board's own)."""
     worked: tuple[int, int] | None = field(default=None, compare=False)
-    """When the work on it began and ended, in microseconds of Unix time; kept on the board with the commit."""
+    """When the work on it began and ended, in microseconds of Unix time; kept on the board with the commit (see
+    `relaxd.board.times`)."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from opentelemetry.trace import Span
 
 from relaxd import telemetry
 from relaxd.algorithms import Algorithm
-from relaxd.board import StageTime, microseconds
+from relaxd.board import GroupTimes, StageTime, microseconds
 from services.trainer.groups import Group
 from services.trainer.intake import STAGE, Taken
 from services.trainer.plan import Packer, Plan, Round
@@ -33,6 +33,8 @@ class OpenStep:
         self.started = time.monotonic()
         self.begun: dict[str, int] = {}
         """When it took each group, in microseconds of Unix time."""
+        self.times: dict[str, GroupTimes] = {}
+        """What the stages before took, by group; known when the step closes."""
         self._carrier = carrier
         self._spans: list[Span] = []
 

@@ -85,13 +85,12 @@ class Sleeping:
             change = self._move("onload")
             self._weights.publish(self._learner.step)
         self.asleep = request.asleep
-        now = time.monotonic()
-        seconds = now - started
+        seconds = time.monotonic() - started
         if request.asleep:
             self._asleep_since = started
         else:
             self._add("switch_trainer_onload_seconds", seconds)
-            self._add("asleep_seconds", now - self._asleep_since)
+            self._add("asleep_seconds", started + seconds - self._asleep_since)
         return MemoryChange(*change, seconds)
 
     def _add(self, name: str, seconds: float) -> None:

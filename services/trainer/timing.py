@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from relaxd.board import StageTime, parse_times
+from relaxd.board import StageTime
 from relaxd.board.times import MICROSECONDS
 from relaxd.telemetry.spans import SPAN_NAMES
 from services.trainer.intake import STAGE
@@ -25,12 +25,14 @@ def group_times(opened: OpenStep, ended: int) -> dict[str, float]:
     stages: dict[str, list[StageTime]] = {}
     ages = []
     for group_id, taken in opened.members.items():
-        times = parse_times(taken.delivery.times)
-        ages.append(max(0, ended - times.published) / MICROSECONDS)
-        for name, time in times.stages.items():
+        before = opened.times.get(group_id)
+        if before is None:  # closed by somebody else just now: the step can't be committed
+            continue
+        ages.append(max(0, ended - before.published) / MICROSECONDS)
+        for name, time in before.stages.items():
             stages.setdefault(name, []).append(time)
         stages.setdefault(STAGE, []).append(StageTime(taken.delivery.offered, opened.begun[group_id], ended))
-    result = {"group_seconds": _mean(ages)}
+    result = {"group_seconds": _mean(ages)} if ages else {}
     for name, all_times in stages.items():
         work = "in_step" if name == STAGE else SPAN_NAMES.get(name, name)
         result[f"queue_{name}_seconds"] = _mean([time.queue_seconds for time in all_times])

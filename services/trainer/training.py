@@ -141,6 +141,7 @@ class Training:
                         self._intake.forget(lost)
                         self._discard(opened)
                         return None
+                    opened.times = self._board.times(list(opened.members))
                     return opened
                 began = time.monotonic()
                 self._intake.take(self._patience)

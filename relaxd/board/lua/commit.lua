@@ -17,8 +17,7 @@ for i = 2, #ARGV, 7 do
       group['@' .. stage] = pointer
       local changes = { '@' .. stage, pointer }
       if times ~= '' then
-        group.times = group.times .. ';' .. stage .. ' ' .. times
-        changes[3], changes[4] = 'times', group.times
+        changes[3], changes[4] = 'time:' .. stage, times
       end
       offer_ready(id, group, stages, changes)
       call('HSET', group_key(id), unpack(changes))

@@ -5,11 +5,11 @@
 --   begun            hash: group id -> oldest weight version in it, once its generation has begun
 --   group:<id>       hash of an open group:
 --                      trace, bytes, retries (where there were any)
---                      times              "publish <time>;<stage> <offered> <begun> <ended>;...", in microseconds of Unix
+--                      published, time:<stage>  when; "<offered> <begun> <ended>" of a stage (in microseconds of Unix time)
 --                      @<writer>          pointer to the columns that a stage (or "publish") wrote
 --                      entry:<stage>      its entry in the stage's stream; set once it was offered
 --                      attempts:<stage>   deliveries under earlier entries
---   stage:<name>     stream, consumer group "workers": group, trace, times, attempts (where there were any), @<writer> ...
+--   stage:<name>     stream, consumer group "workers": group, trace, attempts (where there were any), @<writer> ...
 --   columns:<attempt>[:<column>]  payloads; a pointer is "<attempt>[,<large column>...]"
 --   ledger           stream, id "<step>-0"      samples   stream, id "<step>-<i>"
 --   drops            hash: reason -> count      dropped   stream: what is kept of dropped groups
@@ -59,9 +59,9 @@ end
 
 -- Put the group into a stage's stream.
 local function offer(id, group, stage, attempts)
-  local entry = { 'group', id, 'trace', group.trace, 'times', group.times }
+  local entry = { 'group', id, 'trace', group.trace }
   if attempts > 0 then
-    entry[7], entry[8] = 'attempts', attempts
+    entry[5], entry[6] = 'attempts', attempts
   end
   for name, value in pairs(group) do
     if byte(name) == AT then

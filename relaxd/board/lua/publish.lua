@@ -59,8 +59,8 @@ for i = 4, #ARGV, 6 do
 end
 
 local stages = cjson.decode(ARGV[2])
-local now = call('TIME')
-local times = 'publish ' .. now[1] .. string.format('%06d', now[2])
+local time = call('TIME')
+local now = time[1] .. string.format('%06d', time[2])
 for i = 4, #ARGV, 6 do
   local id, pointer, retries, retry_of = ARGV[i], ARGV[i + 1], 0, ARGV[i + 4]
   if retry_of ~= '' then
@@ -69,8 +69,8 @@ for i = 4, #ARGV, 6 do
     retries = tonumber(before) + 1
     call('HDEL', RETRIES, retry_of)
   end
-  local group = { ['@publish'] = pointer, trace = ARGV[i + 2], times = times }
-  local changes = { '@publish', pointer, 'trace', ARGV[i + 2], 'times', times, 'bytes', ARGV[i + 3] }
+  local group = { ['@publish'] = pointer, trace = ARGV[i + 2] }
+  local changes = { '@publish', pointer, 'trace', ARGV[i + 2], 'published', now, 'bytes', ARGV[i + 3] }
   if retries > 0 then
     changes[9], changes[10] = 'retries', retries
   end

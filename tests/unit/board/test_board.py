@@ -18,7 +18,6 @@ from relaxd.board import (
     RunMissing,
     StepConflict,
     microseconds,
-    parse_times,
     stages_for,
 )
 from relaxd.config import BoardConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
@@ -54,16 +53,19 @@ def test_what_each_stage_took_travels_with_the_group(redis_url):
         if stage == "critic":
             deliveries[1].worked = None  # whoever commits need not say
         assert all(board.commit([(delivery, output(stage)) for delivery in deliveries]))
-    first, second = take(board, "train")
+    first, _ = take(board, "train")
     board.release("train", "worker", [first])  # as a trainer that ends does
     (first,) = take(board, "train")
-    times = parse_times(first.times)
+    both = board.times(["a", "b", "gone"])
+    assert both.keys() == {"a", "b"}
+    times = both["a"]
     assert {stage: (time.begun, time.ended) for stage, time in times.stages.items()} == worked
-    assert parse_times(second.times).stages.keys() == worked.keys() - {"critic"}
+    assert both["b"].stages.keys() == worked.keys() - {"critic"}
     assert before - 1000 <= times.published <= microseconds() + 1000
     offered = [times.stages[stage].offered for stage in ("rollout", "reward", "advantage")] + [first.offered]
     assert offered == sorted(offered)
     assert offered[0] == times.published // 1000 * 1000
+    assert board._connection.client.object("encoding", f"{board.prefix}group:a") == b"listpack"  # no value is long
     time = times.stages["advantage"]
     assert time.work_seconds == 0.0001
     assert time.queue_seconds == 0  # it says that it began before it was offered: clocks differ

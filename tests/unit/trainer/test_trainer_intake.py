@@ -16,7 +16,7 @@ from tests.integration.trainer.service_kit import Feeder, make_config
 
 
 def taken(group_id: str, arrival: int) -> Taken:
-    return Taken(Delivery(group_id, "1-0", "train", "t", 1, {}, 0, "publish 0", {}), Group(group_id, {}), arrival)
+    return Taken(Delivery(group_id, "1-0", "train", "t", 1, {}, 0, {}), Group(group_id, {}), arrival)
 
 
 def ids(chosen: list[Taken]) -> list[str]:
