@@ -64,6 +64,11 @@ secrets: ## write random secrets for the compose files into deploy/compose/secre
 		[ -s $$name ] || head -c 24 /dev/urandom | base64 | tr '+/' '-_' > $$name; chmod 644 $$name; done
 	@echo "set SECRETS=./secrets in deploy/compose/.env, or in the environment"
 
+.PHONY: certificates
+certificates: ## make an authority and certificates for TLS into deploy/compose/secrets/tls; again: renew them
+	@umask 077; mkdir -p deploy/compose/secrets; deploy/certificates.sh deploy/compose/secrets/tls
+	@chmod 644 deploy/compose/secrets/tls/service.key deploy/compose/secrets/tls/person.key # containers have users of their own; the folder is yours alone
+
 .PHONY: lint
 lint: $(STAMP) ## ruff, mypy, import-linter, buf
 	$(BIN)/ruff check .

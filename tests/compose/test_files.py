@@ -21,6 +21,8 @@ LAYERS = (
     "compose.yaml:compose.gpu.yaml",
     "compose.yaml:compose.observability.yaml",
     "compose.yaml:compose.scaling.yaml",
+    "compose.yaml:compose.tls.yaml",
+    "compose.yaml:compose.scaling.yaml:compose.tls.yaml:compose.scaling.tls.yaml",
     "compose.yaml:compose.gpu.yaml:compose.observability.yaml:compose.scaling.yaml",
 )
 
