@@ -149,10 +149,14 @@ class Violations:
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []
+        """The first MOST_VIOLATIONS of them: a list of a million wrong things is not answered in full."""
+        self._count = 0
 
     def add(self, field: str, description: str) -> None:
         """Note that `field` is wrong; the description says what it is and what would be right."""
-        self.found.append((field, description))
+        self._count += 1
+        if self._count <= MOST_VIOLATIONS:
+            self.found.append((field, description))
 
     def check(self, condition: object, field: str, description: str) -> bool:
         """Note the violation unless the condition holds. Returns whether it holds."""
@@ -162,9 +166,9 @@ class Violations:
 
     def error(self) -> InvalidArgument:
         """What was found so far, as an error."""
-        told = [f"{field}: {shortened(text, LONGEST_DESCRIPTION)}" for field, text in self.found[:MOST_VIOLATIONS]]
-        if len(self.found) > MOST_VIOLATIONS:
-            told.append(f"and {len(self.found) - MOST_VIOLATIONS} more")
+        told = [f"{field}: {shortened(text, LONGEST_DESCRIPTION)}" for field, text in self.found]
+        if self._count > MOST_VIOLATIONS:
+            told.append(f"and {self._count - MOST_VIOLATIONS} more")
         return InvalidArgument("; ".join(told), self.found)
 
     def raise_if_any(self) -> None:

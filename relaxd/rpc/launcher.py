@@ -19,6 +19,7 @@ from relaxd.v1.launcher_pb2_grpc import add_LauncherServicer_to_server
 
 LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
+MOST_GPUS = 1024
 MOST_GRACE_SECONDS = 600.0
 _NAME_RULE = "must be 1 to 100 letters, digits, dots, dashes and underscores, the first one a letter or digit"
 
@@ -58,7 +59,8 @@ class LauncherServicer(Servicer):
         _check_launch_id(request.launch_id, violations)
         roles = ", ".join(sorted(self._host.roles))
         violations.check(request.role in self._host.roles, "role", f"is {request.role!r}: it must be one of {roles}")
-        for index, uuid in enumerate(request.gpu_uuids):
+        violations.check(len(request.gpu_uuids) <= MOST_GPUS, "gpu_uuids", f"must be at most {MOST_GPUS}")
+        for index, uuid in enumerate(request.gpu_uuids[:MOST_GPUS]):
             violations.check(
                 GPU_UUID.fullmatch(uuid), f"gpu_uuids[{index}]", f"is {uuid!r}: it must be GPU-... or MIG-..."
             )

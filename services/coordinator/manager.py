@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+MOST_ENDED_RUNS = 1000
+"""Runs that have ended that aren't read from the board again."""
 MOST_BOARDS = 8
 """Boards of runs that aren't active that are kept open."""
 
@@ -50,6 +52,8 @@ class RunManager:
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._boards: dict[str, Board] = {}
+        self._ended_runs: dict[str, pb.Run] = {}
+        """Runs that have ended, as they will be for ever."""
         self.active: ActiveRun | None = None
 
     # --- starting, ending -----------------------------------------------------------------------------------------
@@ -206,12 +210,18 @@ class RunManager:
 
     async def message(self, record: RunRecord) -> pb.Run:
         """A run as it is now. Raises Unavailable."""
+        if record.run_id in self._ended_runs:
+            return self._ended_runs[record.run_id]
         steps = RunConfig.model_validate_json(record.config_json).run.steps
         active = self.active
         oldest = active.oldest_version() if active is not None and active.record.run_id == record.run_id else None
         run = await read_board(run_message, record, steps, self.board(record), oldest)
         if active is not None and active.record.run_id == record.run_id:
             run.health.extend(health_messages(active.health.record, active.config.health))
+        elif record.phase.ended:
+            if len(self._ended_runs) >= MOST_ENDED_RUNS:
+                self._ended_runs.pop(next(iter(self._ended_runs)))
+            self._ended_runs[record.run_id] = run
         return run
 
     async def events(self, record: RunRecord) -> Sequence[Event]:

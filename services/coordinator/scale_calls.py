@@ -136,7 +136,7 @@ def _check_either(name: str, count: int, other: str, values: Sequence[str], viol
 def _check_list(
     name: str, values: Sequence[str], pattern: re.Pattern[str], description: str, violations: Violations
 ) -> None:
-    for index, value in enumerate(values):
+    for index, value in enumerate(values[:MOST_REPLICAS]):
         violations.check(pattern.fullmatch(value), f"{name}[{index}]", f"is {value!r}: it {description}")
     violations.check(len(set(values)) == len(values), name, "names one twice")
     violations.check(len(values) <= MOST_REPLICAS, name, f"has {len(values)}: at most {MOST_REPLICAS}")

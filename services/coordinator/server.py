@@ -8,7 +8,15 @@ from typing import Any
 import grpc
 
 from relaxd import PROTOCOL_VERSION, __version__
-from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable, Violations, explain
+from relaxd.rpc.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+    Violations,
+    explain,
+    shortened,
+)
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer
 from relaxd.v1.replica_pb2 import ROLE_COORDINATOR, ROLE_UNSPECIFIED, DrainRequest, Role, WeightVersion
@@ -27,6 +35,9 @@ REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ADDRESS = re.compile(r"[A-Za-z0-9.\[\]:_-]{1,200}:[0-9]{1,5}")
 GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
 LONGEST_LAUNCH_ID = 300
+LONGEST_NAME = 300
+MOST_STATUS_BYTES = 1 << 18
+LONGEST_REASON = 2000
 MOST_SAMPLES = 1000
 MOST_RANKS = 4096
 MOST_GPUS = 1024
@@ -67,7 +78,7 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
     async def PauseRun(self, request: pb.PauseRunRequest, context: Any) -> pb.PauseRunResponse:
         """Pause the active run."""
         active = self._manager.require_active(_checked_run_id(request.run_id))
-        await active.pause(request.reason)
+        await active.pause(shortened(request.reason, LONGEST_REASON))
         return pb.PauseRunResponse(run=await self._manager.message(active.record))
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: Any) -> pb.ResumeRunResponse:
@@ -79,7 +90,7 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
     async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
         """End the active run early."""
         active = self._manager.require_active(_checked_run_id(request.run_id))
-        await active.stop(request.reason)
+        await active.stop(shortened(request.reason, LONGEST_REASON))
         return pb.StopRunResponse(run=await self._manager.message(active.record))
 
     async def ListSamples(self, request: pb.ListSamplesRequest, context: Any) -> pb.ListSamplesResponse:
@@ -108,6 +119,9 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         violations.check(ADDRESS.fullmatch(request.address), "address", "must be host:port")
         violations.check(0 <= request.engine_ranks <= MOST_RANKS, "engine_ranks", f"must be 0 to {MOST_RANKS}")
         violations.check(len(request.gpu_uuids) <= MOST_GPUS, "gpu_uuids", f"must be at most {MOST_GPUS}")
+        longest = max(map(len, (*request.gpu_uuids, request.package_version)), default=0)
+        wanted = f"and package_version must be at most {LONGEST_NAME} characters long"
+        violations.check(longest <= LONGEST_NAME, "gpu_uuids", wanted)
         violations.check(len(request.launch_id) <= LONGEST_LAUNCH_ID, "launch_id", "must be one that was launched")
         violations.raise_if_any()
         if request.protocol_version != PROTOCOL_VERSION:
@@ -125,6 +139,10 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
         """Renew a lease."""
+        size = request.status.ByteSize()
+        if size > MOST_STATUS_BYTES:
+            problem = f"has {size} bytes: at most {MOST_STATUS_BYTES} are kept"
+            raise InvalidArgument(f"status {problem}", [("status", problem)])
         replica = self._registry.heartbeat(request.replica_id, request.status)
         if replica is None:
             raise NotFound(f"no replica {request.replica_id!r} is registered: register again")
@@ -175,7 +193,8 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         violations = Violations()
         violations.check(REPLICA_ID.fullmatch(request.replica_id), "replica_id", "must be the replica's id")
         violations.check(request.count >= 0, "count", f"is {request.count}: it must not be negative")
-        for index, uuid in enumerate(candidates):
+        violations.check(len(candidates) <= MOST_GPUS, "candidate_uuids", f"must be at most {MOST_GPUS}")
+        for index, uuid in enumerate(candidates[:MOST_GPUS]):
             violations.check(
                 GPU_UUID.fullmatch(uuid), f"candidate_uuids[{index}]", f"is {uuid!r}: it must be GPU-... or MIG-..."
             )

@@ -10,7 +10,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 
@@ -33,6 +33,8 @@ from services.trainer.rounds import RoundRunner
 from services.trainer.sleeping import TurnRequest
 from services.trainer.training import Controls, Training
 from services.trainer.weights_hold import HoldRefused, WeightsHold
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -182,21 +184,25 @@ class Rank:
     def _export(self, params: dict[str, Any]) -> int:
         answer: Future[int] = Future()
         self._controls.exports.put((Path(params["folder"]), answer))
-        return answer.result(params["seconds"])
+        return self._in_time(answer, params["seconds"])
 
     def _checkpoint(self, params: dict[str, Any]) -> dict[str, Any]:
         answer: Answer = Future()
         self._controls.checkpoints.put(answer)
         try:
-            path, step = answer.result(params["seconds"])
+            path, step = self._in_time(answer, params["seconds"])
         except CheckpointFailed as error:
             raise HandlerError(str(error), kind="CheckpointFailed") from error
         return {"path": path, "step": step}
 
     def _turn(self, request: TurnRequest, seconds: float) -> dict[str, Any]:
         self._controls.turns.put(request)
+        return asdict(self._in_time(request.answer, seconds))
+
+    def _in_time(self, answer: "Future[T]", seconds: float) -> T:
+        """What the training thread answers. Raises HandlerError: not in time."""
         try:
-            return asdict(request.answer.result(seconds))
+            return answer.result(seconds)
         except TimeoutError as error:
             raise HandlerError(f"the training thread did not get to it within {seconds:g} s", kind="Late") from error
 

@@ -321,6 +321,8 @@ def _answering(what: str) -> Iterator[None]:
     try:
         yield
     except ChildRequestError as error:
+        if error.kind == "Late":
+            raise DeadlineExceeded(f"could not {what}: {error}") from error
         if error.kind == "HoldRefused":
             raise FailedPrecondition(f"could not {what}: {error}") from error
         if error.kind == "WeightGroupError":  # the others' fault, not this trainer's
