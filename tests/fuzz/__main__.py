@@ -64,10 +64,13 @@ def main() -> int:
 def _attack(console: Console, victims: Fleet, messages: int, seed: int) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("warming up", total=min(WARM_UP, messages))
+        task = progress.add_task("warming up", total=max(WARM_UP, messages // 5))
         asyncio.run(
             attack(
-                victims, min(WARM_UP, messages), seed + 1, told=lambda r: progress.update(task, completed=r.messages)
+                victims,
+                max(WARM_UP, messages // 5),
+                seed + 1,
+                told=lambda r: progress.update(task, completed=r.messages),
             )
         )
         before = victims.resources()

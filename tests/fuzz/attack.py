@@ -165,7 +165,7 @@ def _what_is_wrong(path: str, error: grpc.aio.AioRpcError, code: grpc.StatusCode
         return "no proper status"
     if code is grpc.StatusCode.UNAVAILABLE and CONNECTION.search(detail):
         return "the connection broke"
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED and path not in SLOW | QUEUED:
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and path not in SLOW | QUEUED and "Deadline Exceeded" in detail:
         return f"no answer within {DEADLINE_SECONDS:g} s"
     if code is grpc.StatusCode.INVALID_ARGUMENT and not field_violations(error) and "not a message" not in detail:
         return "no field is named"

@@ -9,6 +9,7 @@ waits to be asked (--standby).
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -192,16 +193,11 @@ class Fleet:
             lines = iter((self.folder / f"{name}.log").read_text(errors="replace").splitlines())
             for line in lines:
                 if "Traceback" in line:
-                    inside = ""
-                    for following in lines:
-                        if not following.startswith(" "):
-                            found.append(f"{name}: {following[:300]} {inside}")
-                            break
-                        if following.lstrip().startswith("File "):
-                            inside = following.strip()
+                    found.append(f"{name}: {_what_failed(lines)}")
                 elif any(word in line for word in ("never retrieved", "Fatal Python", "Segmentation")):
                     found.append(f"{name}: {line[:300]}")
-        return list(dict.fromkeys(found))
+        # gRPC itself, when a caller has gone away in the moment in which it is answered.
+        return [bug for bug in dict.fromkeys(found) if "ExecuteBatchError" not in bug]
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")[-4000:]
@@ -241,6 +237,19 @@ class Fleet:
         victim = CoordinatorStub(self.channel("victim"))
         self.until("the victim", lambda: victim.ListRuns(pb.ListRunsRequest(), timeout=5) is not None)
         victim.StartRun(pb.StartRunRequest(run_id=RUN_ID, config_toml=self.config("victim")), timeout=30)
+
+
+def _what_failed(lines: Iterator[str]) -> str:
+    """The exception at the end of a traceback, and of those that follow from it, and where it was raised."""
+    inside = failed = ""
+    for line in lines:
+        if line.startswith("20"):  # the next entry of the log
+            break
+        if line.lstrip().startswith("File "):
+            inside = line.strip()
+        elif re.match(r"[A-Za-z_][\w.]*(: |$)", line) and not line.startswith(("During", "The above", "Traceback")):
+            failed = f"{line[:300]} {inside}"
+    return failed
 
 
 @contextlib.contextmanager

@@ -33,8 +33,11 @@ def tame(now: int) -> Mapping[str, tuple[Any, ...]]:
     }
 
 
-QUEUED = frozenset({"/relaxd.v1.Reward/Score"})
+QUEUED = frozenset({"/relaxd.v1.Reward/Score", "/relaxd.v1.Rollout/Generate"})
 """Calls that wait for those before them: no answer in time is no wonder when thousands of responses are ahead."""
+
+TURNS = frozenset(f"/relaxd.v1.{name}" for name in ("Rollout/Sleep", "Rollout/Wake", "Trainer/Sleep", "Trainer/Wake"))
+"""Calls that put a service to sleep, as they are asked to: they come last in a round, and then all are woken up."""
 
 SLOW = frozenset(
     {
@@ -47,13 +50,10 @@ SLOW = frozenset(
         "/relaxd.v1.Rollout/PauseGeneration",
         "/relaxd.v1.Replica/Drain",
         "/relaxd.v1.Replica/Leave",
+        *TURNS,
     }
 )
 """Calls that wait for something by design: they get a short deadline."""
-
-
-TURNS = frozenset(f"/relaxd.v1.{name}" for name in ("Rollout/Sleep", "Rollout/Wake", "Trainer/Sleep", "Trainer/Wake"))
-"""Calls that put a service to sleep, as they are asked to: they come last in a round, and then all are woken up."""
 
 
 def hints(fleet: Fleet) -> dict[str, tuple[Any, ...]]:

@@ -2,7 +2,7 @@
 
 It knows two groups, a rollout stage with two workers, one trainer that is replaced once, and what can go wrong: a
 worker that dies, one that stalls for longer than its lease and commits late, a trainer that stalls and commits under an
-epoch that is over. Time is left out: a lease may end whenever its holder does nothing, which is every order that there is.
+epoch that is over. Time is left out: a lease may end whenever its holder does nothing, which is every order there is.
 
 The state is a plain tuple and an action is a plain function, so that every interleaving can be visited, and so that the
 same actions can be done to a real board (`test_commit_model`).
