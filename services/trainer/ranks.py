@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,6 +41,9 @@ class Ranks:
             ChildError: one of them didn't come up.
         """
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(self._count)}
+        if sys.platform == "linux":
+            # All ranks are on this machine: gloo, which asks nobody who they are, need not be reached from others.
+            rendezvous["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         for rank in range(self._count):
             self._children.append(
                 await Child.start(
