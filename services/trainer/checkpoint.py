@@ -27,6 +27,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
+from services.trainer.checkpoint_copies import HostCopies
 from services.trainer.checkpoint_writer import ThreadStrategy
 from services.trainer.model import PolicyModel
 from services.trainer.parallel import World
@@ -59,36 +60,42 @@ class Stateful:
 
 
 class Snapshot:
-    """The state as it was when this was made, on its way to the disk. Training may go on meanwhile."""
+    """The state as it was when this was made, on its way to the disk. Training may go on meanwhile, but the weights and
+    the optimizer's state must not change before `copies` are made."""
 
     def __init__(self, state: Stateful, folder: Path) -> None:
-        """Copy the state and plan its files. All ranks make it together; `folder` exists and is empty."""
+        """Plan the files and begin to copy the state. All ranks make it together; `folder` exists and is empty."""
+        self.copies = HostCopies(state.world.device)
         _fill_optimizer(state.optimizer)
         model = state.model.sharded_state_dict(metadata=dict(SHARDING))
-        # The optimizer's parts are found by the parameters that the model's point to, so these are copied only after.
-        optimizer = state.optimizer.sharded_state_dict(model, metadata=dict(SHARDING))
+        # The optimizer's parts are found by the parameters that the model's point to, so these are replaced only after.
+        with self.copies.of_optimizers(_single_optimizers(state.optimizer)):
+            optimizer = state.optimizer.sharded_state_dict(model, metadata=dict(SHARDING))
         _make_plain(optimizer)
         for part in nested_values(model):
             if isinstance(getattr(part, "data", None), torch.Tensor):
-                part.data = part.data.detach().to("cpu", copy=True)
+                part.data = self.copies.of(part.data)
         content = {
             "model": model,
             "optimizer": optimizer,
             "schedule": state.schedule.state_dict(),
             "generators": _generators(state.world, read_generators()),
         }
-        request = dist_checkpointing.save(
-            content, str(folder), sharded_strategy=ThreadStrategy(), async_sharded_save=True
-        )
+        strategy = ThreadStrategy()
+        request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
         assert request is not None
+        if not all(self.copies.owns(tensor) for tensor in strategy.tensors):
+            raise RuntimeError("Megatron has copied a tensor that nothing was written to yet")
         self._request: AsyncRequest = request
+        self.copies.start()
 
     def write(self) -> None:
         """Write this rank's file and wait until it is on the disk. For a thread beside training.
 
         Raises:
-            Exception: what writing raised, such as OSError.
+            Exception: what copying or writing raised, such as OSError.
         """
+        self.copies.check()
         assert self._request.async_fn is not None
         self._request.async_fn(*self._request.async_fn_args)
 

@@ -31,6 +31,10 @@ class CheckpointPart:
         )
         writing.start()
 
+    def copied(self, seconds: float) -> bool:
+        """Wait for the snapshot's copies; whether they are made, so that the weights may change."""
+        return self._snapshot is None or self._snapshot.copies.wait(seconds)
+
     def end(self) -> None:
         """Write what describes the files, once every rank has reported that it is done."""
         snapshot, self._snapshot = self._snapshot, None

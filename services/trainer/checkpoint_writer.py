@@ -74,6 +74,8 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
     def __init__(self) -> None:
         super().__init__(*FORMAT)
+        self.tensors: list[torch.Tensor] = []
+        """What this rank's file gets, once it is planned."""
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
         """Plan. The request's function writes; its finalizers are for all ranks together, once all have written."""
@@ -83,6 +85,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
         planned, *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(renamed, False), writer, None, 0, planner=planner
         )
+        self.tensors = [tensor for *_, (_, pairs) in writer.write_buckets or () for _, tensor in pairs]  # type: ignore[misc]
         return AsyncRequest(writer.write, (), [lambda: save_state_dict_async_finalize(*planned)])
 
 

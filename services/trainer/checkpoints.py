@@ -15,7 +15,7 @@ from relaxd.config import RunConfig
 from services.trainer import checkpoint_folder as folders
 from services.trainer.checkpoint_folder import BoardState, CheckpointBroken, CheckpointState, Ledger
 from services.trainer.checkpoint_part import CheckpointPart
-from services.trainer.crew import Crew
+from services.trainer.crew import TICK_SECONDS, Crew
 from services.trainer.step_file import step_file_path
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,16 @@ class Checkpoints:
                 self._begin(step)
             except BoardUnavailable as error:
                 logger.debug("the checkpoint waits for the board: %s", error)
+
+    def let_copy(self) -> None:
+        """Wait until the weights may change, because a snapshot's copies are made; the learner keeps the deadline."""
+        if self._part.copied(0.0):
+            return
+        began = time.monotonic()
+        deadline = began + self._config.trainer.collective_timeout_seconds
+        while not self._part.copied(TICK_SECONDS) and time.monotonic() < deadline:
+            self._crew.tick()
+        self._stalled += time.monotonic() - began
 
     def take_stall(self) -> float:
         """Seconds for which training stood still for checkpoints since this was last asked."""

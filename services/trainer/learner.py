@@ -24,6 +24,7 @@ from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer import mismatch
 from services.trainer.architecture import read_architecture
 from services.trainer.checkpoint import Snapshot, Stateful, load_snapshot
+from services.trainer.checkpoint_copies import HostCopies
 from services.trainer.data_parallel import DataParallel
 from services.trainer.heads import rotary_table
 from services.trainer.hf_weights import (
@@ -41,6 +42,7 @@ from services.trainer.optimizer import NonFiniteGradients, build_optimizer, buil
 from services.trainer.packing import MicroBatch, with_padding
 from services.trainer.parallel import initialize
 from services.trainer.sequence_layout import SequenceLayout, sequence_layout, to_device
+from services.trainer.sums import add, total
 
 COLUMNS = ("rollout_logprobs", "advantages", "weight", "compared", "temperature", "ref_logprobs")
 """What the loss needs of each trained token."""
@@ -126,6 +128,7 @@ class Learner:
         self._optimizer = build_optimizer(self._model, trainer)
         self._schedule = build_schedule(self._optimizer, trainer, steps)
         self._step = 0
+        self._copies: HostCopies | None = None
         self._sums: dict[str, Tensor] = {}
         self._model.zero_grad_buffer()
         self._offload = Offload(self.world.device)
@@ -153,7 +156,7 @@ class Learner:
         for sums in self._run(self._model, micro_batches, self._loss, forward_only=False):
             for name, value in sums.items():
                 # Not as numbers yet: that would wait for the GPU.
-                self._sums[name] = _added(name, self._sums[name], value) if name in self._sums else value
+                self._sums[name] = add(name, self._sums[name], value) if name in self._sums else value
 
     def finish(self, normalizer: float, before_step: AbstractContextManager[Any] | None = None) -> StepStats:
         """Add up gradients over ranks, divide them by `normalizer`, clip, update the weights, clear the gradients.
@@ -169,13 +172,14 @@ class Learner:
         """
         if not normalizer > 0:
             raise ValueError(f"normalizer is {normalizer}: it must be positive")
-        totals, self._sums = self._total(self._sums), {}
+        totals, self._sums = total(self._sums, self.world), {}
         try:
             finalize_model_grads([self._model])
             if normalizer != 1.0:
                 self._model.scale_gradients(1.0 / normalizer)
             self._schedule.step(1)
             lr = float(self._optimizer.param_groups[0]["lr"])
+            self._let_copy()
             with before_step or nullcontext():
                 grad_norm = clip_and_step(self._optimizer, self._config.optimizer.clip_grad)
                 self._weights_changed()
@@ -241,6 +245,7 @@ class Learner:
 
         Returns the bytes in use on this rank's device before and after, see `memory_in_use`.
         """
+        self._let_copy()
         before = memory_in_use(self.world.device)
         models = [self._policy] if self._reference is None else [self._policy, self._reference]
         tensors, gradients = state_tensors(models, self._optimizer), gradient_tensors(self._model)
@@ -258,14 +263,27 @@ class Learner:
         return before, memory_in_use(self.world.device)
 
     def snapshot(self, folder: Path) -> Snapshot:
-        """Take the state after the last `finish`, to be written into an empty folder. All ranks call it together."""
-        return Snapshot(self._stateful(), folder)
+        """Take the state after the last `finish`, to be written into an empty folder. All ranks call it together.
+
+        The next change of the state waits for its copies.
+        """
+        self._let_copy()
+        snapshot = Snapshot(self._stateful(), folder)
+        self._copies = snapshot.copies
+        return snapshot
 
     def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
         """Be as the learner was whose snapshot of a step is in a folder; see `load_snapshot`. All ranks together."""
+        self._let_copy()
         load_snapshot(self._stateful(), folder, same_layout=same_layout)
         self._step = step
         self.discard()
+
+    def _let_copy(self) -> None:
+        """Wait until a snapshot has what it needs of the state as it is."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.let_go(self._config.collective_timeout_seconds)
 
     def _stateful(self) -> Stateful:
         return Stateful(self._policy, self._optimizer, self._schedule, self.world)
@@ -387,19 +405,3 @@ class Learner:
         reported["tokens"] = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
         reported["mismatch"] = mismatch.measure(logprobs, columns["rollout_logprobs"], columns["compared"])
         return output.loss, torch.zeros((), dtype=torch.int), reported
-
-    def _total(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sums over all ranks, those of one model counted once."""
-        everyone: list[dict[str, Tensor]] = [{}] * self.world.size
-        counts = self.world.last_stage and self.world.tensor_rank == 0
-        dist.all_gather_object(everyone, {name: value.cpu() for name, value in sums.items()} if counts else {})
-        totals: dict[str, Tensor] = {}
-        for one in everyone:
-            for name, value in one.items():
-                totals[name] = _added(name, totals[name], value) if name in totals else value
-        return totals
-
-
-def _added(name: str, one: Tensor, other: Tensor) -> Tensor:
-    """Two of what `Learner._loss` reports as one."""
-    return mismatch.merge(one, other) if name == "mismatch" else one + other

@@ -109,6 +109,7 @@ class Training:
                 began = time.monotonic()
                 write_step_file(step_file_path(self._run_folder, plan.step), plan, columns)
                 opened.wrote = time.monotonic() - began
+                self._checkpoints.let_copy()
                 began = time.monotonic()
                 stats, opened.held_back = self._finish(opened, plan)
                 opened.worked += time.monotonic() - began - opened.held_back

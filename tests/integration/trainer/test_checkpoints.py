@@ -78,7 +78,7 @@ def test_checkpoints_come_and_go_and_the_weights_come_back(tiny_qwen3: Path, red
         assert feeder.board.ledger()[2].metrics["checkpoint_seconds"] > 0  # the stall after step 2, in step 3
         # Two are kept; the files of the steps that both cover are gone, the others are there.
         assert checkpoint_steps(tmp_path) == [4, 2]
-        assert [step for step in range(1, 6) if step_file_path(tmp_path, step).exists()] == [3, 4, 5]
+        wait_until(lambda: [step for step in range(1, 6) if step_file_path(tmp_path, step).exists()] == [3, 4, 5])
         before = export(process, "before")
 
         kill_and_wait(coordinator, process, 2, 5)

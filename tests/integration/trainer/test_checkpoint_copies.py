@@ -1,0 +1,93 @@
+"""A snapshot is copied beside training: it holds what was, and what it still needs doesn't change."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer import checkpoint_copies
+from services.trainer.learner import Learner
+from services.trainer.packing import pack
+from services.trainer.parallel import shut_down
+from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Iterator[Learner]:
+    with contextlib.suppress(AssertionError):
+        shut_down()
+    made = make_learner(Job(make_model(tmp_path / "qwen3", "qwen3", tied=True)))
+    step(made, 1)
+    yield made
+    shut_down()
+
+
+def step(learner: Learner, seed: int) -> None:
+    learner.accumulate([pack(make_samples(6, seed=seed))])
+    learner.finish(6.0)
+
+
+def optimizer_state(learner: Learner) -> torch.Tensor:
+    states = [state for one in learner._optimizer.chained_optimizers for state in one.optimizer.state.values()]
+    return torch.cat([state[key].flatten() for state in states for key in ("exp_avg", "exp_avg_sq")]).clone()
+
+
+def test_the_next_step_goes_on_until_its_weights_would_change(
+    learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    copy = checkpoint_copies._Stage.copy
+
+    def slow(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        copy(self, target, source)
+
+    monkeypatch.setattr(checkpoint_copies._Stage, "copy", slow)
+    before, moments = learner.checksum(), optimizer_state(learner)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    snapshot = learner.snapshot(folder)
+    assert begun.wait(PATIENCE)
+    learner.accumulate([pack(make_samples(6, seed=2))])
+    finishing = threading.Thread(target=learner.finish, args=(6.0,))
+    finishing.start()
+    finishing.join(0.5)
+    assert finishing.is_alive()  # it waits for the copies
+    assert learner.checksum() == before
+    go_on.set()
+    finishing.join(PATIENCE)
+    assert not finishing.is_alive()
+    assert learner.checksum() != before
+    snapshot.write()
+    snapshot.finish()
+    learner.restore(folder, 1, same_layout=True)
+    assert learner.checksum() == before
+    assert torch.equal(optimizer_state(learner), moments)
+
+
+def test_copies_that_fail_hold_nothing_up_and_say_so_where_they_are_needed(
+    learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(checkpoint_copies._Stage, "copy", broken)
+    (tmp_path / "checkpoint").mkdir()
+    snapshot = learner.snapshot(tmp_path / "checkpoint")
+    step(learner, 2)
+    assert learner.step == 2
+    with pytest.raises(MemoryError, match="no room for a copy"):
+        snapshot.write()
+
+
+def test_a_copy_that_takes_too_long_is_an_error(learner: Learner) -> None:
+    copies = checkpoint_copies.HostCopies(torch.device("cpu"))
+    with pytest.raises(TimeoutError, match=r"not made within 0.01 s"):
+        copies.let_go(0.01)
