@@ -1,0 +1,236 @@
+"""How long training stands still for a checkpoint, beside the same steps without one; and how long loading takes.
+
+    python -m benchmarks.checkpoint                                             # CPU, SmolLM2-135M's shape, float32
+    torchrun --nproc-per-node 1 -m benchmarks.checkpoint --shape 1.7b --tokens 16384 --micro-batches 8       # GPU, bf16
+
+Rounds of steps with a checkpoint and rounds without take turns on one learner, random weights and random tokens. What
+the trainer service does for a checkpoint is done here too, by the same code: the snapshot after a step, the writing
+beside the next ones, the seal once it is on the disk. Columns:
+
+step s              median of the rounds without a checkpoint
+stall s             for how long training stands still: snapshot, what the next optimizer step waits for its copies, and
+                    seal; median (step metric `checkpoint_seconds`)
+of a step           stall over step; goal: at most 5 %
+longer s            what all steps of a round take longer when there is a checkpoint: stall, and steps that are slower
+                    while it is written
+at every = 50       that, as a share of 50 steps (the default of trainer.checkpoint.every)
+write s             from the snapshot to everything on the disk
+load s              checking all files and loading them into the learner
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.gpu_models import SHAPES, count_parameters, make_batch, prepare_model
+from benchmarks.reporting import report
+from relaxd.config import AlgorithmConfig, TrainerConfig
+from services.trainer import checkpoint_folder as folders
+from services.trainer.checkpoint_folder import BoardState, CheckpointState, Ledger
+from services.trainer.checkpoint_part import CheckpointPart
+from services.trainer.learner import Learner
+from services.trainer.packing import MicroBatch
+from services.trainer.parallel import shut_down
+
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+
+def smollm2(folder: Path, layers: int) -> Path:
+    """A model of SmolLM2-135M's shape with random weights."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{**SMOLLM2, "num_hidden_layers": layers})).save_pretrained(folder)
+    return folder
+
+
+class Bench:
+    """A learner, and what a run's trainer would do with it."""
+
+    def __init__(self, learner: Learner, batches: Sequence[MicroBatch], folder: Path) -> None:
+        self.learner = learner
+        self.part = CheckpointPart(learner)
+        self.folder = folder
+        self._batches = batches
+        self._trained = float(sum(int(batch.loss_mask.sum()) for batch in batches) * learner.world.data_size)
+        self._partial: Path | None = None
+        self._begun = 0.0
+        self.stalled = 0.0
+        self.wrote = 0.0
+
+    def step(self) -> float:
+        """One optimizer step; its seconds."""
+        began = time.perf_counter()
+        self.learner.accumulate(self._batches)
+        before = time.perf_counter()
+        while not self.part.copied(0.5):
+            pass
+        self.stalled += time.perf_counter() - before
+        self.learner.finish(self._trained)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def begin(self) -> None:
+        """Begin a checkpoint."""
+        self._begun = time.perf_counter()
+        self._partial = folders.partial_path(self.folder, self.learner.step, 1)
+        if self.learner.world.rank == 0:
+            self._partial.mkdir(parents=True)
+        dist.barrier()
+        self.part.begin(self._partial)
+        self.stalled += time.perf_counter() - self._begun
+
+    def complete(self) -> bool:
+        """Complete the checkpoint, if it is written; whether there is none under way any more."""
+        if self._partial is None:
+            return True
+        ranks = self.learner.world.size
+        written = [False] * ranks
+        dist.all_gather_object(written, len(folders.read_reports(self._partial)) == ranks)
+        if not all(written):
+            return False
+        began = time.perf_counter()
+        self.part.end()
+        if self.learner.world.rank == 0:
+            errors = [r["error"] for r in folders.read_reports(self._partial).values() if "error" in r]
+            assert not errors, errors
+            final = folders.checkpoint_path(self.folder, self.learner.step)
+            folders.seal(self._partial, final, make_state(self.learner.step))
+            folders.rotate(self.folder, 1)
+        self.stalled += time.perf_counter() - began
+        self.wrote = time.perf_counter() - self._begun
+        self._partial = None
+        return True
+
+    def load(self) -> float:
+        """Check and load the newest checkpoint; the seconds of both."""
+        dist.barrier()
+        (step,) = folders.checkpoint_steps(self.folder)
+        began = time.perf_counter()
+        path = folders.checkpoint_path(self.folder, step)
+        assert self.part.intact(path)
+        self.part.restore(path, step, same_layout=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+
+def make_state(step: int) -> CheckpointState:
+    """What a run would write beside the tensors."""
+    board = BoardState(cursor=0, open_groups=(), published=0, trained=0, dropped=0, dropped_by_reason={})
+    sections: dict[str, Any] = {"trainer": {}, "algorithm": {}, "versions": {}}
+    return CheckpointState(
+        run_id="benchmark", step=step, epoch=1, ledger=Ledger(step=step), board=board, **sections
+    )  # fmt: skip
+
+
+def measure(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
+    """Rounds of steps, in turns without and with a checkpoint after the first of them."""
+    bench.step()
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    singles, stalls, writes, spans = [], [], [], []
+    for number in range(rounds):
+        for saving in (False, True):
+            bench.step()
+            bench.stalled, began, done = 0.0, time.perf_counter(), 0
+            if saving:
+                bench.begin()
+            while done < steps or not bench.complete():
+                singles += [] if saving else [bench.step()]
+                if saving:
+                    bench.step()
+                    bench.complete()
+                done += 1
+            whole = time.perf_counter() - began
+            if saving:
+                stalls.append(bench.stalled)
+                writes.append(bench.wrote)
+                # The same number of steps, as they were without.
+                spans.append(whole - done * statistics.mean(seconds[False][-1:]))
+            else:
+                seconds[False].append(whole / done)
+        if bench.learner.world.rank == 0:
+            found = f"step {singles[-1]:.3f} s, stall {stalls[-1]:.3f} s, written {writes[-1]:.1f} s"
+            print(f"round {number}: {found}", flush=True)
+    step, stall, longer = (statistics.median(each) for each in (singles, stalls, spans))
+    size = sum(file.stat().st_size for file in bench.folder.rglob("*.distcp"))
+    return {
+        "GB": size / 1e9,
+        "step s": step,
+        "stall s": stall,
+        "of a step": f"{stall / step:.1%}",
+        "longer s": longer,
+        "at every = 50": f"{longer / (50 * step):.2%}",
+        "write s": statistics.median(writes),
+        "load s": bench.load(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=["smollm2", *SHAPES], default="smollm2")
+    parser.add_argument("--layers", type=int, default=30, help="of smollm2: fewer make a quick smoke test")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of one micro-batch")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences of one micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a step, on each data-parallel rank")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a round, at least")
+    parser.add_argument("--threads", type=int, default=0, help="on CPU")
+    parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary folder")
+    options = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory(prefix="relaxd-bench-", dir=options.folder) as place:
+        if options.shape in SHAPES:
+            model = prepare_model(options.shape, None)
+        else:
+            model = smollm2(Path(place) / "model", options.layers)
+        config = TrainerConfig.model_validate(
+            {
+                "dtype": "bfloat16" if gpu else "float32",
+                "ranks": ranks,
+                "threads": options.threads,
+                "micro_batch_tokens": options.tokens,
+            }
+        )
+        learner = Learner(model, config, AlgorithmConfig(old_logprobs="current"), steps=1000)
+        vocabulary = AutoConfig.from_pretrained(model).vocab_size
+        batches = [
+            make_batch(vocabulary, options.tokens, options.sequences, seed) for seed in range(options.micro_batches)
+        ]
+        shared = [place]
+        dist.broadcast_object_list(shared)
+        row = measure(Bench(learner, batches, Path(shared[0]) / "run"), options.rounds, options.steps)
+        parameters = f"{count_parameters(learner) / 1e9:.3f}B"
+        if learner.world.rank == 0:
+            report(
+                f"checkpoint-{options.shape}-{ranks}{'-gpu' if gpu else ''}",
+                [{"model": options.shape, "parameters": parameters, "ranks": ranks, **row}],
+                goal="a stall of at most 5 % of a step",
+                device=torch.cuda.get_device_name() if gpu else "cpu",
+                tokens_of_a_step=options.tokens * options.micro_batches * learner.world.data_size,
+                rounds=options.rounds,
+                torch=torch.__version__,
+            )
+        dist.barrier()
+    shut_down()
+
+
+if __name__ == "__main__":
+    main()
