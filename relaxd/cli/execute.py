@@ -139,7 +139,8 @@ def _train(coordinator: Coordinator, begin: Begin, where: Where, console: Consol
         if ours:
             if not where.folder.is_up():
                 raise stack.failure(where.folder, "supervisor", "the supervisor of the services is gone")
-            stack.raise_if_failed(where.folder, where.folder.read())
+            # The others the coordinator brings back, or it fails the run.
+            stack.raise_if_failed(where.folder, where.folder.read(), roles=("redis", "coordinator"))
 
     run = begin(coordinator)
     try:

@@ -12,8 +12,9 @@ from rich.live import Live
 
 from relaxd.cli.coordinator import Coordinator, state_name
 from relaxd.cli.errors import CliError
-from relaxd.cli.view import RunView, evaluation_line, render, step_line
+from relaxd.cli.view import RunView, evaluation_line, event_line, render, step_line
 from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
 
 STALLED_SECONDS = 900.0
 """A run in which nothing at all changes for this long is given up."""
@@ -66,7 +67,8 @@ def _loop(
             if (seen := f"{state_name(run.state)} {run.reason} {run.step} {run.groups}") != last:
                 last, changed = seen, now
             paused = run.state == pb.RUN_STATE_PAUSED
-            if paused and now - changed > longest_pause:
+            rebuilding = any(one.state == HEALTH_STATE_REBUILDING for one in run.health)  # which ends by itself
+            if paused and not rebuilding and now - changed > longest_pause:
                 raise CliError(f"run {run.run_id} is paused: {run.reason}")
             if not paused and now - changed > STALLED_SECONDS:
                 raise CliError(f"nothing has happened in run {run.run_id} for {STALLED_SECONDS:.0f} s: giving it up")
@@ -100,6 +102,7 @@ class _Lines:
     def __init__(self, view: RunView, console: Console) -> None:
         self._view, self._console = view, console
         self._printed: set[int] = set()
+        self._told_events = 0
         self._state = ""
         self._evaluation: dict[str, float] = {}
 
@@ -109,6 +112,10 @@ class _Lines:
         for step in sorted(self._view.steps.keys() - self._printed):
             self._print(step_line(step, run.steps, self._view.steps[step]))
             self._printed.add(step)
+        for event in self._view.events:
+            if event.number > self._told_events:
+                self._print(event_line(event))
+                self._told_events = event.number
         evaluation = {name: value for name, value in run.metrics.items() if name.startswith("eval_")}
         if evaluation != self._evaluation and "eval_accuracy" in evaluation:
             when = "before training" if not self._evaluation and not run.step else f"after step {run.step}"

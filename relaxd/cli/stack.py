@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from relaxd.cli import embedded_redis
@@ -160,9 +160,11 @@ def _registered(coordinator: Coordinator) -> Counter[str]:
     return Counter(Role.Name(replica.registration.role).removeprefix("ROLE_").lower() for replica in replicas)
 
 
-def raise_if_failed(folder: StateFolder, state: StackState | None) -> None:
-    """Raise CliError with the end of the log of a service that the supervisor gave up on."""
-    for service in state.failed() if state else ():
+def raise_if_failed(folder: StateFolder, state: StackState | None, roles: Collection[str] | None = None) -> None:
+    """Raise CliError with the end of the log of a service (of one of `roles`, if given) that the supervisor gave up
+    on."""
+    failed = state.failed() if state else []
+    for service in [service for service in failed if roles is None or service.role in roles]:
         raise failure(folder, service.name, f"{service.name} kept dying (exit code {service.exit_code})")
 
 

@@ -11,7 +11,9 @@ from relaxd.cli.coordinator import Coordinator, state_name
 from relaxd.cli.errors import CliError
 from relaxd.cli.scale import ENDED, request_line, scaled_table
 from relaxd.cli.state import StackState
+from relaxd.cli.view import role_name
 from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.health_pb2 import HealthState
 from relaxd.v1.replica_pb2 import ReplicaState, Role
 
 
@@ -43,6 +45,8 @@ def print_status(
         return
     console.print(_runs(runs))
     newest = runs[0]
+    if newest.health:
+        console.print(_health(newest))
     if newest.queues:
         console.print(_queues(newest))
 
@@ -111,6 +115,17 @@ def _runs(runs: list[pb.Run]) -> Table:
         groups = run.groups
         counts = (groups.published, groups.open, groups.trained, groups.dropped)
         table.add_row(run.run_id, state_name(run.state), f"{run.step}/{run.steps}", *map(str, counts), run.reason)
+    return table
+
+
+def _health(run: pb.Run) -> Table:
+    table = _table(f"health of {run.run_id}", "role", "replica", "state", "restarts", "reason")
+    styles = {"healthy": "green", "failed": "bold red"}
+    for one in run.health:
+        state = HealthState.Name(one.state).removeprefix("HEALTH_STATE_").lower()
+        who = one.instance if one.instance in ("", one.replica_id) else f"{one.instance} ({one.replica_id})"
+        count = f"{one.restarts} rebuilds" if not one.instance and one.restarts else str(one.restarts or "")
+        table.add_row(role_name(one.role), who, Text(state, styles.get(state, "yellow")), count, one.reason)
     return table
 
 

@@ -11,9 +11,12 @@ from rich.text import Text
 
 from relaxd.cli.coordinator import state_name
 from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, RunEvent
+from relaxd.v1.replica_pb2 import Role
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_STEPS = 8
+SHOWN_EVENTS = 3
 STATE_STYLES = {"running": "green", "stopped": "green", "paused": "yellow", "failed": "bold red"}
 
 COLUMNS = (
@@ -35,12 +38,15 @@ class RunView:
     run: pb.Run = field(default_factory=pb.Run)
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     samples: Sequence[pb.TrainedSample] = ()
+    events: Sequence[RunEvent] = ()
+    """What happened to the health of its parts, the last ones."""
 
     def update(self, response: pb.WatchRunResponse) -> list[int]:
         """Take in one message; returns the steps that are new."""
         self.run = response.run
         new = [step.step for step in response.steps if step.step not in self.steps]
         self.steps.update((step.step, dict(step.metrics)) for step in response.steps)
+        self.events = [*self.events, *response.events][-SHOWN_EVENTS:]
         return new
 
 
@@ -64,12 +70,25 @@ def evaluation_line(metrics: dict[str, float], when: str) -> str:
     )  # fmt: skip
 
 
+def event_line(event: RunEvent) -> str:
+    """Something that happened to the health of a run, as one line of plain text."""
+    return f"health of {event.instance or role_name(event.role)}: {event.text}"
+
+
+def role_name(role: "Role.ValueType") -> str:
+    """A role's name for people."""
+    return Role.Name(role).removeprefix("ROLE_").lower()
+
+
 def render(view: RunView) -> RenderableType:
     """The whole picture for a terminal."""
     parts: list[RenderableType] = [_head(view)]
     if view.steps:
         parts.append(_steps_table(view))
     parts.append(_queues(view.run))
+    for event in view.events:
+        style = "green" if event.state == HEALTH_STATE_HEALTHY else "yellow"
+        parts.append(Text(f"{event.time.ToDatetime():%H:%M:%S} {event_line(event)}", style))
     if view.samples:
         parts.append(samples_table(view.samples, title="fresh samples"))
     return Panel(Group(*parts), title=f"relaxd · run {view.run.run_id or '...'}", border_style="cyan", padding=(0, 1))

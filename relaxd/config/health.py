@@ -21,16 +21,18 @@ class HealthConfig(Section):
     """A replica that has failed tries again by itself; for this long before it is restarted."""
     max_sync_failures: int = Field(default=4, ge=1)
     """Weight synchronisations in a row that an engine may fail before it is restarted."""
-    restart_timeout_seconds: float = Field(default=60.0, gt=0)
-    """A replica that died or was restarted has to register again within this; else it is tried again."""
-    max_restarts: int = Field(default=5, ge=1)
-    """Most restarts of a replica within restart_window_seconds, and most tries in a row to bring it back."""
+    restart_timeout_seconds: float = Field(default=30.0, gt=0)
+    """A replica that died or was restarted has to register again within this; else its launcher starts it again, and it
+    has twice as long, and so on up to role_timeout_seconds."""
+    max_restarts: int = Field(default=3, ge=1)
+    """Most restarts of a replica within restart_window_seconds, and most tries in a row to bring it back before it is
+    given up."""
     restart_window_seconds: float = Field(default=600.0, gt=0)
     """The window of max_restarts. A replica that was given up is tried once more after this long."""
     first_backoff_seconds: float = Field(default=1.0, ge=0)
     """Pause before a replica's second restart within the window, and between two rebuilds of a role; doubles with each
     further one."""
-    role_timeout_seconds: float = Field(default=600.0, gt=0)
+    role_timeout_seconds: float = Field(default=300.0, gt=0)
     """A role without any working replica for this long is rebuilt, and has this long to come back each time."""
     max_rebuilds: int = Field(default=2, ge=0)
     """Rebuilds of a role, without a step committed in between, before the run fails."""

@@ -47,7 +47,12 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
         self.tokenizer = Tokenizer.from_file(str(resolve_model(config.model.path) / "tokenizer.json"))
         self.board = Board(self.settings.redis, assignment.run_id, stages_for(config), config.board)
         self.worker = StageWorker(
-            self.board, "rollout", self.settings.replica_id, self.generate_group, concurrency=CONCURRENCY
+            self.board,
+            "rollout",
+            self.settings.replica_id,
+            self.generate_group,
+            concurrency=CONCURRENCY,
+            on_failure=self.give_up,
         )
         self.worker.pause()
         self.worker.start()
