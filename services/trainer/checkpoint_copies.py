@@ -86,6 +86,8 @@ class HostCopies:
 
     def _fill(self) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread begins with the first one
             with _Stage(self._device) as stage:
                 for work in self._work:
                     work(stage)
