@@ -10,9 +10,15 @@ from pathlib import Path
 def convert(gguf: Path, folder: Path) -> None:
     """Write the model in float32, its tokenizer and its chat template into `folder`."""
     import torch
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # transformers 5.12, which SGLang wants, guesses the special tokens, and takes the wrong one for the end token.
+    fields = GGUFReader(gguf).fields
+    for name, key in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
+        if field := fields.get(f"tokenizer.ggml.{key}_token_id"):
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # transformers marks a model that came from GGUF as quantized and refuses to save it: rebuild it without the mark.
     settings = quantized.config.to_dict()
