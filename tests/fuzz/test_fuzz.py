@@ -1,23 +1,16 @@
 """The short attack: every call of every service, with a fixed seed. `make fuzz MESSAGES=100000` is the long one."""
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
 from tests.fuzz.__main__ import problems_of
 from tests.fuzz.attack import LEFT_OUT, attack, methods_of, path_of
-from tests.fuzz.fleet import Fleet, fleet
+from tests.fuzz.fleet import Fleet
 from tests.fuzz.messages import Fuzzer
 from tests.fuzz.requests import good_requests
 
 MESSAGES, SEED = 3000, 20
-
-
-@pytest.fixture(scope="module")
-def victims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with fleet(tmp_path_factory.mktemp("fleet")) as started:
-        yield started
 
 
 @pytest.mark.slow
