@@ -1,0 +1,262 @@
+"""How long until training goes on when an engine is lost in the middle of a weight broadcast.
+
+    python -m benchmarks.dead_engine --times 50            # CPU, gloo: about 20 minutes
+    python -m benchmarks.dead_engine --times 2             # a smoke test
+
+The whole stack on one machine: coordinator, trainer, two rollout replicas with transformers engines, on a random model
+whose broadcast takes a while. Over and over, at a random moment of a synchronisation, one engine's process is killed
+(SIGKILL: its connections break), or frozen (SIGSTOP: nobody is told; it is killed once the others have recovered).
+Measured from then:
+
+synchronised    until the other engine serves the version that was being sent, or a later one: the trainer has aborted
+                the broken broadcast, joined a new weight group and sent everything again. Goal: p99 at most
+                weights.timeout_seconds + 2 s
+next step       until the trainer has committed its next step. That also takes prompts, answers of the one engine that
+                is left, and maybe groups that the lost one held
+
+The trainer must be the same process throughout. A moment at which both engines had the version already doesn't count
+and is repeated.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from benchmarks.reporting import machine, report
+from relaxd.cli import stack
+from relaxd.cli.coordinator import Coordinator
+from relaxd.cli.state import StateFolder
+from relaxd.rpc.client import sync_channel
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
+from tests.models import make_tiny_model
+
+CONFIG = """
+[run]
+steps = 1000000
+folder = "{folder}/runs"
+
+[model]
+path = "{folder}/model"
+
+[data]
+source = "addition"
+
+[reward]
+name = "addition"
+workers = 1
+
+[rollout]
+samples_per_prompt = 2
+max_new_tokens = 8
+threads = 1
+
+[algorithm]
+drop_zero_variance = false
+
+[trainer]
+groups_per_step = 4
+threads = 1
+
+[trainer.checkpoint]
+every = 0
+
+[board]
+lease_seconds = 5
+max_staleness = 2
+
+[weights]
+timeout_seconds = {timeout}
+bucket_bytes = 4194304
+
+[health]
+max_restarts = 100000
+first_backoff_seconds = 0.0
+max_sync_failures = 100000
+"""
+SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "num_attention_heads": 8}
+PATIENCE_SECONDS = 180.0
+
+
+def until(what: str, look: Callable[[], Any], tick: float = 0.002) -> Any:
+    """Wait for something; a coordinator that doesn't answer at once is asked again."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if found := look():
+                return found
+        except grpc.RpcError as error:
+            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise
+        time.sleep(tick)
+    raise TimeoutError(f"not within {PATIENCE_SECONDS:.0f} s: {what}")
+
+
+def children(state: StateFolder, role: str, module: str) -> dict[str, psutil.Process]:
+    """The process of a module below each service of a role, by the service's name, where there is one."""
+    found = {}
+    services = stack_state.services if (stack_state := state.read()) else ()
+    for service in services:
+        if service.role == role and service.pid is not None:
+            try:
+                for process in psutil.Process(service.pid).children(recursive=True):
+                    if module in process.cmdline():
+                        found[service.name] = process
+            except psutil.Error:
+                continue  # it ended just now
+    return found
+
+
+class Bench:
+    """The stack, and what happens to its engines."""
+
+    def __init__(self, state: StateFolder, stub: CoordinatorStub, seed: int) -> None:
+        self._state = state
+        self._stub = stub
+        self._random = random.Random(seed)
+        self._typical = 0.1
+
+    def weights(self) -> pb.GetWeightsResponse:
+        """Which versions are where."""
+        return self._stub.GetWeights(pb.GetWeightsRequest(), timeout=5)
+
+    def step(self) -> int:
+        """The last committed step."""
+        return int(self._stub.GetRun(pb.GetRunRequest(), timeout=5).run.step)
+
+    def both_serve(self) -> pb.GetWeightsResponse | None:
+        """What two engines serve; None while there is only one."""
+        weights = self.weights()
+        serving = [engine for engine in weights.engines if engine.HasField("weights")]
+        recent = [engine for engine in serving if engine.weights.version + 1 >= weights.announced.version > 2]
+        return weights if len(recent) == 2 else None
+
+    def lose(self, how: str) -> dict[str, float] | None:
+        """Lose an engine once; the seconds to recovery, None where it was too late."""
+        until("two engines that serve", self.both_serve, 0.05)
+        engines = until("two engines", lambda: (e := self.engines()) and len(e) == 2 and e, 0.05)
+        before = self.both_serve()
+        if before is None:
+            return None
+        self._typical = 0.8 * self._typical + 0.2 * before.last_sync_seconds
+        until("a synchronisation", lambda: self.weights().last_sync_id > before.last_sync_id, 0.0)
+        time.sleep(self._random.uniform(0, 0.9 * self._typical))  # the moment is what is chosen, not waited for
+        victim = engines[self._random.choice(sorted(engines))]
+        victim.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        lost = time.monotonic()
+        try:
+            weights, step = self.weights(), self.step()
+            version = weights.announced.version
+            if sum(engine.weights.version >= version for engine in weights.engines) == 2:
+                return None
+
+            def one_serves() -> bool:
+                return any(engine.weights.version >= version for engine in self.weights().engines)
+
+            found: dict[str, float] = {}
+
+            def look() -> bool:
+                if "synchronised" not in found and one_serves():
+                    found["synchronised"] = time.monotonic() - lost
+                if "next step" not in found and self.step() > step:
+                    found["next step"] = time.monotonic() - lost
+                return len(found) == 2
+
+            until("recovery", look)
+            return found
+        finally:
+            if victim.is_running():
+                victim.kill()  # also a frozen one
+
+    def engines(self) -> dict[str, psutil.Process]:
+        """The engines' processes."""
+        return children(self._state, "rollout", "services.rollout.engine_process")
+
+    def trainer(self) -> int:
+        """The process id of the trainer's rank."""
+        (rank,) = children(self._state, "trainer", "services.trainer.rank").values()
+        return rank.pid
+
+
+def p99(seconds: list[float]) -> float:
+    """The 99th percentile: of fewer than 100 the largest."""
+    return sorted(seconds)[max(0, -(-99 * len(seconds) // 100) - 1)]
+
+
+def rows_of(found: dict[str, list[dict[str, float]]], limit: float) -> list[dict[str, Any]]:
+    """Two rows for each way to lose an engine."""
+    return [
+        {
+            "engine": how,
+            "until": name,
+            "times": len(times),
+            "median s": statistics.median(each[name] for each in times),
+            "p99 s": p99([each[name] for each in times]),
+            "most s": max(each[name] for each in times),
+            "goal, p99 s": limit if name == "synchronised" else "",
+        }
+        for how, times in found.items()
+        for name in ("synchronised", "next step")
+        if times
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=50, help="engines to lose, half of them killed, half frozen")
+    parser.add_argument("--timeout", type=float, default=5.0, help="weights.timeout_seconds")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    load = machine()["load_before"]
+    found: dict[str, list[dict[str, float]]] = {"killed": [], "frozen": []}
+    missed = 0
+    with tempfile.TemporaryDirectory(prefix="relaxd-bench-") as name:
+        folder = StateFolder(Path(name) / "state")
+        make_tiny_model(Path(name) / "model", architecture="qwen3", head_dim=64, **SIZES)
+        plan = stack.make_plan(folder, port=0, replicas={"rollout": 2}, stop_with_parent=True)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        stack.up(folder, plan, print)
+        try:
+            with Coordinator(plan.coordinator) as coordinator, sync_channel(plan.coordinator) as channel:
+                coordinator.start_run(CONFIG.format(folder=name, timeout=options.timeout), "dead-engine")
+                bench = Bench(folder, CoordinatorStub(channel), options.seed)
+                until("both engines", bench.both_serve, 0.1)
+                trainer = bench.trainer()
+                while (done := sum(map(len, found.values()))) < options.times:
+                    how = ("killed", "frozen")[done % 2]
+                    seconds = bench.lose(how)
+                    if seconds is None:
+                        missed += 1
+                        continue
+                    assert bench.trainer() == trainer, "the trainer was restarted"
+                    found[how].append(seconds)
+                    print(f"{done + 1}: {how}, " + ", ".join(f"{k} {v:.2f} s" for k, v in seconds.items()), flush=True)
+        except BaseException:
+            for service in ("coordinator", "trainer", "rollout-1", "rollout-2"):
+                print(f"--- {service}", *folder.log_tail(service, 12), sep="\n")
+            raise
+        finally:
+            stack.down(folder)
+    report(
+        "dead-engine",
+        rows_of(found, options.timeout + 2.0),
+        goal="p99 of at most weights.timeout_seconds + 2 s",
+        timeout_seconds=options.timeout,
+        too_late_and_repeated=missed,
+        trainer_restarts=0,
+        load_at_the_start=load,
+    )
+
+
+if __name__ == "__main__":
+    main()
