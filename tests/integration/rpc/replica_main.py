@@ -2,11 +2,13 @@
 
 FAIL_STARTS: number of start_run calls that fail. SLOW_START: start_run takes for ever when the run id begins with it.
 ENGINE_RANKS: what start_run makes of engine_ranks.
+STOP_HANGS: stop_run never returns, and nothing else goes on meanwhile.
 HELD: groups that it holds until it is drained; draining takes DRAIN_SECONDS for all but STUCK of them.
 """
 
 import asyncio
 import os
+import time
 
 from relaxd.config import RunConfig
 from relaxd.rpc.replica import ReplicaService, ServiceStatus, run_replica
@@ -42,6 +44,8 @@ class Talkative(ReplicaService):
 
     async def stop_run(self) -> None:
         say("stop")
+        if os.environ.get("STOP_HANGS"):
+            time.sleep(3600)  # the event loop, too
 
     async def pause_run(self) -> None:
         say("pause")

@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from relaxd.config import DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition, NotFound
+from relaxd.rpc.exit_codes import RESTART
 from relaxd.rpc.server import RunningServer, start_server
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2, replica_pb2_grpc
 from tests.conftest import free_port
@@ -318,3 +320,33 @@ async def test_drains_when_asked_and_works_again_with_the_next_run(coordinator):
         await process.says("stop")
         await coordinator.until(lambda: coordinator.statuses[-1].run_id == "")
         assert coordinator.statuses[-1].state == DRAINING
+
+
+async def test_restarts_when_told_whatever_hangs(coordinator):
+    async def restart(process: Process, replica_id: str) -> None:
+        async with channel(f"127.0.0.1:{process.port}") as to:
+            request = replica_pb2.RestartRequest(replica_id=replica_id, reason="it is stuck")
+            await replica_pb2_grpc.ReplicaStub(to).Restart(request, timeout=10)
+
+    async with serving(coordinator) as server:
+        coordinator.assign("one")
+        async with replica(server.port, HELD="2") as process:  # nobody would start it again
+            await coordinator.hears(READY)
+            with pytest.raises(grpc.aio.AioRpcError, match="RELAXD_INSTANCE") as refused:
+                await restart(process, "reward-1")
+            assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        coordinator.statuses.clear()
+        async with replica(server.port, "--instance", "place", HELD="2", DRAIN_SECONDS="3600") as process:
+            await process.says("start one")
+            assert coordinator.registered["reward-1"].instance == "place"
+            with pytest.raises(grpc.aio.AioRpcError, match="this process is reward-1"):
+                await restart(process, "reward-0")
+            await restart(process, "reward-1")
+            await process.says("stop")  # without a drain
+            code, log = await process.ends()
+        assert code == RESTART
+        assert "told to restart: it is stuck" in log
+        async with replica(server.port, "--instance", "place", STOP_HANGS="1") as process:
+            await process.says("start one")
+            await restart(process, "reward-1")
+            assert (await process.ends())[0] == RESTART

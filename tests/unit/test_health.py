@@ -1,0 +1,143 @@
+"""What the health manager takes for a sign, and how often it lets a replica be restarted."""
+
+import time
+
+import pytest
+
+from relaxd.config import DataConfig, HealthConfig, ModelConfig, RewardConfig, RunConfig, RunSection
+from relaxd.v1 import replica_pb2 as pb
+from relaxd.v1.coordinator_pb2 import RegisterRequest
+from services.coordinator import health_signs
+from services.coordinator.health_draft import Draft, Way, next_restart
+from services.coordinator.health_records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth
+from services.coordinator.health_signs import Signs
+from services.coordinator.registry import Replica
+
+READY, STARTING, FAILED = pb.REPLICA_STATE_READY, pb.REPLICA_STATE_STARTING, pb.REPLICA_STATE_FAILED
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(health_signs, "time", clock)
+    return clock
+
+
+def make_signs(failures: int = 0, **health: float) -> Signs:
+    config = RunConfig(
+        run=RunSection(steps=1),
+        model=ModelConfig(path="model"),
+        data=DataConfig(source="addition"),
+        reward=RewardConfig(name="addition", timeout_seconds=10.0),
+        health=HealthConfig(stuck_seconds=100.0, **health),
+    )
+    return Signs(config, 1.0, lambda replica: failures)
+
+
+def replica(clock: Clock, role: "pb.Role.ValueType", **status: object) -> Replica:
+    registration = RegisterRequest(replica_id="one", role=role)
+    return Replica(registration, 5.0, seen=clock.now, status=pb.GetStatusResponse(**status))
+
+
+def after(clock: Clock, seconds: float, signs: Signs, one: Replica, **status: object) -> tuple[str, bool] | None:
+    """What is said of it when so many seconds have passed, and its heartbeat says that."""
+    clock.now += seconds
+    one.seen = clock.now
+    for name, value in status.items():
+        setattr(one.status, name, value)
+    complaint = signs.complaint(one)
+    return (complaint.text, complaint.due) if complaint else None
+
+
+def test_stuck_is_who_holds_groups_and_gets_nothing_done(clock: Clock) -> None:
+    signs = make_signs()
+    one = replica(clock, pb.ROLE_REWARD, state=READY, held_groups=2, progress=7)
+    assert after(clock, 0, signs, one) is None
+    assert after(clock, 50, signs, one) is None
+    suspect = after(clock, 10, signs, one)  # 100 s, and the 10 s that it takes to notice by itself
+    assert suspect == ("it is stuck: it holds 2 groups and has got nothing done for 60 s", False)
+    assert after(clock, 45, signs, one, progress=8) is None
+    assert after(clock, 200, signs, one, held_groups=0) is None
+    assert after(clock, 200, signs, one, held_groups=1) is not None
+    assert after(clock, 0, signs, one, progress=0) is None  # another engine counts from 0
+    due = after(clock, 111, signs, one)
+    assert due is not None
+    assert due[1]
+    signs.forgive()
+    assert after(clock, 0, signs, one) is None
+
+
+def test_a_trainer_must_turn_even_without_groups(clock: Clock) -> None:
+    signs = make_signs()
+    one = replica(clock, pb.ROLE_TRAINER, state=READY, held_groups=0, progress=7)
+    assert after(clock, 0, signs, one) is None
+    assert after(clock, 300, signs, one, progress=8) is None
+    due = after(clock, 100 + 121, signs, one)  # trainer.collective_timeout_seconds = 120
+    assert due is not None
+    assert due[1]
+
+
+def test_starting_and_failing_may_last_only_so_long(clock: Clock) -> None:
+    signs = make_signs(start_seconds=60, failed_seconds=10)
+    one = replica(clock, pb.ROLE_TRAINER, state=STARTING, detail="loading")
+    assert after(clock, 0, signs, one) is None
+    assert after(clock, 29, signs, one) is None
+    assert after(clock, 30, signs, one, detail="replaying step 1") is None  # it gets on
+    assert after(clock, 40, signs, one) == ("it has been starting for 40 s: replaying step 1", False)
+    assert after(clock, 21, signs, one) == ("it has been starting for 61 s: replaying step 1", True)
+    assert after(clock, 0, signs, one, state=FAILED, detail="no disk") == ("it has failed: no disk", False)
+    assert after(clock, 11, signs, one) == ("it has failed: no disk", True)
+    assert after(clock, 0, signs, one, state=READY) is None
+
+
+def test_late_heartbeats_and_failed_synchronisations(clock: Clock) -> None:
+    one = replica(clock, pb.ROLE_ROLLOUT, state=READY)
+    assert after(clock, 0, make_signs(failures=3), one) == ("3 weight synchronisations in a row failed with it", False)
+    assert after(clock, 0, make_signs(failures=4), one) == ("4 weight synchronisations in a row failed with it", True)
+    clock.now += 3.5
+    complaint = make_signs().complaint(one)
+    assert complaint is not None
+    assert (complaint.text, complaint.due) == ("no heartbeat for 3.5 s", False)
+    one.draining = True
+    assert make_signs(failures=9).complaint(one) is None
+
+
+def test_restarts_keep_their_distance() -> None:
+    config = HealthConfig(first_backoff_seconds=2.0, max_restarts=4, restart_window_seconds=600.0)
+    now = time.time()
+    assert next_restart((), config) == 0.0
+    assert next_restart((now - 601,), config) == 0.0
+    assert next_restart((now,), config) == now + 2
+    assert next_restart((now - 30, now - 10, now), config) == now + 8
+    assert next_restart((now - 100, now - 30, now - 10, now), config) == now + 500
+    # Whatever happens, within any window there are at most max_restarts.
+    restarts: tuple[float, ...] = ()
+    moment = now
+    while moment < now + 60:
+        if moment >= next_restart(restarts, config):
+            restarts = (*restarts, moment)
+        moment += 0.5
+    assert len(restarts) == 4
+
+
+def test_a_draft_counts_tries_until_something_is_done() -> None:
+    one = ReplicaHealth(instance="rollout-1", role="ROLLOUT", replica_id="rollout-1", seen_working=True, tries=2)
+    draft = Draft(HealthRecord(replicas={"rollout-1": one}))
+    draft.restart(one, "it is stuck")
+    draft.restart(draft.replicas["rollout-1"], "it is stuck", Way.INSIST)
+    after = draft.result().replicas["rollout-1"]
+    assert (after.state, after.tries, len(after.restarts), after.told_id) == (Health.RESTARTING, 2, 2, "rollout-1")
+    assert after.down_since > 0
+    assert [ask.way for ask in draft.asks] == [Way.TELL, Way.INSIST]
+    for _ in range(2 * KEPT_EVENTS):
+        draft.tell("ROLLOUT", "rollout-1", Health.HEALTHY, "works")
+    kept = draft.result().events
+    assert (len(kept), kept[-1].number) == (KEPT_EVENTS, 2 * KEPT_EVENTS + 2)
+    assert HealthRecord.model_validate_json(draft.result().model_dump_json()) == draft.result()
