@@ -295,14 +295,18 @@ def _read(file: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, lines) if line.get("step_seconds")]
 
 
+def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each with how many times the samples/s of sync and of colocate it has."""
+    speeds = {row["mode"]: row["samples/s"] for row in rows}
+    bases = [base for base in ("sync", "colocate") if base in speeds]
+    return [row | {f"x {base}": row["samples/s"] / speeds[base] for base in bases} for row in rows]
+
+
 def show(name: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Print a column for each run and write them as JSON, with how many times the samples/s of sync and colocate."""
-    for base in ("sync", "colocate"):
-        speed = next((row["samples/s"] for row in rows if row["mode"] == base), None)
-        for row in rows:
-            row[f"x {base}"] = row["samples/s"] / speed if speed else ""
-    figures = [figure for figure in rows[0] if figure != "mode"]
-    report(name, [{"": figure} | {row["mode"]: row[figure] for row in rows} for figure in figures], **facts)
+    """Print a column for each run, and write them as JSON."""
+    columns = with_ratios(rows)
+    figures = [figure for figure in columns[0] if figure != "mode"]
+    report(name, [{"": figure} | {row["mode"]: row[figure] for row in columns} for figure in figures], **facts)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
