@@ -2,7 +2,7 @@
 
 from relaxd.telemetry.logs import setup_logging
 from relaxd.telemetry.metrics import METRICS, Metric, record, record_step
-from relaxd.telemetry.setup import enabled, meter, setup, shutdown, tracer
+from relaxd.telemetry.setup import enabled, flush, meter, setup, shutdown, tracer
 from relaxd.telemetry.spans import (
     extract,
     inject,
@@ -18,6 +18,7 @@ __all__ = [
     "Metric",
     "enabled",
     "extract",
+    "flush",
     "inject",
     "link_from",
     "meter",

@@ -77,6 +77,20 @@ def meter() -> Meter:
     return metrics.get_meter("relaxd", __version__)
 
 
+def flush() -> None:
+    """Send what is waiting, for a bounded time, and go on: for a process that may be killed soon."""
+    if not _enabled:
+        return
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.trace import TracerProvider
+
+    spans, numbers = trace.get_tracer_provider(), metrics.get_meter_provider()
+    if isinstance(spans, TracerProvider):
+        spans.force_flush(FLUSH_MILLISECONDS)
+    if isinstance(numbers, MeterProvider):
+        numbers.force_flush(FLUSH_MILLISECONDS)
+
+
 def shutdown() -> None:
     """Send what is waiting, for a bounded time, and stop exporting. Does nothing when nothing is exported."""
     global _enabled

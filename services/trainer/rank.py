@@ -153,7 +153,9 @@ class Rank:
 
     def _drain(self, params: dict[str, Any]) -> bool:
         self._controls.draining.set()
-        return self._controls.drained.wait(params["seconds"])
+        drained = self._controls.drained.wait(params["seconds"])
+        telemetry.flush()  # what ends a run kills the ranks next
+        return drained
 
     def _hold(self, params: dict[str, Any]) -> int:
         if self._weights is None:

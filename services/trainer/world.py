@@ -23,6 +23,8 @@ FIRST_DELAY_SECONDS, MOST_DELAY_SECONDS = 0.5, 30.0
 """Wait before the world is started anew: doubled with each failure in a row, without a version announced between."""
 FAILED_AFTER = 3
 """Failures in a row after which the replica counts as failed; it still tries again."""
+DRAIN_MARGIN_SECONDS = 5.0
+"""For the answer to a drain, beyond the time that the drain may take: rank 0 also sends its last traces and metrics."""
 ANNOUNCE_SECONDS = 10.0
 """Deadline of one announcement."""
 ANNOUNCE_AGAIN_SECONDS = 0.5
@@ -156,7 +158,7 @@ class World:
         if self._ranks is None or 0 not in self._facts or self.epoch == 0:
             return 0
         with contextlib.suppress(ChildError, Unavailable):
-            if await self.request(0, "drain", {"seconds": seconds}, seconds + 1.0):
+            if await self.request(0, "drain", {"seconds": seconds}, seconds + DRAIN_MARGIN_SECONDS):
                 self.held_groups = 0
         return self.held_groups
 
