@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from relaxd.rpc.child_server import HandlerError
@@ -19,6 +19,7 @@ from services.rollout.engine_server import EngineServer, read_arguments
 from services.rollout.engines.base import EngineError, Version
 from services.rollout.engines.parameters import WeightReceiver, check_manifest
 from services.rollout.engines.transformers_engine import TransformersEngine
+from services.rollout.model_folder import read_model_folder
 
 SPARE_MEMORY = 1.5
 """Everything is received before the model is touched where this many times its size is free."""
@@ -42,7 +43,7 @@ class EngineProcess(EngineServer):
         dtype = getattr(torch, params["dtype"])
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        end_ids = end_token_ids(folder, model, tokenizer.eos_token_id)
+        end_ids = read_model_folder(folder).end_ids
         self._engine = TransformersEngine(
             model,
             tokenizer.decode,
@@ -57,7 +58,7 @@ class EngineProcess(EngineServer):
         return {
             "vocabulary": config.vocab_size,
             "context": getattr(config, "max_position_embeddings", 0) or 0,
-            "end_ids": end_ids,
+            "end_ids": list(end_ids),
             "device": "cpu",
         }
 
@@ -111,6 +112,12 @@ class EngineProcess(EngineServer):
             self._engine.quarantine()
         return {"quarantined": self._engine is not None and self._engine.quarantined}
 
+    def sleep(self, params: dict[str, Any]) -> dict[str, Any]:
+        """See EngineServer. A group is left, as what it receives into is the memory that is given back."""
+        for name in list(self._groups):
+            self._forget(name)
+        return super().sleep(params)
+
     def _forget(self, name: str) -> None:
         with self._lock:
             group = self._groups.pop(name, None)
@@ -128,16 +135,6 @@ class EngineProcess(EngineServer):
 
     def _rss_bytes(self) -> int:
         return int(psutil.Process().memory_info().rss)
-
-
-def end_token_ids(folder: Path, model: PreTrainedModel, eos_token_id: int | None) -> list[int]:
-    """The tokens that end an answer: those of the model's generation configuration and of its tokenizer."""
-    found: set[int] = set() if eos_token_id is None else {eos_token_id}
-    generation: GenerationConfig | None = model.generation_config
-    configured = generation.eos_token_id if generation is not None else model.config.eos_token_id
-    if configured is not None:
-        found |= set(configured) if isinstance(configured, list) else {configured}
-    return sorted(found)
 
 
 def main() -> None:

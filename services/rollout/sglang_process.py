@@ -10,10 +10,11 @@ import signal
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from relaxd.rpc.child_server import HandlerError
 from services.rollout.engine_server import EngineServer, read_arguments
@@ -22,6 +23,7 @@ from services.rollout.engines.sglang_control import SchedulerError, Schedulers
 from services.rollout.engines.sglang_engine import SGLangEngine
 from services.rollout.engines.sglang_launch import MessageChannel, launch
 from services.rollout.engines.sglang_options import OptionError, server_args
+from services.rollout.model_folder import read_model_folder
 
 MARGIN_SECONDS = 3.0
 """What scheduler processes may take beyond a deadline that they keep by themselves."""
@@ -68,7 +70,7 @@ class SGLangProcess(EngineServer):
             channel, info = launch(args, schedulers)
             model = args.get_model_config()
             tokenizer = AutoTokenizer.from_pretrained(params["folder"])
-            end_ids = end_token_ids(params["folder"], model.hf_config, tokenizer)
+            end_ids = frozenset(read_model_folder(Path(params["folder"])).end_ids)
             self._start(params, schedulers, channel, tokenizer, end_ids)
         except Exception as error:
             kind = "OptionError" if isinstance(error, OptionError) else "LoadError"
@@ -178,8 +180,10 @@ class SGLangProcess(EngineServer):
         return self._engine
 
     def sleep(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineServer."""
+        """See EngineServer. A group is left, with the buffers that belong to it."""
         asleep = self._loaded().asleep
+        if self._group:
+            self._leave(self._group)
         change = super().sleep(params)
         if self._on_gpus and not asleep and change["after"] >= change["before"]:
             raise HandlerError(
@@ -211,18 +215,6 @@ class SGLangProcess(EngineServer):
 
 def _handler_error(error: SchedulerError) -> HandlerError:
     return HandlerError(str(error), kind="WeightGroupError" if error.kind == "Timeout" else error.kind)
-
-
-def end_token_ids(folder: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end an answer: those of the model's generation configuration and of its tokenizer."""
-    found: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
-    try:
-        configured = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:
-        configured = getattr(config, "eos_token_id", None)
-    if configured is not None:
-        found |= set(configured) if isinstance(configured, list) else {configured}
-    return frozenset(found)
 
 
 def has_experts(config: Any) -> bool:
