@@ -229,6 +229,11 @@ def parse_settings(
         text = f"{flag.help} [{flag.variable}, {flag.default!r}]"
         parser.add_argument(f"--{flag.name}", type=flag.kind, default=None, help=text, **bare)
     given = vars(parser.parse_args(sys.argv[1:] if arguments is None else arguments))
+    if given.get("redis") and urlsplit(given["redis"]).password:
+        parser.error(
+            "argument --redis: has a password, which everyone on this machine can read in the list of processes: use "
+            "--redis-password-file, or the environment variable RELAXD_REDIS"
+        )
     values = {}
     for flag in flags:
         key = flag.name.replace("-", "_")
@@ -267,7 +272,8 @@ def _from_environment(parser: argparse.ArgumentParser, flag: _Flag, environment:
     try:
         return flag.kind(text)
     except ValueError:
-        parser.error(f"environment variable {flag.variable}: invalid {flag.kind.__name__} value: {text!r}")
+        shown = re.sub(r"//.*@", "//...@", text)  # a URL's password
+        parser.error(f"environment variable {flag.variable}: invalid {flag.kind.__name__} value: {shown!r}")
 
 
 def _flags(role: str) -> list[_Flag]:

@@ -70,15 +70,22 @@ def test_a_run_behind_locked_doors_leaves_no_secret(workplace: Workplace, redis_
             "RELAXD_SGLANG_KEY_FILE": str(hidden / "key"),
             "RELAXD_LOG_LEVEL": "debug",
         }
-        code, output = workplace.relaxd("run", "tiny.toml", "--run-id", "locked", timeout=250, **variables)
-        assert code == 0, output
+        process = workplace.start("run", "tiny.toml", "--run-id", "locked", **variables)
+        assert process.stdout is not None
+        output, status = "", ""
+        for line in process.stdout:
+            output += line
+            if line.startswith("step 1/3"):
+                _, status = workplace.relaxd("status", **variables)
+        assert process.wait(timeout=60) == 0, output
+        assert "trainer" in status
         assert {span.name for span in receiver.spans()} >= {"publish", "train", "step"}
         exported = list(receiver.exports)
     check_books(read_summary(place / "runs" / "locked"), steps=3)
 
     private = "".join(Path(files.key).read_text().splitlines()[1:-1])
     forms = [text for secret in (token, password, key) for text in spellings(secret)] + [private[:40].encode()]
-    texts = {"the command's output": output.encode(), "command lines": "\n".join(seen).encode()}
+    texts = {"the command's output": (output + status).encode(), "command lines": "\n".join(seen).encode()}
     texts |= {f"export {number}": data for number, data in enumerate(exported)}
     texts["config show"] = workplace.relaxd("config", "show", "tiny.toml", **variables)[1].encode()
     for path in place.rglob("*"):

@@ -96,10 +96,43 @@ def test_a_redis_password_file_must_fit(tmp_path, capsys, url, password, message
     file = tmp_path / "password"
     file.write_text(password)
     with pytest.raises(SystemExit):
-        parse_settings("reward", ["--redis", url, "--redis-password-file", str(file)], {})
+        parse_settings("reward", ["--redis-password-file", str(file)], {"RELAXD_REDIS": url})
     output = capsys.readouterr().err
     assert message in output
     assert "secret" not in output
+
+
+def test_a_password_is_no_argument(capsys):
+    with pytest.raises(SystemExit):
+        parse_settings("reward", ["--redis", "redis://:secret@redis:6379/0"], {})
+    output = capsys.readouterr().err
+    assert "argument --redis: has a password" in output
+    assert "secret" not in output
+    from_environment = parse_settings("reward", [], {"RELAXD_REDIS": "redis://:secret@redis:6379/0"})
+    assert from_environment.redis == "redis://:secret@redis:6379/0"
+    assert "secret" not in repr(from_environment)
+    with pytest.raises(SystemExit):
+        parse_settings("reward", [], {"RELAXD_REDIS": "reds://me:secret@redis:6379/0"})
+    output = capsys.readouterr().err
+    assert "'reds://...@redis:6379/0'" in output
+    assert "secret" not in output
+
+
+def test_a_tokens_file_must_have_the_services_own_token(tmp_path, capsys):
+    file = tmp_path / "tokens"
+    file.write_text("service fleet its-own\nread looker another\n")
+    environment = {"RELAXD_TOKENS_FILE": str(file)}
+    for token, told in {"": "there is none", "other": "it isn't there", "another": '"looker" is no such'}.items():
+        with pytest.raises(SystemExit):
+            parse_settings("reward", [], environment | {"RELAXD_TOKEN": token})
+        output = " ".join(capsys.readouterr().err.split())
+        assert f"with the role service or admin: {told}" in output
+        assert "its-own" not in output
+    settings = parse_settings("reward", [], environment | {"RELAXD_TOKEN": "its-own"})
+    assert settings.doors.tokens is settings.tokens
+    assert parse_settings("launcher", [], environment).doors.tokens  # it calls nobody
+    assert parse_settings("reward", [], {"RELAXD_TOKEN": "only"}).doors.tokens
+    assert parse_settings("reward", [], {}).doors.tokens is None
 
 
 def test_a_replica_id_names_the_host_and_is_never_given_twice():

@@ -252,6 +252,25 @@ async def test_the_token_is_checked_except_for_health(monkeypatch):
         assert code == 0
 
 
+async def test_each_call_has_the_least_role_that_may_make_it(tmp_path):
+    (tmp_path / "tokens").write_text("read looker r-token\nservice fleet s-token\n")
+    async with serve(doors=Doors(Tokens(tmp_path / "tokens"))) as server:
+        address = f"127.0.0.1:{server.port}"
+        async with channel(address, token="s-token") as to:
+            await score(to, "fine")
+        async with channel(address, token="r-token") as to:
+            error = await failure(score(to, "fine"))
+            stream = rollout_pb2_grpc.RolloutStub(to).Generate(rollout_pb2.GenerateRequest())
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stream.read()
+        assert explain(error) == (
+            'PERMISSION_DENIED: token "looker" has the role read, but /relaxd.v1.Reward/Score needs service'
+        )
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        code, output = await grpcurl("-H", "authorization: Bearer r-token", address, "list")
+        assert (code, REWARD in output) == (0, True)
+
+
 async def test_the_sync_channel_does_the_same():
     async with serve(doors=RIGHT) as server:
         with sync_channel(f"127.0.0.1:{server.port}", token="right") as to:
