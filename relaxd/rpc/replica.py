@@ -32,7 +32,7 @@ from typing import Any
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
 from relaxd.rpc.assignment import AssignmentFollower
 from relaxd.rpc.client import channel
-from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, ServerError
+from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, ServerError
 from relaxd.rpc.exit_codes import RESTART
 from relaxd.rpc.gpus import GpuLeases, gpu_gauges, visible_gpus
 from relaxd.rpc.membership import Membership, Refused
@@ -48,6 +48,7 @@ from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 __all__ = ["ReplicaService", "ReplicaServicer", "ServiceStatus", "run_replica"]
 
+LONGEST_LAUNCH_ID = 300
 ANSWER_SECONDS = 0.5
 """Drain answers this long before its caller's deadline."""
 RESTART_SECONDS = 5.0
@@ -83,7 +84,12 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 
     async def Join(self, request: replica_pb2.JoinRequest, context: Any) -> replica_pb2.JoinResponse:
         """See the proto."""
-        self._asked()[0](request.launch_id)
+        join, _ = self._asked()
+        if len(request.launch_id) > LONGEST_LAUNCH_ID:
+            # The coordinator would refuse it, and a replica that is refused ends.
+            problem = f"has {len(request.launch_id)} characters: at most {LONGEST_LAUNCH_ID} are allowed"
+            raise InvalidArgument(f"launch_id {problem}", [("launch_id", problem)])
+        join(request.launch_id)
         status = self._status()
         return replica_pb2.JoinResponse(replica_id=status.replica_id, role=status.role)
 

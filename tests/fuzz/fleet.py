@@ -180,6 +180,7 @@ class Fleet:
 
     def resources(self) -> dict[str, tuple[int, int, int]]:
         """By name: resident bytes and open files of the service's own process, and processes below it."""
+        self.alive()
         found = {}
         for name in self.attacked:
             process = psutil.Process(self.processes[name].pid)
