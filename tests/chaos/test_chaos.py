@@ -1,11 +1,13 @@
 """A short chaos campaign on the real stack. The long one: `make chaos FAULTS=200`."""
 
 import random
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.campaign import Campaign
+from tests.chaos.failure_table import FAILURES
 from tests.chaos.faults import SHORT_SUITE, all_faults, deck
 from tests.chaos.proxy import Loop
 from tests.chaos.stack import ChaosStack
@@ -30,6 +32,13 @@ def test_nothing_is_lost_and_nothing_is_trained_twice_whatever_dies(tmp_path: Pa
     assert not any(o.missed for o in outcomes)
     assert sum(o.recomputed for o in outcomes) > 0  # else nothing was under way when something died
     assert campaign.books.steps[-1].number > len(outcomes)
+
+
+def test_every_fault_is_in_one_row_of_the_failure_table() -> None:
+    names = [fault.name for fault in all_faults()]
+    rows = [[name for name in names if any(fnmatchcase(name, p) for p in patterns)] for _, patterns, _ in FAILURES]
+    assert sorted(name for row in rows for name in row) == sorted(names)
+    assert all(rows)
 
 
 def test_a_deck_has_every_kind_equally_often() -> None:
