@@ -55,7 +55,8 @@ def test_processes_on_one_gpu_send_weights_to_each_other(
     started = time.monotonic()
     for member in members[:2]:
         member.tell("broadcast", elements=ELEMENTS, source=0, value=1.0, timeout=3.0, repeat=4)
-    assert any("error" in member.answer() for member in members[:2])
+    answers = [member.answer() for member in members[:2]]
+    assert any("error" in answer for answer in answers), answers
     assert time.monotonic() - started < 15
     rest = members[:2]
     connect(rest, port, "second")
