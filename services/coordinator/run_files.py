@@ -7,7 +7,7 @@ goes on when Redis has lost everything (see `restoring`).
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,8 @@ def _replace(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def summarise(record: RunRecord, counts: Counts, model: str) -> dict[str, Any]:
-    """The content of summary.json."""
+def summarise(record: RunRecord, counts: Counts, model: str, ledger: Sequence[LedgerEntry] = ()) -> dict[str, Any]:
+    """The content of summary.json; `ledger` is that of a colocated run."""
     before = next((e.metrics for e in record.evaluations if e.step == 0), {})
     after = next((e.metrics for e in reversed(record.evaluations) if e.step > 0), {})
     assert record.end_time is not None
@@ -131,4 +131,19 @@ def summarise(record: RunRecord, counts: Counts, model: str) -> dict[str, Any]:
         "model": model,
         "evaluations": [{"step": e.step, **e.metrics} for e in record.evaluations],
         "notes": list(record.notes),
+        **({"switching": switching([entry.metrics for entry in ledger])} if ledger else {}),
     }
+
+
+def switching(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What changing turns took in a colocated run: seconds in all, their share of all steps, and per step by part; and
+    the bytes in use on the devices that the last steps saw, awake and asleep."""
+    told = [metrics for metrics in steps if "switch_seconds" in metrics]
+    total = sum(metrics["switch_seconds"] for metrics in told)
+    elapsed = sum(metrics.get("step_seconds", 0.0) for metrics in steps)
+    names = sorted({name for metrics in told for name in metrics if name.startswith("switch_")})
+    means = {name: sum(metrics.get(name, 0.0) for metrics in told) / len(told) for name in names}
+    memory = {
+        name: metrics[name] for metrics in told for name in metrics if name.endswith(("_awake_bytes", "_asleep_bytes"))
+    }
+    return {"seconds": total, "share": total / elapsed if elapsed else 0.0, **means, **memory}

@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-import grpc
-
 from relaxd import telemetry
 from relaxd.board import Board, BoardUnavailable, Counts, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.dataset import RunData
-from relaxd.rpc.errors import explain
-from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest
 from services.coordinator.evaluation import EvaluationFailed, Evaluator
+from services.coordinator.exporting import TRAINER_WAIT_SECONDS, ExportFailed, export_model
 from services.coordinator.fleet import Fleet
 from services.coordinator.health import HealthManager
 from services.coordinator.peers import Peers
@@ -34,12 +31,8 @@ Result = TypeVar("Result")
 
 WATCH_SECONDS = 0.3
 """How often the board is asked how far the run is."""
-EXPORT_SECONDS = 600.0
-TRAINER_WAIT_SECONDS = 120.0
-"""How long the end of a run waits for a trainer that is restarting."""
 LET_GO_SECONDS = 30.0
 """How long the trainer has to let go of the groups of a run that is stopped early."""
-EXPORT_FOLDER = "model"
 
 
 class RunFailed(Exception):
@@ -241,7 +234,8 @@ class ActiveRun:
     async def _end(self, phase: Phase, reason: str, model: str) -> None:
         counts = await self._patiently(self.board.counts)
         record = self.record.model_copy(update={"phase": phase, "reason": reason, "end_time": datetime.now(UTC)})
-        await asyncio.to_thread(self._files.write_summary, summarise(record, counts, model))
+        ledger = await self._patiently(self.board.ledger) if self.turns is not None else ()
+        await asyncio.to_thread(self._files.write_summary, summarise(record, counts, model, ledger))
         with contextlib.suppress(StoreUnavailable):  # the group's name is unique: leaving it is only tidy
             await self.sync.close()
         await self._save(phase=phase, reason=reason, end_time=record.end_time, paused=None)
@@ -334,23 +328,12 @@ class ActiveRun:
 
     async def _export(self) -> str:
         """Let the trainer write the model; returns its path, or "" with a note."""
-        problem = "no trainer is ready"
-        deadline = asyncio.get_running_loop().time() + TRAINER_WAIT_SECONDS
-        while asyncio.get_running_loop().time() < deadline and self.fleet.failure() is None:
-            trainer = self.fleet.trainer()
-            if trainer is not None:
-                try:
-                    stub = self._context.peers.trainer(trainer.registration.address)
-                    request = ExportHuggingFaceRequest(folder=EXPORT_FOLDER)
-                    with self.trainer_awake():
-                        return (await stub.ExportHuggingFace(request, timeout=EXPORT_SECONDS)).path
-                except grpc.aio.AioRpcError as error:
-                    problem = explain(error)
-                    if error.code() != grpc.StatusCode.UNAVAILABLE:
-                        break
-            await asyncio.sleep(1.0)
-        await self._note(f"the model was not exported: {self.fleet.failure() or problem}")
-        return ""
+        try:
+            with self.trainer_awake():
+                return await export_model(self.fleet, self._context.peers)
+        except ExportFailed as error:
+            await self._note(f"the model was not exported: {error}")
+            return ""
 
     async def _clear_board(self) -> None:
         """Drop what is still open, once the trainer has let go of it."""
