@@ -215,6 +215,53 @@ METRICS: dict[str, Metric] = {
             "Part of step_seconds in which training stood still for a checkpoint. Absent where it didn't.",
         ),
         Metric(
+            "switch_seconds",
+            "step",
+            "s",
+            "Colocated runs only: seconds that changing turns took since the last step; the sum of what follows.",
+        ),
+        Metric(
+            "switch_engine_sleep_seconds",
+            "step",
+            "s",
+            "Part of switch_seconds in which the engines gave their memory back.",
+        ),
+        Metric(
+            "switch_trainer_onload_seconds",
+            "step",
+            "s",
+            "Part of switch_seconds in which weights, gradients and optimizer state came back from the host's memory.",
+        ),
+        Metric(
+            "switch_transfer_seconds",
+            "step",
+            "s",
+            "Part of switch_seconds in which weights travelled from the trainer to the engines.",
+        ),
+        Metric(
+            "switch_trainer_offload_seconds",
+            "step",
+            "s",
+            "Part of switch_seconds in which they went to the host's memory.",
+        ),
+        Metric(
+            "switch_engine_wake_seconds", "step", "s", "Part of switch_seconds in which the engines took memory again."
+        ),
+        Metric(
+            "engine_awake_bytes",
+            "step",
+            "By",
+            "Memory in use when the engines were about to sleep: of the whole devices; on a CPU of the engines' processes.",
+        ),
+        Metric("engine_asleep_bytes", "step", "By", "The same when they slept."),
+        Metric(
+            "trainer_awake_bytes",
+            "step",
+            "By",
+            "Memory in use when the trainer was about to sleep: of the whole devices; on a CPU of its ranks.",
+        ),
+        Metric("trainer_asleep_bytes", "step", "By", "The same when it slept."),
+        Metric(
             "weights_checksum",
             "step",
             "1",

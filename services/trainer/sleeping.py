@@ -73,7 +73,11 @@ class Sleeping:
         return metrics
 
     def _change(self, request: TurnRequest, waiting: Callable[[], None]) -> MemoryChange:
-        self._metrics |= request.metrics
+        for name, value in request.metrics.items():
+            if name.endswith("_seconds"):  # there may be several changes of turns before a step
+                self._add(name, value)
+            else:
+                self._metrics[name] = value
         started = time.monotonic()
         if request.asleep == self.asleep:
             now = memory_in_use(self._learner.world.device)
