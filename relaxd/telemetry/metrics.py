@@ -251,7 +251,7 @@ METRICS: dict[str, Metric] = {
             "engine_awake_bytes",
             "step",
             "By",
-            "Memory in use when the engines were about to sleep: of the whole devices; on a CPU of the engines' processes.",
+            "Memory in use when the engines were about to sleep: of whole devices; on a CPU of the engines' processes.",
         ),
         Metric("engine_asleep_bytes", "step", "By", "The same when they slept."),
         Metric(
