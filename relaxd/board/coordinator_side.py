@@ -109,6 +109,7 @@ class CoordinatorSide(BoardCore):
             pointer, shared = "", b""
             if group.retry_of is None:
                 attempts.append(payloads.Attempt(self.prefix, name, group.columns))
+                self._check_size(group.group_id, "its prompt", attempts[-1])
                 pointer, shared = attempts[-1].pointer, attempts[-1].shared
             trace = json.dumps(dict(group.trace)) if group.trace else "{}"
             arguments += [group.group_id, pointer, trace, group.expected_bytes, group.retry_of or "", shared]

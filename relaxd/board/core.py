@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import redis
@@ -10,7 +11,7 @@ import redis
 from relaxd.board import payloads
 from relaxd.board.columns import decode_columns
 from relaxd.board.connection import Connection, script_hash
-from relaxd.board.errors import BoardError, RunMissing
+from relaxd.board.errors import BoardError, ColumnError, RunMissing
 from relaxd.board.stages import PUBLISH, Stage, producers
 from relaxd.board.types import Counts, DroppedGroup, QueueDepth
 from relaxd.config import BoardConfig
@@ -19,6 +20,15 @@ RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 WORKERS = "workers"
 WRITES = 3
 """How often payloads that expired before their script ran are written again."""
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raises BoardError for what can't be understood, naming it."""
+    try:
+        yield
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise BoardError(f"{what} is damaged in Redis: {error!r}") from error
 
 
 class BoardCore:
@@ -75,18 +85,19 @@ class BoardCore:
     def dropped(self, limit: int = 100) -> list[DroppedGroup]:
         """What is kept of the groups dropped last, newest first (at most the last few hundred). Raises ColumnError."""
         entries = self._connection.run(lambda client: client.xrevrange(f"{self.prefix}dropped", count=limit))
-        return [
-            DroppedGroup(
-                group_id=fields[b"group"].decode(),
-                reason=fields[b"reason"].decode(),
-                stage=fields[b"stage"].decode(),
-                attempt=int(fields[b"attempt"]),
-                time=float(fields[b"time"]),
-                retried=fields[b"retried"] == b"1",
-                columns=decode_columns(fields[b"columns"]) if fields[b"columns"] else {},
-            )
-            for _, fields in entries
-        ]
+        with reading(f"what is kept of the dropped groups of run {self.run_id}"):
+            return [
+                DroppedGroup(
+                    group_id=fields[b"group"].decode(),
+                    reason=fields[b"reason"].decode(),
+                    stage=fields[b"stage"].decode(),
+                    attempt=int(fields[b"attempt"]),
+                    time=float(fields[b"time"]),
+                    retried=fields[b"retried"] == b"1",
+                    columns=decode_columns(fields[b"columns"]) if fields[b"columns"] else {},
+                )
+                for _, fields in entries
+            ]
 
     def queues(self) -> list[QueueDepth]:
         """How many groups wait for each stage and are held in it, in the stages' order. Raises RunMissing."""
@@ -120,6 +131,14 @@ class BoardCore:
         if value is None:
             raise RunMissing(f"run {self.run_id} is not on the board")
         return value
+
+    def _check_size(self, group_id: str, what: str, attempt: payloads.Attempt) -> None:
+        """Raise ColumnError for columns that are too large for the board."""
+        if attempt.nbytes > self.limits.max_group_bytes:
+            raise ColumnError(
+                f"group {group_id}: {what} takes {attempt.nbytes} bytes; board.max_group_bytes allows "
+                f"{self.limits.max_group_bytes}"
+            )
 
     def _write_and_run(self, attempts: Sequence[payloads.Attempt], script: str, *arguments: Any) -> Any:
         """Write payloads and run the script that points to them, in one round trip."""

@@ -32,6 +32,8 @@ class Attempt:
             (f"{prefix}columns:{name}:{column}", encode_columns({column: columns[column]})) for column in large
         ]
         """Payloads to write before the script runs, and their keys."""
+        self.nbytes = len(self.shared) + sum(len(payload) for _, payload in self.large)
+        """What it takes in Redis."""
 
 
 def new_names(group_ids: Iterable[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """What a stage does on the board: take groups, load their columns, keep the hold, commit what it made of them."""
 
 import json
+import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from relaxd.board.stages import PUBLISH, VERSIONS
 from relaxd.board.types import Column, Delivery
 
 LONGEST_CLAIM_INTERVAL = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class StageSide(BoardCore):
@@ -114,6 +117,7 @@ class StageSide(BoardCore):
                     f"got {', '.join(sorted(columns)) or 'none'}"
                 )
             attempt = payloads.Attempt(self.prefix, name, columns)
+            self._check_size(delivery.group_id, f"what stage {delivery.stage!r} made of it", attempt)
             attempts.append(attempt)
             versions = columns.get(VERSIONS)
             version = int(versions.min()) if isinstance(versions, np.ndarray) and versions.size else ""
@@ -145,7 +149,7 @@ class StageSide(BoardCore):
         entries = self._connection.script(
             "claim", self.prefix, stage, consumer, count, lease, self.limits.max_deliveries
         )
-        return [_delivery(stage, consumer, id, fields, deliveries) for id, fields, deliveries in entries]
+        return self._readable(stage, consumer, entries)
 
     def _read(self, stream: str, stage: str, consumer: str, count: int, block: int | None) -> list[Delivery]:
         """New entries; `block` in milliseconds."""
@@ -157,11 +161,23 @@ class StageSide(BoardCore):
             return client.execute_command(*arguments, "STREAMS", stream, ">")
 
         reply = self._connection.run(operation)
-        return [
-            _delivery(stage, consumer, entry_id, fields, 1)
-            for _, entries in reply or ()
-            for entry_id, fields in entries
-        ]
+        return self._readable(stage, consumer, [(*entry, 1) for _, entries in reply or () for entry in entries])
+
+    def _readable(self, stage: str, consumer: str, entries: Sequence[tuple[Any, Any, int]]) -> list[Delivery]:
+        """Entries (id, fields, deliveries) as deliveries. What can't be read is dropped, counted as "damaged".
+
+        Otherwise each reader would die of it, and the next one that takes it over.
+        """
+        found, damaged = [], []
+        for entry_id, fields, deliveries in entries:
+            try:
+                found.append(_delivery(stage, consumer, entry_id, fields, deliveries))
+            except (KeyError, ValueError, TypeError, AttributeError) as error:
+                logger.error("entry %s of stage %s is damaged, and dropped: %r", entry_id, stage, error)
+                damaged.append(entry_id)
+        if damaged:
+            self._connection.script("discard", self.prefix, stage, *damaged)
+        return found
 
     def _read_payloads(self, keys: Collection[str]) -> dict[str, dict[str, Column] | None]:
         """Payloads by key, decoded, in one round trip; None for what is not there."""
@@ -216,7 +232,7 @@ def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries:
         stage=stage,
         consumer=consumer,
         attempt=int(fields.get(b"attempts", 0)) + deliveries,
-        trace={} if trace == b"{}" else json.loads(trace),
+        trace={} if trace == b"{}" else dict(json.loads(trace)),
         offered=int(entry_id.split(b"-", 1)[0]) * 1000,
         pointers={name.decode(): value.decode() for name, value in fields.items() if name[:1] == b"@"},
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import redis
 
-from relaxd.board.core import BoardCore
+from relaxd.board.core import BoardCore, reading
 from relaxd.board.stages import TRAIN
 from relaxd.board.times import GroupTimes, parse_times
 from relaxd.board.types import LedgerEntry
@@ -85,16 +85,17 @@ class TrainerSide(BoardCore):
         """The committed steps after `after_step`, in order."""
         key = f"{self.prefix}ledger"
         entries = self._connection.run(lambda client: client.xrange(key, min=f"{after_step + 1}-0", count=limit))
-        return [
-            LedgerEntry(
-                step=int(entry_id.split(b"-")[0]),
-                time=float(fields[b"time"]),
-                epoch=int(fields[b"epoch"]),
-                plan=json.loads(fields[b"plan"]),
-                metrics=json.loads(fields[b"metrics"]),
-            )
-            for entry_id, fields in entries
-        ]
+        with reading(f"the ledger of run {self.run_id} after step {after_step}"):
+            return [
+                LedgerEntry(
+                    step=int(entry_id.split(b"-")[0]),
+                    time=float(fields[b"time"]),
+                    epoch=int(fields[b"epoch"]),
+                    plan=json.loads(fields[b"plan"]),
+                    metrics=json.loads(fields[b"metrics"]),
+                )
+                for entry_id, fields in entries
+            ]
 
     def samples(self, step: int | None = None, limit: int = 100) -> list[dict[str, Any]]:
         """Samples that were kept with a step, or the newest of all steps; in order, each with its "step"."""
@@ -103,4 +104,5 @@ class TrainerSide(BoardCore):
             entries = self._connection.run(lambda client: client.xrevrange(key, count=limit))[::-1]
         else:
             entries = self._connection.run(lambda client: client.xrange(key, min=f"{step}", max=f"{step}", count=limit))
-        return [json.loads(fields[b"sample"]) | {"step": int(id.split(b"-")[0])} for id, fields in entries]
+        with reading(f"the samples of run {self.run_id}"):
+            return [json.loads(fields[b"sample"]) | {"step": int(id.split(b"-")[0])} for id, fields in entries]

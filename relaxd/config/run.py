@@ -239,6 +239,8 @@ class BoardConfig(Section):
     """More drops in a row than this, without a trained step between them, pause the run with the reason."""
     high_water_bytes: int = Field(default=1 << 30, ge=1 << 20)
     """Publishing stops while Redis uses more memory than this."""
+    max_group_bytes: int = Field(default=256 << 20, ge=1 << 10, le=512 << 20)
+    """Most bytes that a prompt, or what one stage makes of a group, may take in Redis. One that takes more fails."""
 
 
 class WeightsConfig(Section):

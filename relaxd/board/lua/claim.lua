@@ -8,9 +8,12 @@ for _, pending in ipairs(call('XPENDING', stream_key(stage), WORKERS, 'IDLE', le
   if entry then -- else it was deleted
     local fields = {}
     for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-    local before = tonumber(fields.attempts or 0) + pending[4]
-    if before >= max_deliveries then
-      drop(fields.group, read_group(fields.group), 'poison', stage, before, false, 0)
+    local group = fields.group and read_group(fields.group)
+    local before = tonumber(fields.attempts or 0)
+    if not (group and before) or group['entry:' .. stage] ~= pending[1] then
+      discard(stage, pending[1])
+    elseif before + pending[4] >= max_deliveries then
+      drop(fields.group, group, 'poison', stage, before + pending[4], false, 0)
     else
       call('HINCRBY', P .. 'redelivered', stage, 1)
       taken[#taken + 1] = { entry[1], entry[2], pending[4] + 1 }

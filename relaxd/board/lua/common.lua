@@ -137,11 +137,11 @@ end
 local function drop(id, group, reason, stage, attempt, retry, max_retries)
   local pointer = group['@publish']
   local retries = tonumber(group.retries or 0)
-  retry = retry and retries < max_retries
+  retry = retry and pointer and retries < max_retries
   if retry then call('HSET', RETRIES, id, retries .. '|' .. pointer) end
-  local prompt = payload_keys(pointer)[1]
+  local prompt = pointer and payload_keys(pointer)[1]
   local kept = ''
-  if call('STRLEN', prompt) <= KEPT_BYTES then kept = call('GET', prompt) or '' end
+  if prompt and call('STRLEN', prompt) <= KEPT_BYTES then kept = call('GET', prompt) or '' end
   local time = call('TIME')
   call('XADD', P .. 'dropped', 'MAXLEN', '~', KEPT_GROUPS, '*', 'group', id, 'reason', reason, 'stage', stage,
     'attempt', attempt, 'time', time[1] .. '.' .. string.format('%06d', time[2]), 'retried', retry and 1 or 0, 'columns', kept)
@@ -149,6 +149,16 @@ local function drop(id, group, reason, stage, attempt, retry, max_retries)
   call('HINCRBY', STATE, 'dropped', 1)
   call('HINCRBY', STATE, 'consecutive_drops', 1)
   call('HINCRBY', P .. 'drops', reason, 1)
+end
+
+-- Remove an entry that can't be read, whatever became of it. The group that it is the place of, if one is, can't go on.
+local function discard(stage, entry_id)
+  remove_entry(stage, entry_id)
+  for _, id in ipairs(call('SMEMBERS', OPEN)) do
+    if call('HGET', group_key(id), 'entry:' .. stage) == entry_id then
+      drop(id, read_group(id), 'damaged', stage, 0, false, 0)
+    end
+  end
 end
 
 -- Whether this very delivery still holds the group: same entry, same consumer, not delivered again since.

@@ -6,6 +6,12 @@ for _, pending in ipairs(call('XPENDING', stream_key(stage), WORKERS, '-', '+', 
   local entry = call('XRANGE', stream_key(stage), pending[1], pending[1])[1]
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-  hand_back(fields.group, read_group(fields.group), stage, tonumber(fields.attempts or 0) + pending[4], true, tonumber(ARGV[2]))
+  local group = fields.group and read_group(fields.group)
+  local before = tonumber(fields.attempts or 0)
+  if not (group and before) or group['entry:' .. stage] ~= pending[1] then
+    discard(stage, pending[1])
+  else
+    hand_back(fields.group, group, stage, before + pending[4], true, tonumber(ARGV[2]))
+  end
 end
 return finish(call('HINCRBY', STATE, 'trainer_epoch', 1))
