@@ -77,8 +77,9 @@ def test_processes_on_one_gpu_send_weights_to_each_other(
 
 @pytest.mark.gpu(2)
 def test_processes_on_two_gpus_send_weights_to_each_other(facts: Callable[[str, object], None]) -> None:
-    """As a trainer of two ranks does, whose first one sends to the engine on the second one's GPU."""
-    members = [Member(device, "cuda_ipc") for device in (0, 0, 1)]
+    """As a trainer of two ranks does, whose first one sends to the engine on the second one's GPU: neither sees the
+    other one's."""
+    members = [Member(0, "cuda_ipc", CUDA_VISIBLE_DEVICES=seen) for seen in ("0", "0", "1")]
     try:
         members[0].tell("host")
         port = members[0].answer()["port"]

@@ -19,10 +19,10 @@ ELEMENTS = [3, 1 << 20, 77, (64 << 20) + 5, 1 << 10, 128 << 20]
 class Member:
     """One process of a group, on a GPU of its own."""
 
-    def __init__(self, device: int, *words: str) -> None:
+    def __init__(self, device: int, *words: str, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.nccl_member", str(device), *words],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "NCCL_DEBUG": "WARN"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "NCCL_DEBUG": "WARN", **environment},
         )  # fmt: skip
 
     def tell(self, do: str, **command: Any) -> None:
