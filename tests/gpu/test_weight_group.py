@@ -22,7 +22,8 @@ class Member:
     def __init__(self, device: int, *words: str, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.nccl_member", str(device), *words],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "NCCL_DEBUG": "WARN", **environment},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "NCCL_DEBUG": "WARN", **environment},
         )  # fmt: skip
 
     def tell(self, do: str, **command: Any) -> None:
