@@ -5,7 +5,6 @@ getting it with whatever Python objects are in it (`relaxd.rewards.reasoning_gym
 """
 
 import difflib
-import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -60,7 +59,6 @@ def make_task(name: str, settings: Mapping[str, Any], size: int, seed: int) -> T
 
     Raises DataError: reasoning-gym isn't installed, has no such task, or the task refuses its settings.
     """
-    os.environ.setdefault("MPLBACKEND", "agg")  # reasoning-gym imports pyplot, which else looks for a display
     try:
         import reasoning_gym
     except ImportError as error:

@@ -32,6 +32,8 @@ REWARDS: dict[str, Reward] = {
     "reasoning_gym": reasoning_gym,
 }
 """The bundled rewards by name."""
+PACKAGES = {"reasoning_gym": ("reasoning_gym", "relaxd[reasoning]")}
+"""The package that a bundled reward imports when it is first used, and the requirement that brings it."""
 
 
 class UnknownRewardError(ValueError):
@@ -57,11 +59,19 @@ def check_name(name: str) -> None:
 def resolve(name: str) -> Reward:
     """Find a reward: a bundled one by name, or "package.module:function", which imports that module.
 
+    What a bundled one needs is imported, too: that may take longer than one sample has.
+
     Raises:
-        UnknownRewardError: there is none of that name, or the module can't be imported.
+        UnknownRewardError: there is none of that name, or the module or a needed package can't be imported.
     """
     check_name(name)
     if name in REWARDS:
+        if name in PACKAGES:
+            package, requirement = PACKAGES[name]
+            try:
+                importlib.import_module(package)
+            except ImportError as error:
+                raise UnknownRewardError(f"reward \"{name}\": {error} (pip install '{requirement}')") from error
         return REWARDS[name]
     module_name, _, function_name = name.partition(":")
     try:

@@ -160,10 +160,28 @@ def test_a_missing_package_is_named_with_the_command(tmp_path: Path) -> None:
         "import sys; sys.modules['reasoning_gym'] = None\n"
         "from relaxd.config import ReasoningGymConfig\n"
         "from relaxd.data.reasoning_gym import reasoning_gym\n"
+        "from relaxd.rewards import UnknownRewardError, resolve\n"
+        "try:\n"
+        "    resolve('reasoning_gym')\n"
+        "except UnknownRewardError as error:\n"
+        "    print(error)\n"
         "reasoning_gym(ReasoningGymConfig(task='chain_sum'))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "(pip install 'relaxd[reasoning]')" in done.stdout
     assert "data.source: reasoning-gym is not installed: pip install 'relaxd[reasoning]'" in done.stderr
+
+
+def test_the_package_is_imported_before_the_first_sample() -> None:
+    code = (
+        "import sys\n"
+        "from relaxd.rewards import resolve\n"
+        "before = 'reasoning_gym' in sys.modules\n"
+        "resolve('reasoning_gym')\n"
+        "print(before, 'reasoning_gym' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 def test_a_run_s_data(tmp_path: Path) -> None:
