@@ -117,7 +117,7 @@ class Membership:
         try:
             await self._coordinator.Heartbeat(request, timeout=1.0)
         except grpc.aio.AioRpcError as error:
-            _log.warning("the coordinator at %s was not told: %s", self._address, explain(error))
+            _log.info("the coordinator at %s was not told: %s", self._address, explain(error))
 
     async def _heartbeat(self) -> bool:
         """Send one heartbeat. Returns whether this replica is still known, as far as anyone can say."""

@@ -365,7 +365,8 @@ async def _end(
     for task in (following, belonging):
         task.cancel()
     await asyncio.wait({following, belonging})
-    if life.broken and life.membership:
+    # That it failed, or else that it goes of its own accord: nobody has to bring it back.
+    if (life.broken or not life.restarting) and life.membership and life.joined.is_set():
         await life.membership.last_word()
     await life.follower.stop(max(0.5, end - loop.time()))
     await server.stop(max(0.0, min(1.0, end - loop.time())))

@@ -102,8 +102,10 @@ class Signs:
         if watch is None or watch.registered_at != replica.registered_at:
             watch = _Watch(replica.registered_at, status.progress, face, moved=now, spoke=now)
             self._watches[replica.replica_id] = watch
-        # The trainer's loop turns whatever it waits for; the others have nothing to do without groups.
+        # The trainer's loop turns whatever it waits for; the others have nothing to do without groups, and an engine
+        # can't do anything without weights.
         idle = not status.held_groups and replica.registration.role != ROLE_TRAINER
+        idle = idle or (replica.registration.role == ROLE_ROLLOUT and not status.HasField("weights"))
         if status.progress != watch.progress or idle or status.state != REPLICA_STATE_READY:
             watch.moved = now
         if face != watch.face or status.progress != watch.progress:

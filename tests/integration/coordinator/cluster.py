@@ -162,5 +162,5 @@ class Cluster:
 
     def start_when_up(self, run_id: str, **overrides: Any) -> pb.Run:
         """`start_run` as soon as the coordinator answers."""
-        self.until("the coordinator", lambda: self.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None)
+        self.until("the coordinator", lambda: self.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None, 120)
         return self.start_run(run_id, **overrides)
