@@ -31,6 +31,8 @@ PAUSE_MODES = {
 }
 SHORT_SECONDS = 3.0
 """Deadline of calls that only have to change a flag: resume, leave."""
+SILENT_SECONDS = 1.0
+"""The same for a member that had not answered when others reported a failure: it may be frozen, and all wait for it."""
 MARGIN_SECONDS = 1.0
 """A call's deadline beyond the deadline that its callee keeps by itself."""
 ECHO_SECONDS = 0.2
@@ -43,7 +45,8 @@ class SyncFailed(Exception):
     """A synchronisation ended without success.
 
     `blamed` are the members that are dead or late, or have other weights than were sent; `wrong` are the latter.
-    `refused` are those that answered with an error, which may be the fault of others.
+    `refused` are those that answered with an error, which may be the fault of others. `silent` are those that had not
+    answered yet.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class SyncFailed(Exception):
         blamed: Iterable[Member] = (),
         wrong: Iterable[Member] = (),
         refused: Iterable[Member] = (),
+        silent: Iterable[Member] = (),
     ) -> None:
         super().__init__(reason)
+        self.silent = frozenset(silent)
         self.refused = frozenset(refused)
         self.wrong = frozenset(wrong)
         self.blamed = frozenset(blamed) | self.wrong
@@ -190,16 +195,22 @@ class WeightCalls:
         group: GroupRecord | None,
         engines: Sequence[Member],
         wrong: Collection[Member] = (),
+        quiet: Collection[Member] = (),
     ) -> set[Member]:
         """Make everybody leave the group, which aborts what they are in, and let engines go on that may.
 
-        Those that were touched serve nothing, nor do those with `wrong` weights.
+        Those that were touched serve nothing, nor do those with `wrong` weights. `quiet` members, which may be frozen,
+        are waited for less long.
         Returns the members that are gone or don't answer; raises no SyncFailed.
         """
         members = set(engines) | ({group.trainer, *group.engines} if group else set())
         there = [member for member in members if self._registry.holds(member)]
         answers = await asyncio.gather(
-            *(self._let_go(sync_id, group, m, m in wrong) for m in there), return_exceptions=True
+            *(
+                self._let_go(sync_id, group, m, m in wrong, SILENT_SECONDS if m in quiet else SHORT_SECONDS)
+                for m in there
+            ),
+            return_exceptions=True,
         )
         silent = members - set(there)
         for member, answer in zip(there, answers, strict=True):
@@ -211,20 +222,30 @@ class WeightCalls:
                 raise answer
         return silent
 
-    async def _let_go(self, sync_id: int, group: GroupRecord | None, member: Member, wrong: bool) -> None:
+    async def _let_go(
+        self, sync_id: int, group: GroupRecord | None, member: Member, wrong: bool, seconds: float
+    ) -> None:
         if group is not None:
-            answer = await self._leave(sync_id, group, member, quarantine=wrong)
+            answer = await self._leave(sync_id, group, member, quarantine=wrong, seconds=seconds)
             if member == group.trainer or answer.quarantined:
                 return
         await self._resume(sync_id, member)
 
-    def _leave(self, sync_id: int, group: GroupRecord, member: Member, *, quarantine: bool = False) -> Call:
+    def _leave(
+        self,
+        sync_id: int,
+        group: GroupRecord,
+        member: Member,
+        *,
+        quarantine: bool = False,
+        seconds: float = SHORT_SECONDS,
+    ) -> Call:
         if member == group.trainer:
             request = trainer_pb2.TrainerLeaveWeightGroupRequest(sync_id=sync_id, group_name=group.name)
-            return self._trainer(member).LeaveWeightGroup(request, timeout=SHORT_SECONDS)
+            return self._trainer(member).LeaveWeightGroup(request, timeout=seconds)
         return self._rollout(member).LeaveWeightGroup(
             rollout_pb2.LeaveWeightGroupRequest(sync_id=sync_id, group_name=group.name, quarantine=quarantine),
-            timeout=SHORT_SECONDS,
+            timeout=seconds,
         )
 
     async def _together(
@@ -260,7 +281,8 @@ class WeightCalls:
                 said.append(f"{member.replica_id}: {explain(error)}")
                 (blamed if error.code() in TO_BLAME else refused).append(member)
         if said or pending:
-            raise SyncFailed(f"could not {what} ({'; '.join(said)})", blamed, refused=refused)
+            silent = [member for member, task in tasks.items() if task in pending]
+            raise SyncFailed(f"could not {what} ({'; '.join(said)})", blamed, refused=refused, silent=silent)
         return {member: task.result() for member, task in tasks.items()}
 
     def _trainer(self, member: Member) -> TrainerStub:

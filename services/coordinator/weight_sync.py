@@ -182,7 +182,7 @@ class WeightSync:
                     await recording
                 if error.wrong:
                     logger.error("%s: they serve nothing and get them again", error)
-                silent = await self._calls.abort(sync_id, self.record.group, engines, error.wrong)
+                silent = await self._calls.abort(sync_id, self.record.group, engines, error.wrong, error.silent)
                 await self._save(running=False, group=None)
                 blamed = error.blamed | silent
                 if trainer in silent or (len(engines) > 1 and blamed.issuperset(engines)):
