@@ -9,6 +9,8 @@ from tokenizers import Tokenizer
 
 from relaxd.data.errors import DataError
 
+TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
 
 @dataclass(frozen=True)
 class ModelFolder:
@@ -27,7 +29,7 @@ class ModelFolder:
 
 
 def read_model_folder(folder: Path) -> ModelFolder:
-    """Read config.json, generation_config.json, tokenizer.json and tokenizer_config.json.
+    """Read config.json, generation_config.json, tokenizer.json, and what there is of TOKENIZER_FILES.
 
     Raises DataError: a file is missing or broken.
     """
@@ -40,7 +42,9 @@ def read_model_folder(folder: Path) -> ModelFolder:
     generation = folder / "generation_config.json"
     configured = (_json(generation) if generation.is_file() else text_config).get("eos_token_id")
     end_ids = set(configured if isinstance(configured, list) else [configured])
-    eos_token = _json(folder / "tokenizer_config.json").get("eos_token")
+    # Where the former doesn't say, the latter does, in folders of older versions of transformers.
+    named = [_json(file) for name in TOKENIZER_FILES if (file := folder / name).is_file()]
+    eos_token = next((words["eos_token"] for words in named if words.get("eos_token")), None)
     eos_text = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
     if eos_text is not None:
         end_ids.add(tokenizer.token_to_id(eos_text))
