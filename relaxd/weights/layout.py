@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from relaxd.weights.group import Transport
-from relaxd.weights.manifest import Bucket, ManifestError
+from relaxd.weights.manifest import Bucket, tensors_of
 
 Layout = Literal["flat", "direct"]
 """flat: one broadcast per bucket, of a buffer that holds its tensors one after the other (`pack`, `unpack`).
@@ -44,12 +44,4 @@ def as_sent(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> list[torch.T
 
     Raises ManifestError where a tensor is missing or of another shape.
     """
-    sent = []
-    for spec in bucket.tensors:
-        tensor = tensors.get(spec.name)
-        if tensor is None:
-            raise ManifestError(f"{spec.name} is to be sent, but there is no such tensor")
-        if tuple(tensor.shape) != spec.shape:
-            raise ManifestError(f"{spec.name} is of shape {tuple(tensor.shape)}; the manifest says {spec.shape}")
-        sent.append(tensor.to(spec.dtype).contiguous())
-    return sent
+    return [tensor.to(spec.dtype).contiguous() for spec, tensor in tensors_of(bucket, tensors)]

@@ -73,18 +73,27 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, source_rank: in
     return buckets
 
 
-def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
-    """Copy a bucket's tensors, converted to their wire types, into a uint8 buffer [>= bucket.nbytes].
+def tensors_of(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """The tensors that a bucket is made of, as they are, of whatever type.
 
-    Returns the filled part of the buffer. Raises ManifestError where a tensor is missing or of another shape.
+    Raises ManifestError where one is missing or of another shape.
     """
-    offset = 0
     for spec in bucket.tensors:
         tensor = tensors.get(spec.name)
         if tensor is None:
             raise ManifestError(f"{spec.name} is to be sent, but there is no such tensor")
         if tuple(tensor.shape) != spec.shape:
             raise ManifestError(f"{spec.name} is of shape {tuple(tensor.shape)}; the manifest says {spec.shape}")
+        yield spec, tensor
+
+
+def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
+    """Copy a bucket's tensors, converted to their wire types, into a uint8 buffer [>= bucket.nbytes].
+
+    Returns the filled part of the buffer. Raises ManifestError where a tensor is missing or of another shape.
+    """
+    offset = 0
+    for spec, tensor in tensors_of(bucket, tensors):
         target = buffer[offset : offset + spec.nbytes]
         if offset % spec.dtype.itemsize == 0:
             target.view(spec.dtype).view(spec.shape).copy_(tensor)
