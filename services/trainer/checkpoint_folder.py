@@ -19,6 +19,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from services.trainer.durable import sync
+
 MANIFEST, STATE = "manifest.json", "state.json"
 NAME = re.compile(r"step-(\d{6,})")
 REPORT = re.compile(r"written-(\d+)\.json")
@@ -145,13 +147,13 @@ def seal(partial: Path, final: Path, state: CheckpointState) -> None:
         if REPORT.fullmatch(path.name):
             path.unlink()
         elif path.name not in files:
-            _sync(path)
+            sync(path)
             files[path.name] = describe(path)
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=2, sort_keys=True) + "\n")
-    _sync(partial / MANIFEST)
-    _sync(partial)
+    sync(partial / MANIFEST)
+    sync(partial)
     os.rename(partial, final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def read_state(path: Path) -> CheckpointState:
@@ -221,11 +223,3 @@ def rotate(run_folder: Path, keep: int) -> int | None:
         if steps and int(path.name.split("-")[1].split(".")[0]) < steps[:keep][-1]:
             shutil.rmtree(path, ignore_errors=True)
     return steps[keep - 1] if len(steps) >= keep else None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

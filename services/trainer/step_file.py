@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from services.trainer.durable import sync
 from services.trainer.plan import Plan, PlanError
 
 JSON_SUFFIX = ":json"
@@ -66,9 +67,9 @@ def write_step_file(path: Path, plan: Plan, groups: Mapping[str, Columns]) -> No
     # The epoch in the name keeps a frozen trainer that wakes up from writing into its successor's file.
     partial = path.with_name(f"{path.name}.{plan.epoch}.partial")
     save_file(tensors, partial, metadata={"plan": json.dumps(plan.to_json())})
-    _sync(partial)
+    sync(partial)
     os.replace(partial, path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def read_step_file(path: Path) -> StepFile:
@@ -113,11 +114,3 @@ def read_committed(run_folder: Path, step: int, ledger_plan: Mapping[str, Any]) 
     if found.plan != Plan.from_json(ledger_plan):
         raise StepFileError(f"{path} has another plan than the ledger has for step {step}: it isn't the committed one")
     return found
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
