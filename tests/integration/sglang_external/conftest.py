@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from tests.integration.sglang_external.external_kit import CPU_FLAGS, Server
+from tests.integration.sglang_external.external_kit import CPU_FLAGS, Server, Trainer
 from tests.models import make_tiny_model
 from tests.sglang.environment import EnvironmentUnavailable, sglang_python
 
@@ -13,6 +15,15 @@ from tests.sglang.environment import EnvironmentUnavailable, sglang_python
 @pytest.fixture(scope="package")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3")
+
+
+@pytest.fixture(scope="module")
+def trainer(model: Path) -> Iterator[Trainer]:
+    tensors = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    del tensors["lm_head.weight"]  # tied
+    trainer = Trainer(tensors, bucket_bytes=60_000)
+    yield trainer
+    trainer.close()
 
 
 @pytest.fixture(scope="package")

@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from relaxd.config import RolloutConfig
 from relaxd.rpc.child import ChildRequestError, ChildTimeout
@@ -29,15 +29,6 @@ from tests.integration.sglang_external.external_kit import (
     logprobs,
 )
 from tests.models import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def trainer(model: Path) -> Iterator[Trainer]:
-    tensors = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
-    del tensors["lm_head.weight"]  # tied
-    trainer = Trainer(tensors, bucket_bytes=60_000)
-    yield trainer
-    trainer.close()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The rollout service as a process with an external SGLang server: calls, the board, and what dies."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,6 @@ from relaxd.board import Board, NewGroup, stages_for
 from relaxd.v1 import rollout_pb2, weights_pb2
 from tests.integration.rollout.rollout_kit import READY, RUN_ID, STARTING, Coordinator, Replica, make_config
 from tests.integration.sglang_external.external_kit import KEY, PROMPT, Server, Trainer, changes, logprobs
-
-
-@pytest.fixture
-def trainer(model: Path) -> Iterator[Trainer]:
-    tensors = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
-    del tensors["lm_head.weight"]  # tied
-    trainer = Trainer(tensors, bucket_bytes=60_000)
-    yield trainer
-    trainer.close()
 
 
 def sync(replica: Replica, trainer: Trainer, sync_id: int) -> None:

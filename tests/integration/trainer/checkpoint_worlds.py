@@ -3,11 +3,7 @@
 A process costs seconds of imports, so one spawn does a list of jobs, one after the other.
 """
 
-import os
-import pickle
 import random
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.integration.trainer import trainer_worlds
 from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples
 
 
@@ -92,44 +89,11 @@ def run_job(job: CheckpointJob, ranks: int = 1) -> dict[str, Any]:
 
 def run_world(jobs: list[CheckpointJob], ranks: int, folder: Path, port: int) -> list[list[dict[str, Any]]]:
     """Run jobs in a world of `ranks` gloo processes. Returns for each job the results of each rank."""
-    folder.mkdir()
-    (folder / "jobs.pickle").write_bytes(pickle.dumps(jobs))
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.integration.trainer.checkpoint_worlds", str(folder)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**environment, "RANK": str(rank), "WORLD_SIZE": str(ranks)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, process in enumerate(processes):
-        assert process.returncode == 0, f"rank {rank} failed:\n{outputs[rank]}"
-    by_rank = [pickle.loads((folder / f"rank-{rank}.pickle").read_bytes()) for rank in range(ranks)]
-    return [list(results) for results in zip(*by_rank, strict=True)]
-
-
-def main() -> None:
-    """One rank."""
-    folder = Path(sys.argv[1])
-    jobs: list[CheckpointJob] = pickle.loads((folder / "jobs.pickle").read_bytes())
-    results = [run_job(job, int(os.environ["WORLD_SIZE"])) for job in jobs]
-    (folder / f"rank-{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(results))
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
+    return trainer_worlds.run_world(jobs, ranks, folder, port, program=__name__)
 
 
 if __name__ == "__main__":
     # Under its own name, or the pickled jobs would be of another class than __main__'s.
     from tests.integration.trainer import checkpoint_worlds
 
-    checkpoint_worlds.main()
+    trainer_worlds.work(checkpoint_worlds.run_job)

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,15 +187,18 @@ def copied(learner: Any) -> dict[str, np.ndarray]:
     return {name: tensor.float().cpu().numpy().copy() for name, tensor in learner.iter_hf_tensors()}
 
 
-def run_world(jobs: list[Job], ranks: int, folder: Path, port: int, timeout: float = 120) -> list[list[dict[str, Any]]]:
-    """Run jobs in a world of `ranks` gloo processes.
+def run_world(
+    jobs: Sequence[Any], ranks: int, folder: Path, port: int, timeout: float = 120, program: str = __name__
+) -> list[list[dict[str, Any]]]:
+    """Run jobs in a world of `ranks` gloo processes, each of which runs the module `program`, which calls `work`.
 
     Returns:
         For each job the results of each rank.
     """
+    folder.mkdir(exist_ok=True)
     (folder / "jobs.pickle").write_bytes(pickle.dumps(jobs))
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.integration.trainer.trainer_worlds", str(folder)]
+    command = [sys.executable, "-m", program, str(folder)]
     processes = [
         subprocess.Popen(
             command,
@@ -216,12 +220,12 @@ def run_world(jobs: list[Job], ranks: int, folder: Path, port: int, timeout: flo
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-def main() -> None:
-    """One rank."""
+def work(run: Callable[[Any, int], dict[str, Any]]) -> None:
+    """Be one rank: run every job."""
     folder = Path(sys.argv[1])
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    jobs: list[Job] = pickle.loads((folder / "jobs.pickle").read_bytes())
-    results = [run_job(job, ranks) for job in jobs]
+    jobs: list[Any] = pickle.loads((folder / "jobs.pickle").read_bytes())
+    results = [run(job, ranks) for job in jobs]
     (folder / f"rank-{rank}.pickle").write_bytes(pickle.dumps(results))
     import torch.distributed as dist
 
@@ -232,4 +236,4 @@ if __name__ == "__main__":
     # Under its own name, or the pickled jobs would be of another class than __main__'s.
     from tests.integration.trainer import trainer_worlds
 
-    trainer_worlds.main()
+    trainer_worlds.work(trainer_worlds.run_job)
