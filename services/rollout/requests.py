@@ -18,6 +18,8 @@ MEMORY_PARTS: dict[int, MemoryPart] = {
     rollout_pb2.MEMORY_PART_KEY_VALUE_CACHE: "kv_cache",
 }
 
+TEMPERATURES = (1e-3, 1e3)
+"""Logits divided by less are infinite, and would fail every request in the batch."""
 MOST_SAMPLES = 4096
 """Most samples of one request."""
 
@@ -44,10 +46,11 @@ def parse_generate(
             "sampling.max_new_tokens",
             f"is {new}: with the prompt's {len(prompt)} tokens that is more than the model's context of {context}",
         )
+    low, high = TEMPERATURES
     violations.check(
-        0 <= asked.temperature < float("inf"),
+        asked.temperature == 0 or low <= asked.temperature <= high,
         "sampling.temperature",
-        f"is {asked.temperature:g}: it must be 0 (greedy) or positive",
+        f"is {asked.temperature:g}: it must be 0 (greedy), or {low:g} to {high:g}",
     )
     violations.check(
         0 <= asked.top_p <= 1, "sampling.top_p", f"is {asked.top_p:g}: it must be 0 to 1 (0 and 1 are off)"

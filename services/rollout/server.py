@@ -185,7 +185,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         """See the proto."""
         timeout = request.timeout_seconds
         violations = Violations()
-        violations.check(0 < timeout < float("inf"), "timeout_seconds", f"is {timeout:g}: it must be positive")
+        violations.check(
+            0 < timeout <= MOST_SECONDS,
+            "timeout_seconds",
+            f"is {timeout:g}: it must be positive, and at most {MOST_SECONDS:g}",
+        )
         violations.raise_if_any()
         engine = self._own_engine()
         self._sync_ids.take(request.sync_id)
@@ -200,7 +204,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         """See the proto."""
         timeout = request.timeout_seconds
         violations = Violations()
-        violations.check(0 < timeout < float("inf"), "timeout_seconds", f"is {timeout:g}: it must be positive")
+        violations.check(
+            0 < timeout <= MOST_SECONDS,
+            "timeout_seconds",
+            f"is {timeout:g}: it must be positive, and at most {MOST_SECONDS:g}",
+        )
         violations.check(request.parts, "parts", "is empty: name what to take")
         for index, part in enumerate(request.parts):
             violations.check(part in MEMORY_PARTS, f"parts[{index}]", f"is {part}: no such MemoryPart")

@@ -278,7 +278,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     ) -> weights_pb2.MemoryChange:
         seconds = request.timeout_seconds
         violations = Violations()
-        violations.check(0 < seconds < float("inf"), "timeout_seconds", f"is {seconds:g}: it must be positive")
+        violations.check(
+            0 < seconds <= MOST_SECONDS,
+            "timeout_seconds",
+            f"is {seconds:g}: it must be positive, and at most {MOST_SECONDS:g}",
+        )
         for name, value in metrics.items():
             violations.check(math.isfinite(value), f"metrics[{name!r}]", f"is {value}: it must be finite")
         violations.raise_if_any()
