@@ -52,16 +52,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.split("\n")[0])
     parser.add_argument("--messages", type=int, default=100_000, help="messages to send in all")
     parser.add_argument("--seed", type=int, default=1, help="of the messages")
+    parser.add_argument("--minutes", type=float, default=0, help="end after so long, whatever is left; 0 is no limit")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # which ends the services, too
     console = Console()
     with tempfile.TemporaryDirectory(prefix="relaxd-fuzz-", ignore_cleanup_errors=True) as folder:
         console.print(f"seed {arguments.seed}; starting the services ...")
         with fleet(Path(folder)) as victims:
-            return _attack(console, victims, arguments.messages, arguments.seed)
+            return _attack(console, victims, arguments.messages, arguments.seed, 60 * arguments.minutes)
 
 
-def _attack(console: Console, victims: Fleet, messages: int, seed: int) -> int:
+def _attack(console: Console, victims: Fleet, messages: int, seed: int, seconds: float) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("warming up", total=max(WARM_UP, messages // 5))
@@ -80,7 +81,7 @@ def _attack(console: Console, victims: Fleet, messages: int, seed: int) -> int:
             progress.update(task, completed=report.messages, description=f"attacking ({len(report.wrong)} wrong)")
 
         begun = time.monotonic()
-        report = asyncio.run(attack(victims, messages, seed, told=told))
+        report = asyncio.run(attack(victims, messages, seed, seconds=seconds, told=told))
         seconds = time.monotonic() - begun
     after = victims.resources()
     problems = problems_of(victims, report, before)

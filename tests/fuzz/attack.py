@@ -74,9 +74,16 @@ def methods_of(target: Target) -> list[MethodDescriptor]:
 
 
 async def attack(
-    fleet: Fleet, messages: int, seed: int, *, told: Callable[[Report], None] = lambda report: None
+    fleet: Fleet,
+    messages: int,
+    seed: int,
+    *,
+    seconds: float = 0.0,
+    told: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Send about `messages` messages in all, the same number to each call. `told` is called now and then.
+
+    With `seconds`, no round begins after them.
 
     In rounds: after each one the run must go on, which also heals an engine that was quarantined as it was asked to be.
     """
@@ -85,7 +92,10 @@ async def attack(
     calls = sum(len(methods_of(target)) for target in targets)
     each = max(1, -(-messages // calls))
     rounds = max(1, messages // ROUND)
+    begun = time.monotonic()
     for number in range(rounds):
+        if seconds and time.monotonic() - begun > seconds:
+            break
         share = each * (number + 1) // rounds - each * number // rounds
         seed_of_round = f"{seed}-{number}"
         work = (_attack_target(fleet, target, share, seed_of_round, report, told) for target in targets)
