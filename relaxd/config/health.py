@@ -33,6 +33,6 @@ class HealthConfig(Section):
     """Pause before a replica's second restart within the window, and between two rebuilds of a role; doubles with each
     further one."""
     role_timeout_seconds: float = Field(default=300.0, gt=0)
-    """A role without any working replica for this long is rebuilt, and has this long to come back each time."""
+    """A role of which no replica has been there for this long is rebuilt, as is one whose replicas are all given up."""
     max_rebuilds: int = Field(default=2, ge=0)
     """Rebuilds of a role, without a step committed in between, before the run fails."""

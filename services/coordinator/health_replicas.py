@@ -33,22 +33,27 @@ class FirstTier:
         self._config = config
         self._signs = signs
         self._troubles = troubles
-        self._leaving: set[str] = set()
-        """Instances that were drained: when they go, that is as it should be."""
+        self._leaving: dict[str, str] = {}
+        """Replica ids, by instance, of those that are drained: that they go is as it should be."""
 
     def look(self, draft: Draft, live: Mapping[str, Replica]) -> None:
         """Bring the draft up to date with the newest replica of each instance that is registered."""
         for instance, replica in live.items():
-            one = draft.replicas.get(instance) or self._new(draft, replica)
-            draining = replica.draining or replica.status.state == REPLICA_STATE_DRAINING
-            if draining and one.state not in DOWN:
-                self._leaving.add(instance)
-            elif not draining:
-                self._leaving.discard(instance)
+            one = draft.replicas.get(instance)
+            if replica.draining or replica.status.state == REPLICA_STATE_DRAINING:
+                if one is None or one.state not in DOWN:
+                    self._leaving[instance] = replica.replica_id
+                    draft.replicas.pop(instance, None)
+                continue
+            left = self._leaving.pop(instance, replica.replica_id)
+            if left != replica.replica_id:
+                draft.gone.append(left)
+            one = one or self._new(draft, replica)
             if one.replica_id != replica.replica_id:
                 one = self._successor(draft, one, replica)
-            if not draining:
-                self._judge(draft, one, replica)
+            self._judge(draft, one, replica)
+        for instance in [instance for instance in self._leaving if instance not in live]:
+            draft.gone.append(self._leaving.pop(instance))
         for instance in [instance for instance in draft.replicas if instance not in live]:
             self._missing(draft, draft.replicas[instance])
 
@@ -68,7 +73,7 @@ class FirstTier:
         """Another process has taken the place of the one that was known."""
         draft.gone.append(one.replica_id)
         changes = {"replica_id": replica.replica_id, "address": replica.registration.address, "seen_working": False}
-        if one.state in DOWN or one.instance in self._leaving:
+        if one.state in DOWN:
             return draft.set_replica(one, **changes)
         text = f"{one.replica_id} died, and {replica.replica_id} has taken its place"
         draft.tell(one.role, one.instance, Health.RESTARTING, text)
@@ -129,10 +134,7 @@ class FirstTier:
             self._waiting(draft, one)
             return
         draft.gone.append(one.replica_id)
-        if one.instance in self._leaving:
-            self._leaving.discard(one.instance)
-            del draft.replicas[one.instance]
-        elif not one.supervised:
+        if not one.supervised:
             draft.tell(one.role, one.instance, Health.FAILED, f"{one.replica_id} is gone; nobody starts it again")
             del draft.replicas[one.instance]
         else:

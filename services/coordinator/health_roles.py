@@ -47,18 +47,17 @@ class SecondTier:
             and not (instance in draft.replicas and draft.replicas[instance].state == Health.FAILED)
             for instance, replica in live.items()
         )
-        if coming and one.state != Health.REBUILDING:
+        if coming:  # however long that takes: one that hangs as it starts is the first tier's
             self._hope[role] = time.monotonic()
         absent = time.monotonic() - self._hope.setdefault(role, time.monotonic())
         exhausted = bool(places) and all(place.state == Health.FAILED for place in places)
         why = places[-1].reason if exhausted else f"no {role.lower()} replica has been there for {absent:.0f} s"
         if one.state == Health.HEALTHY:
             one = draft.set_role(one, state=Health.SUSPECT, reason="no replica of it works")
-        if one.state == Health.REBUILDING:
-            waited = time.time() - one.since
-            if exhausted or waited > self._config.role_timeout_seconds:
-                self._rebuild_or_fail(draft, one, why, signs)
-        elif one.state == Health.SUSPECT and (exhausted or absent > self._config.role_timeout_seconds):
+        if one.state == Health.FAILED:
+            self.failure = one.reason  # an earlier coordinator came as far as this
+        # Where people have taken all replicas away there is nothing to bring back: paused, the run waits for others.
+        elif exhausted or (absent > self._config.role_timeout_seconds and (places or one.state != Health.REBUILDING)):
             self._rebuild_or_fail(draft, one, why, signs)
 
     def _works(self, draft: Draft, one: RoleHealth, signs: RoleSigns) -> None:

@@ -119,6 +119,12 @@ class HealthCluster(Cluster):
         """The process of a service now."""
         return psutil.Process(self.service(name).pid)
 
+    def remove(self, name: str) -> None:
+        """End a service for good: its supervisor, stopped, can't start it again. Only once, and for the last fault."""
+        process = self.process(name)
+        self.send("supervisor", signal.SIGSTOP)
+        process.terminate()
+
     # --- looking
 
     def health(self, name: str) -> health_pb2.Health:

@@ -1,5 +1,8 @@
 """Second tier: a role that can't be brought back is rebuilt as a whole while the run is paused; then the run fails."""
 
+import signal
+import time
+
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT
 from tests.integration.health.kit import FAILED, HEALTHY, REBUILDING, HealthCluster
@@ -43,4 +46,23 @@ def test_a_rebuilt_role_resumes_the_run(cluster: HealthCluster) -> None:
     cluster.until_state(pb.RUN_STATE_RUNNING)
     cluster.goes_on()
     assert cluster.until("no rebuild counts", lambda: cluster.health("trainer").restarts == 0)
+    cluster.ended_run()
+
+
+def test_what_people_took_away_is_waited_for(cluster: HealthCluster) -> None:
+    cluster.begin(health__role_timeout_seconds=2.0, health__max_rebuilds=1)
+    cluster.rollout("by-hand")
+    cluster.until("it works", lambda: cluster.calls("by-hand", "generate"), 60)
+    cluster.remove("rollout-1")
+    cluster.goes_on()
+    cluster.send("by-hand", signal.SIGTERM)
+    cluster.processes.pop("by-hand").wait()
+    run = cluster.until_state(pb.RUN_STATE_PAUSED, 60)
+    assert "no rollout replica has been there for" in run.reason
+    events = cluster.events()
+    assert not [event for event in events if event.instance], events  # whoever goes in peace is not missed
+    time.sleep(3.0)  # longer than role_timeout_seconds, and no rebuild is left
+    cluster.rollout("another")
+    cluster.until_state(pb.RUN_STATE_RUNNING, 60)
+    cluster.goes_on()
     cluster.ended_run()
