@@ -18,6 +18,8 @@ class Failure:
 
     reason: str
     """Why, for people."""
+    died: bool = False
+    """The process died over it, or was killed by somebody else."""
 
 
 class PoolClosedError(Exception):
@@ -72,8 +74,9 @@ class WorkerPool:
             timeout_seconds: for each sample; neither waiting for a worker nor loading the reward counts. A worker that
                 takes longer is killed, and whatever it started with it.
 
-        An exception, a value that is no finite number, a hang or a crash is a Failure of that sample alone. When this
-        coroutine is cancelled, so is the work. Raises PoolClosedError when the pool is closed meanwhile.
+        An exception, a value that is no finite number, a hang or a crash is a Failure of that sample alone. A sample
+        over which a process died is tried once more: it may have been killed from outside, or for want of memory. When
+        this coroutine is cancelled, so is the work. Raises PoolClosedError when the pool is closed meanwhile.
         """
         tasks = [asyncio.create_task(self._score(reward, sample, timeout_seconds)) for sample in samples]
         try:
@@ -90,6 +93,8 @@ class WorkerPool:
 
     async def _score(self, reward: str, sample: RewardInput, timeout_seconds: float) -> RewardOutput | Failure:
         answer = await self._ask(reward, sample, timeout_seconds)
+        if isinstance(answer, Failure) and answer.died:
+            answer = await self._ask(reward, sample, timeout_seconds)
         self.scored += 1
         return answer if isinstance(answer, Failure) else RewardOutput(answer["reward"], answer["parts"])
 
@@ -118,7 +123,7 @@ class WorkerPool:
             return Failure(f"{what} took longer than {limit:g} s; its process was killed")
         except ChildExited as error:
             self._raise_if_closed()
-            return Failure(f"the process that ran the reward died: {_how(error.exit_code)}")
+            return Failure(f"the process that ran the reward died: {_how(error.exit_code)}", died=True)
         finally:
             # Late, dead, or given up by its caller in the middle of a sample: the next sample gets a new process.
             if not answered:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -39,6 +40,15 @@ async def test_scores_come_back_in_order(pool):
     outputs = await pool.score("addition", samples, 10.0)
     assert [output.reward for output in outputs] == [0, 0, 1, 0]
     assert outputs[2] == RewardOutput(1.0, {"accuracy": 1.0, "format": 1.0})
+
+
+async def test_a_sample_whose_process_was_killed_is_tried_once_more(pool, tmp_path):
+    scoring = asyncio.create_task(score(pool, f"hang-once {tmp_path / 'pid'}"))
+    async with asyncio.timeout(30):
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            await asyncio.sleep(0.01)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert await scoring == [RewardOutput(1.0)]
 
 
 async def test_what_goes_wrong_is_the_failure_of_its_sample_alone(pool):
