@@ -1,12 +1,12 @@
-"""A reward that differs between the samples of a random model, and takes its time: faults find work under way."""
+"""A reward that can't be learned, so every step changes the weights, and takes its time, so faults find work."""
 
 import time
+import zlib
 from typing import Any
 
 SECONDS = 0.04
 
 
-def even_bytes(sample: Any) -> dict[str, float]:
+def arbitrary(sample: Any) -> dict[str, float]:
     time.sleep(SECONDS)
-    data = sample.response.encode()
-    return {"reward": sum(byte % 2 == 0 for byte in data) / max(len(data), 1)}
+    return {"reward": zlib.crc32(sample.response.encode()) / 2**32}

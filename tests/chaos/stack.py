@@ -52,7 +52,7 @@ digits = 1
 max_prompt_tokens = 128
 
 [reward]
-name = "tests.chaos.reward:even_bytes"
+name = "tests.chaos.reward:arbitrary"
 workers = 1
 
 [rollout]

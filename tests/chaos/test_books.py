@@ -63,6 +63,13 @@ def test_good_books(board: Board, books: Books) -> None:
     assert books.steps[0].committed - books.steps[0].began == pytest.approx(0.5)
 
 
+def test_what_polling_finds_is_not_forgotten(books: Books) -> None:
+    assert books.audit() == []
+    train_old(books.client)
+    books.poll()
+    assert "step 3 trained tokens that were 2 versions old" in books.audit()
+
+
 def test_what_is_delivered_again_is_counted(board: Board, books: Books) -> None:
     assert STAGES[-1].name == "train"
     held = take(board, "train", "somebody", 2)
