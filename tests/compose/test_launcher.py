@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from relaxd.cli.coordinator import Coordinator
-from relaxd.rpc.errors import FailedPrecondition, Unavailable
+from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED
 from relaxd.v1.scaling_pb2 import SCALE_STATE_ACTIVE, ScaleOutRequest
@@ -122,6 +123,23 @@ def test_a_copy_that_keeps_failing_is_given_up(project: Project) -> None:
 
     wait_until(failed, "it is given up", timeout=90)
     host.remove("rollout-more-1", 0)
+
+
+@pytest.mark.timeout(180)
+def test_a_container_that_hangs_is_restarted(project: Project) -> None:
+    host = DockerHost(project.name)
+    name = f"{project.name}-rollout-1"
+    before = project.containers()[name]
+    os.kill(before["State"]["Pid"], signal.SIGSTOP)
+    assert "was running" in host.restart(before["Config"]["Hostname"], "")
+    after = project.containers()[name]
+    assert (after["Id"], after["State"]["Status"]) == (before["Id"], "running")
+    assert after["State"]["Pid"] != before["State"]["Pid"]
+    docker("pause", name)
+    assert "was paused" in host.restart(before["Config"]["Hostname"], "")
+    assert project.containers()[name]["State"]["Status"] == "running"
+    with pytest.raises(NotFound, match="has no container"):
+        host.restart("0123456789ab", "")
 
 
 def test_an_engine_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
