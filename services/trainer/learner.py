@@ -42,7 +42,7 @@ from services.trainer.optimizer import NonFiniteGradients, build_optimizer, buil
 from services.trainer.packing import MicroBatch, with_padding
 from services.trainer.parallel import initialize
 from services.trainer.sequence_layout import SequenceLayout, sequence_layout, to_device
-from services.trainer.sums import add, total
+from services.trainer.sums import add, bits, total
 
 COLUMNS = ("rollout_logprobs", "advantages", "weight", "compared", "temperature", "ref_logprobs")
 """What the loss needs of each trained token."""
@@ -229,16 +229,9 @@ class Learner:
         save_hf(self._policy, folder, self._folder, self._shape, self.world)
 
     def checksum(self) -> int:
-        """The sum of the bits of this rank's weights, as signed integers of their size, modulo 2^48.
-
-        Summed over ranks it tells, almost surely, whether two worlds that are arranged alike have the same weights; and
-        it then still is a whole number as a float64, which metrics are.
-        """
-        words = {2: torch.int16, 4: torch.int32}
-        total = torch.zeros((), dtype=torch.int64, device=self.world.device)
-        for parameter in self._policy.parameters():
-            total += parameter.detach().view(words[parameter.element_size()]).sum(dtype=torch.int64)
-        return int(total) % (1 << 48)
+        """The sum of this rank's weights' `bits`. Summed over ranks it tells, almost surely, whether two worlds that are
+        arranged alike have the same weights; and it then still is a whole number as a float64, which metrics are."""
+        return bits(self._policy.parameters(), self.world.device)
 
     def offload(self) -> tuple[int, int]:
         """Move weights, gradients and optimizer state to the host's memory; nothing else is called until `onload`.

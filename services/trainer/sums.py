@@ -1,5 +1,8 @@
-"""What micro-batches report, added up: over those of a step, and over ranks."""
+"""Sums: of what micro-batches report, over those of a step and over ranks; of the weights' bits."""
 
+from collections.abc import Iterable
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,3 +25,12 @@ def total(sums: dict[str, Tensor], world: World) -> dict[str, Tensor]:
         for name, value in one.items():
             totals[name] = add(name, totals[name], value) if name in totals else value
     return totals
+
+
+def bits(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """The sum of the tensors' bits, as signed integers of their elements' size, modulo 2^48."""
+    words = {2: torch.int16, 4: torch.int32}
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        found += tensor.detach().view(words[tensor.element_size()]).sum(dtype=torch.int64)
+    return int(found) % (1 << 48)
