@@ -18,10 +18,11 @@ from relaxd.board import LedgerEntry
 from relaxd.config import RunConfig
 from relaxd.data.dataset import Cursor, PromptDataset, RunData, load_data
 from relaxd.data.errors import DataError
-from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
+from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Violations
 from services.coordinator.publisher import place_of
 from services.coordinator.records import RunRecord
 from services.coordinator.run_files import LEDGER, RECORD, RunFiles
+from services.coordinator.starting import RUN_ID_RULE, check_run_id
 
 TRAINER_EPOCHS_LEFT_OUT = 16
 """Room for the epochs of trainers that have left nothing in the folder: none of them may commit again."""
@@ -47,8 +48,15 @@ def read_run(folder_name: str) -> Restored:
     Raises InvalidArgument: it isn't one; FailedPrecondition: its run has ended, or it isn't complete.
     """
     folder = Path(folder_name)
-    if not folder_name or not folder.is_absolute():
+    if not folder.is_absolute() or not folder_name.isprintable():
         raise _refused(f"is {folder_name!r}: it must be an absolute path")
+    for name in (RECORD, LEDGER, "checkpoints", "steps"):
+        try:
+            inside = (folder / name).resolve().is_relative_to(folder.resolve())
+        except (OSError, RuntimeError):  # links in a circle
+            inside = False
+        if not inside:
+            raise _refused(f"is {folder_name!r}: {name} in it leads out of it by a link")
     try:
         record = RunRecord.model_validate_json((folder / RECORD).read_bytes())
         config = RunConfig.model_validate_json(record.config_json)
@@ -56,6 +64,10 @@ def read_run(folder_name: str) -> Restored:
         raise _refused(f"is {folder_name!r}: there is no {RECORD} in it, so it isn't the folder of a run") from error
     except (OSError, ValidationError) as error:
         raise _refused(f"is {folder_name!r}: {RECORD} in it can't be read: {error}") from error
+    violations = Violations()
+    check_run_id(record.run_id, violations, optional=False)
+    if violations.found:
+        raise _refused(f"is {folder_name!r}: its run is called {record.run_id!r}: that {RUN_ID_RULE}")
     if record.phase.ended:
         state = record.phase.value.lower()
         raise FailedPrecondition(

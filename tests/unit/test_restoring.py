@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from relaxd.board import LedgerEntry
-from relaxd.rpc.errors import FailedPrecondition
-from services.coordinator.restoring import read_ledger
+from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
+from services.coordinator.records import RunRecord
+from services.coordinator.restoring import read_ledger, read_run
 from services.trainer.plan import Piece, Plan, Round
 from services.trainer.step_file import step_file_path, write_step_file
+from tests.unit.rollout.configs import run_config
 
 
 def plan(step: int) -> Plan:
@@ -53,3 +55,30 @@ def test_half_a_last_line_is_left_out_and_any_other_damage_refused(tmp_path: Pat
     write_ledger(tmp_path, [1, 3])
     with pytest.raises(FailedPrecondition, match=r"has step 3 in line 2: it must be 2"):
         read_ledger(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["run.json", "ledger.jsonl", "checkpoints", "steps"])
+def test_a_run_does_not_reach_out_of_its_folder(tmp_path: Path, name: str) -> None:
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    (folder / name).symlink_to(outside / name)
+    with pytest.raises(InvalidArgument, match=f"{name} in it leads out of it by a link"):
+        read_run(str(folder))
+    (folder / name).unlink()
+    (folder / name).symlink_to(folder / name)
+    with pytest.raises(InvalidArgument, match="leads out of it"):
+        read_run(str(folder))
+
+
+@pytest.mark.parametrize("folder", ["", "runs/a", "../runs", "/runs/a\0b", "/runs/\na"])
+def test_what_is_no_absolute_path_is_refused(folder: str) -> None:
+    with pytest.raises(InvalidArgument, match="it must be an absolute path"):
+        read_run(folder)
+
+
+def test_a_run_of_another_name_than_runs_have_is_refused(tmp_path: Path) -> None:
+    record = RunRecord(run_id="../x", config_json=run_config().model_dump_json(), folder=str(tmp_path))
+    (tmp_path / "run.json").write_text(record.model_dump_json())
+    with pytest.raises(InvalidArgument, match=r"its run is called '\.\./x'"):
+        read_run(str(tmp_path))

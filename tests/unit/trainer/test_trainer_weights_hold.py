@@ -61,6 +61,9 @@ def test_exports_stay_below_the_run_and_replace_only_models(tmp_path: Path) -> N
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "link").symlink_to("/tmp")
     export_folder(tmp_path, "model")
-    for folder in ("", ".", "./", "..", "../x", "a/../../x", "/tmp/x", "steps", "link/x"):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "self").symlink_to(tmp_path)
+    refused = ("", ".", "./", "..", "../x", "a/../../x", "/tmp/x", "steps", "steps/x", "checkpoints/x", "link/x")
+    for folder in (*refused, "self", "a\0b", "a\nb", "a" * 300):
         with pytest.raises(ValueError, match="folder is"):
             export_folder(tmp_path, folder)
