@@ -23,6 +23,8 @@ DEFAULT_WORKERS = 2
 """Processes of a replica that has no run yet; then it is reward.workers."""
 DEFAULT_TIMEOUT_SECONDS = 10.0
 """Deadline of a sample while there is no run; then it is reward.timeout_seconds."""
+DEEPEST = 100
+"""Levels of a prompt's metadata: the workers get it as JSON, whose reader and writer recurse."""
 MOST_RESPONSES = 4096
 """Most responses of one Score call: others wait for the same workers."""
 
@@ -180,11 +182,21 @@ def parse_score_request(request: reward_pb2.ScoreRequest) -> list[RewardInput]:
     except (ValueError, RecursionError) as error:
         violations.add("metadata_json", f"is not JSON, or nested too deeply: {error}")
     violations.check(isinstance(metadata, dict), "metadata_json", "must be a JSON object")
+    violations.check(_nesting(metadata) <= DEEPEST, "metadata_json", f"is nested too deeply: at most {DEEPEST} levels")
     violations.raise_if_any()
     return [
         RewardInput(request.prompt, response, request.answer, metadata, reason)
         for response, reason in zip(request.responses, reasons, strict=True)
     ]
+
+
+def _nesting(value: Any) -> int:
+    """How many lists and objects are inside each other."""
+    levels, inside = 0, [value]
+    while inside := [one for one in inside if isinstance(one, dict | list)]:
+        levels += 1
+        inside = [item for one in inside for item in (one.values() if isinstance(one, dict) else one)]
+    return levels
 
 
 def _score(outcome: RewardOutput | Failure) -> reward_pb2.Score:
