@@ -229,7 +229,7 @@ class Learner:
         save_hf(self._policy, folder, self._folder, self._shape, self.world)
 
     def checksum(self) -> int:
-        """The sum of this rank's weights' `bits`. Summed over ranks it tells, almost surely, whether two worlds that are
+        """The sum of the weights' `bits`. Summed over ranks it tells, almost surely, whether two worlds that are
         arranged alike have the same weights; and it then still is a whole number as a float64, which metrics are."""
         return bits(self._policy.parameters(), self.world.device)
 
