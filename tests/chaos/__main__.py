@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.reporting import RESULTS, machine
 from tests.chaos.campaign import Campaign, rows
-from tests.chaos.faults import Fault, all_faults, deck
+from tests.chaos.faults import GENTLE, Fault, all_faults, deck
 from tests.chaos.memory import Memory
 from tests.chaos.plot import plot_memory, plot_recovery
 from tests.chaos.proxy import Loop
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=None, help="seconds between faults (soak: 10)")
     parser.add_argument("--seed", type=int, default=None, help="of the order and the victims")
     parser.add_argument("--only", action="append", default=[], metavar="FAULT", help="only this kind (repeatable)")
+    parser.add_argument("--gentle", action="store_true", help="only faults that end no process: to watch memory")
     parser.add_argument("--logs", type=Path, default=Path("chaos-logs"), help="where logs of violations go")
     parser.add_argument("--folder", type=Path, default=None, help="for all files, which stay; else a temporary one")
     parser.add_argument("--list", action="store_true", help="list the kinds of faults")
@@ -67,7 +68,7 @@ def main() -> None:
         total = "" if soak else f" of {count}"
         campaign = Campaign(stack, rng, options.logs, pause, say=say, total=total)
         campaign.begin()
-        faults = iter(deck(min(count, 10**4), rng, tuple(options.only)))
+        faults = iter(deck(min(count, 10**4), rng, tuple(options.only) or (GENTLE if options.gentle else ())))
         last: list[str] = []
         try:
             campaign.run(until(time.monotonic() + options.minutes * 60, faults) if soak else faults)

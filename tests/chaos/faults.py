@@ -286,6 +286,13 @@ SHORT_SUITE = (
 )
 """What the ordinary tests do: at least one of every kind, and those that pass quickly."""
 
+GENTLE = tuple(
+    fault.name
+    for fault in all_faults()
+    if fault.name.startswith(("stall", "delay", "reset", "fill")) and "very long" not in fault.name
+)
+"""What ends no process: memory can be watched for as long as one likes."""
+
 
 def deck(count: int, rng: random.Random, names: tuple[str, ...] = ()) -> list[Fault]:
     """`count` faults in random order, each kind (or each of `names`) equally often. Raises KeyError: no such fault."""
