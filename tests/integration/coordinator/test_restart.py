@@ -82,7 +82,7 @@ def test_a_second_coordinator_takes_over_and_the_first_ends(cluster: Cluster) ->
     cluster.until_step(1)
     cluster.start("second", "services.coordinator", "--port", "0")
     first = cluster.processes.pop("coordinator")
-    assert first.wait(timeout=20) == 1
+    assert first.wait(timeout=90) == 1
     assert "newer coordinator" in cluster.log("coordinator") or "another coordinator" in cluster.log("coordinator")
 
 
