@@ -130,6 +130,7 @@ class Learner:
         self._step = 0
         self._copies: HostCopies | None = None
         self._sums: dict[str, Tensor] = {}
+        self._accumulated = False  # `_sums` won't tell: the last pipeline stage alone has any
         self._model.zero_grad_buffer()
         self._offload = Offload(self.world.device)
         self._exported = exported_parameters(self._policy, self._shape, self.world)
@@ -151,6 +152,7 @@ class Learner:
         """
         if not micro_batches:
             return
+        self._accumulated = True
         if self._reference is not None:
             micro_batches = self._with_reference(micro_batches)
         for sums in self._run(self._model, micro_batches, self._loss, forward_only=False):
@@ -198,7 +200,7 @@ class Learner:
 
     def discard(self) -> None:
         """Forget the gradients that were accumulated since the last `finish`."""
-        self._sums = {}
+        self._sums, self._accumulated = {}, False
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
@@ -242,10 +244,8 @@ class Learner:
         before = memory_in_use(self.world.device)
         models = [self._policy] if self._reference is None else [self._policy, self._reference]
         tensors, gradients = state_tensors(models, self._optimizer), gradient_tensors(self._model)
-        if self._sums:  # of a step that is open
-            self._offload.offload([*tensors, *gradients])
-        else:
-            self._offload.offload(tensors, zeros=gradients)
+        kept, zeros = (gradients, []) if self._accumulated else ([], gradients)
+        self._offload.offload([*tensors, *kept], zeros)
         return before, memory_in_use(self.world.device)
 
     def onload(self) -> tuple[int, int]:
