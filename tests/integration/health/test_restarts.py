@@ -31,7 +31,7 @@ def test_an_engine_that_is_stuck_or_answers_wrongly_is_restarted(cluster: Health
 
 
 def test_a_stall_is_no_death_but_one_that_lasts_is(cluster: HealthCluster) -> None:
-    cluster.begin(rollouts=2)
+    cluster.begin(rollouts=2, health__stuck_seconds=300.0)
     stalled = cluster.process("rollout-1")
     stalled.suspend()
     time.sleep(1.0)  # shorter than a lease
@@ -39,7 +39,8 @@ def test_a_stall_is_no_death_but_one_that_lasts_is(cluster: HealthCluster) -> No
     cluster.goes_on()
     assert cluster.events() == []
 
-    # It may hold groups: with it frozen, only others can bring the run on.
+    # With it frozen, only others can bring the run on, by the groups that it holds.
+    cluster.fault("stuck", "rollout-1", "rollout-1")
     cluster.until("it holds groups", lambda: cluster.info("rollout-1").status.held_groups)
     stalled.suspend()
     cluster.until_event("rollout-1", RESTARTING, "no heartbeat came any more")
@@ -61,7 +62,8 @@ def test_a_stuck_trainer_is_restarted_and_steps_go_on(cluster: HealthCluster) ->
 
 
 def test_a_death_is_an_event_and_its_work_is_free_at_once(cluster: HealthCluster) -> None:
-    cluster.begin()
+    cluster.begin(health__stuck_seconds=300.0)
+    cluster.fault("stuck", "rollout-1", "rollout-1")
     cluster.until("it holds groups", lambda: cluster.info("rollout-1").status.held_groups)
     cluster.process("rollout-1").kill()
     cluster.until_event("rollout-1", HEALTHY, "rollout-1-r1 works after")
