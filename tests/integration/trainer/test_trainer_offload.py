@@ -13,7 +13,8 @@ from services.trainer.learner import Learner
 from services.trainer.offload import Offload, gradient_tensors, state_tensors
 from services.trainer.packing import pack
 from services.trainer.parallel import shut_down
-from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
+from tests.conftest import free_port
+from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples, run_world
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,16 @@ def test_a_learner_goes_on_to_the_bit(model: Path, worlds: None, dtype: str) -> 
     assert losses == losses_of_napper
     assert weights.keys() == weights_of_napper.keys()
     assert all(torch.equal(weights[name], weights_of_napper[name]) for name in weights)
+
+
+def test_every_pipeline_stage_keeps_its_gradients(model: Path, tmp_path: Path) -> None:
+    """Also those that know nothing of the loss."""
+    cut = {"pipeline_parallel": 2}
+    jobs = [Job(model, parallel=dict(cut), steps=3, pieces=4, nap=nap) for nap in (False, True)]
+    plain, napped = run_world(jobs, 2, tmp_path / "world", free_port(), timeout=240)
+    assert len(plain[0]["trajectory"]) == 3
+    for one, other in zip(plain, napped, strict=True):
+        assert one["trajectory"] == other["trajectory"]
 
 
 def test_a_checkpoint_is_the_same_after_a_nap(model: Path, worlds: None, tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ class Job:
     """Micro-batches per data-parallel rank and step."""
     gather_beside: bool = False
     """Gather weights in a thread while the gradients are accumulated."""
+    nap: bool = False
+    """Move everything to the host's memory and back in the middle of each step."""
     logits: bool = False
     save: Path | None = None
 
@@ -166,6 +168,9 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
             thread.start()
         # In two calls, as micro-batches of a stream come.
         learner.accumulate(batches[:1])
+        if job.nap:
+            learner.offload()
+            learner.onload()
         learner.accumulate(batches[1:])
         if job.gather_beside:
             thread.join(60)
