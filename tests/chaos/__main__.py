@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.reporting import RESULTS, machine
 from tests.chaos.campaign import Campaign, rows
 from tests.chaos.faults import GENTLE, Fault, all_faults, deck
-from tests.chaos.memory import Memory
+from tests.chaos.memory import WARM_UP_SECONDS, Memory
 from tests.chaos.plot import plot_memory, plot_recovery
 from tests.chaos.proxy import Loop
 from tests.chaos.stack import ChaosStack
@@ -39,6 +39,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None, help="of the order and the victims")
     parser.add_argument("--only", action="append", default=[], metavar="FAULT", help="only this kind (repeatable)")
     parser.add_argument("--gentle", action="store_true", help="only faults that end no process: to watch memory")
+    parser.add_argument(
+        "--warm-up", type=float, default=None, help="seconds of a process's life that don't count (60; gentle: 600)"
+    )
     parser.add_argument("--logs", type=Path, default=Path("chaos-logs"), help="where logs of violations go")
     parser.add_argument("--folder", type=Path, default=None, help="for all files, which stay; else a temporary one")
     parser.add_argument("--list", action="store_true", help="list the kinds of faults")
@@ -49,6 +52,7 @@ def main() -> None:
         return
     soak = options.minutes > 0
     pause = options.pause if options.pause is not None else (10.0 if soak else 0.0)
+    warm_up = options.warm_up if options.warm_up is not None else (600.0 if options.gentle else WARM_UP_SECONDS)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
     console, facts, begun = Console(width=150), machine(), time.monotonic()
     console.print(f"seed {seed}")
@@ -74,7 +78,7 @@ def main() -> None:
             campaign.run(until(time.monotonic() + options.minutes * 60, faults) if soak else faults)
             last = campaign.end()
         finally:
-            slopes = memory.slopes()
+            slopes = memory.slopes(warm_up)
             table = show(console, campaign)
             if soak:
                 show_memory(console, slopes)
@@ -87,6 +91,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "machine": facts,
         "seed": seed,
+        "warm_up_seconds": warm_up,
         "minutes": round((time.monotonic() - begun) / 60, 1),
         "faults": len(campaign.outcomes),
         "violations": violations,

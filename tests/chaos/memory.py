@@ -82,9 +82,9 @@ class Memory:
         except redis.RedisError:
             pass
 
-    def slopes(self) -> dict[str, Slope]:
+    def slopes(self, warm_up_seconds: float = WARM_UP_SECONDS) -> dict[str, Slope]:
         """Growth of every service; without those of which too little was seen."""
-        found = {name: slope(samples) for name, samples in sorted(self.samples.items())}
+        found = {name: slope(samples, warm_up_seconds) for name, samples in sorted(self.samples.items())}
         return {name: value for name, value in found.items() if value is not None}
 
 
