@@ -21,7 +21,7 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
     (
         "an engine's process, a reward's worker",
         ("kill engine", "kill reward worker"),
-        "its service starts another; the service's groups are begun anew",
+        "its service starts another; the engine's groups are begun anew, the worker's sample is tried once more",
     ),
     (
         "a replica stands still (SIGSTOP), for less and for more than its leases",
