@@ -70,9 +70,7 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
         self.paused = False
 
     def status(self) -> ServiceStatus:
-        return ServiceStatus(
-            held_groups=self.held, done_groups=self.done, weights=self.weights, progress=self.turns
-        )
+        return ServiceStatus(held_groups=self.held, done_groups=self.done, weights=self.weights, progress=self.turns)
 
     async def train(self, run_id: str) -> None:
         config, board, name = self.config, self.board, self.settings.replica_id
