@@ -126,7 +126,7 @@ class RolloutServicer:
     def Sleep(self, request, context):
         """Sleep waits for the samples that have begun, then gives the device's memory back: weights and key-value cache. The
         engine leaves its weight group, and serves nothing until it was woken and has received weights. Asking again does
-        nothing.
+        nothing. A run that is not colocated refuses it with FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -127,7 +127,7 @@ class TrainerServicer:
     def Sleep(self, request, context):
         """Sleep moves weights, gradients and optimizer state from the devices to the host's memory, between two rounds of
         micro-batches. Until Wake the trainer trains, sends, saves and exports nothing: calls for that wait for it. Asking
-        again does nothing.
+        again does nothing. A run that is not colocated refuses it with FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -192,6 +192,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         )
         violations.raise_if_any()
         engine = self._own_engine()
+        if not self._service.colocated:
+            raise FailedPrecondition("this run isn't colocated (run.colocate): nobody would wake the engine up again")
         self._sync_ids.take(request.sync_id)
         with _answering("sleep"):
             try:

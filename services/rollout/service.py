@@ -63,7 +63,8 @@ class RolloutService(ReplicaService):
         return self._engine if self._engine is not None and self._engine.alive else None
 
     @property
-    def _colocated(self) -> bool:
+    def colocated(self) -> bool:
+        """Whether the engine takes turns with a trainer."""
         return self._config is not None and self._config.run.colocate
 
     def weights_changed(self) -> None:
@@ -159,7 +160,7 @@ class RolloutService(ReplicaService):
             detail=detail,
             state=state,
             weights=weights,
-            awake=self._colocated and (self._loading or (engine is not None and engine.asleep != ALL_MEMORY)),
+            awake=self.colocated and (self._loading or (engine is not None and engine.asleep != ALL_MEMORY)),
             gauges={**gauges, **self.occupancy.gauges(), "rss_bytes": float(self._process.memory_info().rss)},
         )
 

@@ -287,6 +287,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             violations.check(math.isfinite(value), f"metrics[{name!r}]", f"is {value}: it must be finite")
         violations.raise_if_any()
         world = self._ready_world()
+        if asleep and not world.colocated:
+            raise FailedPrecondition("this run isn't colocated (run.colocate): nobody would wake the trainer up again")
         self._sync_ids.take(request.sync_id)
         with _answering("sleep" if asleep else "wake up"):
             change = await world.change_turn(asleep=asleep, metrics=metrics, seconds=seconds)

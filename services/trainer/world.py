@@ -71,6 +71,11 @@ class World:
         self.store_port = 0
 
     @property
+    def colocated(self) -> bool:
+        """Whether the ranks take turns with engines."""
+        return self._take_turn is not None
+
+    @property
     def ready(self) -> bool:
         """Whether there are weights."""
         return self.version is not None

@@ -224,6 +224,9 @@ def check_one_call_brings_a_version(stage: Stage, replica: Replica, model: Path)
 
 
 def check_order_of_synchronisations(stage: Stage, replica: Replica) -> None:
+    asleep = rollout_pb2.SleepRequest(sync_id=stage.sync_id, timeout_seconds=5)
+    error = refused(lambda: replica.stub.Sleep(asleep))
+    assert (error.code(), "run.colocate" in explain(error)) == (grpc.StatusCode.FAILED_PRECONDITION, True)
     old = rollout_pb2.PauseGenerationRequest(sync_id=stage.sync_id - 1, lease_seconds=5)
     assert refused(lambda: replica.stub.PauseGeneration(old)).code() == grpc.StatusCode.FAILED_PRECONDITION
     for changes, text in (
