@@ -1,6 +1,7 @@
 """From prompts to token ids, with the model's own tokenizer and no transformers."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,15 @@ from relaxd.data.examples import Example
 from relaxd.data.templating import load_chat_template
 
 
+@lru_cache(maxsize=4)
+def _read(file: str, changed_ns: int, size: int) -> Tokenizer:
+    """One tokenizer for all runs of a model: tokenizers 0.23 never frees its cache of words, tens of megabytes each."""
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 class PromptTokenizer:
     """Templates and tokenises prompts for one model."""
 
@@ -19,12 +29,11 @@ class PromptTokenizer:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise DataError("model.path", f"the model folder {folder} has no tokenizer: tokenizer.json is missing")
+        stamp = file.stat()
         try:
-            self._tokenizer = Tokenizer.from_file(str(file))
+            self._tokenizer = _read(str(file), stamp.st_mtime_ns, stamp.st_size)
         except Exception as error:  # the Rust binding raises plain Exception
             raise DataError("model.path", f"{file} is not a tokenizer: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         self._template = load_chat_template(folder, chat_template)
 
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:

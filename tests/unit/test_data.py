@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,6 +95,22 @@ def test_a_model_without_template_gets_the_plain_prompt(model_folder: Path, tmp_
     assert tokenizer.decode(tokens.tolist()) == "1 + 2 ="
     with pytest.raises(DataError, match=r"x line 1 is a list of chat messages, but the model has no chat template"):
         tokenizer.encode([Example([{"role": "user", "content": "hi"}], place="x line 1")])
+
+
+def test_one_tokenizer_serves_all_runs_until_its_file_changes(tmp_path: Path) -> None:
+    """Not for speed: what tokenizers keeps for a tokenizer is never freed, and a coordinator starts many runs."""
+    folder = write_tokenizer(tmp_path)
+    examples = [Example(f"{number} + {number}") for number in range(20_000)]
+    used = []
+    for _ in range(4):
+        PromptTokenizer(folder).encode(examples)
+        used.append(psutil.Process().memory_info().rss)
+    assert used[-1] - used[0] < 20e6
+    (before,) = PromptTokenizer(folder).encode([Example("hi")])
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace("<|im_start|>", "<|begin_of_it|>"))
+    (after,) = PromptTokenizer(folder).encode([Example("hi")])
+    assert len(after) > len(before), "the template's <|im_start|> is no longer one token"
 
 
 class PlainTokenizer(PromptTokenizer):
