@@ -107,7 +107,7 @@ class Fleet:
     def config(self, folder: str = "runs") -> str:
         """A run that does a little and then waits to be resumed."""
         values = {
-            "run": {"steps": 1000, "folder": str(self.folder / folder)},
+            "run": {"steps": 1_000_000, "folder": str(self.folder / folder)},
             "model": {"path": str(self.model)},
             "data": {"source": "addition"},
             "rollout": {"samples_per_prompt": 2, "max_new_tokens": 8, "threads": 1, "max_running_samples": 16},

@@ -73,7 +73,7 @@ def hints(fleet: Fleet) -> dict[str, tuple[Any, ...]]:
             "checkpoints",
             ".",
         ),
-        "config_toml": (fleet.config("victim"), "[run]\nsteps = nan", fleet.config("victim").replace("1000", "0")),
+        "config_toml": (fleet.config("victim"), "[run]\nsteps = nan", fleet.config("victim").replace("1000000", "0")),
         "resume_token": ("0", "1", "-1", "²", "99999999999999999999999"),
         "max_seconds": (0.0, 0.1, 0.5, 300.0),
         "drain_seconds": (0.0, 0.1),

@@ -139,3 +139,4 @@ def test_no_real_call_hangs_while_everything_behind_the_service_stands_still(vic
     assert sum(code == "DEADLINE_EXCEEDED" for code, _, _ in found.values()) > 5, "nothing depended on anything"
     victims.wake()
     assert victims.goes_on() > 0
+    victims.pause()
