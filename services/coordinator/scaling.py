@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound
+from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, RpcError
 from relaxd.v1.replica_pb2 import Role
 from services.coordinator.launchers import EXTERNAL, NO_LAUNCHER, Launchers
 from services.coordinator.manager import RunManager
@@ -92,8 +92,7 @@ class Scaler:
         Raises AlreadyExists: the id is one of another request; FailedPrecondition: another is in progress, or it can't
         be done; NotFound: no such replica.
         """
-        # A caller that goes away must not leave half of it.
-        return await asyncio.shield(asyncio.ensure_future(self._accept(request_id, wish)))
+        return await _to_the_end(self._accept(request_id, wish))
 
     async def _accept(self, request_id: str, wish: Wish) -> ScaleRecord:
         async with self._accepting:
@@ -123,7 +122,7 @@ class Scaler:
 
     async def cancel(self, request_id: str) -> ScaleRecord:
         """Roll back what can be. Raises NotFound; FailedPrecondition: nothing can."""
-        return await asyncio.shield(asyncio.ensure_future(self._cancel(request_id)))
+        return await _to_the_end(self._cancel(request_id))
 
     async def _cancel(self, request_id: str) -> ScaleRecord:
         async with self._saving:
@@ -266,3 +265,20 @@ class Scaler:
             except StoreUnavailable as error:
                 logger.warning("scale request %s waits for Redis: %s", record.request_id, error)
                 await asyncio.sleep(0.5)
+
+
+async def _to_the_end(work: Coroutine[Any, Any, ScaleRecord]) -> ScaleRecord:
+    """Wait for work of which a caller that goes away must not leave half."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_after_the_caller)
+        raise
+
+
+def _after_the_caller(task: "asyncio.Task[ScaleRecord]") -> None:
+    """Say what the caller is no longer there to hear."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        bug = None if isinstance(error, RpcError) else error
+        logger.warning("a scale request whose caller had gone came to nothing: %s", error, exc_info=bug)
