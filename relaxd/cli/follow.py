@@ -118,7 +118,8 @@ class _Lines:
                 self._told_events = event.number
         evaluation = {name: value for name, value in run.metrics.items() if name.startswith("eval_")}
         if evaluation != self._evaluation and "eval_accuracy" in evaluation:
-            when = "before training" if not self._evaluation and not run.step else f"after step {run.step}"
+            step = int(evaluation["eval_step"])
+            when = f"after step {step}" if step else "before training"
             self._print(evaluation_line(evaluation, when))
             self._evaluation = evaluation
         state = state_name(run.state) + (f": {run.reason}" if run.reason else "")

@@ -269,6 +269,7 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("eval_accuracy", "step", "1", "Greedy accuracy on the held-out prompts."),
         Metric("eval_format", "step", "1", "Share of well-formed greedy answers on the held-out prompts."),
+        Metric("eval_step", "step", "1", "Step after which the newest evaluation was begun. Not in metrics.jsonl."),
         Metric("reward", "histogram", "1", "Reward of each trained sample.", _PER_RUN, _REWARDS),
         Metric(
             "response_length", "histogram", "{token}", "Response tokens of each trained sample.", _PER_RUN, _LENGTHS

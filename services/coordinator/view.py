@@ -32,7 +32,7 @@ def run_message(record: RunRecord, steps: int, board: Board, oldest_version: int
     with contextlib.suppress(RunMissing):  # it was created a moment ago: nothing is on the board yet
         _add_board(run, board)
     for evaluation in record.evaluations:
-        run.metrics.update(evaluation.metrics)
+        run.metrics.update({**evaluation.metrics, "eval_step": evaluation.step})
     return run
 
 

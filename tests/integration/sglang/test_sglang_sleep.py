@@ -23,7 +23,7 @@ def test_an_engine_sleeps_between_two_versions(start: Start, source: Source, mod
     waiting = runner.ask(PROMPT, max_new_tokens=8)
     runner.run(runner.engine.wake(["kv_cache"], 30.0))
     (answer,) = runner.wait(waiting)
-    assert answer.versions == [1] * 8
+    assert answer.versions == [1] * len(answer.tokens)
     check_logprobs(model, PROMPT, answer)
 
     # What has begun ends first; asking again does nothing; nothing is received that no memory is there for.
@@ -43,7 +43,7 @@ def test_an_engine_sleeps_between_two_versions(start: Start, source: Source, mod
     assert not later.begun.is_set()
     runner.run(runner.engine.wake(["weights", "kv_cache"], 30.0))
     for each in runner.wait(later):
-        assert each.versions == [2] * 8
+        assert each.versions == [2] * len(each.tokens)
         check_logprobs(model, PROMPT, each)
 
     # One that would take too long leaves the engine as it was.
