@@ -15,6 +15,8 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata key in which gRPC carries a serialized google.rpc.Status."""
+MOST_SECONDS = 86400.0
+"""Longest time that a caller may give anything."""
 MOST_VIOLATIONS = 16
 """Violations that are named one by one; of more, the number is told."""
 LONGEST_DESCRIPTION, LONGEST_FIELD = 400, 100
@@ -163,6 +165,12 @@ class Violations:
         if not condition:
             self.add(field, description)
         return bool(condition)
+
+    def check_seconds(self, seconds: float, field: str) -> bool:
+        """Note the violation unless `seconds` is a time that something may be given: positive, at most MOST_SECONDS."""
+        return self.check(
+            0 < seconds <= MOST_SECONDS, field, f"is {seconds:g}: it must be positive, and at most {MOST_SECONDS:g}"
+        )
 
     def error(self) -> InvalidArgument:
         """What was found so far, as an error."""

@@ -25,8 +25,6 @@ from services.rollout.service import RolloutService
 if TYPE_CHECKING:
     from services.rollout.external_engine import AnyEngine
 
-MOST_SECONDS = 86400.0
-"""Longest time that a caller may give anything."""
 REPLY_SECONDS = 0.3
 """The engine is given up this long before the caller gives up, so that the caller learns why."""
 
@@ -103,11 +101,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             f'is "{group.transport}": this engine is on {place}, use "{right[0]}" (weights.transport)',
         )
         timeout = group.timeout_seconds
-        violations.check(
-            0 < timeout <= MOST_SECONDS,
-            "group.timeout_seconds",
-            f"is {timeout:g}: it must be positive, and at most {MOST_SECONDS:g}",
-        )
+        violations.check_seconds(timeout, "group.timeout_seconds")
         violations.check(request.manifest.buckets, "manifest", "is empty")
         violations.raise_if_any()
         self._sync_ids.take(request.sync_id)
@@ -131,11 +125,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         timeout = request.timeout_seconds
         weights = Version(request.weights.epoch, request.weights.version)
         violations = Violations()
-        violations.check(
-            0 < timeout <= MOST_SECONDS,
-            "timeout_seconds",
-            f"is {timeout:g}: it must be positive, and at most {MOST_SECONDS:g}",
-        )
+        violations.check_seconds(timeout, "timeout_seconds")
         violations.check(weights.epoch >= 1, "weights.epoch", f"is {weights.epoch}: a trainer's epoch is at least 1")
         violations.check(weights.version >= 0, "weights.version", f"is {weights.version}: it must not be negative")
         if request.HasField("pause"):
@@ -185,11 +175,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         """See the proto."""
         timeout = request.timeout_seconds
         violations = Violations()
-        violations.check(
-            0 < timeout <= MOST_SECONDS,
-            "timeout_seconds",
-            f"is {timeout:g}: it must be positive, and at most {MOST_SECONDS:g}",
-        )
+        violations.check_seconds(timeout, "timeout_seconds")
         violations.raise_if_any()
         engine = self._own_engine()
         if not self._service.colocated:
@@ -206,11 +192,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         """See the proto."""
         timeout = request.timeout_seconds
         violations = Violations()
-        violations.check(
-            0 < timeout <= MOST_SECONDS,
-            "timeout_seconds",
-            f"is {timeout:g}: it must be positive, and at most {MOST_SECONDS:g}",
-        )
+        violations.check_seconds(timeout, "timeout_seconds")
         violations.check(request.parts, "parts", "is empty: name what to take")
         for index, part in enumerate(request.parts):
             violations.check(part in MEMORY_PARTS, f"parts[{index}]", f"is {part}: no such MemoryPart")
@@ -255,11 +237,7 @@ def _memory_change(change: dict[str, Any]) -> weights_pb2.MemoryChange:
 def _check_pause(request: rollout_pb2.PauseGenerationRequest, prefix: str, violations: Violations) -> None:
     lease = request.lease_seconds
     violations.check(request.mode in PAUSE_MODES, f"{prefix}mode", f"is {request.mode}: no such PauseMode")
-    violations.check(
-        0 < lease <= MOST_SECONDS,
-        f"{prefix}lease_seconds",
-        f"is {lease:g}: it must be positive, and at most {MOST_SECONDS:g}",
-    )
+    violations.check_seconds(lease, f"{prefix}lease_seconds")
 
 
 @contextmanager

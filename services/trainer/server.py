@@ -14,7 +14,15 @@ from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
 from relaxd.rpc.doors import is_loopback
-from relaxd.rpc.errors import Aborted, DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable, Violations
+from relaxd.rpc.errors import (
+    MOST_SECONDS,
+    Aborted,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    Unavailable,
+    Violations,
+)
 from relaxd.rpc.gpus import gpu_environment
 from relaxd.rpc.replica import ReplicaService, ServiceStatus, advertised_address
 from relaxd.rpc.settings import ServiceSettings
@@ -24,8 +32,6 @@ from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.export import export_folder
 from services.trainer.world import World
 
-MOST_SECONDS = 86400.0
-"""Longest time that a caller may give anything."""
 TRANSPORTS = ("gloo", "nccl", "cuda_ipc")
 LEAVE_SECONDS = 5.0
 """Deadline for leaving a group: it only sets a flag and closes connections."""
@@ -150,11 +156,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             "group.world_size",
             f"is {group.world_size}: it must be above the {world.source_ranks} source ranks",
         )
-        violations.check(
-            0 < group.timeout_seconds <= MOST_SECONDS,
-            "group.timeout_seconds",
-            f"is {group.timeout_seconds:g}: it must be positive, and at most {MOST_SECONDS:g}",
-        )
+        violations.check_seconds(group.timeout_seconds, "group.timeout_seconds")
         violations.check(
             0 <= group.store_port < 65536, "group.store_port", f"is {group.store_port}: it must be 0 to 65535"
         )
@@ -278,11 +280,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     ) -> weights_pb2.MemoryChange:
         seconds = request.timeout_seconds
         violations = Violations()
-        violations.check(
-            0 < seconds <= MOST_SECONDS,
-            "timeout_seconds",
-            f"is {seconds:g}: it must be positive, and at most {MOST_SECONDS:g}",
-        )
+        violations.check_seconds(seconds, "timeout_seconds")
         for name, value in metrics.items():
             violations.check(math.isfinite(value), f"metrics[{name!r}]", f"is {value}: it must be finite")
         violations.raise_if_any()
