@@ -85,6 +85,7 @@ def test_a_run_survives_the_death_of_services(workplace: Workplace) -> None:
     check_books(read_summary(folder), steps=12)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(13))
+    assert max(line.get("engine_busy_share", 0.0) for line in lines) > 0
     supervisor_log = (folder / "logs" / "supervisor.log").read_text()
     for name in killed:
         assert f"restarted {name}" in supervisor_log
