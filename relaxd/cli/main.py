@@ -1,6 +1,5 @@
 """The `relaxd` command."""
 
-import json
 import os
 import re
 import sys
@@ -12,40 +11,32 @@ import typer
 from rich.console import Console
 
 from relaxd import __version__
-from relaxd.cli import compose, recovery, stack
+from relaxd.cli import compose, recovery, run_commands, stack
 from relaxd.cli.address import coordinator_address as _address
 from relaxd.cli.check import check
-from relaxd.cli.coordinator import Coordinator, state_name
+from relaxd.cli.coordinator import Coordinator
 from relaxd.cli.errors import CliError
 from relaxd.cli.examples import example
-from relaxd.cli.execute import Where, execute, execute_again
-from relaxd.cli.follow import follow
+from relaxd.cli.execute import Where, execute
 from relaxd.cli.models import model_app
 from relaxd.cli.options import (
     DEFAULT_STATE,
-    ActiveRunArgument,
     AdvantageOption,
     CoordinatorOption,
-    FolderOption,
     KeepUpOption,
-    ReasonOption,
     RewardOption,
     RolloutOption,
-    RunArgument,
     RunIdOption,
     StateOption,
     WordsArgument,
     new_console,
 )
-from relaxd.cli.report import sample_values
 from relaxd.cli.report_command import report
 from relaxd.cli.scale import scale_to, wait_for
 from relaxd.cli.state import StateFolder
 from relaxd.cli.status import print_status
-from relaxd.cli.view import samples_table
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, dump, load_file
-from relaxd.v1 import coordinator_pb2 as pb
 
 HELP = """
 relaxd teaches language models by reinforcement learning: prompts, answers, rewards and weights flow
@@ -212,75 +203,11 @@ def status(state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = 
         print_status(client, stack_state, new_console(), compose.containers(containers) if containers else None)
 
 
-@app.command()
-def watch(run_id: RunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
-    """Watch a run until it ends; Ctrl-C only stops watching."""
-    with Coordinator(_address(state, coordinator)) as client:
-        try:
-            follow(client, run_id, new_console())
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-
-
-@app.command()
-def pause(
-    run_id: ActiveRunArgument = "",
-    reason: ReasonOption = "",
-    state: StateOption = DEFAULT_STATE,
-    coordinator: CoordinatorOption = None,
-) -> None:
-    """Pause a run: no more prompts, and no step ends, until `relaxd resume`."""
-    with Coordinator(_address(state, coordinator)) as client:
-        print(_told(client.pause_run(run_id, reason)))
-
-
-@app.command()
-def resume(
-    run_id: ActiveRunArgument = "",
-    folder: FolderOption = None,
-    rollout: RolloutOption = 1,
-    reward: RewardOption = 1,
-    advantage: AdvantageOption = 1,
-    state: StateOption = DEFAULT_STATE,
-    coordinator: CoordinatorOption = None,
-) -> None:
-    """Go on with a run: end its pause; or bring its services up again after all of them died."""
-    state_folder = StateFolder(state)
-    if coordinator is None and not state_folder.is_up():
-        if not run_id:
-            raise CliError("no services are up here", "relaxd resume RUN brings them up again for a run")
-        replicas = {"rollout": rollout, "reward": reward, "advantage": advantage}
-        where = Where(state_folder, replicas=replicas)
-        execute_again(run_id, recovery.run_folder(run_id, folder), where, new_console())
-        return
-    with Coordinator(_address(state, coordinator)) as client:
-        lost = folder or recovery.lost_run(client, run_id)
-        if lost is not None:
-            print(_told(client.restore_run(lost.resolve())))
-        else:
-            print(_told(client.resume_run(run_id)))
-
-
-@app.command()
-def checkpoint(
-    run_id: ActiveRunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None
-) -> None:
-    """Let the trainer take a checkpoint now; training goes on meanwhile."""
-    with Coordinator(_address(state, coordinator)) as client:
-        saved = client.save_checkpoint(run_id)
-    print(f"step {saved.weights.version}: {saved.path}")
-
-
-@app.command()
-def stop(
-    run_id: ActiveRunArgument = "",
-    reason: ReasonOption = "",
-    state: StateOption = DEFAULT_STATE,
-    coordinator: CoordinatorOption = None,
-) -> None:
-    """End a run early: what is open is dropped, the model is evaluated and exported. The services stay up."""
-    with Coordinator(_address(state, coordinator)) as client:
-        print(_told(client.stop_run(run_id, reason)))
+app.command()(run_commands.watch)
+app.command()(run_commands.pause)
+app.command()(run_commands.resume)
+app.command()(run_commands.checkpoint)
+app.command()(run_commands.stop)
 
 
 @app.command()
@@ -313,27 +240,7 @@ def scale(
         raise typer.Exit(1)
 
 
-@app.command()
-def samples(
-    run_id: RunArgument = "",
-    step: Annotated[int, typer.Option(min=0, help="Only samples of this step; 0: the newest.")] = 0,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most samples to show.")] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
-    state: StateOption = DEFAULT_STATE,
-    coordinator: CoordinatorOption = None,
-) -> None:
-    """Show what the model wrote, with reward, advantage and weight version of each sample."""
-    with Coordinator(_address(state, coordinator)) as client:
-        found = client.samples(run_id, step, limit)
-    if as_json:
-        for sample in found:
-            print(json.dumps(sample_values(sample), ensure_ascii=False))
-    elif found:
-        new_console().print(samples_table(found))
-    else:
-        print("no samples yet: they come with the first trained step")
-
-
+app.command()(run_commands.samples)
 app.command()(report)
 app.command()(recovery.replay)
 app.command()(recovery.export)
@@ -352,11 +259,6 @@ def config_check(words: WordsArgument) -> None:
     if problems := check(config):
         raise ConfigError(problems)
     print(f"{path} is fine")
-
-
-def _told(run: pb.Run) -> str:
-    """A run's state in a line."""
-    return f"run {run.run_id} is {state_name(run.state)}" + (f": {run.reason}" if run.reason else "")
 
 
 def _load(words: list[str]) -> tuple[Path, RunConfig]:
