@@ -1,7 +1,6 @@
 """A cluster under the real supervisor, with the real coordinator and launcher; trainer and engines are doubles."""
 
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,14 +8,12 @@ from typing import Any
 
 import psutil
 
-from relaxd.cli.state import ServiceState, StateFolder
-from relaxd.cli.supervisor import Plan, ServiceSpec
+from relaxd.cli.state import ServiceState
+from relaxd.cli.supervisor import ServiceSpec
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import health_pb2
 from relaxd.v1.replica_pb2 import Role
-from tests.conftest import free_port
-from tests.integration.coordinator.cluster import LEASE_SECONDS, ROOT, Cluster
-from tests.integration.scaling.kit import audit
+from tests.integration.coordinator.supervised import SupervisedCluster
 
 HEALTHY, SUSPECT = health_pb2.HEALTH_STATE_HEALTHY, health_pb2.HEALTH_STATE_SUSPECT
 RESTARTING, REBUILDING = health_pb2.HEALTH_STATE_RESTARTING, health_pb2.HEALTH_STATE_REBUILDING
@@ -36,56 +33,19 @@ QUICK: dict[str, Any] = {
 """Settings under which things happen in seconds."""
 
 
-class HealthCluster(Cluster):
-    """Everything but the coordinator is the supervisor's."""
-
-    def __init__(self, folder: Path, redis_url: str, model: Path) -> None:
-        super().__init__(folder, redis_url, model)
-        self.launcher_port = free_port()
-        self.state = StateFolder(folder / "state")
-
-    def coordinator(self, name: str = "coordinator") -> None:
-        flags = ["--port", str(self.port), "--lease-seconds", str(LEASE_SECONDS)]
-        self.start(name, "services.coordinator", *flags, "--launcher", f"127.0.0.1:{self.launcher_port}")
+class HealthCluster(SupervisedCluster):
+    """Doubles under the supervisor that go wrong when told to."""
 
     def supervisor(self, counts: Mapping[str, int], max_restarts: int = 5) -> None:
         """Start `counts` replicas of each role."""
-        common = {
-            "RELAXD_COORDINATOR": f"127.0.0.1:{self.port}",
-            "RELAXD_REDIS": self.redis_url,
-            "RELAXD_GRACE_SECONDS": "2",
-            "OMP_NUM_THREADS": "1",
-            "PEER_STEP_SECONDS": "0.2",
-        }
-        launcher = [sys.executable, "-m", "relaxd.cli.launcher", str(self.state.path)]
+        environment = {**self.environment(grace_seconds=2), "PEER_STEP_SECONDS": "0.2"}
+        command = [sys.executable, "-m", "tests.integration.health.doubles", str(self.folder)]
         services = [
-            ServiceSpec(name="launcher", role="launcher", command=[*launcher, "--port", str(self.launcher_port)])
+            ServiceSpec(name=f"{role}-{number}", role=role, command=[*command, role], environment=environment)
+            for role, count in counts.items()
+            for number in range(1, count + 1)
         ]
-        for role, count in counts.items():
-            command = [sys.executable, "-m", "tests.integration.health.doubles", str(self.folder), role]
-            services += [
-                ServiceSpec(
-                    name=f"{role}-{number}",
-                    role=role,
-                    command=command,
-                    environment=common,
-                )
-                for number in range(1, count + 1)
-            ]
-        self.state.create()
-        plan = Plan(
-            state_folder=self.state.path,
-            coordinator=f"127.0.0.1:{self.port}",
-            redis=self.redis_url,
-            services=services,
-            grace_seconds=5.0,
-            max_restarts=max_restarts,
-            first_backoff_seconds=0.05,
-        )
-        self.state.plan.write_text(plan.model_dump_json())
-        with (self.folder / "supervisor.log").open("wb") as log:
-            command = [sys.executable, "-m", "relaxd.cli.supervisor", str(self.state.plan)]
-            self.processes["supervisor"] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        self.start_supervisor(services, {}, max_restarts)
 
     def begin(self, *, max_restarts: int = 5, rollouts: int = 1, **overrides: Any) -> None:
         """One replica of each role (`rollouts` of that one), and a run without an end that has done a step."""
@@ -93,14 +53,6 @@ class HealthCluster(Cluster):
         self.until("the coordinator", lambda: self.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None, 120)
         self.start_run("run", **{"run__steps": 100000, **QUICK, **overrides})
         self.until_step(1, 120)
-
-    def close(self) -> None:
-        supervisor = self.processes.get("supervisor")
-        if supervisor is not None and supervisor.poll() is None:
-            supervisor.send_signal(signal.SIGSTOP)  # or it would start again what is killed here
-            for child in psutil.Process(supervisor.pid).children(recursive=True):
-                child.kill()
-        super().close()
 
     # --- going wrong
 
@@ -160,10 +112,3 @@ class HealthCluster(Cluster):
     def goes_on(self, seconds: float = 60.0) -> None:
         """Two more steps are committed."""
         self.until_step(self.run().step + 2, seconds)
-
-    def ended_run(self) -> pb.Run:
-        """Stop the run; check that no group was lost or trained twice."""
-        self.stub.StopRun(pb.StopRunRequest(), timeout=5)
-        run = self.until_state(pb.RUN_STATE_STOPPED, 60)
-        audit(self.redis_url, run)
-        return run

@@ -231,6 +231,7 @@ def test_some_or_all_that_cannot_be_started(cluster: ScalingCluster) -> None:
 
 def test_a_replica_that_dies_while_it_drains(cluster: ScalingCluster) -> None:
     start_all(cluster, PEER_GENERATE_SECONDS="3")
+    cluster.until("the first is there", cluster.rollouts)  # or two would be missing
     cluster.out(2)
     (scaled,) = cluster.until_scaled(ACTIVE, FAILED).scaled
     cluster.until("it works", lambda: cluster.rollouts()[scaled.replica_id].status.held_groups)
