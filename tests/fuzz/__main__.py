@@ -77,8 +77,13 @@ def _attack(console: Console, victims: Fleet, messages: int, seed: int, seconds:
         before = victims.resources()
         task = progress.add_task("attacking", total=messages)
 
+        shown: set[str] = set()
+
         def told(report: Report) -> None:
             progress.update(task, completed=report.messages, description=f"attacking ({len(report.wrong)} wrong)")
+            for what in report.wrong.keys() - shown:  # at once: a long attack that is stopped has said it
+                shown.add(what)
+                console.print(f"after {report.messages}: {what}: {report.wrong[what][1]}", markup=False)
 
         begun = time.monotonic()
         report = asyncio.run(attack(victims, messages, seed, seconds=seconds, told=told))

@@ -156,13 +156,20 @@ class Fleet:
 
     def wake(self) -> None:
         """Wake up what was put to sleep."""
-        now, parts = int(time.time() * 1000), [rollout_pb2.MEMORY_PART_WEIGHTS, rollout_pb2.MEMORY_PART_KEY_VALUE_CACHE]
         engine = rollout_pb2_grpc.RolloutStub(self.channel("rollout"))
         trainer = trainer_pb2_grpc.TrainerStub(self.channel("trainer"))
-        request = trainer_pb2.TrainerWakeRequest(sync_id=now, timeout_seconds=30)
-        self.until("the trainer is awake", lambda: trainer.Wake(request, timeout=40))
-        asked = rollout_pb2.WakeRequest(sync_id=now, timeout_seconds=30, parts=parts)
-        self.until("the engine is awake", lambda: engine.Wake(asked, timeout=40))
+        parts = [rollout_pb2.MEMORY_PART_WEIGHTS, rollout_pb2.MEMORY_PART_KEY_VALUE_CACHE]
+
+        def wake_trainer() -> object:
+            request = trainer_pb2.TrainerWakeRequest(sync_id=_now(), timeout_seconds=30)
+            return trainer.Wake(request, timeout=40)
+
+        def wake_engine() -> object:
+            request = rollout_pb2.WakeRequest(sync_id=_now(), timeout_seconds=30, parts=parts)
+            return engine.Wake(request, timeout=40)
+
+        self.until("the trainer is awake", wake_trainer)
+        self.until("the engine is awake", wake_engine)
 
     def pause(self) -> None:
         """Let the run rest, so that it costs no time."""
@@ -238,6 +245,11 @@ class Fleet:
         victim = CoordinatorStub(self.channel("victim"))
         self.until("the victim", lambda: victim.ListRuns(pb.ListRunsRequest(), timeout=5) is not None)
         victim.StartRun(pb.StartRunRequest(run_id=RUN_ID, config_toml=self.config("victim")), timeout=30)
+
+
+def _now() -> int:
+    """The number of a turn that comes after all others so far, as the coordinator counts them."""
+    return int(time.time() * 1000)
 
 
 def _what_failed(lines: Iterator[str]) -> str:

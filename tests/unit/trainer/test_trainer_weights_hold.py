@@ -64,6 +64,6 @@ def test_exports_stay_below_the_run_and_replace_only_models(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "self").symlink_to(tmp_path)
     refused = ("", ".", "./", "..", "../x", "a/../../x", "/tmp/x", "steps", "steps/x", "checkpoints/x", "link/x")
-    for folder in (*refused, "self", "a\0b", "a\nb", "a" * 300):
+    for folder in (*refused, "self", "a\0b", "a\nb", "a" * 300, "a" * 201, "x/" + "ä" * 101):
         with pytest.raises(ValueError, match="folder is"):
             export_folder(tmp_path, folder)
