@@ -121,8 +121,10 @@ class ActiveRun:
 
     async def resume(self) -> None:
         """End a pause; drops in a row so far are forgiven."""
-        counts = await self._patiently(self.board.counts)
-        await self._save(paused=None, forgiven_drops=counts.consecutive_drops)
+        drops = 0
+        if self.assignable:  # else it began just now, and the board does not know it yet
+            drops = (await self._patiently(self.board.counts)).consecutive_drops
+        await self._save(paused=None, forgiven_drops=drops)
 
     async def stop(self, reason: str) -> None:
         """End the run early."""
