@@ -235,10 +235,11 @@ def main() -> None:
         os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "130"}
         plan = stack.make_plan(state, port=FIRST_PORT, stop_with_parent=True)
         stack.up(state, plan, print)
-        words = ["--standby", "--port", str(WAITING_PORT), "--coordinator", COORDINATOR, "--redis", plan.redis]
+        words = ["--standby", "--port", str(WAITING_PORT), "--coordinator", COORDINATOR]
+        redis = {"RELAXD_REDIS": plan.redis}  # with its password, which is no argument
         with (folder / "waiting.log").open("w") as log:
             service = [sys.executable, "-m", "services.rollout", *words, "--replica-id", "waiting"]
-            waiting = subprocess.Popen(service, cwd=ROOT, stdout=log, stderr=log)
+            waiting = subprocess.Popen(service, cwd=ROOT, env=os.environ | redis, stdout=log, stderr=log)
         page = Page(folder, HEAD)
         try:
             with Coordinator(COORDINATOR) as coordinator:
