@@ -115,15 +115,17 @@ def main() -> None:
             last, _ = life.until_step(options.every + options.replayed)
             for number in range(options.times):
                 life.end()
+                killed = last
                 before = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
                 steps = [line["step_seconds"] for line in before if line.get("step_seconds")]
                 life = Life(["resume", "resume", "--folder", str(folder)], place, state)
                 first, resumed = life.until_step(last + 1)
+                last, _ = life.until_step(first + options.every + options.replayed - 1)
                 trainer = state.log("trainer").read_text(errors="replace")
                 rows.append(
                     {
                         "kill": number + 1,
-                        "at step": last,
+                        "at step": killed,
                         "first new step": first,
                         "resumed s": resumed,
                         "of that, step s": statistics.median(steps),
@@ -131,7 +133,6 @@ def main() -> None:
                     }
                 )
                 print(rows[-1], flush=True)
-                last, _ = life.until_step(first + options.every + options.replayed - 1)
         finally:
             life.end()
     report("resume", rows, config=options.config.name, load_at_the_start=load)

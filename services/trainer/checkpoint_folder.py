@@ -22,6 +22,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from services.trainer.durable import sync
 
 MANIFEST, STATE = "manifest.json", "state.json"
+LEAVING_EPOCH = 0
+"""In the place of a trainer's epoch: of checkpoints that are being removed."""
 NAME = re.compile(r"step-(\d{6,})")
 REPORT = re.compile(r"written-(\d+)\.json")
 
@@ -205,8 +207,13 @@ def remove_partials(run_folder: Path, before_epoch: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def remove_leaving(run_folder: Path) -> None:
+    """Remove what `rotate` put out of sight; what is left when this process ends, the next trainer removes."""
+    remove_partials(run_folder, before_epoch=LEAVING_EPOCH + 1)
+
+
 def rotate(run_folder: Path, keep: int) -> int | None:
-    """Remove all checkpoints but the newest `keep`.
+    """Put all checkpoints but the newest `keep` out of sight; `remove_leaving` removes them, which can take a second.
 
     Returns:
         The step of the oldest one that is kept, once there are as many as that: what came before it isn't needed any
@@ -216,9 +223,7 @@ def rotate(run_folder: Path, keep: int) -> int | None:
     for step in steps[keep:]:
         # Out of sight at once: a checkpoint that is half removed must not be taken for one.
         path = checkpoint_path(run_folder, step)
-        leaving = path.with_name(f".{path.name}.0.partial")
-        os.rename(path, leaving)
-        shutil.rmtree(leaving, ignore_errors=True)
+        os.rename(path, path.with_name(f".{path.name}.{LEAVING_EPOCH}.partial"))
     for path in checkpoints_folder(run_folder).glob("step-*.broken"):
         if steps and int(path.name.split("-")[1].split(".")[0]) < steps[:keep][-1]:
             shutil.rmtree(path, ignore_errors=True)

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -147,6 +148,7 @@ class Checkpoints:
         try:
             folders.seal(saving.partial, saving.final, saving.state)
             oldest = folders.rotate(self._run_folder, self._settings.keep)
+            threading.Thread(target=folders.remove_leaving, args=(self._run_folder,), name="remove-checkpoints").start()
         except OSError as error:
             self._fail(saving.answers, str(error))
             return

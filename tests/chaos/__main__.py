@@ -8,6 +8,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -86,6 +87,7 @@ def main() -> None:
     for text in last:
         console.print(f"VIOLATION at the end: {text}")
     name = options.result or ("soak" if soak else "chaos")
+    drops = {f"dropped: {why}": count for why, count in Counter(campaign.books.dropped.values()).most_common()}
     document = {
         "name": name,
         "date": time.strftime("%Y-%m-%d"),
@@ -96,7 +98,7 @@ def main() -> None:
         "faults": len(campaign.outcomes),
         "violations": violations,
         "steps": len(campaign.books.steps),
-        "groups": {"trained": len(campaign.books.trained), "dropped": len(campaign.books.dropped)},
+        "groups": {"trained": len(campaign.books.trained), **drops},
         "recomputed": campaign.books.recomputed,
         "rows": table,
         "outcomes": [
@@ -126,7 +128,7 @@ def main() -> None:
         plot_memory(memory.samples, RESULTS / f"{name}-memory.png")
     console.print(
         f"{len(campaign.outcomes)} faults, {violations} violations, {len(campaign.books.steps)} steps, "
-        f"{len(campaign.books.trained)} groups trained, {len(campaign.books.dropped)} dropped, seed {seed}"
+        f"{len(campaign.books.trained)} groups trained, {drops}, seed {seed}"
     )
     sys.exit(1 if violations else 0)
 

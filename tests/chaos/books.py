@@ -35,6 +35,10 @@ class Step:
     """Unix time at which the trainer was done with the step before, or came up."""
 
 
+ENDED = "run_ended"
+"""Why groups are dropped that a run's end cuts off: the only drop after which a prompt is not tried again."""
+
+
 @dataclass
 class Books:
     """What was published, and what became of it."""
@@ -48,6 +52,8 @@ class Books:
     """Group -> step."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Group -> reason."""
+    _asked_again: set[str] = field(default_factory=set)
+    """Dropped groups whose prompts are to be tried again."""
     steps: list[Step] = field(default_factory=list)
     recomputed: int = 0
     """Deliveries beyond a group's first at a stage, so far."""
@@ -77,7 +83,9 @@ class Books:
                 wrong.append(f"group {group} was dropped twice")
             self.dropped[group] = values[b"reason"].decode()
             if values[b"retried"] == b"1":
-                waiting.add(group)
+                self._asked_again.add(group)
+            elif self.dropped[group] != ENDED:
+                wrong.append(f"the prompt of group {group} is lost: {self.dropped[group]}, and not tried again")
 
         def same(what: str, one: int, other: int) -> None:
             if one != other:
@@ -97,6 +105,10 @@ class Books:
             if both := sorted(one & other):
                 wrong.append(f"groups both {what}: {', '.join(both[:5])}")
         wrong += self._lost(open_groups, published, json.loads(state[4]))
+        known = self.trained.keys() | self.dropped.keys() | open_groups
+        for group in sorted(self._asked_again - waiting):
+            if _next_try(group) not in known:
+                wrong.append(f"the prompt of group {group} is lost: nobody tries it again")
         wrong += _stranded(open_ids, open_fields)
         wrong += self._read_step_files()
         return wrong
@@ -172,6 +184,12 @@ class Books:
             if {name for name in names if self.trained.get(name) == number} != set(names):
                 wrong.append(f"the file of step {number} has other groups than the ledger")
         return wrong
+
+
+def _next_try(group: str) -> str:
+    """The group that tries a dropped group's prompt again."""
+    place, _, tries = group.partition("~")
+    return f"{place}~{int(tries or 0) + 1}"
 
 
 def _stranded(ids: list[bytes], fields: list[list[bytes]]) -> list[str]:

@@ -107,6 +107,15 @@ def train_old(client: redis.Redis) -> None:
     client.xadd(f"{PREFIX}ledger", fields | {"metrics": '{"staleness_max": 2, "step_seconds": 1}'}, id="3-0")
 
 
+def give_up(client: redis.Redis) -> None:
+    fields = {"time": 1, "group": "0-000006", "reason": "stale", "retried": 0}
+    client.xadd(f"{PREFIX}dropped", fields)
+
+
+def forget_a_retry(client: redis.Redis) -> None:
+    client.hdel(f"{PREFIX}retries", "0-000004")
+
+
 def skip_a_step(client: redis.Redis) -> None:
     fields = {"time": 1, "epoch": 1, "plan": json.dumps({"groups": ["0-000006", "0-000007"]})}
     client.xadd(f"{PREFIX}ledger", fields | {"metrics": '{"staleness_max": 0, "step_seconds": 1}'}, id="4-0")
@@ -132,6 +141,8 @@ def miscount(client: redis.Redis) -> None:
         (skip_a_step, "step 4 follows step 2"),
         (forget_a_step, "steps that were ever committed"),
         (miscount, "drops by reason"),
+        (give_up, "0-000006 is lost: stale, and not tried again"),
+        (forget_a_retry, "0-000004 is lost: nobody tries it again"),
     ],
 )
 def test_wrong_books(books: Books, damage: Callable[[redis.Redis], None], said: str) -> None:
