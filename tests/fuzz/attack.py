@@ -89,7 +89,7 @@ async def attack(
     """
     report = Report()
     targets = fleet.targets
-    calls = sum(len(methods_of(target)) for target in targets)
+    calls = sum(path_of(method) not in LEFT_OUT for target in targets for method in methods_of(target))
     each = max(1, -(-messages // calls))
     rounds = max(1, messages // ROUND)
     begun = time.monotonic()

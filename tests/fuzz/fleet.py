@@ -51,7 +51,7 @@ class Fleet:
         self.folder = folder
         self._arguments = arguments
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._channels: list[grpc.Channel] = []
+        self._channels: dict[str, grpc.Channel] = {}
         (folder / "redis").mkdir()
         self.redis = RedisServer(folder / "redis").start()
         self.model = make_tiny_model(folder / "model")
@@ -80,9 +80,10 @@ class Fleet:
         return self.redis.url.removesuffix("/0") + f"/{database}"
 
     def channel(self, name: str) -> grpc.Channel:
-        channel = sync_channel(f"127.0.0.1:{self.ports[name]}")
-        self._channels.append(channel)
-        return channel
+        """The channel to a service: one, or its connections would be taken for a leak of the service."""
+        if name not in self._channels:
+            self._channels[name] = sync_channel(f"127.0.0.1:{self.ports[name]}")
+        return self._channels[name]
 
     @property
     def targets(self) -> list[Target]:
@@ -211,7 +212,7 @@ class Fleet:
         return (self.folder / f"{name}.log").read_text(errors="replace")[-4000:]
 
     def close(self) -> None:
-        for channel in self._channels:
+        for channel in self._channels.values():
             channel.close()
         for process in self.processes.values():
             with contextlib.suppress(psutil.NoSuchProcess):
