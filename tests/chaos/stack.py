@@ -79,6 +79,7 @@ every = 10
 lease_seconds = {lease}
 max_staleness = {staleness}
 max_deliveries = 20
+max_retries = 1000
 max_consecutive_drops = 1000
 
 [health]
