@@ -35,6 +35,7 @@ from services.trainer.hf_weights import (
     load_hf,
     save_hf,
 )
+from services.trainer.host_memory import GIVE_BACK_STEPS, give_back
 from services.trainer.logprobs import VocabShard, token_logprobs
 from services.trainer.model import PolicyModel, build_model, padded_vocab, transformer_config
 from services.trainer.offload import Offload, gradient_tensors, memory_in_use, state_tensors
@@ -191,6 +192,8 @@ class Learner:
             raise
         finally:
             self.discard()
+        if self._step % GIVE_BACK_STEPS == 0:
+            give_back()
         measured = totals.pop("mismatch", None)
         sums = {name: float(value) for name, value in totals.items()}
         tokens, loss = sums.pop("tokens", 0.0), sums.pop("loss", 0.0)
