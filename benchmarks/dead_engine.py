@@ -152,7 +152,10 @@ class Bench:
         until("a synchronisation", lambda: self.weights().last_sync_id > before.last_sync_id, 0.0)
         time.sleep(self._random.uniform(0, 0.9 * self._typical))  # the moment is what is chosen, not waited for
         victim = engines[self._random.choice(sorted(engines))]
-        victim.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        try:
+            victim.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        except psutil.NoSuchProcess:  # the coordinator had it restarted just now
+            return None
         lost = time.monotonic()
         try:
             weights, step = self.weights(), self.step()
