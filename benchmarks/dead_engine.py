@@ -80,6 +80,7 @@ timeout_seconds = {timeout}
 bucket_bytes = 4194304
 
 [health]
+stuck_seconds = 10
 max_restarts = 100000
 first_backoff_seconds = 0.0
 max_sync_failures = 100000
