@@ -22,7 +22,6 @@ import argparse
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,7 +113,7 @@ class Bench:
             final = folders.checkpoint_path(self.folder, self.learner.step)
             folders.seal(self._partial, final, make_state(self.learner.step))
             folders.rotate(self.folder, 1)
-            threading.Thread(target=folders.remove_leaving, args=(self.folder,)).start()
+            folders.remove_leaving(self.folder)
         self.stalled += time.perf_counter() - began
         self.wrote = time.perf_counter() - self._begun
         self._partial = None

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -207,9 +208,12 @@ def remove_partials(run_folder: Path, before_epoch: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_leaving(run_folder: Path) -> None:
-    """Remove what `rotate` put out of sight; what is left when this process ends, the next trainer removes."""
-    remove_partials(run_folder, before_epoch=LEAVING_EPOCH + 1)
+def remove_leaving(run_folder: Path) -> threading.Thread:
+    """Remove what `rotate` put out of sight, in the thread that is returned; what is left, the next trainer removes."""
+    arguments = (run_folder, LEAVING_EPOCH + 1)
+    thread = threading.Thread(target=remove_partials, args=arguments, name="remove-checkpoints")
+    thread.start()
+    return thread
 
 
 def rotate(run_folder: Path, keep: int) -> int | None:

@@ -3,7 +3,6 @@
 import logging
 import os
 import shutil
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -148,7 +147,7 @@ class Checkpoints:
         try:
             folders.seal(saving.partial, saving.final, saving.state)
             oldest = folders.rotate(self._run_folder, self._settings.keep)
-            threading.Thread(target=folders.remove_leaving, args=(self._run_folder,), name="remove-checkpoints").start()
+            folders.remove_leaving(self._run_folder)
         except OSError as error:
             self._fail(saving.answers, str(error))
             return

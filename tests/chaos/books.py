@@ -52,11 +52,11 @@ class Books:
     """Group -> step."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Group -> reason."""
-    _asked_again: set[str] = field(default_factory=set)
-    """Dropped groups whose prompts are to be tried again."""
     steps: list[Step] = field(default_factory=list)
     recomputed: int = 0
     """Deliveries beyond a group's first at a stage, so far."""
+    _asked_again: set[str] = field(default_factory=set)
+    """Dropped groups whose prompts are to be tried again."""
     _last_dropped: str = "0-0"
     _polled: list[str] = field(default_factory=list)
     _step_files: set[str] = field(default_factory=set)
@@ -104,8 +104,8 @@ class Books:
         ):
             if both := sorted(one & other):
                 wrong.append(f"groups both {what}: {', '.join(both[:5])}")
-        wrong += self._lost(open_groups, published, json.loads(state[4]))
         known = self.trained.keys() | self.dropped.keys() | open_groups
+        wrong += _lost(known, published, json.loads(state[4]))
         for group in sorted(self._asked_again - waiting):
             if _next_try(group) not in known:
                 wrong.append(f"the prompt of group {group} is lost: nobody tries it again")
@@ -140,28 +140,6 @@ class Books:
                 wrong.append(f"step {number} trained tokens that were {metrics['staleness_max']:g} versions old")
         return wrong
 
-    def _lost(self, open_groups: set[str], published: int, cursor: dict | None) -> list[str]:
-        """Every place of the sequence of prompts before the cursor must be in the books, and nothing else."""
-        known = self.trained.keys() | self.dropped.keys() | open_groups
-        wrong = []
-        if len(known) != published:
-            wrong.append(f"published {published} groups, but {len(known)} are open, trained or dropped")
-        places: dict[int, set[int]] = defaultdict(set)
-        for group in known:
-            epoch, _, position = group.partition("~")[0].partition("-")
-            places[int(epoch)].add(int(position))
-        now = cursor or {"epoch": 0, "position": 0}
-        sizes = Counter(len(places[epoch]) for epoch in range(now["epoch"]))
-        if len(sizes) > 1:
-            wrong.append(f"epochs of different size were published: {dict(sizes)}")
-        for epoch, positions in places.items():
-            end = now["position"] if epoch == now["epoch"] else max(positions) + 1
-            if missing := sorted(set(range(end)) - positions):
-                wrong.append(f"{len(missing)} groups of epoch {epoch} are lost: {missing[:5]}")
-            if beyond := sorted(positions - set(range(end))):
-                wrong.append(f"groups of epoch {epoch} beyond the data cursor: {beyond[:5]}")
-        return wrong
-
     def _read_step_files(self) -> list[str]:
         """The versions of trained tokens, from the step files themselves."""
         wrong = []
@@ -184,6 +162,28 @@ class Books:
             if {name for name in names if self.trained.get(name) == number} != set(names):
                 wrong.append(f"the file of step {number} has other groups than the ledger")
         return wrong
+
+
+def _lost(known: set[str], published: int, cursor: dict | None) -> list[str]:
+    """Every place of the sequence of prompts before the cursor must be in the books, and nothing else."""
+    wrong = []
+    if len(known) != published:
+        wrong.append(f"published {published} groups, but {len(known)} are open, trained or dropped")
+    places: dict[int, set[int]] = defaultdict(set)
+    for group in known:
+        epoch, _, position = group.partition("~")[0].partition("-")
+        places[int(epoch)].add(int(position))
+    now = cursor or {"epoch": 0, "position": 0}
+    sizes = Counter(len(places[epoch]) for epoch in range(now["epoch"]))
+    if len(sizes) > 1:
+        wrong.append(f"epochs of different size were published: {dict(sizes)}")
+    for epoch, positions in places.items():
+        end = now["position"] if epoch == now["epoch"] else max(positions) + 1
+        if missing := sorted(set(range(end)) - positions):
+            wrong.append(f"{len(missing)} groups of epoch {epoch} are lost: {missing[:5]}")
+        if beyond := sorted(positions - set(range(end))):
+            wrong.append(f"groups of epoch {epoch} beyond the data cursor: {beyond[:5]}")
+    return wrong
 
 
 def _next_try(group: str) -> str:
