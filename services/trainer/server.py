@@ -15,7 +15,6 @@ from relaxd.config import RunConfig
 from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
 from relaxd.rpc.doors import is_loopback
 from relaxd.rpc.errors import (
-    MOST_SECONDS,
     Aborted,
     DeadlineExceeded,
     FailedPrecondition,
@@ -185,9 +184,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         """Send the weights once; the optimizer waits meanwhile."""
         world = self._ready_world()
         seconds = request.timeout_seconds
-        if not 0 < seconds <= MOST_SECONDS:
-            problem = f"is {seconds:g}: it must be positive, and at most {MOST_SECONDS:g}"
-            raise InvalidArgument(f"timeout_seconds {problem}", [("timeout_seconds", problem)])
+        violations = Violations()
+        violations.check_seconds(seconds, "timeout_seconds")
+        violations.raise_if_any()
         self._sync_ids.take(request.sync_id)
         if self._group != (world.epoch, request.group_name):
             raise FailedPrecondition(f'this trainer is not in weight group "{request.group_name}": join it first')
