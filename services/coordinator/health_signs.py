@@ -83,17 +83,29 @@ class Signs:
         if status.state == REPLICA_STATE_STARTING:
             what = f"it has been starting for {now - watch.spoke:.0f} s: {status.detail or 'no detail given'}"
             return _after(now - watch.spoke, health.start_seconds, what)
+        found = [self._of_synchronisations(replica), self._of_progress(replica, watch, now)]
+        complaints = [one for one in found if one is not None]
+        # An engine that is left out of synchronisations may be stuck as well, and its groups are waited for.
+        return next((one for one in complaints if one.due), next(iter(complaints), None))
+
+    def _of_synchronisations(self, replica: Replica) -> Complaint | None:
+        """What weight synchronisations say of a replica."""
         failures = self._sync_failures(replica)
-        most = health.max_sync_failures
+        most = self._config.health.max_sync_failures
         if replica.registration.role == ROLE_TRAINER:
             failures, most = failures - 1, most * TRAINER_PATIENCE  # one may be the trace of its own restart
-        if failures > 0:
-            return Complaint(f"{failures} weight synchronisations in a row failed with it", due=failures >= most)
-        if status.state == REPLICA_STATE_READY:
-            silent = now - watch.moved
-            what = f"it is stuck: it holds {status.held_groups} groups and has got nothing done for {silent:.0f} s"
-            return _after(silent, self.stuck_seconds(replica.registration.role), what)
-        return None
+        if failures <= 0:
+            return None
+        return Complaint(f"{failures} weight synchronisations in a row failed with it", due=failures >= most)
+
+    def _of_progress(self, replica: Replica, watch: _Watch, now: float) -> Complaint | None:
+        """What comes of a replica's work."""
+        status = replica.status
+        if status.state != REPLICA_STATE_READY:
+            return None
+        silent = now - watch.moved
+        what = f"it is stuck: it holds {status.held_groups} groups and has got nothing done for {silent:.0f} s"
+        return _after(silent, self.stuck_seconds(replica.registration.role), what)
 
     def _watched(self, replica: Replica, now: float) -> _Watch:
         status = replica.status

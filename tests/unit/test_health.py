@@ -74,6 +74,17 @@ def test_stuck_is_who_holds_groups_and_gets_nothing_done(clock: Clock) -> None:
     assert after(clock, 0, signs, one) is None
 
 
+def test_an_engine_that_fails_synchronisations_may_be_stuck_as_well(clock: Clock) -> None:
+    signs = make_signs(failures=1)
+    one = replica(clock, pb.ROLE_ROLLOUT, state=READY, held_groups=2, progress=7)
+    one.status.weights.version = 3
+    failed = ("1 weight synchronisations in a row failed with it", False)
+    assert after(clock, 0, signs, one) == failed
+    assert after(clock, 70, signs, one) == failed
+    due = after(clock, 100, signs, one)  # past the weights' timeouts as well
+    assert due == ("it is stuck: it holds 2 groups and has got nothing done for 170 s", True)
+
+
 def test_a_trainer_must_turn_even_without_groups(clock: Clock) -> None:
     signs = make_signs()
     one = replica(clock, pb.ROLE_TRAINER, state=READY, held_groups=0, progress=7)
