@@ -126,6 +126,8 @@ class Bench:
         self._stub = stub
         self._random = random.Random(seed)
         self._typical = 0.1
+        self._last = 0
+        """The version that was announced when the last case ended."""
 
     def weights(self) -> pb.GetWeightsResponse:
         """Which versions are where."""
@@ -136,10 +138,11 @@ class Bench:
         return int(self._stub.GetRun(pb.GetRunRequest(), timeout=5).run.step)
 
     def both_serve(self) -> pb.GetWeightsResponse | None:
-        """What two engines serve; None while there is only one."""
+        """What two engines serve; None while there is only one. One that was lost has no version since."""
         weights = self.weights()
+        oldest = max(self._last + 1, weights.announced.version - 1, 2)
         serving = [engine for engine in weights.engines if engine.HasField("weights")]
-        recent = [engine for engine in serving if engine.weights.version + 1 >= weights.announced.version > 2]
+        recent = [engine for engine in serving if engine.weights.version >= oldest]
         return weights if len(recent) == 2 else None
 
     def lose(self, how: str) -> dict[str, float] | None:
@@ -152,7 +155,8 @@ class Bench:
         self._typical = 0.8 * self._typical + 0.2 * before.last_sync_seconds
         until("a synchronisation", lambda: self.weights().last_sync_id > before.last_sync_id, 0.0)
         time.sleep(self._random.uniform(0, 0.9 * self._typical))  # the moment is what is chosen, not waited for
-        victim = engines[self._random.choice(sorted(engines))]
+        name = self._random.choice(sorted(engines))
+        victim = engines[name]
         try:
             victim.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         except psutil.NoSuchProcess:  # the coordinator had it restarted just now
@@ -165,7 +169,8 @@ class Bench:
                 return None
 
             def one_serves() -> bool:
-                return any(engine.weights.version >= version for engine in self.weights().engines)
+                others = [engine for engine in self.weights().engines if not engine.replica_id.startswith(name)]
+                return any(engine.weights.version >= version for engine in others)
 
             found: dict[str, float] = {}
 
@@ -177,6 +182,7 @@ class Bench:
                 return len(found) == 2
 
             until("recovery", look)
+            self._last = int(self.weights().announced.version)
             return found
         finally:
             if victim.is_running():
