@@ -37,6 +37,7 @@ from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer import checkpoint_folder as folders
 from services.trainer.checkpoint_folder import BoardState, CheckpointState, Ledger
 from services.trainer.checkpoint_part import CheckpointPart
+from services.trainer.host_memory import settle
 from services.trainer.learner import Learner
 from services.trainer.packing import MicroBatch
 from services.trainer.parallel import shut_down
@@ -211,6 +212,7 @@ def main() -> None:
             }
         )
         learner = Learner(model, config, AlgorithmConfig(old_logprobs="current"), steps=1000)
+        settle()
         vocabulary = AutoConfig.from_pretrained(model).vocab_size
         batches = [
             make_batch(vocabulary, options.tokens, options.sequences, seed) for seed in range(options.micro_batches)

@@ -6,7 +6,6 @@ optimizer step begins, which waits for it.
 """
 
 import contextlib
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -47,11 +46,9 @@ class HostCopies:
         """Inside, Megatron's distributed optimizers give such tensors where they would gather and copy their state."""
         for one in optimizers:
             one.get_parameter_state_dp_zero = partial(self._state, one)
-        gc.freeze()  # Megatron collects garbage there, for a quarter of a second, and there is none
         try:
             yield
         finally:
-            gc.unfreeze()
             for one in optimizers:
                 del one.get_parameter_state_dp_zero
 

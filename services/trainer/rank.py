@@ -27,6 +27,7 @@ from services.trainer.checkpoint_part import CheckpointPart
 from services.trainer.checkpoints import Answer, CheckpointFailed, Checkpoints
 from services.trainer.crew import Crew
 from services.trainer.following import follow
+from services.trainer.host_memory import settle
 from services.trainer.intake import Intake
 from services.trainer.learner import Learner
 from services.trainer.rounds import RoundRunner
@@ -97,6 +98,7 @@ class Rank:
             steps=config.run.steps,
             seed=config.run.seed,
         )
+        settle()
         crew = Crew(config.trainer.collective_timeout_seconds)
         algorithm = create(config.algorithm)
         buckets = weight_buckets(learner, config.weights.bucket_bytes)
