@@ -30,6 +30,12 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "nothing; one that is silent for longer than `--lease-seconds` is restarted",
     ),
     (
+        "an engine's process stands still for good, while its service answers",
+        ("freeze engine",),
+        "the trainer goes on with the other engines; the coordinator restarts the replica when nothing of what it holds "
+        "gets done (`health.stuck_seconds`) or synchronisations with it keep failing (`health.max_sync_failures`)",
+    ),
+    (
         "the trainer, or one of its ranks",
         ("kill trainer*", "kill a rank*"),
         "a new epoch: newest intact checkpoint, the steps since from their files, then a forced synchronisation; the "

@@ -124,6 +124,13 @@ def stall_child(role: str, module: str, seconds: float, stack: ChaosStack, rng: 
     return time.time()
 
 
+def freeze_child(role: str, module: str, stack: ChaosStack, rng: random.Random) -> float:
+    """A child stands still for good, while its service answers: somebody has to notice, and to end it."""
+    child, now = stack.child(_one(stack, rng, role), module, 0), time.time()
+    child.suspend()
+    return now
+
+
 # --- network --------------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +252,7 @@ def all_faults() -> list[Fault]:
             for length, seconds in LENGTHS.items()
         ),
         _named("stall engine long", stall_child, "rollout", ENGINE, LONG_SECONDS),
+        _named("freeze engine", freeze_child, "rollout", ENGINE),
         _named("stall trainer rank long", stall_child, "trainer", RANK, LONG_SECONDS),
         *(
             _named(f"{how}: {role} - {other}", network, how, role, other)

@@ -84,6 +84,7 @@ max_consecutive_drops = 1000
 
 [health]
 max_restarts = 1000
+stuck_seconds = 10
 
 [weights]
 verify = "always"
