@@ -225,7 +225,7 @@ def rows_of(found: dict[str, list[dict[str, float]]], limit: float) -> list[dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=50, help="engines to lose, half of them killed, half frozen")
-    parser.add_argument("--timeout", type=float, default=5.0, help="weights.timeout_seconds and connect_timeout_seconds")
+    parser.add_argument("--timeout", type=float, default=5.0, help="of broadcasting, and of connecting")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     load = machine()["load_before"]

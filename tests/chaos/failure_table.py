@@ -32,7 +32,7 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
     (
         "an engine's process stands still for good, while its service answers",
         ("freeze engine",),
-        "the trainer goes on with the other engines; the coordinator restarts the replica when nothing of what it holds "
+        "the trainer goes on with the other engines; the coordinator restarts the replica when nothing that it holds "
         "gets done (`health.stuck_seconds`) or synchronisations with it keep failing (`health.max_sync_failures`)",
     ),
     (
