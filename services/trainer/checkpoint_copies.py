@@ -20,8 +20,9 @@ from torch import Tensor
 
 STATE = ("param", "exp_avg", "exp_avg_sq")
 """What the distributed optimizer has of each parameter."""
-STAGED_BYTES = 64 << 20
-"""A GPU's tensors come through pinned memory of this size: copies from there use the host's threads."""
+STAGED_BYTES = 32 << 20
+"""A GPU's tensors come through two pieces of pinned memory of this size: one is filled by the GPU while the host's
+threads empty the other one."""
 
 
 class HostCopies:
@@ -85,9 +86,10 @@ class HostCopies:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a thread begins with the first one
-            with _Stage(self._device) as stage:
-                for work in self._work:
-                    work(stage)
+            stage = _Stage(self._device)
+            for work in self._work:
+                work(stage)
+            stage.finish()
         except Exception as error:  # raised again by `check`, in the thread that needs the copies
             self._error = error
         finally:
@@ -121,31 +123,35 @@ class _Stage:
     """Copies to the host: from a GPU on a stream of its own, through pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        pinned = torch.empty(STAGED_BYTES, dtype=torch.uint8, pin_memory=True) if self._stream else None
-        self._pinned = pinned
-
-    def __enter__(self) -> "_Stage":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+        self._free: list[Tensor] = []
+        self._arriving: tuple[torch.cuda.Event, Tensor, Tensor] | None = None
+        """What the GPU copies now: its end, the pinned memory, and where the host copies it from there."""
         if self._stream is not None:
-            self._stream.synchronize()
+            self._free = [torch.empty(STAGED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy a tensor to one of its shape in the host's memory; done when this returns."""
+        """Copy a tensor to one of its shape in the host's memory; done after `finish`."""
         if self._stream is None or not source.is_cuda:
             target.copy_(source)
             return
-        assert self._pinned is not None
         count = STAGED_BYTES // source.element_size()
         with torch.cuda.stream(self._stream):
             for to, piece in zip(target.view(-1).split(count), source.reshape(-1).split(count), strict=True):
-                staged = self._pinned[: piece.numel() * piece.element_size()].view(piece.dtype)
-                staged.copy_(piece, non_blocking=True)
-                self._stream.synchronize()
-                to.copy_(staged)
+                pinned = self._free.pop()
+                pinned[: piece.nbytes].view(piece.dtype).copy_(piece, non_blocking=True)
+                arrived = self._stream.record_event()
+                self.finish()
+                self._arriving = arrived, pinned, to
+
+    def finish(self) -> None:
+        """Complete what has begun."""
+        if self._arriving is None:
+            return
+        (arrived, pinned, to), self._arriving = self._arriving, None
+        arrived.synchronize()
+        to.copy_(pinned[: to.nbytes].view(to.dtype))
+        self._free.append(pinned)
 
 
 def _copy(target: Tensor, source: Tensor, stage: _Stage) -> None:
@@ -169,6 +175,7 @@ def _gather(
                 stage.copy(mine[place.start : place.end], own[model][key].detach())
             if alone:
                 continue
+            stage.finish()
             parts = torch.empty(share * group.size()) if targets else None
             received = list(parts.split(share)) if parts is not None else None
             dist.gather(mine, received, dist.get_process_group_ranks(group)[0], group)

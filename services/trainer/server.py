@@ -40,6 +40,8 @@ EXPORT_SECONDS = 600.0
 """Longest export."""
 CHECKPOINT_SECONDS = 1800.0
 """How long a caller waits for a checkpoint at most."""
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""Lets torch take the host's memory in huge pages: what a checkpoint copies from GPUs is there sooner."""
 
 
 class TrainerService(ReplicaService):
@@ -69,7 +71,8 @@ class TrainerService(ReplicaService):
             "paused": False,  # pause_run follows, if it is
         }
         take_turn = self.take_turn if config.run.colocate else None
-        self.world = World(self._settings, start, gpu_environment(gpus) | NCCL_ENVIRONMENT, take_turn)
+        environment = gpu_environment(gpus) | NCCL_ENVIRONMENT | (HUGE_PAGES if gpus else {})
+        self.world = World(self._settings, start, environment, take_turn)
         self._living = asyncio.create_task(self.world.live(), name="world")
 
     async def stop_run(self) -> None:
