@@ -31,7 +31,7 @@ PAUSE_MODES = {
 }
 SHORT_SECONDS = 3.0
 """Deadline of calls that only have to change a flag: resume, leave."""
-SILENT_SECONDS = 1.0
+SILENT_SECONDS = 0.5
 """The same for a member that had not answered when others reported a failure: it may be frozen, and all wait for it."""
 MARGIN_SECONDS = 1.0
 """A call's deadline beyond the deadline that its callee keeps by itself."""
