@@ -165,7 +165,7 @@ class Bench:
         lost = time.monotonic()
         try:
             weights, step = self.weights(), self.step()
-            version = weights.announced.version
+            self._last = version = int(weights.announced.version)
             if sum(engine.weights.version >= version for engine in weights.engines) == 2:
                 return None
 

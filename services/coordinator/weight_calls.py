@@ -32,7 +32,7 @@ PAUSE_MODES = {
 SHORT_SECONDS = 3.0
 """Deadline of calls that only have to change a flag: resume, leave."""
 SILENT_SECONDS = 0.5
-"""The same for a member that had not answered when others reported a failure: it may be frozen, and all wait for it."""
+"""The same for a member that had not answered before: it may be frozen, and all wait for it."""
 MARGIN_SECONDS = 1.0
 """A call's deadline beyond the deadline that its callee keeps by itself."""
 ECHO_SECONDS = 0.2
@@ -46,7 +46,7 @@ class SyncFailed(Exception):
 
     `blamed` are the members that are dead or late, or have other weights than were sent; `wrong` are the latter.
     `refused` are those that answered with an error, which may be the fault of others. `silent` are those that had not
-    answered yet.
+    answered yet, or not in time.
     """
 
     def __init__(
@@ -270,8 +270,10 @@ class WeightCalls:
         said: list[str] = []
         blamed: list[Member] = []
         refused: list[Member] = []
+        silent: list[Member] = []
         for member, task in tasks.items():
             if task in pending:
+                silent.append(member)
                 if not self._registry.holds(member):
                     said.append(f"{member.replica_id}: no heartbeat")
                     blamed.append(member)
@@ -280,8 +282,9 @@ class WeightCalls:
                     raise error
                 said.append(f"{member.replica_id}: {explain(error)}")
                 (blamed if error.code() in TO_BLAME else refused).append(member)
+                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    silent.append(member)
         if said or pending:
-            silent = [member for member, task in tasks.items() if task in pending]
             raise SyncFailed(f"could not {what} ({'; '.join(said)})", blamed, refused=refused, silent=silent)
         return {member: task.result() for member, task in tasks.items()}
 
