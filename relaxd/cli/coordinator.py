@@ -20,7 +20,7 @@ ENDED = (pb.RUN_STATE_STOPPED, pb.RUN_STATE_FAILED)
 CHECKPOINT_SECONDS = 1800.0
 """How long a checkpoint is waited for."""
 AWAY_SECONDS = 60.0
-"""How long watching goes on while no coordinator answers: one that restarts is back long before."""
+"""How long who follows a run waits while no coordinator answers: one that restarts is back long before."""
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Statuses of a coordinator that may be back soon."""
 POLL_SECONDS = 0.3
@@ -83,10 +83,19 @@ class Coordinator:
         """End a run early."""
         return self._call(self._stub.StopRun, pb.StopRunRequest(run_id=run_id, reason=reason)).run
 
-    def samples(self, run_id: str = "", step: int = 0, limit: int = 16) -> list[pb.TrainedSample]:
-        """What the model wrote, newest first."""
+    def samples(
+        self, run_id: str = "", step: int = 0, limit: int = 16, *, patience_seconds: float = 0.0
+    ) -> list[pb.TrainedSample]:
+        """What the model wrote, newest first. A coordinator that restarts is waited for with `patience_seconds`."""
         request = pb.ListSamplesRequest(run_id=run_id, step=step, limit=limit)
-        return list(self._call(self._stub.ListSamples, request).samples)
+        deadline = time.monotonic() + patience_seconds
+        while True:
+            try:
+                return list(self._stub.ListSamples(request, timeout=30).samples)
+            except grpc.RpcError as error:
+                if error.code() not in PASSING or time.monotonic() >= deadline:
+                    raise self._explained(error) from error
+            time.sleep(POLL_SECONDS)
 
     def replicas(self) -> list[pb.ReplicaInfo]:
         """The replicas whose lease holds."""

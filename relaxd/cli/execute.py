@@ -14,7 +14,7 @@ from rich.text import Text
 
 from relaxd.cli import fetch, stack
 from relaxd.cli.check import check
-from relaxd.cli.coordinator import ENDED, Coordinator
+from relaxd.cli.coordinator import AWAY_SECONDS, ENDED, Coordinator
 from relaxd.cli.devices import check_devices
 from relaxd.cli.errors import CliError
 from relaxd.cli.follow import follow
@@ -151,7 +151,7 @@ def _train(coordinator: Coordinator, begin: Begin, where: Where, console: Consol
             healthy=healthy,
             longest_pause=LONGEST_PAUSE_SECONDS if ours else float("inf"),
         )
-        samples = coordinator.samples(run.run_id, limit=REPORT_SAMPLES)
+        samples = coordinator.samples(run.run_id, limit=REPORT_SAMPLES, patience_seconds=AWAY_SECONDS)
     except KeyboardInterrupt:
         console.print(f"\nstopping run {run.run_id}")
         if ours:

@@ -10,7 +10,7 @@ from types import FrameType
 from rich.console import Console
 from rich.live import Live
 
-from relaxd.cli.coordinator import Coordinator, state_name
+from relaxd.cli.coordinator import AWAY_SECONDS, Coordinator, state_name
 from relaxd.cli.errors import CliError
 from relaxd.cli.view import RunView, evaluation_line, event_line, render, step_line
 from relaxd.v1 import coordinator_pb2 as pb
@@ -60,7 +60,7 @@ def _loop(
             if interrupted.is_set():
                 raise KeyboardInterrupt
             if view.update(response):
-                view.samples = coordinator.samples(run_id, limit=SHOWN_SAMPLES)
+                view.samples = coordinator.samples(run_id, limit=SHOWN_SAMPLES, patience_seconds=AWAY_SECONDS)
             show()
             healthy()
             run, now = view.run, time.monotonic()

@@ -1,14 +1,20 @@
 """The coordinator can be killed at any moment, and so can Redis: the run goes on, and nothing is lost or doubled."""
 
+import io
 import json
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from relaxd.board import Board, stages_for
+from relaxd.cli.coordinator import Coordinator
+from relaxd.cli.errors import CliError
+from relaxd.cli.follow import follow
 from relaxd.config import RunConfig
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.conftest import RedisServer
@@ -56,6 +62,24 @@ def test_a_coordinator_that_is_killed_again_and_again(cluster: Cluster) -> None:
     for name in ("trainer", "rollout-1", "rollout-2"):
         ids = [call["sync_id"] for call in cluster.calls(name) if "sync_id" in call]
         assert ids == sorted(ids)
+
+
+def test_who_follows_a_run_waits_for_a_coordinator_that_restarts(cluster: Cluster) -> None:
+    start_all(cluster)
+    cluster.start_when_up("run", run__steps=12)
+    with Coordinator(f"127.0.0.1:{cluster.port}") as client, ThreadPoolExecutor() as pool:
+        following = pool.submit(follow, client, "run", Console(file=io.StringIO()))
+        cluster.until_step(2)
+        cluster.kill("coordinator")
+        with pytest.raises(CliError, match="no coordinator answers"):
+            client.samples("run")
+        waiting = pool.submit(client.samples, "run", patience_seconds=30.0)
+        assert wait([waiting], timeout=0.5).not_done
+        cluster.coordinator()
+        assert waiting.result(30)
+        view = following.result(60)
+    assert (view.run.state, view.run.step) == (STOPPED, 12)
+    assert view.samples
 
 
 def test_a_coordinator_that_is_killed_in_a_synchronisation_aborts_it_and_begins_anew(cluster: Cluster) -> None:
