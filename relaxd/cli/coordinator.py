@@ -88,14 +88,7 @@ class Coordinator:
     ) -> list[pb.TrainedSample]:
         """What the model wrote, newest first. A coordinator that restarts is waited for with `patience_seconds`."""
         request = pb.ListSamplesRequest(run_id=run_id, step=step, limit=limit)
-        deadline = time.monotonic() + patience_seconds
-        while True:
-            try:
-                return list(self._stub.ListSamples(request, timeout=30).samples)
-            except grpc.RpcError as error:
-                if error.code() not in PASSING or time.monotonic() >= deadline:
-                    raise self._explained(error) from error
-            time.sleep(POLL_SECONDS)
+        return list(self._call(self._stub.ListSamples, request, patience_seconds=patience_seconds).samples)
 
     def replicas(self) -> list[pb.ReplicaInfo]:
         """The replicas whose lease holds."""
@@ -143,22 +136,21 @@ class Coordinator:
 
     def watch_scaling(self, request_id: str) -> Iterator[scaling_pb2.ScaleRequest]:
         """A scale request several times a second, for ever. Goes on when the coordinator restarts, as `watch` does."""
-        last_heard = time.monotonic()
+        request = scaling_pb2.GetScaleRequestRequest(request_id=request_id)
         while True:
-            request = scaling_pb2.GetScaleRequestRequest(request_id=request_id)
-            try:
-                yield self._stub.GetScaleRequest(request, timeout=10).request
-                last_heard = time.monotonic()
-            except grpc.RpcError as error:
-                if error.code() not in PASSING or time.monotonic() - last_heard > AWAY_SECONDS:
-                    raise self._explained(error) from error
+            yield self._call(self._stub.GetScaleRequest, request, seconds=10, patience_seconds=AWAY_SECONDS).request
             time.sleep(POLL_SECONDS)
 
-    def _call(self, method: Any, request: Any, seconds: float = 30.0) -> Any:
-        try:
-            return method(request, timeout=seconds)
-        except grpc.RpcError as error:
-            raise self._explained(error) from error
+    def _call(self, method: Any, request: Any, seconds: float = 30.0, patience_seconds: float = 0.0) -> Any:
+        """Call within `seconds`, and again as long as a coordinator that may be back soon is waited for."""
+        deadline = time.monotonic() + patience_seconds
+        while True:
+            try:
+                return method(request, timeout=seconds)
+            except grpc.RpcError as error:
+                if error.code() not in PASSING or time.monotonic() >= deadline:
+                    raise self._explained(error) from error
+            time.sleep(POLL_SECONDS)
 
     def _explained(self, error: grpc.RpcError) -> CliError:
         code = error.code()

@@ -11,7 +11,7 @@ def settle() -> None:
     """Exempt what there is now from all later searches for garbage. For a process whose model is loaded.
 
     Megatron searches with each checkpoint, whose pickled tensors leave 100 kB of cyclic garbage. Among all objects of
-    the imported modules that takes a quarter of a second, among those that came since a few milliseconds.
+    the imported modules that takes a quarter of a second.
     """
     gc.collect()
     gc.freeze()
