@@ -32,7 +32,7 @@ def make_board(url: str, *, run_id: str = "run", groups_per_step: int = 4, steps
 def group(group_id: str, **fields: Any) -> NewGroup:
     """A prompt."""
     columns = {"prompt_tokens": np.arange(4, dtype=np.int32), "prompt": {"text": f"prompt of {group_id}"}}
-    return NewGroup(group_id, columns, {"traceparent": f"trace-of-{group_id}"}, expected_bytes=1000, **fields)
+    return NewGroup(group_id, columns, {"traceparent": f"trace-of-{group_id}"}, worst_bytes=1000, **fields)
 
 
 def output(stage: str, *, version: int = 0, tokens: int = 3) -> dict[str, Column]:
@@ -129,6 +129,20 @@ def audit(board: Board) -> None:
 
     assert set(board.open_versions()) <= open_groups
     state = client.hgetall(f"{prefix}state")
-    assert int(state[b"expected_bytes"]) == sum(int(fields[b"bytes"]) for fields in groups.values())
+    assert int(state[b"reserved_bytes"]) == sum(int(fields[b"room"]) for fields in groups.values())
+    stored = {id: int(fields[b"stored"]) for id, fields in groups.items()}
+    assert stored == {id: _bytes_of(client, prefix, fields) for id, fields in groups.items()}
+    assert int(state[b"stored_bytes"]) == sum(stored.values())
     found_hashes = {key.removeprefix(f"{prefix}group:") for key in keys if key.startswith(f"{prefix}group:")}
     assert found_hashes == open_groups, "a closed group left its hash behind"
+
+
+def _bytes_of(client: Any, prefix: str, fields: dict[bytes, bytes]) -> int:
+    """The bytes of what a group's pointers point to."""
+    total = 0
+    for name, value in fields.items():
+        if name.startswith(b"@"):
+            attempt, *large = value.decode().split(",")
+            keys = [f"{prefix}columns:{attempt}", *(f"{prefix}columns:{attempt}:{column}" for column in large)]
+            total += sum(client.strlen(key) for key in keys)
+    return total

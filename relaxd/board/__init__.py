@@ -2,20 +2,24 @@
 
 from relaxd.board.board import Board
 from relaxd.board.columns import decode_columns, encode_columns
+from relaxd.board.connection import passing
 from relaxd.board.errors import (
     BoardError,
     BoardUnavailable,
     ColumnError,
+    ColumnsTooLarge,
     Fenced,
     GateClosed,
     RunExists,
     RunMissing,
     StepConflict,
 )
+from relaxd.board.sizes import RedisMemory, SizeProblem, size_problems, worst_bytes
 from relaxd.board.stages import ROUTED_EXPERTS, STAGES, Stage, stages_for
 from relaxd.board.times import GroupTimes, StageTime, microseconds
 from relaxd.board.types import (
     JSON,
+    Admission,
     Column,
     Counts,
     Delivery,
@@ -31,11 +35,13 @@ __all__ = [
     "JSON",
     "ROUTED_EXPERTS",
     "STAGES",
+    "Admission",
     "Board",
     "BoardError",
     "BoardUnavailable",
     "Column",
     "ColumnError",
+    "ColumnsTooLarge",
     "Counts",
     "Delivery",
     "Drop",
@@ -46,9 +52,11 @@ __all__ = [
     "LedgerEntry",
     "NewGroup",
     "QueueDepth",
+    "RedisMemory",
     "Retry",
     "RunExists",
     "RunMissing",
+    "SizeProblem",
     "Stage",
     "StageTime",
     "StageWorker",
@@ -56,5 +64,8 @@ __all__ = [
     "decode_columns",
     "encode_columns",
     "microseconds",
+    "passing",
+    "size_problems",
     "stages_for",
+    "worst_bytes",
 ]

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
+from redis.exceptions import NoScriptError, ResponseError
 from redis.retry import Retry
 
+from relaxd.board.admission import explain_limit
 from relaxd.board.errors import BoardError, BoardUnavailable, Fenced, GateClosed, RunExists, RunMissing, StepConflict
 from relaxd.board.packer import CommandPacker
 
@@ -29,6 +30,21 @@ ERRORS: dict[str, type[BoardError]] = {
 }
 GROWING = {"publish", "create"}
 """Scripts that a full Redis refuses. The others it must run: they are what makes room."""
+SHARED = dict.fromkeys(("publish", "room", "relieve", "memory"), ("admission",))
+"""Files that a script needs besides common.lua. They are no scripts of their own."""
+PASSING = {
+    "OOM": "is full (maxmemory)",
+    "READONLY": "is a replica now, not the primary",
+    "NOREPLICAS": "has too few replicas to take writes (min-replicas-to-write)",
+    "MISCONF": "can't write to its disk",
+    "LOADING": "is loading its data",
+    "BUSY": "is busy with a script",
+    "MASTERDOWN": "has lost its primary",
+    "CLUSTERDOWN": "is a cluster that is down",
+    "TRYAGAIN": "is moving keys to another node",
+    "UNBLOCKED": "is becoming a replica",
+}
+"""Errors that pass without anybody's doing anything to this process, by their first word: what Redis is then."""
 FIRST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 1.0
 
@@ -38,13 +54,34 @@ def script_text(name: str) -> str:
     """The text of a script: what all share, then its own."""
     folder = resources.files("relaxd.board") / "lua"
     flags = "" if name in GROWING else " flags=allow-oom"
-    return f"#!lua{flags}\n" + (folder / "common.lua").read_text() + (folder / f"{name}.lua").read_text()
+    files = ("common", *SHARED.get(name, ()), name)
+    return f"#!lua{flags}\n" + "".join((folder / f"{file}.lua").read_text() for file in files)
+
+
+@cache
+def script_names() -> tuple[str, ...]:
+    """The names of all scripts."""
+    files = {path.name.removesuffix(".lua") for path in (resources.files("relaxd.board") / "lua").iterdir()}
+    return tuple(sorted(files - {"common", *(name for shared in SHARED.values() for name in shared)}))
 
 
 @cache
 def script_hash(name: str) -> str:
     """The name under which Redis knows a script once it is loaded."""
     return sha1(script_text(name).encode(), usedforsecurity=False).hexdigest()
+
+
+def passing(error: redis.RedisError) -> str:
+    """Say why Redis can't be used just now, as the end of a sentence; "" when waiting would not help."""
+    if isinstance(error, redis.AuthenticationError):
+        return f"refuses the password: {error}"
+    # redis-py cuts the first word off where it has a class for it.
+    word = error.status_code or str(error).split(" ", 1)[0]
+    if word in PASSING:
+        return f"{PASSING[word]}: {error}"
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+        return f"doesn't answer: {error}"
+    return ""
 
 
 class Connection:
@@ -70,7 +107,7 @@ class Connection:
         )
 
     def run(self, operation: Callable[[Any], T]) -> T:
-        """Do an operation; again, with back-off, while Redis cannot be reached, is loading or is full.
+        """Do an operation; again, with back-off, while Redis can't be reached or can't do it just now (see PASSING).
 
         It gets the redis.Redis (as Any: redis-py's types do not know that this one answers bytes).
         """
@@ -81,13 +118,15 @@ class Connection:
                 return operation(self.client)
             except NoScriptError:
                 self._load_scripts()
-            except (redis.ConnectionError, redis.TimeoutError, OutOfMemoryError) as error:
+            except redis.RedisError as error:
+                if not (why := passing(error)):
+                    if isinstance(error, ResponseError):
+                        raise _translate(error) from error
+                    raise
                 if time.monotonic() + pause > deadline:
-                    raise BoardUnavailable(f"Redis at {self._address()} could not be used: {error}") from error
+                    raise BoardUnavailable(f"Redis at {self._address()} {why}") from error
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-            except ResponseError as error:
-                raise _translate(error) from error
 
     def script(self, name: str, prefix: str, *arguments: Any) -> Any:
         """Run one script."""
@@ -113,15 +152,12 @@ class Connection:
 
     def _load_scripts(self) -> None:
         """Give Redis the scripts: it forgets them when it restarts."""
-        names = [
-            path.name.removesuffix(".lua")
-            for path in (resources.files("relaxd.board") / "lua").iterdir()
-            if path.name.endswith(".lua") and path.name != "common.lua"
-        ]
         try:
-            for name in names:
+            for name in script_names():
                 self.client.script_load(script_text(name))
-        except (redis.ConnectionError, redis.TimeoutError) as error:
+        except redis.RedisError as error:
+            if not passing(error):
+                raise
             logger.debug("Redis went away while scripts were loaded: %s", error)  # the operation itself comes back here
 
     def _address(self) -> str:
@@ -134,8 +170,7 @@ def _translate(error: ResponseError) -> BoardError:
     """The error that a script meant: its first word is the kind."""
     kind, _, detail = str(error).partition(" ")
     if kind == "GATE":
-        reason, _, detail = detail.partition(" ")
-        return GateClosed(reason, detail)
+        return GateClosed(*explain_limit(detail))
     if kind in ERRORS:
         return ERRORS[kind](detail)
     return BoardError(str(error))

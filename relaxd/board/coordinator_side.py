@@ -8,10 +8,12 @@ from typing import Any
 import redis
 
 from relaxd.board import payloads
+from relaxd.board.admission import explain_limit
 from relaxd.board.core import BoardCore
 from relaxd.board.errors import BoardError, GateClosed
+from relaxd.board.sizes import RedisMemory
 from relaxd.board.stages import TRAIN
-from relaxd.board.types import JSON, LedgerEntry, NewGroup, Retry
+from relaxd.board.types import JSON, Admission, LedgerEntry, NewGroup, Retry
 
 GROUP_ID = re.compile(r"[^\s,|]+")
 
@@ -85,14 +87,25 @@ class CoordinatorSide(BoardCore):
         version = "" if oldest_version is None else oldest_version
         self._connection.script("gate", self.prefix, epoch, int(open), version)
 
-    def room(self) -> int:
-        """How many groups the gate would let in now; 0 while it is closed.
+    def admission(self, worst_bytes: int) -> Admission:
+        """What the gate (lua/admission.lua) lets in now, of groups that can become `worst_bytes` large.
 
-        It lets in while published - dropped < (oldest version + 1 + max_staleness) x groups_per_step x oversample, no
-        more than the run needs in all, and while Redis's memory and the bytes expected of the open groups are below
-        high_water_bytes. Raises RunMissing.
+        Raises RunMissing.
         """
-        return int(self._connection.script("publish", self.prefix, -1, "", ""))
+        room, answer = self._connection.script("room", self.prefix, worst_bytes)
+        return Admission(int(room), *explain_limit(answer.decode()))
+
+    def memory(self) -> RedisMemory:
+        """What the Redis of this board has room for. The run need not be there yet."""
+        used, most, high_water, policy = self._connection.script("memory", self.prefix, self.limits.high_water_bytes)
+        return RedisMemory(int(used), int(most), int(high_water), policy.decode())
+
+    def relieve(self, *, epoch: int) -> int:
+        """Where Redis is full: drop surplus groups, the newest first; their prompts wait to be tried again.
+
+        Groups that the open step needs stay. Returns how many were dropped. Raises Fenced, RunMissing.
+        """
+        return int(self._connection.script("relieve", self.prefix, epoch))
 
     def publish(self, *, epoch: int, groups: Sequence[NewGroup], cursor: JSON = None) -> list[str]:
         """Publish groups, all or none, and advance the data cursor (None leaves it) in the same breath.
@@ -112,7 +125,7 @@ class CoordinatorSide(BoardCore):
                 self._check_size(group.group_id, "its prompt", attempts[-1])
                 pointer, shared = attempts[-1].pointer, attempts[-1].shared
             trace = json.dumps(dict(group.trace)) if group.trace else "{}"
-            arguments += [group.group_id, pointer, trace, group.expected_bytes, group.retry_of or "", shared]
+            arguments += [group.group_id, pointer, trace, group.worst_bytes, group.retry_of or "", shared]
         if not groups:
             raise ValueError("groups is empty: there is nothing to publish")
         cursor_json = "" if cursor is None else json.dumps(cursor)
@@ -146,6 +159,25 @@ class CoordinatorSide(BoardCore):
         found = self._connection.run(lambda client: client.hgetall(f"{self.prefix}retries"))
         waiting = [Retry(id.decode(), int(value.split(b"|", 1)[0])) for id, value in found.items()]
         return sorted(waiting, key=lambda retry: retry.group_id)[:limit]
+
+    def purge(self, *, epoch: int) -> None:
+        """Free what only a run that goes on needs. Raises Fenced, RunMissing."""
+        self._connection.script("purge", self.prefix, epoch)
+
+    def measure(self) -> int:
+        """The bytes that the run takes in Redis."""
+
+        def operation(client: redis.Redis) -> int:
+            total = 0
+            keys = list(client.scan_iter(match=f"{self.prefix}*", count=1000))
+            for start in range(0, len(keys), 1000):
+                with client.pipeline(transaction=False) as pipe:
+                    for key in keys[start : start + 1000]:
+                        pipe.memory_usage(key)
+                    total += sum(size or 0 for size in pipe.execute())
+            return total
+
+        return self._connection.run(operation)
 
     def delete(self) -> None:
         """Delete everything under the run's prefix. Workers of the run get RunMissing from then on."""

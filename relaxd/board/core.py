@@ -11,7 +11,7 @@ import redis
 from relaxd.board import payloads
 from relaxd.board.columns import decode_columns
 from relaxd.board.connection import Connection, script_hash
-from relaxd.board.errors import BoardError, ColumnError, RunMissing
+from relaxd.board.errors import BoardError, ColumnsTooLarge, RunMissing
 from relaxd.board.stages import PUBLISH, Stage, producers
 from relaxd.board.types import Counts, DroppedGroup, QueueDepth
 from relaxd.config import BoardConfig
@@ -59,7 +59,7 @@ class BoardCore:
 
     def counts(self) -> Counts:
         """The terms of the conservation law, read at one moment. Raises RunMissing."""
-        names = ("published", "trained", "dropped", "last_step", "consecutive_drops")
+        names = ("published", "trained", "dropped", "last_step", "consecutive_drops", "consecutive_filtered")
 
         def commands(pipe: redis.client.Pipeline) -> None:
             pipe.hmget(f"{self.prefix}state", names)
@@ -77,10 +77,6 @@ class BoardCore:
         """Ids of the groups that are open, sorted."""
         members = self._connection.run(lambda client: client.smembers(f"{self.prefix}open"))
         return sorted(member.decode() for member in members)
-
-    def consecutive_drops(self) -> int:
-        """Groups dropped since the last committed step. Raises RunMissing."""
-        return int(self._state("consecutive_drops"))
 
     def dropped(self, limit: int = 100) -> list[DroppedGroup]:
         """What is kept of the groups dropped last, newest first (at most the last few hundred). Raises ColumnError."""
@@ -133,9 +129,9 @@ class BoardCore:
         return value
 
     def _check_size(self, group_id: str, what: str, attempt: payloads.Attempt) -> None:
-        """Raise ColumnError for columns that are too large for the board."""
+        """Raise ColumnsTooLarge for columns that are too large for the board."""
         if attempt.nbytes > self.limits.max_group_bytes:
-            raise ColumnError(
+            raise ColumnsTooLarge(
                 f"group {group_id}: {what} takes {attempt.nbytes} bytes; board.max_group_bytes allows "
                 f"{self.limits.max_group_bytes}"
             )

@@ -9,6 +9,10 @@ class ColumnError(BoardError):
     """A column that cannot be stored, or stored bytes that are not what their header says."""
 
 
+class ColumnsTooLarge(ColumnError):
+    """Columns that take more than board.max_group_bytes."""
+
+
 class Fenced(BoardError):
     """The caller's epoch is over: another process has taken its place. It must stop writing."""
 
@@ -30,12 +34,9 @@ class BoardUnavailable(BoardError):
 
 
 class GateClosed(BoardError):
-    """Publishing is not allowed now.
+    """Publishing is not allowed now: `limit` and `detail` say why, as in `relaxd.board.types.Admission`."""
 
-    `reason` is "closed" (set_gate), "staleness" (the engines' weights are too old for more), "complete" (the run has
-    all the groups it needs) or "memory" (Redis holds, or will hold, too much).
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"the gate is closed ({reason}): {detail}")
-        self.reason = reason
+    def __init__(self, limit: str, detail: str) -> None:
+        super().__init__(f"the gate is closed ({limit}): {detail}")
+        self.limit = limit
+        self.detail = detail

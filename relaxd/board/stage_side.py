@@ -14,7 +14,7 @@ from relaxd.board.columns import decode_columns
 from relaxd.board.core import WORKERS, BoardCore
 from relaxd.board.errors import BoardError
 from relaxd.board.stages import PUBLISH, VERSIONS
-from relaxd.board.types import Column, Delivery
+from relaxd.board.types import Column, Delivery, DropKind
 
 LONGEST_CLAIM_INTERVAL = 5.0
 
@@ -132,13 +132,14 @@ class StageSide(BoardCore):
             ]
         return [result == 1 for result in self._write_and_run(attempts, "commit", self._routes, *arguments)]
 
-    def drop(self, target: Delivery | str, *, reason: str, retry: bool = False) -> bool:
+    def drop(self, target: Delivery | str, *, reason: str, retry: bool = False, counts: DropKind = "failed") -> bool:
         """Close a group as dropped, held by this delivery (or by whomever, when given its id).
 
-        With `retry`, its prompt waits to be published again, at most limits.max_retries times. False: it was closed
-        already, or the delivery does not hold it any more.
+        With `retry`, its prompt waits to be published again, at most limits.max_retries times. `counts` says which
+        drops in a row it adds to. False: it was closed already, or the delivery does not hold it any more.
         """
-        settings = (reason, int(retry), self.limits.max_retries)
+        counter = {"failed": "consecutive_drops", "filtered": "consecutive_filtered", "": ""}[counts]
+        settings = (reason, int(retry), self.limits.max_retries, counter)
         if isinstance(target, str):
             return bool(self._connection.script("drop", self.prefix, target, *settings))
         hold = (target.stage, target.entry_id, target.consumer, target.attempt)

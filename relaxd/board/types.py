@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -11,6 +11,9 @@ JSON: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
 
 Column: TypeAlias = np.ndarray | JSON
 """A column's value: an array, or any JSON value. Arrays that were loaded are read-only views."""
+
+DropKind: TypeAlias = Literal["failed", "filtered", ""]
+"""Which drops in a row a dropped group adds to: failures, groups that the algorithm filtered, or neither."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class NewGroup:
     """The prompt's columns. Not used when `retry_of` is given: the prompt is on the board already."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """Trace context of the publish span; every stage's delivery carries it."""
-    expected_bytes: int = 0
-    """How large the group will be once all its columns are written; the gate counts it while the group is open."""
+    worst_bytes: int = 0
+    """How large the group can become (see `relaxd.board.sizes`). The gate reserves room for it."""
     retry_of: str | None = None
     """The dropped group (one of `Board.retries()`) whose prompt this group tries again."""
 
@@ -49,6 +52,18 @@ class Delivery:
     worked: tuple[int, int] | None = field(default=None, compare=False)
     """When the work on it began and ended, in microseconds of Unix time; kept on the board with the commit (see
     `relaxd.board.times`)."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What the gate lets in now."""
+
+    room: int
+    """How many groups."""
+    limit: str
+    """What holds back the next group: "closed", "weights", "staleness", "complete", "memory" or "full"."""
+    detail: str
+    """The same as a sentence, with the numbers."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,9 @@ class Counts:
     dropped_by_reason: dict[str, int]
     last_step: int
     consecutive_drops: int
-    """Drops since the last committed step."""
+    """Groups that failed since the last committed step."""
+    consecutive_filtered: int
+    """Sound groups that the algorithm had no use for, since the last committed step."""
 
     def check(self) -> None:
         """Raise AssertionError unless published = open + trained + dropped."""

@@ -13,9 +13,9 @@ from typing import TypeAlias, TypeVar
 from opentelemetry import trace
 
 from relaxd.board.board import Board
-from relaxd.board.errors import BoardError, BoardUnavailable, ColumnError, RunMissing
+from relaxd.board.errors import BoardError, BoardUnavailable, ColumnError, ColumnsTooLarge, RunMissing
 from relaxd.board.times import MICROSECONDS, StageTime, microseconds
-from relaxd.board.types import Column, Delivery
+from relaxd.board.types import Column, Delivery, DropKind
 from relaxd.telemetry import open_stage_span, record
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ class Drop:
     """A stage's result for a group that must not go on, and why (a short word, counted on the board)."""
 
     reason: str
+    filtered: bool = False
+    """The group is sound, but the algorithm has no use for it: no failure."""
 
 
 Result: TypeAlias = Mapping[str, Column] | Drop
@@ -255,7 +257,8 @@ class StageWorker:
         settled = self._commit_columns(commits)
         for delivery, outcome in held:
             if isinstance(outcome, Drop):
-                dropped = self._patiently(partial(self._board.drop, delivery, reason=outcome.reason))
+                counts: DropKind = "filtered" if outcome.filtered else "failed"
+                dropped = self._patiently(partial(self._board.drop, delivery, reason=outcome.reason, counts=counts))
                 self._done += bool(dropped)
                 settled += [delivery] if dropped is not None else []
             elif isinstance(outcome, CancelledError):
@@ -277,6 +280,10 @@ class StageWorker:
             if len(commits) > 1:
                 return [settled for commit in commits for settled in self._commit_columns([commit])]
             delivery = commits[0][0]
+            if isinstance(error, ColumnsTooLarge):  # another try would make as much of it
+                logger.error("stage %s drops group %s: %s", self._stage, delivery.group_id, error)
+                dropped = self._patiently(partial(self._board.drop, delivery, reason="too_large"))
+                return [delivery] if dropped is not None else []
             logger.error(
                 "stage %s made columns of group %s that cannot be stored: %s", self._stage, delivery.group_id, error
             )

@@ -235,10 +235,15 @@ class BoardConfig(Section):
     """A group delivered more often is poison: dropped, counted, kept for inspection."""
     max_retries: int = Field(default=2, ge=0)
     """How often the prompt of a group that was dropped as too old is published again."""
-    max_consecutive_drops: int = Field(default=64, ge=1)
-    """More drops in a row than this, without a trained step between them, pause the run with the reason."""
-    high_water_bytes: int = Field(default=1 << 30, ge=1 << 20)
-    """Publishing stops while Redis uses more memory than this."""
+    max_consecutive_drops: int = Field(default=0, ge=0)
+    """More groups that fail in a row than this, without a trained step between them, pause the run with the reason. 0
+    means as many as two steps train, and at least 64. Groups that the algorithm filters are no failures."""
+    max_filtered_steps: int = Field(default=50, ge=0)
+    """When the algorithm has filtered as many groups in a row as this many steps train (all rewards were equal, say),
+    without a trained step between them, the run pauses: the task is too easy or too hard. 0 never pauses."""
+    high_water_bytes: int = Field(default=0, ge=0)
+    """Bytes that open groups may take in Redis; beyond, only groups that the open step needs are published. 0 means
+    four fifths of Redis's maxmemory, or a fifth of its machine's memory where it has none."""
     max_group_bytes: int = Field(default=256 << 20, ge=1 << 10, le=512 << 20)
     """Most bytes that a prompt, or what one stage makes of a group, may take in Redis. One that takes more fails."""
 

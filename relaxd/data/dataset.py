@@ -11,7 +11,7 @@ from relaxd.data.addition import addition
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.jsonl import read_jsonl
-from relaxd.data.models import resolve_model
+from relaxd.data.models import resolve_model, routed_expert_bytes
 from relaxd.data.reasoning_gym import reasoning_gym
 from relaxd.data.tokens import PromptTokenizer
 
@@ -147,6 +147,8 @@ class RunData:
     """Prompts that were left out because they are too long."""
     tokenizer: PromptTokenizer
     """The model's tokenizer."""
+    expert_bytes: int = 0
+    """Bytes of the routed experts that a run keeps of each token."""
 
 
 def load_data(config: RunConfig) -> RunData:
@@ -154,7 +156,8 @@ def load_data(config: RunConfig) -> RunData:
 
     Raises DataError: naming the setting and the line that is wrong.
     """
-    tokenizer = PromptTokenizer(resolve_model(config.model.path, weights=False), config.model.chat_template)
+    folder = resolve_model(config.model.path, weights=False)
+    tokenizer = PromptTokenizer(folder, config.model.chat_template)
     data = config.data
     held_out_field = "data.eval_path"
     held_out: list[Example] = []
@@ -177,6 +180,7 @@ def load_data(config: RunConfig) -> RunData:
         held_out=PromptDataset(kept_held_out, tokenizer, shuffle=False, seed=0) if kept_held_out else None,
         skipped=len(train) - len(kept) + len(held_out) - len(kept_held_out),
         tokenizer=tokenizer,
+        expert_bytes=routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0,
     )
 
 

@@ -1,5 +1,6 @@
 """Finding a model's folder by path, by the name of a fetched model, or by hub name."""
 
+import json
 import os
 from pathlib import Path
 
@@ -34,6 +35,15 @@ def resolve_model(path_or_name: str, *, weights: bool = True) -> Path:
         f"{path_or_name!r} is neither a folder, nor a fetched model ({_fetched_names()}), nor a hub name such as "
         f'"owner/model". Fetch one with `relaxd model fetch`',
     )
+
+
+def routed_expert_bytes(folder: Path) -> int:
+    """Bytes of a token's routed experts (int32 [layers, top k]); 0 for a model that has no experts."""
+    try:
+        model = json.loads((folder / "config.json").read_text())
+        return 4 * int(model["num_hidden_layers"]) * int(model["num_experts_per_tok"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _fetched_names() -> str:

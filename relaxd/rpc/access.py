@@ -34,8 +34,8 @@ METHODS: Mapping[str, Mapping[Access, Sequence[str]]] = {
         ),
         Access.SERVICE: ("Register", "Heartbeat", "LeaseGpus", "TakeTurn", "AnnounceVersion"),
         Access.ADMIN: (
-            *("StartRun", "PauseRun", "ResumeRun", "StopRun", "SaveCheckpoint", "RestoreRun", "DrainReplica"),
-            *("SyncWeights", "ScaleOut", "ScaleIn", "CancelScaleRequest"),
+            *("StartRun", "PauseRun", "ResumeRun", "StopRun", "DeleteRun", "SaveCheckpoint", "RestoreRun"),
+            *("DrainReplica", "SyncWeights", "ScaleOut", "ScaleIn", "CancelScaleRequest"),
         ),
     },
     "relaxd.v1.Replica": {Access.READ: ("GetStatus",), Access.SERVICE: ("Drain", "Join", "Leave", "Restart")},

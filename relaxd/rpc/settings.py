@@ -53,6 +53,12 @@ class ServiceSettings:
     """Register only when asked to (Replica.Join)."""
     lease_seconds: float = 6.0
     """Coordinator: a replica is dead after so many seconds without a heartbeat; it is asked for six in that time."""
+    keep_runs: int = 50
+    """Coordinator: Redis remembers so many runs that have ended, the newest one always; their folders stay."""
+    keep_run_bytes: int = 256 << 20
+    """Coordinator: what those runs may take in Redis, together."""
+    keep_run_days: float = 30.0
+    """Coordinator: how long it remembers them."""
     launcher: str = ""
     """Coordinator: host:port of the launcher that starts replicas; empty: there is none."""
     project: str = ""
@@ -130,6 +136,16 @@ def _positive_seconds(text: str) -> float:
 
 
 _positive_seconds.__name__ = "number of seconds (more than 0)"
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise ValueError
+    return count
+
+
+_count.__name__ = "whole number (0 or more)"
 
 
 def _message_bytes(text: str) -> int:
@@ -292,6 +308,9 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("replica-id", str, _new_replica_id(role), "unique name of this process"),
         _Flag("grace-seconds", _seconds, settings.grace_seconds, "seconds that draining may take after SIGTERM"),
         _Flag("lease-seconds", _seconds, settings.lease_seconds, "a replica is dead after so long without a heartbeat"),
+        _Flag("keep-runs", _count, settings.keep_runs, "ended runs that Redis remembers"),
+        _Flag("keep-run-bytes", _count, settings.keep_run_bytes, "bytes of Redis that ended runs may take together"),
+        _Flag("keep-run-days", _seconds, settings.keep_run_days, "days for which Redis remembers an ended run"),
         _Flag("launcher", _address, "", "host:port of the launcher that starts replicas"),
         _Flag("project", str, "", "compose project; that of this container unless given"),
         _Flag("launch-id", str, "", "name under which a launcher started this process"),
@@ -328,5 +347,6 @@ def _flags(role: str) -> list[_Flag]:
         used = ("host", "port", "project", "replica-id", "log-level", "token-file", "tokens-file", *limits)
         return [flag for flag in flags if flag.name in used or flag.name.startswith(("tls-", "allow-insecure"))]
     not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "project")
-    unused = not_for_coordinator if is_coordinator else ("lease-seconds", "launcher", "project")
+    only_coordinator = ("lease-seconds", "launcher", "keep-runs", "keep-run-bytes", "keep-run-days")
+    unused = not_for_coordinator if is_coordinator else (*only_coordinator, "project")
     return [flag for flag in flags if flag.name not in unused]

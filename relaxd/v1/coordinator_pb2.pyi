@@ -191,6 +191,7 @@ class Run(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id."""
     state: Global___RunState.ValueType
@@ -207,6 +208,8 @@ class Run(_message.Message):
     """The run's folder, as the coordinator sees it."""
     config_json: _builtins.str
     """The resolved configuration, as JSON."""
+    waiting_for: _builtins.str
+    """What the active run waits for, with the numbers; empty while nothing holds it up."""
     @_builtins.property
     def groups(self) -> Global___GroupCounts:
         """Where its groups are."""
@@ -243,10 +246,11 @@ class Run(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         config_json: _builtins.str = ...,
         health: _abc.Iterable[_health_pb2.Health] | None = ...,
+        waiting_for: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "create_time", b"create_time", "groups", b"groups", "oldest_engine_version", b"oldest_engine_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "config_json", b"config_json", "create_time", b"create_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "queues", b"queues", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "config_json", b"config_json", "create_time", b"create_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "queues", b"queues", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__oldest_engine_version: _TypeAlias = _typing.Literal["oldest_engine_version"]  # noqa: Y015
     _WhichOneofArgType__oldest_engine_version: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version"]  # noqa: Y015
@@ -662,6 +666,45 @@ class StopRunResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopRunResponse: _TypeAlias = StopRunResponse  # noqa: Y015
+
+@_typing.final
+class DeleteRunRequest(_message.Message):
+    """Asks to forget a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Its id."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunRequest: _TypeAlias = DeleteRunRequest  # noqa: Y015
+
+@_typing.final
+class DeleteRunResponse(_message.Message):
+    """The run is forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunResponse: _TypeAlias = DeleteRunResponse  # noqa: Y015
 
 @_typing.final
 class SaveCheckpointRequest(_message.Message):

@@ -72,6 +72,11 @@ class CoordinatorStub:
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.StopRunResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/relaxd.v1.Coordinator/DeleteRun',
+                request_serializer=relaxd_dot_v1_dot_coordinator__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_coordinator__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
         self.SaveCheckpoint = channel.unary_unary(
                 '/relaxd.v1.Coordinator/SaveCheckpoint',
                 request_serializer=relaxd_dot_v1_dot_coordinator__pb2.SaveCheckpointRequest.SerializeToString,
@@ -208,6 +213,14 @@ class CoordinatorServicer:
 
     def StopRun(self, request, context):
         """StopRun ends a run early: open groups are dropped, the model is exported.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteRun(self, request, context):
+        """DeleteRun makes Redis forget a run that has ended; its folder stays. Old runs are forgotten by themselves, see the
+        coordinator's --keep-runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -372,6 +385,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.StopRun,
                     request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.StopRunRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_coordinator__pb2.StopRunResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=relaxd_dot_v1_dot_coordinator__pb2.DeleteRunRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_coordinator__pb2.DeleteRunResponse.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
@@ -650,6 +668,33 @@ class Coordinator:
             '/relaxd.v1.Coordinator/StopRun',
             relaxd_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
             relaxd_dot_v1_dot_coordinator__pb2.StopRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Coordinator/DeleteRun',
+            relaxd_dot_v1_dot_coordinator__pb2.DeleteRunRequest.SerializeToString,
+            relaxd_dot_v1_dot_coordinator__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,7 +55,7 @@ class AdvantageService(StageReplica, advantage_pb2_grpc.AdvantageServicer):
         def process(delivery: Delivery, columns: dict[str, Column]) -> Result:
             result = algorithm.advantages(np.asarray(columns["reward"]), np.asarray(columns["lengths"]))
             if isinstance(result, Drop):
-                return DropGroup(result.reason)
+                return DropGroup(result.reason, filtered=True)
             return {"advantages": result.values}
 
         return process, CONCURRENCY

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from relaxd.board import Board, BoardUnavailable, stages_for
-from relaxd.config import RunConfig
+from relaxd.config import BoardConfig, RunConfig
 from relaxd.data.dataset import load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
@@ -33,10 +34,10 @@ MOST_BOARDS = 8
 """Boards of runs that aren't active that are kept open."""
 
 
-async def read_board(read: Callable[..., Result], *arguments: Any) -> Result:
-    """Read the board in a thread, for a caller. Raises Unavailable: Redis doesn't answer."""
+async def read_board(operation: Callable[..., Result], *arguments: Any) -> Result:
+    """Do something on the board, in a thread. Raises Unavailable: Redis doesn't answer."""
     try:
-        return await asyncio.to_thread(read, *arguments)
+        return await asyncio.to_thread(operation, *arguments)
     except BoardUnavailable as error:
         raise Unavailable(str(error)) from error
 
@@ -70,7 +71,7 @@ class RunManager:
                 await asyncio.wait([self._task])  # it has ended for everybody, and is putting its things away
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
-            prepared = await asyncio.to_thread(prepare, run_id, config_toml)
+            prepared = await asyncio.to_thread(prepare, run_id, config_toml, self._context.redis_url)
             try:
                 await asyncio.to_thread(self._context.store.create_run, prepared.record)
             except RunIdTaken as error:
@@ -79,6 +80,8 @@ class RunManager:
                 raise self._busy(str(error)) from error
             if prepared.data.skipped:
                 logger.warning("%d prompts are left out: they are too long", prepared.data.skipped)
+            for warning in prepared.warnings:
+                logger.warning("%s", warning)
             active = ActiveRun(self._context, prepared.record, prepared.config, prepared.data, prepared.files)
             self._go(active)
             return active
@@ -136,6 +139,44 @@ class RunManager:
             return
         logger.info("going on with run %s (%s)", run_id, record.phase.value.lower())
         self._go(ActiveRun(self._context, record, config, data, RunFiles(Path(record.folder))))
+
+    async def delete(self, run_id: str) -> None:
+        """Forget a run that has ended; its folder stays. Raises NotFound, FailedPrecondition."""
+        async with self._starting:
+            record = await asyncio.to_thread(self._context.store.run, run_id)
+            if record is None:
+                raise NotFound(f"there is no run {run_id!r}")
+            if not record.phase.ended:
+                raise FailedPrecondition(f"run {run_id!r} has not ended: stop it first")
+            await self._forget(record)
+
+    async def tidy(self) -> None:
+        """Forget runs that ended too long ago or take too much of Redis, and finish what a dead coordinator began."""
+        async with self._starting:
+            for run_id in await asyncio.to_thread(self._context.store.deleting):
+                await self._clear(run_id, Board(self._context.redis_url, run_id, (), BoardConfig()))
+            records = await self.all()
+            runs = [(record, record.board_bytes) for record in records]
+            expired = set(self._context.retention.expired(runs, datetime.now(UTC)))
+            for record in records:
+                if record.run_id in expired:
+                    logger.info("run %s ended on %s: Redis forgets it", record.run_id, record.end_time)
+                    await self._forget(record)
+
+    async def _forget(self, record: RunRecord) -> None:
+        board = self.board(record)
+        await asyncio.to_thread(self._context.store.begin_delete, record.run_id)
+        self._ended_runs.pop(record.run_id, None)
+        self._boards.pop(record.run_id, None)
+        await self._clear(record.run_id, board)
+
+    async def _clear(self, run_id: str, board: Board) -> None:
+        """Delete what a forgotten run has on the board."""
+        try:
+            await read_board(board.delete)
+            await asyncio.to_thread(self._context.store.end_delete, run_id)
+        finally:
+            board.close()
 
     async def close(self) -> None:
         """End the active run's task; the run itself goes on with the next coordinator."""
@@ -217,6 +258,7 @@ class RunManager:
         oldest = active.oldest_version() if active is not None and active.record.run_id == record.run_id else None
         run = await read_board(run_message, record, steps, self.board(record), oldest)
         if active is not None and active.record.run_id == record.run_id:
+            run.waiting_for = active.waiting_for
             run.health.extend(health_messages(active.health.record, active.config.health))
         elif record.phase.ended:
             if len(self._ended_runs) >= MOST_ENDED_RUNS:

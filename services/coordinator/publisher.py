@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
 from relaxd import telemetry
-from relaxd.board import Board, BoardUnavailable, GateClosed, NewGroup, Retry
+from relaxd.board import Board, BoardUnavailable, GateClosed, NewGroup, Retry, worst_bytes
 from relaxd.config import RunConfig
-from relaxd.data.dataset import Cursor, Place, PromptDataset
+from relaxd.data.dataset import Cursor, Place, RunData
 from services.coordinator.changes import Signal
 
 logger = logging.getLogger(__name__)
@@ -16,10 +17,8 @@ logger = logging.getLogger(__name__)
 BATCH = 16
 """Most groups in one publish."""
 IDLE_SECONDS = 0.1
-TOKEN_BYTES = 32
-"""A token's share of all columns (tokens, loss_mask, rollout_logprobs, versions, advantages), and of its text."""
-GROUP_BYTES = 4096
-"""What a group needs besides its tokens."""
+RELIEVE_SECONDS = 2.0
+"""How long Redis may be full before surplus groups are dropped, and again between two times."""
 
 
 def group_id_at(place: Place) -> str:
@@ -43,7 +42,7 @@ class Publisher:
         run_id: str,
         epoch: int,
         config: RunConfig,
-        prompts: PromptDataset,
+        data: RunData,
         *,
         oldest_version: Callable[[], int | None],
         wanted: Callable[[], bool],
@@ -54,10 +53,14 @@ class Publisher:
         self._run_id = run_id
         self._epoch = epoch
         self._config = config
-        self._prompts = prompts
+        self._prompts = data.train
+        self._expert_bytes = data.expert_bytes
         self._oldest_version = oldest_version
         self._wanted = wanted
         self._changed = changed
+        self._full_since: float | None = None
+        self.waiting_for = ""
+        """What holds the gate shut, as a sentence; empty while it is open or the run has all its groups."""
 
     async def run_forever(self) -> None:
         """Keep the gate current and publish whatever it lets through."""
@@ -71,6 +74,7 @@ class Publisher:
                 if reachable:
                     logger.warning("can't publish, trying again: %s", error)
                 reachable = False
+                self.waiting_for = f"publishing waits: {error}"
             if not published:
                 await self._changed.wait(IDLE_SECONDS if reachable else 1.0)
 
@@ -78,8 +82,11 @@ class Publisher:
         """Set the gate and publish one batch through it; returns how many groups that were."""
         self._board.set_gate(epoch=self._epoch, oldest_version=oldest_version, open=wanted)
         if not wanted or oldest_version is None:
+            self.waiting_for = ""
             return 0
-        room = min(BATCH, self._board.room())
+        admission = self._board.admission(self._worst_bytes(self._config.data.max_prompt_tokens))
+        self._tell(admission.room, admission.limit, admission.detail)
+        room = min(BATCH, admission.room)
         if room <= 0:
             return 0
         retries = self._board.retries()[:room]
@@ -91,10 +98,27 @@ class Publisher:
                 cursor = self._prompts.after(cursor)
             try:
                 self._board.publish(epoch=self._epoch, groups=groups, cursor=cursor.to_json())
-            except GateClosed as error:  # something was published or used memory since `room` was asked for
-                logger.debug("%s", error)
+            except GateClosed as error:  # something was published or used memory since then
+                self._tell(0, error.limit, error.detail)
                 return 0
         return len(groups)
+
+    def _tell(self, room: int, limit: str, detail: str) -> None:
+        """Say what holds the gate shut, and make room in a Redis that stays full."""
+        shut = room <= 0 and limit not in ("closed", "complete")
+        waiting_for = f"publishing waits: {detail}" if shut else ""
+        if waiting_for and limit in ("memory", "full") and not self.waiting_for:
+            logger.info("run %s: %s", self._run_id, waiting_for)
+        self.waiting_for = waiting_for
+        if limit != "full":
+            self._full_since = None
+            return
+        now = time.monotonic()
+        self._full_since = now if self._full_since is None else self._full_since
+        if now - self._full_since > RELIEVE_SECONDS:
+            self._full_since = now
+            if dropped := self._board.relieve(epoch=self._epoch):
+                logger.warning("Redis is full: %d surplus groups are dropped, to be tried again later", dropped)
 
     def _group(self, spans: ExitStack, cursor: Cursor) -> NewGroup:
         """The prompt at a cursor, as a group."""
@@ -104,7 +128,7 @@ class Publisher:
             group_id=group_id,
             columns={"prompt_tokens": prompt.tokens, "prompt": prompt.to_json()},
             trace=self._trace(spans, group_id),
-            expected_bytes=self._expected_bytes(len(prompt.tokens)),
+            worst_bytes=self._worst_bytes(len(prompt.tokens)),
         )
 
     def _retry(self, spans: ExitStack, retry: Retry) -> NewGroup:
@@ -113,7 +137,7 @@ class Publisher:
         return NewGroup(
             group_id=group_id,
             trace=self._trace(spans, group_id),
-            expected_bytes=self._expected_bytes(self._config.data.max_prompt_tokens),
+            worst_bytes=self._worst_bytes(self._config.data.max_prompt_tokens),
             retry_of=retry.group_id,
         )
 
@@ -121,6 +145,5 @@ class Publisher:
         ratio = self._config.telemetry.sample_ratio
         return spans.enter_context(telemetry.publish_span(group_id, ratio, {"relaxd.run_id": self._run_id}))
 
-    def _expected_bytes(self, prompt_tokens: int) -> int:
-        rollout = self._config.rollout
-        return GROUP_BYTES + TOKEN_BYTES * (prompt_tokens + rollout.samples_per_prompt * rollout.max_new_tokens)
+    def _worst_bytes(self, prompt_tokens: int) -> int:
+        return worst_bytes(self._config, prompt_tokens, expert_bytes=self._expert_bytes)

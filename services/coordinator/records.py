@@ -55,7 +55,11 @@ class RunRecord(Record):
     end_time: datetime | None = None
     evaluations: tuple[Evaluation, ...] = ()
     forgiven_drops: int = 0
-    """Drops in a row that a person has seen and resumed from."""
+    """Groups that failed in a row that a person has seen and resumed from."""
+    forgiven_filtered: int = 0
+    """Groups that were filtered in a row that a person has seen and resumed from."""
+    board_bytes: int = 0
+    """What it took in Redis when it ended."""
     notes: tuple[str, ...] = ()
     """What went wrong without ending the run."""
 

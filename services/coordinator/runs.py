@@ -20,6 +20,7 @@ from services.coordinator.peers import Peers
 from services.coordinator.publisher import Publisher
 from services.coordinator.records import Evaluation, Phase, RunRecord
 from services.coordinator.registry import Registry, Version
+from services.coordinator.retention import Retention
 from services.coordinator.run_files import RunFiles, summarise
 from services.coordinator.store import Store, StoreUnavailable
 from services.coordinator.turns import Turns
@@ -47,8 +48,24 @@ class Context:
     registry: Registry
     peers: Peers
     redis_url: str
+    retention: Retention
     launcher: str = ""
     """The launcher's address; empty: there is none."""
+
+
+def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
+    """Say why a run should pause that has dropped so many groups since its last step; "" as long as it should not."""
+    per_step, board = config.trainer.groups_per_step, config.board
+    most = board.max_consecutive_drops or max(64, 2 * per_step)
+    if failed > most:
+        return f"{failed} groups in a row failed without a trained step (board.max_consecutive_drops allows {most})"
+    most_filtered = board.max_filtered_steps * per_step
+    if 0 < most_filtered < filtered:
+        return (
+            f"the algorithm filtered {filtered} groups in a row without a trained step (board.max_filtered_steps = "
+            f"{board.max_filtered_steps} allows {most_filtered}): is the task too easy or too hard for the model?"
+        )
+    return ""
 
 
 class ActiveRun:
@@ -81,7 +98,7 @@ class ActiveRun:
             record.run_id,
             context.store.epoch,
             config,
-            data.train,
+            data,
             oldest_version=self.oldest_version,
             wanted=self._wants_groups,
             changed=self._changed,
@@ -112,6 +129,11 @@ class ActiveRun:
         announced = self.sync.announced
         return self.fleet.oldest_version(announced.epoch) if announced else None
 
+    @property
+    def waiting_for(self) -> str:
+        """What the run waits for; empty while nothing holds it up."""
+        return self._publisher.waiting_for if self._wants_groups() else ""
+
     # --- what people ask for ------------------------------------------------------------------------------------
 
     async def pause(self, reason: str) -> None:
@@ -121,10 +143,11 @@ class ActiveRun:
 
     async def resume(self) -> None:
         """End a pause; drops in a row so far are forgiven."""
-        drops = 0
+        failed = filtered = 0
         if self.assignable:  # else it began just now, and the board does not know it yet
-            drops = (await self._patiently(self.board.counts)).consecutive_drops
-        await self._save(paused=None, forgiven_drops=drops)
+            counts = await self._patiently(self.board.counts)
+            failed, filtered = counts.consecutive_drops, counts.consecutive_filtered
+        await self._save(paused=None, forgiven_drops=failed, forgiven_filtered=filtered)
 
     async def stop(self, reason: str) -> None:
         """End the run early."""
@@ -240,7 +263,8 @@ class ActiveRun:
         await asyncio.to_thread(self._files.write_summary, summarise(record, counts, model, ledger))
         with contextlib.suppress(StoreUnavailable):  # the group's name is unique: leaving it is only tidy
             await self.sync.close()
-        await self._save(phase=phase, reason=reason, end_time=record.end_time, paused=None)
+        size = await self._patiently(self.board.measure)
+        await self._save(phase=phase, reason=reason, end_time=record.end_time, paused=None, board_bytes=size)
         logger.info("run %s has ended after %d steps: %s", record.run_id, counts.last_step, reason)
 
     # --- parts of the phases --------------------------------------------------------------------------------------
@@ -265,13 +289,18 @@ class ActiveRun:
         """Pause when nothing but drops comes out of the stages."""
         if counts.consecutive_drops < self.record.forgiven_drops:
             await self._save(forgiven_drops=0)
-        most = self.config.board.max_consecutive_drops
-        if self.record.paused is None and counts.consecutive_drops - self.record.forgiven_drops > most:
+        if counts.consecutive_filtered < self.record.forgiven_filtered:
+            await self._save(forgiven_filtered=0)
+        if self.record.paused is not None:
+            return
+        problem = too_many_drops(
+            self.config,
+            failed=counts.consecutive_drops - self.record.forgiven_drops,
+            filtered=counts.consecutive_filtered - self.record.forgiven_filtered,
+        )
+        if problem:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.dropped_by_reason.items()))
-            await self.pause(
-                f"more than board.max_consecutive_drops = {most} groups were dropped in a row without a trained step; "
-                f"dropped so far: {reasons}"
-            )
+            await self.pause(f"{problem}; dropped so far: {reasons}")
 
     async def _evaluate(self, step: int, reason: str) -> None:
         """Evaluate the weights of a step, unless that was done before a restart."""
@@ -351,7 +380,8 @@ class ActiveRun:
     async def _drop_open(self, reason: str) -> None:
         await self._patiently(self.board.set_gate, epoch=self._context.store.epoch, oldest_version=None, open=False)
         for group_id in await self._patiently(self.board.open_groups):
-            await self._patiently(self.board.drop, group_id, reason=reason)
+            await self._patiently(self.board.drop, group_id, reason=reason, counts="")
+        await self._patiently(self.board.purge, epoch=self._context.store.epoch)
 
     # --- keeping and telling --------------------------------------------------------------------------------------
 

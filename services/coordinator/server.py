@@ -93,6 +93,14 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         await active.stop(shortened(request.reason, LONGEST_REASON))
         return pb.StopRunResponse(run=await self._manager.message(active.record))
 
+    async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:
+        """Forget a run that has ended."""
+        violations = Violations()
+        check_run_id(request.run_id, violations, optional=False)
+        violations.raise_if_any()
+        await self._manager.delete(request.run_id)
+        return pb.DeleteRunResponse()
+
     async def ListSamples(self, request: pb.ListSamplesRequest, context: Any) -> pb.ListSamplesResponse:
         """Show what the model wrote."""
         violations = Violations()

@@ -7,6 +7,7 @@ from typing import Any
 
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
 from relaxd.board import BoardError
+from relaxd.rpc.errors import Unavailable
 from relaxd.rpc.replica import ReplicaServicer
 from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.settings import ServiceSettings
@@ -18,6 +19,7 @@ from services.coordinator.gauges import record_board
 from services.coordinator.manager import RunManager
 from services.coordinator.peers import Peers
 from services.coordinator.registry import Registry
+from services.coordinator.retention import Retention
 from services.coordinator.runs import Context
 from services.coordinator.scaling import Scaler
 from services.coordinator.server import CoordinatorService
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEATS_PER_LEASE = 6
 HOUSEKEEPING_SECONDS = 1.0
+TIDY_SECONDS = 60.0
+"""How often runs that ended long ago are looked for."""
 
 
 class Coordinator:
@@ -41,7 +45,8 @@ class Coordinator:
             heartbeat_seconds=settings.lease_seconds / HEARTBEATS_PER_LEASE,
         )
         self._peers = Peers(settings.token, settings.tls)
-        context = Context(store, self._registry, self._peers, settings.redis, settings.launcher)
+        retention = Retention(settings.keep_runs, settings.keep_run_bytes, settings.keep_run_days)
+        context = Context(store, self._registry, self._peers, settings.redis, retention, settings.launcher)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._manager = RunManager(context, self._fail)
         self._scaler = Scaler(store, self._registry, self._manager, self._peers, settings.launcher, self._fail)
@@ -68,6 +73,7 @@ class Coordinator:
         tasks: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(self._registry.expire_forever()),
             asyncio.ensure_future(self._keep_house()),
+            asyncio.ensure_future(self._tidy_forever()),
             asyncio.ensure_future(stop.wait()),
         ]
         server: RunningServer | None = None
@@ -114,6 +120,15 @@ class Coordinator:
                     await asyncio.to_thread(record_board, self._manager.board(active.record))
             if self._store.superseded:
                 raise Superseded("another coordinator has taken over")
+
+    async def _tidy_forever(self) -> None:
+        """Forget old runs."""
+        while True:
+            try:
+                await self._manager.tidy()
+            except Unavailable as error:
+                logger.info("old runs are not forgotten yet: %s", error)
+            await asyncio.sleep(TIDY_SECONDS)
 
     def _status(self) -> GetStatusResponse:
         active = self._manager.active

@@ -1,16 +1,18 @@
 """Everything that is checked before a run exists."""
 
+import contextlib
 import re
 import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from relaxd.board import Board, BoardUnavailable, size_problems
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, load
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
-from relaxd.rpc.errors import FailedPrecondition, Violations
+from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
 from services.coordinator.records import RunRecord
 from services.coordinator.run_files import RunFiles
 
@@ -28,6 +30,8 @@ class Prepared:
     config: RunConfig
     data: RunData
     files: RunFiles
+    warnings: tuple[str, ...] = ()
+    """What may hold the run up later."""
 
 
 def check_run_id(run_id: str, violations: Violations, *, optional: bool = True) -> None:
@@ -36,10 +40,11 @@ def check_run_id(run_id: str, violations: Violations, *, optional: bool = True) 
         violations.check(RUN_ID.fullmatch(run_id) is not None and run_id != RESERVED, "run_id", RUN_ID_RULE)
 
 
-def prepare(run_id: str, config_toml: str) -> Prepared:
+def prepare(run_id: str, config_toml: str, redis_url: str) -> Prepared:
     """Check a configuration, and read and check the data that it names. Slow: call it from a thread.
 
-    Raises InvalidArgument, naming every setting that is wrong; FailedPrecondition: the run's folder is in use.
+    Raises InvalidArgument, naming every setting that is wrong; FailedPrecondition: the run's folder is in use, or Redis
+    is not set up for it; Unavailable: Redis doesn't answer.
     """
     violations = Violations()
     check_run_id(run_id, violations)
@@ -59,6 +64,7 @@ def prepare(run_id: str, config_toml: str) -> Prepared:
     if config.eval.prompts and data.held_out is None:
         violations.add(_field("eval.prompts"), "nothing is held out: set data.eval_path, or eval.prompts = 0")
         violations.raise_if_any()
+    warnings = _check_sizes(config, data, redis_url)
     run_id = run_id or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     folder = Path(config.run.folder).expanduser().resolve() / run_id
     if any((folder / name).exists() for name in ("config.json", "metrics.jsonl", "steps")):
@@ -70,7 +76,25 @@ def prepare(run_id: str, config_toml: str) -> Prepared:
     except OSError as error:
         violations.add(_field("run.folder"), f"can't write to {folder}: {error.strerror or error}")
         raise violations.error() from error
-    return Prepared(record, config, data, files)
+    return Prepared(record, config, data, files, warnings)
+
+
+def _check_sizes(config: RunConfig, data: RunData, redis_url: str) -> tuple[str, ...]:
+    """Refuse a run whose steps can't fit into Redis; returns what may become a problem."""
+    with contextlib.closing(Board(redis_url, "sizes", (), config.board)) as board:
+        try:
+            memory = board.memory()
+        except BoardUnavailable as error:
+            raise Unavailable(str(error)) from error
+    problems = size_problems(config, expert_bytes=data.expert_bytes, memory=memory)
+    violations = Violations()
+    for problem in problems:
+        if problem.fatal and not problem.setting:
+            raise FailedPrecondition(problem.message)
+        if problem.fatal:
+            violations.add(_field(problem.setting), problem.message)
+    violations.raise_if_any()
+    return tuple(f"{problem.setting} {problem.message}" for problem in problems)
 
 
 def _field(setting: str) -> str:

@@ -9,6 +9,7 @@ import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
+from relaxd.board import passing
 from relaxd.rpc.errors import Unavailable
 from services.coordinator.health_records import HealthRecord
 from services.coordinator.records import ReplicaRecord, RunRecord, WeightsRecord
@@ -17,6 +18,7 @@ from services.coordinator.scale_records import ScaleRecord
 PREFIX = "relaxd:coordinator:"
 EPOCH = PREFIX + "epoch"
 RUNS = PREFIX + "runs"
+DELETING = PREFIX + "deleting"
 ACTIVE = PREFIX + "active"
 REPLICAS = PREFIX + "replicas"
 GPUS = PREFIX + "gpus"
@@ -126,6 +128,18 @@ class Store:
         """Ids of all runs, newest first."""
         return list(self._call(lambda: self._redis.zrevrange(RUNS, 0, -1)))
 
+    def begin_delete(self, run_id: str) -> None:
+        """Forget a run. What it has on the board is still to be deleted (see `deleting`)."""
+        self._write([["SADD", DELETING, run_id], ["ZREM", RUNS, run_id], ["DEL", run_key(run_id), health_key(run_id)]])
+
+    def end_delete(self, run_id: str) -> None:
+        """Nothing is left of a run on the board."""
+        self._write([["SREM", DELETING, run_id]])
+
+    def deleting(self) -> list[str]:
+        """Runs that are forgotten and may still have something on the board."""
+        return sorted(self._call(lambda: self._redis.smembers(DELETING)))
+
     def active_run_id(self) -> str | None:
         """Id of the active run."""
         return self._call(lambda: self._redis.get(ACTIVE))
@@ -203,7 +217,7 @@ class Store:
     def _call(operation: Callable[[], Any]) -> Any:
         try:
             return operation()
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            raise StoreUnavailable(f"Redis doesn't answer: {error}") from error
-        except redis.exceptions.OutOfMemoryError as error:
-            raise StoreUnavailable(f"Redis is full: {error}") from error
+        except redis.RedisError as error:
+            if why := passing(error):
+                raise StoreUnavailable(f"Redis {why}") from error
+            raise

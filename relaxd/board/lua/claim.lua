@@ -13,7 +13,7 @@ for _, pending in ipairs(call('XPENDING', stream_key(stage), WORKERS, 'IDLE', le
     if not (group and before) or group['entry:' .. stage] ~= pending[1] then
       discard(stage, pending[1])
     elseif before + pending[4] >= max_deliveries then
-      drop(fields.group, group, 'poison', stage, before + pending[4], false, 0)
+      drop(fields.group, group, 'poison', stage, before + pending[4], false, 0, FAILED)
     else
       call('HINCRBY', P .. 'redelivered', stage, 1)
       taken[#taken + 1] = { entry[1], entry[2], pending[4] + 1 }

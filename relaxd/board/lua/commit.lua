@@ -11,8 +11,10 @@ for i = 2, #ARGV, 7 do
   if group and group['@' .. stage] == pointer then
     result = keep(pointer, shared) and 1 or -1 -- said again: the reply was lost
   elseif group and group['entry:' .. stage] and not group['@' .. stage] then
-    if keep(pointer, shared) then
+    local bytes = keep(pointer, shared)
+    if bytes then
       result = 1
+      account(id, group, bytes)
       remove_entry(stage, group['entry:' .. stage])
       group['@' .. stage] = pointer
       local changes = { '@' .. stage, pointer }

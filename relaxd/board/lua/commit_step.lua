@@ -1,4 +1,6 @@
 -- Commit a step. ARGV: epoch, step, plan (JSON), metrics (JSON), number of groups, their ids, then samples (JSON each).
+local KEPT_SAMPLES, KEPT_SAMPLE_BYTES = 4096, 16777216
+
 local epoch, step, count = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[5])
 local state = call('HMGET', STATE, 'trainer_epoch', 'last_step')
 if not state[1] then return fail('RUNMISSING the run is not on the board') end
@@ -21,9 +23,15 @@ local time = call('TIME')
 call('XADD', P .. 'ledger', step .. '-0', 'time', time[1] .. '.' .. string.format('%06d', time[2]), 'epoch', ARGV[1],
   'plan', ARGV[3], 'metrics', ARGV[4])
 for i = 1, count do close(ARGV[5 + i], groups[i]) end
+local samples = P .. 'samples'
 for i = 6 + count, #ARGV do
-  call('XADD', P .. 'samples', 'MAXLEN', '~', 4096, step .. '-' .. (i - 6 - count), 'sample', ARGV[i])
+  call('XADD', samples, 'MAXLEN', '~', KEPT_SAMPLES, step .. '-' .. (i - 6 - count), 'sample', ARGV[i])
+end
+if #ARGV > 5 + count then -- long texts: keep fewer
+  while call('MEMORY', 'USAGE', samples) > KEPT_SAMPLE_BYTES and call('XLEN', samples) > 1 do
+    call('XTRIM', samples, 'MAXLEN', math.floor(call('XLEN', samples) / 2))
+  end
 end
 call('HINCRBY', STATE, 'trained', count)
-call('HSET', STATE, 'last_step', step, 'consecutive_drops', 0)
+call('HSET', STATE, 'last_step', step, FAILED, 0, FILTERED, 0)
 return finish(count)

@@ -1,10 +1,12 @@
 -- What every script starts with. KEYS[1] is the prefix of the run's keys, "relaxd:<run>:".
 --
---   state            hash: counters, epochs, gate, data cursor
+--   state            hash: counters, epochs, gate, data cursor, bytes that open groups take and may yet take
 --   open             set: ids of the groups that are neither trained nor dropped
 --   begun            hash: group id -> oldest weight version in it, once its generation has begun
 --   group:<id>       hash of an open group:
---                      trace, bytes, retries (where there were any)
+--                      trace, retries (where there were any)
+--                      stored             bytes of its payloads
+--                      room               bytes that it may take in all; 0 once a stage has committed
 --                      published, time:<stage>  when; "<offered> <begun> <ended>" of a stage (in microseconds of Unix time)
 --                      @<writer>          pointer to the columns that a stage (or "publish") wrote
 --                      entry:<stage>      its entry in the stage's stream; set once it was offered
@@ -14,11 +16,15 @@
 --   ledger           stream, id "<step>-0"      samples   stream, id "<step>-<i>"
 --   drops            hash: reason -> count      dropped   stream: what is kept of dropped groups
 --   retries          hash: group id -> "<retries>|<pointer>" of prompts that wait for another try
+--   sizes            list: bytes that the groups closed last took, newest first
 --   redelivered      hash: stage -> deliveries that began anew what a holder had not finished
 local P = KEYS[1]
 local STATE, OPEN, BEGUN, RETRIES = P .. 'state', P .. 'open', P .. 'begun', P .. 'retries'
 local WORKERS = 'workers'
+local FAILED, FILTERED = 'consecutive_drops', 'consecutive_filtered' -- counters of drops in a row
 local KEPT_GROUPS, KEPT_BYTES = 256, 65536
+local KEPT_SIZES = 512
+local NO_LIMIT = 2 ^ 31
 local call, byte, unpack = redis.call, string.byte, unpack
 local AT = byte('@') -- what a pointer's field starts with
 
@@ -46,15 +52,29 @@ local function payload_keys(pointer)
   return keys
 end
 
--- Keep an attempt's payloads: store the shared one; the large ones expire by themselves until a script says this. False:
--- they are gone already.
+-- Keep an attempt's payloads: store the shared one; the large ones expire by themselves until a script says this. Answers
+-- the bytes of all; nil: they are gone already.
 local function keep(pointer, shared)
-  local keys = payload_keys(pointer)
+  local keys, bytes = payload_keys(pointer), #shared
   for i = 2, #keys do
-    if call('PERSIST', keys[i]) == 0 and call('EXISTS', keys[i]) == 0 then return false end
+    if call('PERSIST', keys[i]) == 0 and call('EXISTS', keys[i]) == 0 then return nil end
+    bytes = bytes + call('STRLEN', keys[i])
   end
   call('SET', keys[1], shared)
-  return true
+  return bytes
+end
+
+-- Account for bytes that a group has stored. The first stage that commits writes nearly all that a group will ever take:
+-- from then on the group's own bytes count, and the room that was reserved for it is free.
+local function account(id, group, bytes)
+  call('HINCRBY', STATE, 'stored_bytes', bytes)
+  call('HINCRBY', group_key(id), 'stored', bytes)
+  local room = tonumber(group.room)
+  if room > 0 then
+    call('HINCRBY', STATE, 'reserved_bytes', -room)
+    call('HSET', group_key(id), 'room', 0)
+    group.room = '0'
+  end
 end
 
 -- Put the group into a stage's stream.
@@ -130,11 +150,18 @@ local function close(id, group, spare)
   end
   call('DEL', group_key(id))
   removed.groups[#removed.groups + 1] = id
-  call('HINCRBY', STATE, 'expected_bytes', -tonumber(group.bytes))
+  call('HINCRBY', STATE, 'stored_bytes', -tonumber(group.stored))
+  if tonumber(group.room) > 0 then
+    call('HINCRBY', STATE, 'reserved_bytes', -tonumber(group.room))
+  else
+    call('LPUSH', P .. 'sizes', group.stored)
+    call('LTRIM', P .. 'sizes', 0, KEPT_SIZES - 1)
+  end
 end
 
--- Close a group as dropped. With `retry`, its prompt waits to be published again, at most max_retries times.
-local function drop(id, group, reason, stage, attempt, retry, max_retries)
+-- Close a group as dropped. With `retry`, its prompt waits to be published again, at most max_retries times. `counter`:
+-- the field of the state that counts such drops in a row, where they count at all.
+local function drop(id, group, reason, stage, attempt, retry, max_retries, counter)
   local pointer = group['@publish']
   local retries = tonumber(group.retries or 0)
   retry = retry and pointer and retries < max_retries
@@ -147,7 +174,7 @@ local function drop(id, group, reason, stage, attempt, retry, max_retries)
     'attempt', attempt, 'time', time[1] .. '.' .. string.format('%06d', time[2]), 'retried', retry and 1 or 0, 'columns', kept)
   close(id, group, retry and pointer or nil)
   call('HINCRBY', STATE, 'dropped', 1)
-  call('HINCRBY', STATE, 'consecutive_drops', 1)
+  if counter then call('HINCRBY', STATE, counter, 1) end
   call('HINCRBY', P .. 'drops', reason, 1)
 end
 
@@ -156,7 +183,7 @@ local function discard(stage, entry_id)
   remove_entry(stage, entry_id)
   for _, id in ipairs(call('SMEMBERS', OPEN)) do
     if call('HGET', group_key(id), 'entry:' .. stage) == entry_id then
-      drop(id, read_group(id), 'damaged', stage, 0, false, 0)
+      drop(id, read_group(id), 'damaged', stage, 0, false, 0, FAILED)
     end
   end
 end
@@ -172,7 +199,7 @@ end
 -- Give the group back: a new entry at the end of the stage's queue, or the end of a group that was delivered too often.
 local function hand_back(id, group, stage, attempt, counts, max_deliveries)
   if counts and attempt >= max_deliveries then
-    drop(id, group, 'poison', stage, attempt, false, 0)
+    drop(id, group, 'poison', stage, attempt, false, 0, FAILED)
     return
   end
   if counts then call('HINCRBY', P .. 'redelivered', stage, 1) end

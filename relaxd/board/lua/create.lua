@@ -5,8 +5,8 @@ local found = call('HMGET', STATE, 'coordinator_epoch', 'settings')
 if found[1] and epoch < tonumber(found[1]) then return fail('FENCED epoch ' .. epoch .. ' is over: ' .. found[1] .. ' coordinates') end
 if found[2] and found[2] ~= ARGV[2] then return fail('RUNEXISTS with other settings: ' .. found[2]) end
 if not found[2] then
-  call('HSET', STATE, 'published', 0, 'trained', 0, 'dropped', 0, 'consecutive_drops', 0, 'expected_bytes', 0, 'last_step', 0,
-    'trainer_epoch', 0, 'gate_open', 0, 'oldest_version', '', 'cursor', 'null', 'last_publish', '', 'settings', ARGV[2])
+  call('HSET', STATE, 'published', 0, 'trained', 0, 'dropped', 0, FAILED, 0, FILTERED, 0, 'stored_bytes', 0,
+    'reserved_bytes', 0, 'last_step', 0, 'trainer_epoch', 0, 'gate_open', 0, 'oldest_version', '', 'cursor', 'null', 'last_publish', '', 'settings', ARGV[2])
 end
 call('HSET', STATE, 'coordinator_epoch', epoch, unpack(ARGV, 4))
 for _, stage in ipairs(cjson.decode(ARGV[3])) do

@@ -1,66 +1,43 @@
 -- Publish groups, all or none: gate, data cursor, counters, entries.
--- ARGV: epoch, stages (JSON), cursor (JSON, or empty: leave it), then for each group: id, pointer, trace, bytes, retry_of,
--- the payload of its small columns.
--- With epoch = -1 nothing is published: the answer is how many groups the gate has room for.
+-- ARGV: epoch, stages (JSON), cursor (JSON, or empty: leave it), then for each group: id, pointer, trace, worst-case bytes,
+-- retry_of, the payload of its small columns.
 local epoch = tonumber(ARGV[1])
-local state = call('HMGET', STATE, 'coordinator_epoch', 'gate_open', 'oldest_version', 'published', 'dropped', 'last_publish',
-  'groups_per_step', 'steps', 'max_staleness', 'oversample', 'high_water_bytes', 'expected_bytes')
+local state = call('HMGET', STATE, 'coordinator_epoch', 'last_publish')
 if not state[1] then return fail('RUNMISSING the run is not on the board') end
-local asking = epoch < 0
-if not asking then
-  if epoch < tonumber(state[1]) then return fail('FENCED epoch ' .. epoch .. ' is over: ' .. state[1] .. ' coordinates') end
-  call('HSET', STATE, 'coordinator_epoch', epoch)
-end
+if epoch < tonumber(state[1]) then return fail('FENCED epoch ' .. epoch .. ' is over: ' .. state[1] .. ' coordinates') end
+call('HSET', STATE, 'coordinator_epoch', epoch)
 
-local ids, bytes = {}, 0
+local ids, worst = {}, 0
 for i = 4, #ARGV, 6 do
   ids[#ids + 1] = ARGV[i]
-  bytes = bytes + tonumber(ARGV[i + 3])
+  worst = math.max(worst, tonumber(ARGV[i + 3]))
 end
-if not asking and table.concat(ids, ' ') == state[6] then return 0 end -- said again: the reply was lost
+if table.concat(ids, ' ') == state[2] then return 0 end -- said again: the reply was lost
 
--- The gate (design: published - dropped < (oldest version + 1 + max_staleness) x groups_per_step x oversample).
-local counted = tonumber(state[4]) - tonumber(state[5])
-local needed = tonumber(state[8]) * tonumber(state[7])
-local limit, reason = 0, nil
-if state[2] ~= '1' then
-  reason = 'closed by the coordinator'
-elseif state[3] == '' then
-  reason = 'staleness no engine has weights yet'
-else
-  limit = math.ceil((tonumber(state[3]) + 1 + tonumber(state[9])) * tonumber(state[7]) * tonumber(state[10]))
-  reason = 'staleness ' .. counted .. ' of ' .. limit .. ' groups that weights of version ' .. state[3] .. ' allow'
-  if limit >= needed then
-    limit = needed
-    reason = 'complete ' .. counted .. ' of ' .. needed .. ' groups that the run needs'
-  end
-  local used = tonumber(string.match(call('INFO', 'memory'), 'used_memory:(%d+)'))
-  local high_water, expected = tonumber(state[11]), tonumber(state[12])
-  if used >= high_water or expected + bytes > high_water then
-    limit = 0
-    reason = 'memory ' .. used .. ' bytes used, ' .. expected .. ' expected, ' .. bytes .. ' more, limit ' .. high_water
-  end
-end
-if asking then return math.max(0, limit - counted) end
-if counted + #ids > limit then return fail('GATE ' .. reason) end
+local gate = admission()
+local allowed, reason = gate.admit(worst)
+if #ids > allowed then return fail('GATE ' .. reason) end
 
 for i = 1, #ids, 1000 do
   for n, open in ipairs(call('SMISMEMBER', OPEN, unpack(ids, i, math.min(i + 999, #ids)))) do
     if open == 1 then return fail('CONFLICT group ' .. ids[i + n - 1] .. ' is open already') end
   end
 end
+local stored = {}
 for i = 4, #ARGV, 6 do
   local retry_of = ARGV[i + 4]
   if retry_of ~= '' then
     if call('HEXISTS', RETRIES, retry_of) == 0 then return fail('CONFLICT no retry of group ' .. retry_of .. ' is waiting') end
-  elseif not keep(ARGV[i + 1], ARGV[i + 5]) then
-    return fail('EXPIRED')
+  else
+    stored[i] = keep(ARGV[i + 1], ARGV[i + 5])
+    if not stored[i] then return fail('EXPIRED') end
   end
 end
 
 local stages = cjson.decode(ARGV[2])
 local time = call('TIME')
 local now = time[1] .. string.format('%06d', time[2])
+local stored_bytes, reserved_bytes = 0, 0
 for i = 4, #ARGV, 6 do
   local id, pointer, retries, retry_of = ARGV[i], ARGV[i + 1], 0, ARGV[i + 4]
   if retry_of ~= '' then
@@ -68,18 +45,24 @@ for i = 4, #ARGV, 6 do
     before, pointer = string.match(call('HGET', RETRIES, retry_of), '^(%d+)|(.*)$')
     retries = tonumber(before) + 1
     call('HDEL', RETRIES, retry_of)
+    stored[i] = 0
+    for _, key in ipairs(payload_keys(pointer)) do stored[i] = stored[i] + call('STRLEN', key) end
   end
   local group = { ['@publish'] = pointer, trace = ARGV[i + 2] }
-  local changes = { '@publish', pointer, 'trace', ARGV[i + 2], 'published', now, 'bytes', ARGV[i + 3] }
+  local room = math.max(1, gate.room_for(tonumber(ARGV[i + 3])))
+  local changes = { '@publish', pointer, 'trace', ARGV[i + 2], 'published', now, 'stored', stored[i], 'room', room }
   if retries > 0 then
-    changes[9], changes[10] = 'retries', retries
+    changes[#changes + 1] = 'retries'
+    changes[#changes + 1] = retries
   end
   offer_ready(id, group, stages, changes)
   call('HSET', group_key(id), unpack(changes))
+  stored_bytes, reserved_bytes = stored_bytes + stored[i], reserved_bytes + room
 end
 in_batches(ids, function(...) call('SADD', OPEN, ...) end)
 call('HSET', STATE, 'last_publish', table.concat(ids, ' '))
 call('HINCRBY', STATE, 'published', #ids)
-call('HINCRBY', STATE, 'expected_bytes', bytes)
+call('HINCRBY', STATE, 'stored_bytes', stored_bytes)
+call('HINCRBY', STATE, 'reserved_bytes', reserved_bytes)
 if ARGV[3] ~= '' then call('HSET', STATE, 'cursor', ARGV[3]) end
 return #ids

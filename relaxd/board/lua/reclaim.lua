@@ -1,4 +1,4 @@
--- Free what a consumer that is gone holds. ARGV: coordinator's epoch, consumer, max_deliveries, then the stages. The
+-- Free what a consumer that is gone holds, and forget the consumer. ARGV: coordinator's epoch, consumer, max_deliveries, then the stages. The
 -- delivery counts. Answers how many groups that were.
 local epoch = tonumber(ARGV[1])
 local current = call('HGET', STATE, 'coordinator_epoch')
@@ -20,4 +20,9 @@ for i = 4, #ARGV do
     end
   end
 end
-return finish(freed)
+finish()
+for i = 4, #ARGV do
+  local stream = stream_key(ARGV[i])
+  if #call('XPENDING', stream, WORKERS, '-', '+', 1, ARGV[2]) == 0 then call('XGROUP', 'DELCONSUMER', stream, WORKERS, ARGV[2]) end
+end
+return freed

@@ -14,4 +14,10 @@ for _, pending in ipairs(call('XPENDING', stream_key(stage), WORKERS, '-', '+', 
     hand_back(fields.group, group, stage, before + pending[4], true, tonumber(ARGV[2]))
   end
 end
-return finish(call('HINCRBY', STATE, 'trainer_epoch', 1))
+finish()
+for _, consumer in ipairs(call('XINFO', 'CONSUMERS', stream_key(stage), WORKERS)) do
+  local fields = {}
+  for i = 1, #consumer, 2 do fields[consumer[i]] = consumer[i + 1] end
+  if fields.pending == 0 then call('XGROUP', 'DELCONSUMER', stream_key(stage), WORKERS, fields.name) end
+end
+return call('HINCRBY', STATE, 'trainer_epoch', 1)

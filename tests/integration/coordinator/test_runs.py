@@ -141,7 +141,7 @@ def test_a_run_that_only_drops_pauses_itself_and_says_why(cluster: Cluster) -> N
         "broken", reward__name="tests.integration.coordinator.rewards:broken", board__max_consecutive_drops=5
     )
     run = cluster.until_state(PAUSED)
-    assert "more than board.max_consecutive_drops = 5 groups were dropped in a row" in run.reason
+    assert "groups in a row failed without a trained step (board.max_consecutive_drops allows 5)" in run.reason
     assert "reward_failed" in run.reason
     assert run.groups.dropped_by_reason["reward_failed"] == run.groups.dropped > 5
     dropped = run.groups.dropped

@@ -11,7 +11,6 @@ from relaxd.board import (
     BoardError,
     BoardUnavailable,
     Fenced,
-    GateClosed,
     NewGroup,
     Retry,
     RunExists,
@@ -249,7 +248,7 @@ def test_a_group_that_kills_its_workers_is_poison(redis_url):
     (dropped,) = board.dropped()
     assert (dropped.group_id, dropped.reason, dropped.stage, dropped.attempt) == ("a", "poison", "rollout", 3)
     assert dropped.columns["prompt"] == {"text": "prompt of a"}
-    assert board.consecutive_drops() == 1
+    assert board.counts().consecutive_drops == 1
     audit(board)
 
 
@@ -284,45 +283,7 @@ def test_what_a_worker_wrote_before_it_died_expires(redis_url):
     audit(board)
 
 
-# --- the gate --------------------------------------------------------------------------------------------------------
-
-
-def test_the_gate_bounds_staleness(redis_url):
-    board = make_board(redis_url, groups_per_step=2, steps=4, max_staleness=1, oversample=1.5)
-    assert board.room() == 6  # ceil((0 + 1 + 1) x 2 x 1.5)
-    board.publish(epoch=1, groups=[group(f"g{i}") for i in range(6)])
-    with pytest.raises(GateClosed, match="6 of 6") as caught:
-        board.publish(epoch=1, groups=[group("more")], cursor=99)
-    assert caught.value.reason == "staleness"
-    assert board.cursor() is None
-    assert board.drop("g0", reason="by_hand")
-    assert board.room() == 1
-    board.set_gate(epoch=1, oldest_version=3, open=True)
-    assert board.room() == 3  # the run needs 8 in all
-    board.publish(epoch=1, groups=[group(f"h{i}") for i in range(3)])
-    with pytest.raises(GateClosed) as caught:
-        board.publish(epoch=1, groups=[group("more")])
-    assert caught.value.reason == "complete"
-    for open, version in ((False, 3), (True, None)):
-        board.set_gate(epoch=1, oldest_version=version, open=open)
-        assert board.room() == 0
-        with pytest.raises(GateClosed):
-            board.publish(epoch=1, groups=[group("more")])
-    audit(board)
-
-
-def test_the_gate_keeps_memory_free(redis_url):
-    board = make_board(redis_url, high_water_bytes=64 << 20)
-    large = NewGroup("a", group("a").columns, expected_bytes=60 << 20)
-    board.publish(epoch=1, groups=[large])
-    with pytest.raises(GateClosed) as caught:
-        board.publish(epoch=1, groups=[NewGroup("b", large.columns, expected_bytes=5 << 20)])
-    assert caught.value.reason == "memory"
-    board.drop("a", reason="by_hand")
-    assert board.publish(epoch=1, groups=[NewGroup("b", large.columns, expected_bytes=5 << 20)]) == ["b"]
-    board._connection.client.set("something else", b"x" * (65 << 20))
-    assert board.room() == 0
-    audit(board)
+# --- publishing ----------------------------------------------------------------------------------------------------
 
 
 def test_publishing_again_changes_nothing(redis_url):
@@ -441,9 +402,9 @@ def test_a_step_ends_a_row_of_drops(redis_url):
     board.publish(epoch=1, groups=[group(f"g{i}") for i in range(3)])
     board.drop("g0", reason="x")
     board.drop("g1", reason="y")
-    assert board.consecutive_drops() == 2
+    assert board.counts().consecutive_drops == 2
     board.commit_step(epoch=board.new_trainer_epoch(), step=1, plan={"groups": ["g2"]}, metrics={})
-    assert board.consecutive_drops() == 0
+    assert board.counts().consecutive_drops == 0
 
 
 # --- Redis away, runs apart ------------------------------------------------------------------------------------------
@@ -481,25 +442,6 @@ def test_an_operation_waits_for_redis_and_gives_up_in_time(redis_server):
     assert time.monotonic() - begun < 2
 
 
-def test_a_full_redis_takes_no_more_but_lets_go(redis_server):
-    server = redis_server(append_only=False)
-    board = make_board(server.url, retry_seconds=0.2)
-    board.publish(epoch=1, groups=[group("a"), group("b")])
-    a, b = take(board, "rollout")
-    epoch = board.new_trainer_epoch()
-    board._connection.client.config_set("maxmemory", 1)
-    for write in (
-        lambda: board.publish(epoch=1, groups=[group("c")]),
-        lambda: board.commit([(a, output("rollout", tokens=LARGE))]),
-    ):
-        with pytest.raises(BoardUnavailable, match="maxmemory"):
-            write()
-    assert board.commit([(b, output("rollout"))]) == [True]
-    board.commit_step(epoch=epoch, step=1, plan={"groups": ["a"]}, metrics={})
-    assert board.drop("b", reason="by_hand")
-    audit(board)
-
-
 def test_runs_do_not_mix_and_one_can_be_deleted(redis_url):
     boards = [make_board(redis_url, run_id=name) for name in ("one", "one.2")]
     for board in boards:
@@ -507,7 +449,13 @@ def test_runs_do_not_mix_and_one_can_be_deleted(redis_url):
     (delivery,) = take(boards[0], "rollout")
     boards[0].delete()
     assert not redis.Redis.from_url(redis_url).keys("relaxd:one:*")
-    for read in (boards[0].counts, boards[0].queues, boards[0].last_step, boards[0].cursor, boards[0].room):
+    for read in (
+        boards[0].counts,
+        boards[0].queues,
+        boards[0].last_step,
+        boards[0].cursor,
+        lambda: boards[0].admission(1),
+    ):
         with pytest.raises(RunMissing):
             read()
     with pytest.raises(RunMissing):

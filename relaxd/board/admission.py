@@ -1,0 +1,56 @@
+"""The admission gate in words: what lua/admission.lua answers."""
+
+from collections.abc import Callable
+
+
+def explain_limit(answer: str) -> tuple[str, str]:
+    """Translate what holds the gate shut, a word and numbers, into that word and a sentence."""
+    word, *texts = answer.split()
+    numbers = [int(float(text)) for text in texts]
+    return word, _SENTENCES[word](*numbers)
+
+
+def megabytes(count: int) -> str:
+    """A number of bytes for people."""
+    return f"{count / 1e6:,.0f} MB" if count < 10_000_000_000 else f"{count / 1e9:,.1f} GB"
+
+
+def _closed() -> str:
+    return "the coordinator holds the gate shut"
+
+
+def _weights() -> str:
+    return "no engine has weights yet"
+
+
+def _staleness(limit: int, version: int) -> str:
+    return f"all {limit} groups are published that engines with weights of version {version} may answer"
+
+
+def _complete(needed: int) -> str:
+    return f"all {needed} groups that the run needs are published"
+
+
+def _memory(stored: int, reserved: int, each: int, high_water: int) -> str:
+    return (
+        f"open groups have stored {megabytes(stored)} in Redis and may need {megabytes(reserved)} more; another group "
+        f"of up to {megabytes(each)} would pass the high-water mark of {megabytes(high_water)} "
+        "(board.high_water_bytes; unless set, four fifths of Redis's maxmemory)"
+    )
+
+
+def _full(used: int, most: int) -> str:
+    return (
+        f"Redis is full: it uses {megabytes(used)} of {megabytes(most)}. If no step makes room, raise its maxmemory "
+        "(redis-cli CONFIG SET maxmemory ...)"
+    )
+
+
+_SENTENCES: dict[str, Callable[..., str]] = {
+    "closed": _closed,
+    "weights": _weights,
+    "staleness": _staleness,
+    "complete": _complete,
+    "memory": _memory,
+    "full": _full,
+}

@@ -1,0 +1,64 @@
+-- The admission gate. Publishing goes on while
+--
+--   published - dropped < (oldest version + 1 + max_staleness) x groups_per_step x oversample
+--
+-- and there is room in Redis. Open groups count with the bytes that they have stored, or, before a stage has committed,
+-- with the room that was reserved for them: the worst case until a quarter of a step's groups have closed, then what nine
+-- of ten closed groups took at most. Groups that the open step still lacks pass as long as Redis takes writes at all:
+-- without them no step would ever close and make room.
+
+-- Bytes that Redis uses, may use at most, and that open groups may take. Without a maxmemory, Redis may use a quarter of its
+-- machine's memory, or more where the configuration says so.
+local function memory(high_water)
+  local info = call('INFO', 'memory')
+  local used = tonumber(string.match(info, 'used_memory:(%d+)'))
+  local most = tonumber(string.match(info, 'maxmemory:(%d+)'))
+  if most == 0 then most = math.max(tonumber(string.match(info, 'total_system_memory:(%d+)')) / 4, high_water * 1.25) end
+  if high_water == 0 then high_water = most * 0.8 end
+  return used, math.floor(most), math.floor(high_water)
+end
+
+-- The room to reserve for a group whose worst case is `worst`.
+local function learned_size(groups_per_step)
+  local sizes = call('LRANGE', P .. 'sizes', 0, -1)
+  if #sizes < math.ceil(groups_per_step / 4) then return nil end
+  for i = 1, #sizes do sizes[i] = tonumber(sizes[i]) end
+  table.sort(sizes)
+  return sizes[math.ceil(#sizes * 0.9)]
+end
+
+local function admission()
+  local names = { 'gate_open', 'oldest_version', 'published', 'dropped', 'last_step', 'groups_per_step', 'steps', 'max_staleness',
+    'oversample', 'high_water_bytes', 'stored_bytes', 'reserved_bytes' }
+  local values = call('HMGET', STATE, unpack(names))
+  local state = {}
+  for i, name in ipairs(names) do state[name] = tonumber(values[i]) end
+  local counted, per_step = state.published - state.dropped, state.groups_per_step
+  local used, most, high_water = memory(state.high_water_bytes)
+  local learned = learned_size(per_step)
+  local gate = {
+    counted = counted,
+    lacking = math.max(0, (state.last_step + 1) * per_step - counted),
+    used = used, most = most, high_water = high_water, taken = state.stored_bytes + state.reserved_bytes,
+  }
+  function gate.room_for(worst) return learned and math.min(learned, worst) or worst end
+  -- How many groups of this worst case may come, and what holds back the next: a word, then numbers.
+  function gate.admit(worst)
+    if state.gate_open ~= 1 then return 0, 'closed' end
+    if not state.oldest_version then return 0, 'weights' end
+    local needed = state.steps * per_step
+    local limit = math.ceil((state.oldest_version + 1 + state.max_staleness) * per_step * state.oversample)
+    local allowed, reason = limit - counted, 'staleness ' .. limit .. ' ' .. state.oldest_version
+    if limit >= needed then allowed, reason = needed - counted, 'complete ' .. needed end
+    if allowed <= 0 then return 0, reason end
+    if used >= most then return 0, 'full ' .. used .. ' ' .. most end
+    local each = gate.room_for(worst)
+    local by_memory = math.max(gate.lacking, math.floor((high_water - gate.taken) / math.max(each, 1)))
+    if by_memory < allowed then
+      allowed, reason = by_memory, 'memory ' .. state.stored_bytes .. ' ' .. state.reserved_bytes .. ' ' .. each .. ' ' .. high_water
+    end
+    return allowed, reason
+  end
+  return gate
+end
+
