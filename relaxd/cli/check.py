@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from relaxd.board import size_problems
 from relaxd.config import RunConfig
 from relaxd.config.load import Problem
 from relaxd.data.dataset import load_data
 from relaxd.data.errors import DataError
-from relaxd.data.models import resolve_model
+from relaxd.data.models import resolve_model, routed_expert_bytes
 
 
 def check(config: RunConfig) -> list[Problem]:
@@ -19,6 +20,8 @@ def check(config: RunConfig) -> list[Problem]:
     except DataError as error:
         return [*problems, Problem(error.field, error.message)]
     problems += _check_model(config, folder)
+    expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
+    problems += [Problem(one.setting, one.message) for one in size_problems(config, expert_bytes=expert_bytes)]
     try:
         data = load_data(config)
     except DataError as error:
@@ -35,7 +38,7 @@ def check(config: RunConfig) -> list[Problem]:
 
 def _check_sizes(config: RunConfig) -> list[Problem]:
     problems = []
-    trainer, rollout, algorithm = config.trainer, config.rollout, config.algorithm
+    trainer, rollout = config.trainer, config.rollout
     if trainer.groups_per_step % trainer.data_parallel:
         problems.append(
             Problem(
@@ -51,13 +54,6 @@ def _check_sizes(config: RunConfig) -> list[Problem]:
                 "trainer.micro_batch_tokens",
                 f"= {trainer.micro_batch_tokens} is too small for one sample: data.max_prompt_tokens + "
                 f"rollout.max_new_tokens = {longest}",
-            )
-        )
-    if algorithm.drop_zero_variance and rollout.samples_per_prompt == 1:
-        problems.append(
-            Problem(
-                "rollout.samples_per_prompt",
-                "= 1 gives every group zero variance, and algorithm.drop_zero_variance drops those: use 2 or more",
             )
         )
     if config.trainer.optimizer.warmup_steps >= config.run.steps and config.trainer.optimizer.warmup_steps:

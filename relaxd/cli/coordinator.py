@@ -83,6 +83,10 @@ class Coordinator:
         """End a run early."""
         return self._call(self._stub.StopRun, pb.StopRunRequest(run_id=run_id, reason=reason)).run
 
+    def delete_run(self, run_id: str) -> None:
+        """Make Redis forget a run that has ended."""
+        self._call(self._stub.DeleteRun, pb.DeleteRunRequest(run_id=run_id))
+
     def samples(
         self, run_id: str = "", step: int = 0, limit: int = 16, *, patience_seconds: float = 0.0
     ) -> list[pb.TrainedSample]:

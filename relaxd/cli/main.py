@@ -208,6 +208,7 @@ app.command()(run_commands.pause)
 app.command()(run_commands.resume)
 app.command()(run_commands.checkpoint)
 app.command()(run_commands.stop)
+app.command()(run_commands.delete)
 
 
 @app.command()

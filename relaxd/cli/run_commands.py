@@ -21,6 +21,7 @@ from relaxd.cli.options import (
     RewardOption,
     RolloutOption,
     RunArgument,
+    RunNameArgument,
     StateOption,
     new_console,
 )
@@ -94,6 +95,13 @@ def stop(
     """End a run early: what is open is dropped, the model is evaluated and exported. The services stay up."""
     with Coordinator(coordinator_address(state, coordinator)) as client:
         print(_told(client.stop_run(run_id, reason)))
+
+
+def delete(run_id: RunNameArgument, state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
+    """Make Redis forget a run that has ended, samples and ledger included; its folder stays."""
+    with Coordinator(coordinator_address(state, coordinator)) as client:
+        client.delete_run(run_id)
+    print(f"Redis has forgotten run {run_id}")
 
 
 def samples(

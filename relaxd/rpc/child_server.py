@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from relaxd.rpc.child import SOCKET_VARIABLE
-from relaxd.rpc.frames import HEADER, body_length, decode, encode
+from relaxd.rpc.frames import HEADER, FrameError, body_length, decode, encode
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -44,8 +44,8 @@ class ChildServer:
         self._sending = threading.Lock()
 
     def emit(self, event: str, params: Mapping[str, Any]) -> None:
-        """Tell the parent something unasked. Safe from any thread."""
-        self._send({"event": event, "params": dict(params)})
+        """Tell the parent something unasked. Safe from any thread. Raises FrameError: it is too large, and not sent."""
+        self._send(encode({"event": event, "params": dict(params)}))
 
     def serve(self) -> None:
         """Answer until the parent is gone; then end this process, whatever its other threads are stuck in."""
@@ -75,10 +75,15 @@ class ChildServer:
             logger.exception("%s failed", method)
             text = str(error) or type(error).__name__
             reply = {"id": message["id"], "error": {"kind": type(error).__name__, "message": text, "details": {}}}
-        self._send(reply)
+        try:
+            data = encode(reply)
+        except FrameError as error:
+            logger.error("the answer to %s can't be sent: %s", method, error)
+            details = {"kind": "FrameError", "message": f"the answer to {method} is {error}", "details": {}}
+            data = encode({"id": message["id"], "error": details})
+        self._send(data)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        data = encode(message)
+    def _send(self, data: bytes) -> None:
         with self._sending:
             try:
                 self._socket.sendall(data)

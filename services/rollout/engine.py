@@ -28,6 +28,10 @@ class RequestFailed(Exception):
     """The engine could not work on a request; it goes on with others."""
 
 
+class AnswerTooLarge(RequestFailed):
+    """An answer is too large for a message; another try would be as large."""
+
+
 class Engine:
     """One engine process with a loaded model. Use it from the event loop that started it."""
 
@@ -211,7 +215,8 @@ class Engine:
             self._take_stats(params)
             return
         if event == "failed":
-            self._deliver(params["request_id"], [RequestFailed(params["reason"])])
+            kind = AnswerTooLarge if params.get("too_large") else RequestFailed
+            self._deliver(params["request_id"], [kind(params["reason"])])
         else:
             for request_id, outputs in params["requests"].items():
                 self._deliver(request_id, [decode_output(words) for words in outputs])

@@ -9,11 +9,14 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from relaxd.rpc.child_server import ChildServer, Handler, HandlerError
+from relaxd.rpc.frames import MAX_FRAME_BYTES
 from relaxd.telemetry import setup_logging
 from services.rollout.engines.base import EngineError, MemoryPart, Output, PauseMode, Request, Sampling
-from services.rollout.engines.wire import encode_output
+from services.rollout.engines.wire import batches, encode_output
 
 STATS_SECONDS = 1.0
+MARGIN_BYTES = 1 << 20
+"""Room in a message for what is around the outputs."""
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +142,13 @@ class EngineServer(ABC):
 
     def _on_output(self, outputs: dict[str, list[Output]]) -> None:
         words = {request_id: [encode_output(output) for output in each] for request_id, each in outputs.items()}
-        self.server.emit("output", {"requests": words})
+        messages, too_large = batches(words, MAX_FRAME_BYTES - MARGIN_BYTES)
+        for message in messages:
+            self.server.emit("output", {"requests": message})
+        for request_id, size in too_large.items():
+            reason = f"one answer is a message of {size} bytes; at most {MAX_FRAME_BYTES} are allowed"
+            self.server.emit("failed", {"request_id": request_id, "reason": reason, "too_large": True})
+            self._loaded().cancel(request_id)
 
     def _on_failure(self, request_id: str, reason: str) -> None:
         self.server.emit("failed", {"request_id": request_id, "reason": reason})

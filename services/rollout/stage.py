@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -11,12 +12,15 @@ import numpy as np
 from relaxd.board import ROUTED_EXPERTS, Board, Column, Delivery, Drop
 from relaxd.board.worker import Result
 from relaxd.config import RunConfig
+from services.rollout.engine import AnswerTooLarge
 from services.rollout.engines.base import Output, Sampling
 from services.rollout.occupancy import Occupancy
 from services.rollout.requests import run_sampling
 
 if TYPE_CHECKING:
     from services.rollout.external_engine import AnyEngine
+
+logger = logging.getLogger(__name__)
 
 
 class GroupGenerator:
@@ -81,7 +85,11 @@ class GroupGenerator:
                 if not await asyncio.to_thread(self._board.begin, delivery, weights.version):
                     raise asyncio.CancelledError  # another replica has it
                 self._unfinished[delivery.group_id] = n
-                samples = await self._samples(engine, delivery.group_id, prompt, sampling)
+                try:
+                    samples = await self._samples(engine, delivery.group_id, prompt, sampling)
+                except AnswerTooLarge as error:
+                    logger.error("group %s is dropped: %s", delivery.group_id, error)
+                    return Drop("too_large")
                 # A pause in mode "abort" ended it: it begins anew, under the weights that come.
                 if all(sample.finish_reason != "abort" for sample in samples):
                     return group_columns(samples, routed_experts=self._config.rollout.return_routed_experts)

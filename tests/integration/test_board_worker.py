@@ -70,6 +70,31 @@ def test_groups_flow_through_workers_of_every_stage(redis_url, start):
     audit(board)
 
 
+def test_columns_that_are_too_large_are_made_once(redis_url, start):
+    board = make_board(redis_url, max_group_bytes=1 << 16)
+    publish(board, 2)
+    made = []
+
+    def process(delivery, columns):
+        made.append(delivery.group_id)
+        return output("rollout", tokens=100_000 if delivery.group_id == "g0" else 3)
+
+    start(board, "rollout", process).start()
+    until(lambda: board.counts().dropped_by_reason == {"too_large": 1})
+    until(lambda: waiting(board, "reward") == 1)
+    assert sorted(made) == ["g0", "g1"]
+    audit(board)
+
+
+def test_filtered_groups_are_no_failures(redis_url, start):
+    board = make_board(redis_url)
+    publish(board, 3)
+    start(board, "rollout", lambda delivery, columns: Drop("dull", filtered=delivery.group_id != "g0")).start()
+    until(lambda: board.counts().dropped == 3)
+    assert (board.counts().consecutive_drops, board.counts().consecutive_filtered) == (1, 2)
+    audit(board)
+
+
 def test_no_more_groups_are_held_than_asked_for(redis_url, start):
     board = make_board(redis_url)
     publish(board, 6)

@@ -26,6 +26,36 @@ def encode_output(output: Output) -> Words:
     return words
 
 
+def batches(outputs: dict[str, list[Words]], most_bytes: int) -> tuple[list[dict[str, list[Words]]], dict[str, int]]:
+    """Divide outputs by request into messages of at most `most_bytes`, in order.
+
+    Returns the messages, and the size of what is too large for any, by request.
+    """
+    messages: list[dict[str, list[Words]]] = []
+    too_large: dict[str, int] = {}
+    room = 0
+    for request_id, each in outputs.items():
+        for words in each:
+            size = _size(words)
+            if size > most_bytes:
+                too_large[request_id] = size
+                continue
+            if size > room:
+                messages.append({})
+                room = most_bytes
+            messages[-1].setdefault(request_id, []).append(words)
+            room -= size
+    return messages, too_large
+
+
+def _size(words: Words) -> int:
+    """Most bytes of an output as JSON."""
+    arrays = sum(len(words.get(name, "")) for name in ("tokens", "logprobs"))
+    text = 6 * len(words.get("text", ""))  # as if each character were escaped
+    experts = len(words["routed_experts"][1]) if "routed_experts" in words else 0
+    return arrays + text + experts + 48 * len(words.get("versions", ())) + 512
+
+
 def decode_output(words: Words) -> Output:
     """An output from its JSON."""
     output = Output(

@@ -4,6 +4,10 @@ import json
 import time
 from pathlib import Path
 
+import grpc
+import pytest
+import redis
+
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.cluster import Cluster
 
@@ -162,6 +166,25 @@ def test_a_run_whose_replicas_keep_failing_fails_with_their_reason(cluster: Clus
     # The next one may begin.
     cluster.start_run("hopeful", run__steps=1)
     cluster.until_state(STOPPED)
+
+
+def test_ended_runs_are_deleted_when_asked(cluster: Cluster) -> None:
+    start_all(cluster)
+    cluster.start_when_up("first", run__steps=1)
+    with pytest.raises(grpc.RpcError) as caught:
+        cluster.stub.DeleteRun(pb.DeleteRunRequest(run_id="first"), timeout=5)
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    folder = Path(cluster.until_state(STOPPED).folder)
+    client = redis.Redis.from_url(cluster.redis_url)
+    assert client.keys("relaxd:first:*")
+    cluster.stub.DeleteRun(pb.DeleteRunRequest(run_id="first"), timeout=5)
+    assert not client.keys("relaxd:first:*")
+    assert not cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5).runs
+    for call, request in ((cluster.stub.GetRun, pb.GetRunRequest), (cluster.stub.DeleteRun, pb.DeleteRunRequest)):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(request(run_id="first"), timeout=5)
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+    assert (folder / "summary.json").is_file()
 
 
 def test_a_run_waits_for_its_replicas_and_says_for_which(cluster: Cluster) -> None:

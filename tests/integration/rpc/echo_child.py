@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+from relaxd.rpc import frames
 from relaxd.rpc.child_server import ChildServer, HandlerError
 
 
@@ -37,12 +38,18 @@ def main() -> None:
         print("last words", file=sys.stderr, flush=True)
         os._exit(params["code"])
 
+    def repeat(params: dict[str, Any]) -> str:
+        return str(params["text"]) * int(params["times"])
+
+    def limit(params: dict[str, Any]) -> None:
+        frames.MAX_FRAME_BYTES = params["bytes"]
+
     def freeze(params: dict[str, Any]) -> None:
         time.sleep(3600)
 
     handlers = {
         "echo": echo, "hang": hang, "release": release, "count": count,
-        "refuse": refuse, "fail": fail, "die": die, "freeze": freeze,
+        "refuse": refuse, "fail": fail, "die": die, "freeze": freeze, "limit": limit, "repeat": repeat,
     }  # fmt: skip
     server = ChildServer(handlers)
     server.serve()

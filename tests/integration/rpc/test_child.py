@@ -66,6 +66,16 @@ async def test_errors_carry_kind_message_and_details(child: Child) -> None:
         await child.request("fly", {}, 30)
 
 
+async def test_an_answer_that_is_too_large_is_an_error_and_the_child_goes_on(child: Child) -> None:
+    await child.request("limit", {"bytes": 1000})
+    with pytest.raises(
+        ChildRequestError, match=r"the answer to repeat is a message of 20.. bytes; at most 1000"
+    ) as caught:
+        await child.request("repeat", {"text": "x", "times": 2000}, timeout=5)
+    assert caught.value.kind == "FrameError"
+    assert await child.request("echo", {"text": "y"}, timeout=5) == {"text": "y"}
+
+
 async def test_events_come_in_order_and_before_the_answer_that_follows_them() -> None:
     seen: list[Any] = []
     child = await Child.start(MODULE, on_event=lambda event, params: seen.append((event, params["number"])))

@@ -7,7 +7,7 @@ import pytest
 
 from relaxd.board import stages_for
 from services.rollout.engines.base import Output
-from services.rollout.engines.wire import decode_output, encode_output
+from services.rollout.engines.wire import batches, decode_output, encode_output
 from services.rollout.stage import group_columns
 from tests.unit.rollout.configs import run_config
 
@@ -30,6 +30,20 @@ def answer(index: int, count: int, experts: int | None = None) -> Output:
 )
 def test_outputs_arrive_as_they_were_sent(output: Output) -> None:
     assert decode_output(json.loads(json.dumps(encode_output(output)))) == output
+
+
+def test_outputs_are_divided_over_messages_and_what_fits_none_is_named() -> None:
+    outputs = {name: [encode_output(answer(index, 40, 7)) for index in range(3)] for name in ("a", "b")}
+    outputs["b"].append(encode_output(answer(9, 4000, 7)))
+    whole, nothing = batches(outputs, 1 << 20)
+    assert (whole, nothing) == ([outputs], {})
+    messages, too_large = batches(outputs, 8000)
+    assert list(too_large) == ["b"]
+    assert too_large["b"] > 100_000
+    assert len(messages) == 3
+    assert all(len(json.dumps(message)) <= 8000 for message in messages)
+    samples = [(name, words["sample"]) for message in messages for name, each in message.items() for words in each]
+    assert samples == [(name, index) for name in ("a", "b") for index in range(3)]
 
 
 def test_routed_experts_arrive_with_their_shape() -> None:

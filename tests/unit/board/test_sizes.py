@@ -1,0 +1,69 @@
+"""What a configuration needs in Redis, and what is refused before a run begins."""
+
+from typing import Any
+
+import pytest
+
+from relaxd.board import RedisMemory, size_problems, worst_bytes
+from relaxd.config import RunConfig
+
+GB = 1 << 30
+
+
+def config(groups: int, n: int, tokens: int, **board: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"steps": 1},
+            "model": {"path": "m"},
+            "data": {"source": "addition"},
+            "reward": {"name": "addition"},
+            "rollout": {"samples_per_prompt": n, "max_new_tokens": tokens},
+            "trainer": {"groups_per_step": groups},
+            "board": board,
+        }
+    )
+
+
+def memory(most: int, policy: str = "noeviction") -> RedisMemory:
+    return RedisMemory(used=0, most=most, high_water=most * 4 // 5, policy=policy)
+
+
+def test_the_worst_case_counts_every_token() -> None:
+    assert worst_bytes(config(128, 16, 16_384), 1024) == 4096 + 32 * (1024 + 16 * 16_384)
+    assert worst_bytes(config(128, 16, 16_384), 0, expert_bytes=1536) == 4096 + 1568 * 16 * 16_384
+
+
+@pytest.mark.parametrize(
+    ("groups", "n", "tokens", "most", "fatal"),
+    [
+        (128, 16, 16_384, 2 * GB, None),  # 1.1 GB
+        (512, 16, 20_480, 6 * GB, None),  # 5.4 GB
+        (512, 16, 20_480, 2 * GB, False),  # if answers are short enough
+        (512, 16, 20_480, GB, True),
+        (32, 8, 262_144, 4 * GB, None),
+    ],
+)
+def test_a_step_that_cannot_fit_is_refused_with_the_numbers(
+    groups: int, n: int, tokens: int, most: int, fatal: bool | None
+) -> None:
+    problems = size_problems(config(groups, n, tokens), memory=memory(most))
+    assert [problem.fatal for problem in problems] == ([] if fatal is None else [fatal])
+    for problem in problems:
+        assert problem.setting == "trainer.groups_per_step"
+        assert f"{groups} groups x {n} samples x {tokens} tokens x 32 bytes" in problem.message
+        assert "maxmemory" in problem.message
+
+
+def test_groups_that_would_all_be_refused_are_refused_once() -> None:
+    (problem,) = size_problems(config(8, 16, 32_768, max_group_bytes=1 << 20))
+    assert problem.setting == "board.max_group_bytes"
+    assert "8912896 bytes (16 samples x 32768 tokens x 17 bytes)" in problem.message
+    (problem,) = size_problems(config(8, 16, 16_384), expert_bytes=1536)  # 48 layers, top 8
+    assert "x 1553 bytes" in problem.message
+
+
+def test_a_redis_that_forgets_groups_is_refused() -> None:
+    (problem,) = size_problems(config(8, 8, 256), memory=memory(GB, policy="allkeys-lru"))
+    assert "maxmemory-policy allkeys-lru" in problem.message
+    (problem,) = size_problems(config(8, 8, 256, high_water_bytes=2 * GB), memory=memory(GB))
+    assert problem.setting == "board.high_water_bytes"
