@@ -98,7 +98,7 @@ class Child:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=_prepare,
                 )
         except OSError as error:
             raise CliError(f"cannot start {self.spec.name}: {error}") from error
@@ -330,8 +330,12 @@ class Supervisor:
         print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} supervisor {text}", flush=True)
 
 
-def _die_with_parent() -> None:
-    """In the forked child: ask the kernel to end it when the supervisor dies, however that happens. Linux only."""
+def _prepare() -> None:
+    """In the forked child: ask the kernel to end it when the supervisor dies, however that happens. Linux only.
+
+    A write beyond a limit on the size of files fails with an error, which Redis can handle, instead of killing it.
+    """
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

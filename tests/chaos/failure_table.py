@@ -69,6 +69,11 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "nothing is published; what makes room (commits, steps) is still allowed; it goes on when there is room",
     ),
     (
+        "Redis refuses writes: its disk is full, it is a replica, a script keeps it busy",
+        ("redis: *",),
+        "everybody waits, says for what, and tries again",
+    ),
+    (
         "connections to Redis: reset, late, swallowed",
         ("cut: * - redis", "delay: * - redis", "drop: * - redis"),
         "the operation is repeated, which never does it twice; groups of a replica that is away longer than its lease "

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -177,6 +178,44 @@ def fill_redis(stack: ChaosStack, rng: random.Random) -> float:
     return time.time()
 
 
+def fill_disk(stack: ChaosStack, rng: random.Random) -> float:
+    """Redis can't write to its append-only file any more, and refuses writes until it can."""
+    process = psutil.Process(stack.process("redis").pid)
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    try:
+        process.rlimit(psutil.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        time.sleep(LONG_SECONDS)
+    finally:
+        process.rlimit(psutil.RLIMIT_FSIZE, unlimited)
+    return time.time()
+
+
+def demote_redis(stack: ChaosStack, rng: random.Random) -> float:
+    """Redis is a replica, of a primary that isn't there, and takes no writes; then it is the primary again."""
+    try:
+        stack.redis.replicaof("127.0.0.1", 1)
+        time.sleep(LONG_SECONDS)
+    finally:
+        stack.redis.replicaof("NO", "ONE")
+    return time.time()
+
+
+def occupy_redis(stack: ChaosStack, rng: random.Random) -> float:
+    """A script runs for ever, until somebody kills it: Redis answers everybody that it is busy."""
+
+    def run() -> None:
+        with contextlib.suppress(redis.RedisError), redis.Redis.from_url(stack.redis_url, socket_timeout=60) as client:
+            client.eval("while true do end", 0)
+
+    stack.redis.config_set("busy-reply-threshold", 100)
+    script = threading.Thread(target=run)
+    script.start()
+    time.sleep(LONG_SECONDS)
+    stack.redis.script_kill()
+    script.join()
+    return time.time()
+
+
 # --- weight synchronisation -----------------------------------------------------------------------------------------
 
 
@@ -269,6 +308,9 @@ def all_faults() -> list[Fault]:
         ),
         _named("reset all connections", reset_everything),
         _named("fill redis", fill_redis),
+        _named("redis: disk full", fill_disk),
+        _named("redis: demoted", demote_redis),
+        _named("redis: busy", occupy_redis),
         _named("sync: engine dies in join", kill_engine_in_join),
     ]
     sync: list[tuple[str, str, str, Moment, str, str]] = [
@@ -290,14 +332,14 @@ def all_faults() -> list[Fault]:
 SHORT_SUITE = (
     *("kill rollout", "kill reward", "kill trainer rank 1", "kill coordinator", "kill redis", "stall advantage long"),
     *("stall rollout short", "cut: reward - redis", "delay: trainer - redis", "drop: rollout - coordinator"),
-    *("fill redis", "sync: engine dies in broadcast"),
+    *("fill redis", "redis: demoted", "sync: engine dies in broadcast"),
 )
 """What the ordinary tests do: at least one of every kind, and those that pass quickly."""
 
 GENTLE = tuple(
     fault.name
     for fault in all_faults()
-    if fault.name.startswith(("stall", "delay", "reset", "fill")) and "very long" not in fault.name
+    if fault.name.startswith(("stall", "delay", "reset", "fill", "redis:")) and "very long" not in fault.name
 )
 """What ends no process: memory can be watched for as long as one likes."""
 
