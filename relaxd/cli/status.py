@@ -49,6 +49,8 @@ def print_status(
         console.print(_health(newest))
     if newest.queues:
         console.print(_queues(newest))
+    if newest.waiting_for:
+        console.print(newest.waiting_for, markup=False)
 
 
 def _table(title: str, *columns: str) -> Table:

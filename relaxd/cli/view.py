@@ -134,6 +134,8 @@ def _queues(run: pb.Run) -> Text:
         text.append("\nqueues ", style="dim")
         text.append("  ".join(f"{queue.stage} {queue.waiting}+{queue.held}" for queue in run.queues))
         text.append("  (waiting+held)", style="dim")
+    if run.waiting_for:
+        text.append(f"\n{run.waiting_for}", style="dim")
     return text
 
 
