@@ -198,7 +198,8 @@ class BoardMachine(RuleBasedStateMachine):
             chosen = draw(st.lists(st.sampled_from(known), min_size=1, max_size=3))
             epoch, ahead = draw(st.sampled_from(self.trainer_epochs[-2:])), draw(st.sampled_from([1, 1, 1, 0, 2]))
             fine = set(chosen) <= set(self.board.open_groups()) and len(set(chosen)) == len(chosen)
-            again = ahead == 0 and self.board.last_step() and self.board.ledger()[-1].plan["groups"] == chosen
+            last = self.board.ledger()[-1:]
+            again = ahead == 0 and any(e.plan["groups"] == chosen and e.epoch == epoch for e in last)
             assert self.try_to_train(chosen, epoch, ahead) == bool(
                 ((fine and ahead == 1) or again) and epoch == self.trainer_epochs[-1]
             )
