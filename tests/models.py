@@ -4,7 +4,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = """\
@@ -44,8 +52,8 @@ def make_tiny_model(
 ) -> Path:
     """Write a random model (hidden 64, 2 layers, 4 heads of which 2 are key-value heads) into `folder`.
 
-    `architecture` is "llama" or "qwen3"; `sizes` are fields of its configuration that are to be otherwise. Returns
-    `folder`.
+    `architecture` is "llama", "qwen3" or "qwen3_moe" (8 experts of 32, top 2); `sizes` are fields of its configuration
+    that are to be otherwise. Returns `folder`.
     """
     shape = {
         "vocab_size": 259,
@@ -67,8 +75,11 @@ def make_tiny_model(
         model = LlamaForCausalLM(LlamaConfig(**shape))
     elif architecture == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    elif architecture == "qwen3_moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(experts | shape)))
     else:
-        raise ValueError(f'architecture is {architecture!r}: one of "llama", "qwen3"')
+        raise ValueError(f'architecture is {architecture!r}: one of "llama", "qwen3", "qwen3_moe"')
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
     model.to(dtype).save_pretrained(folder)
