@@ -8,7 +8,7 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,10 @@ from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 CALL_SECONDS = 5.0
 """Deadline of asking for GPUs, or of giving them back."""
+
+STEADY_SECONDS, STEADY_TICK_SECONDS, STEADY_LIMIT_SECONDS = 1.0, 0.2, 60.0
+STEADY_BYTES = 64 << 20
+"""A smaller change of a GPU's memory is none."""
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +100,42 @@ def gpu_gauges(gpus: Sequence[Gpu]) -> dict[str, float]:
             continue
     gauges = {"gpu_memory_bytes": sum(memory)} if memory else {}
     return gauges | ({"gpu_utilisation": sum(utilisation) / len(utilisation)} if utilisation else {})
+
+
+def memory_used(gpus: Sequence[Gpu]) -> list[int]:
+    """Bytes in use of each GPU, whoever uses them; empty where that isn't told."""
+    nvml = _nvml()
+    if nvml is None:
+        return []
+    try:
+        return [nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)).used for gpu in gpus]
+    except nvml.NVMLError:
+        return []
+
+
+async def wait_until_steady(
+    read: Callable[[], Sequence[int]],
+    told: Callable[[str], None],
+    *,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Return once the memory in use of several GPUs has stayed the same for a second, or after a minute.
+
+    SGLang compares the free memory of its GPUs when it starts, and gives up if they differ: somebody who has just been
+    told to go may still be giving memory back. `read` returns bytes in use by GPU; `told` hears what is waited for.
+    """
+    before, same = list(read()), 0.0
+    for _ in range(int(STEADY_LIMIT_SECONDS / STEADY_TICK_SECONDS)):
+        if not before or same >= STEADY_SECONDS:
+            return
+        await sleep(STEADY_TICK_SECONDS)
+        now = list(read())
+        changed = [index for index, (a, b) in enumerate(zip(before, now, strict=True)) if abs(a - b) > STEADY_BYTES]
+        same = 0.0 if changed else same + STEADY_TICK_SECONDS
+        for index in changed:
+            told(f"waiting until nobody gives back memory of the engine's GPU {index} ({now[index] >> 20} MiB in use)")
+        before = now
+    logger.warning("memory in use of the GPUs still changes after %.0f s: starting all the same", STEADY_LIMIT_SECONDS)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from relaxd.board import Board, StageWorker, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
 from relaxd.rpc.child import ChildError, ChildExit
-from relaxd.rpc.gpus import gpu_environment
+from relaxd.rpc.gpus import Gpu, gpu_environment, memory_used, wait_until_steady
 from relaxd.rpc.service import ReplicaService, ServiceStatus
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import replica_pb2
@@ -46,6 +46,7 @@ class RolloutService(ReplicaService):
         self._generator: GroupGenerator | None = None
         self._engine: AnyEngine | None = None
         self._restarting: asyncio.Task[None] | None = None
+        self._gpus: tuple[Gpu, ...] = ()
         self._environment: dict[str, str] = {}
         """Of the engine: the GPUs that it may use, and how NCCL has to be set."""
         self.occupancy = Occupancy()
@@ -77,8 +78,8 @@ class RolloutService(ReplicaService):
         self._run_id = assignment.run_id
         rollout = config.rollout
         self.engine_ranks = rollout.tensor_parallel
-        gpus = await self.lease_gpus(rollout.tensor_parallel if rollout.engine == "sglang" else 0)
-        self._environment = gpu_environment(gpus) | NCCL_ENVIRONMENT
+        self._gpus = await self.lease_gpus(rollout.tensor_parallel if rollout.engine == "sglang" else 0)
+        self._environment = gpu_environment(self._gpus) | NCCL_ENVIRONMENT
         self._engine = await self._start_engine(config)
         self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
         self._generator = generator = GroupGenerator(
@@ -179,9 +180,11 @@ class RolloutService(ReplicaService):
             await self.take_turn(self._say)
         if config.rollout.engine == "sglang_external":
             return await self._connect_engine(folder, config)
-        self._detail = f"loading {folder.name}"
         self._loading = True
         try:
+            if config.run.colocate and len(self._gpus) > 1:
+                await wait_until_steady(lambda: memory_used(self._gpus), self._say)
+            self._detail = f"loading {folder.name}"
             engine = await self._load_engine(folder, config)
         finally:
             self._loading = False

@@ -178,11 +178,12 @@ class World:
         except ChildError as error:
             return str(error)
         finally:
-            self._ranks, self.version, self.awake = None, None, False
+            self._ranks, self.version = None, None
             self.epoch, self.held_groups = 0, 0
             self._done_before = self.done_groups
             self._announcement.clear()
             await ranks.kill()
+            self.awake = False  # not before: dying ranks still have the devices' memory
 
     def _heard(self, rank: int, event: str, values: dict[str, Any]) -> None:
         match event:
