@@ -196,6 +196,9 @@ class TrainerConfig(Section):
     """CPU threads of each rank; 0 means all cores, divided by ranks."""
     collective_timeout_seconds: float = Field(default=120.0, gt=0)
     """A training collective that takes longer fails."""
+    max_skipped_updates: int = Field(default=8, ge=0)
+    """Skip at most this many updates in a row whose loss or gradient isn't finite. One more fails the trainer, with the
+    groups of these steps in the error. 0 fails at the first one."""
 
     @model_validator(mode="after")
     def _ranks_divide(self) -> Self:

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.trainer.durable import sync
+from services.trainer.plan import OUTCOME
 
 MANIFEST, STATE = "manifest.json", "state.json"
 LEAVING_EPOCH = 0
@@ -43,7 +44,7 @@ class Ledger(BaseModel):
     epoch: int = 0
     """Epoch of the trainer that took it."""
     plan_sha256: str = ""
-    """Of its plan as JSON with sorted keys."""
+    """`plan_sha256` of its plan."""
 
 
 class BoardState(BaseModel):
@@ -112,8 +113,9 @@ def newest_before(run_folder: Path, step: int) -> int | None:
 
 
 def plan_sha256(plan: Mapping[str, Any]) -> str:
-    """What tells one plan from another."""
-    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+    """The checksum of a plan as the step file has it. A ledger that is restored from step files knows no outcome."""
+    planned = {name: value for name, value in plan.items() if name != OUTCOME}
+    return hashlib.sha256(json.dumps(planned, sort_keys=True).encode()).hexdigest()
 
 
 def describe(path: Path) -> dict[str, Any]:

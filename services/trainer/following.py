@@ -49,7 +49,8 @@ def follow(
                 learner.discard()
                 groups.clear()
             case "replay":
-                runner.replay(read_step_file(step_file_path(run_folder, command["step"])))
+                file = read_step_file(step_file_path(run_folder, command["step"]))
+                runner.replay(file, command["skipped_updates"])
                 crew.add_up(learner.checksum())
             case "save":
                 learner.save_hf(Path(command["folder"]))

@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from services.trainer.architecture import ModelError
 from services.trainer.checkpoint import CheckpointError
 from services.trainer.checkpoint_folder import CheckpointBroken, checkpoint_path, read_state
 from services.trainer.offline import OfflineError, answer, newest_intact, read_config
+from services.trainer.plan import OUTCOME
 from services.trainer.step_file import StepFileError, read_step_file, step_file_path
 
 COMPARED = ("loss", "grad_norm", "lr", "weights_checksum")
@@ -57,8 +59,9 @@ def replay(run_folder: Path, step: int) -> dict[str, Any] | None:
         path = checkpoint_path(run_folder, start)
         learner.restore(path, start, same_layout=same_layout(read_state(path), config))
     runner = RoundRunner(learner, create(config.algorithm), config.rollout.temperature)
+    skipped = skipped_updates(run_folder)
     for number, file in files.items():
-        stats = runner.replay(read_step_file(file))
+        stats = runner.replay(read_step_file(file), skipped.get(number))
         if learner.world.rank == 0:
             print(f"step {number}: loss {stats.loss:.6g}, gradient norm {stats.grad_norm:.6g}", file=sys.stderr)
     checksum = crew.add_up(learner.checksum())
@@ -75,15 +78,21 @@ def replay(run_folder: Path, step: int) -> dict[str, Any] | None:
 
 def recorded_metrics(run_folder: Path, step: int) -> dict[str, Any]:
     """What the run recorded of a step: its line of metrics.jsonl, {} without one."""
-    path = run_folder / "metrics.jsonl"
+    return next((line for line in _lines(run_folder / "metrics.jsonl") if line.get("step") == step), {})
+
+
+def skipped_updates(run_folder: Path) -> dict[int, list[int]]:
+    """Which updates were skipped, by step, as far as ledger.jsonl has the steps."""
+    lines = _lines(run_folder / "ledger.jsonl")
+    return {line["step"]: line["plan"][OUTCOME] for line in lines if OUTCOME in line["plan"]}
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
-            metrics: dict[str, Any] = json.loads(line)
+            yield json.loads(line)
         except ValueError:  # half a line at the end: the coordinator died while it wrote
             continue
-        if metrics.get("step") == step:
-            return metrics
-    return {}
 
 
 def start_ranks(config: RunConfig, words: list[str]) -> int:

@@ -7,7 +7,7 @@ starts anew replays the files to get its weights back.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,14 @@ def read_committed(run_folder: Path, step: int, ledger_plan: Mapping[str, Any]) 
     Args:
         run_folder: the run's folder.
         step: the step.
-        ledger_plan: the plan that the board's ledger has for it.
+        ledger_plan: the plan that the board's ledger has for it. The returned plan says, as this one does, what became
+            of the updates.
 
     Raises:
         StepFileError: it is missing, damaged, or has another plan.
     """
     path = step_file_path(run_folder, step)
-    found = read_step_file(path)
-    if found.plan != Plan.from_json(ledger_plan):
+    found, committed = read_step_file(path), Plan.from_json(ledger_plan)
+    if found.plan != replace(committed, skipped_updates=None):
         raise StepFileError(f"{path} has another plan than the ledger has for step {step}: it isn't the committed one")
-    return found
+    return StepFile(committed, found.groups)
