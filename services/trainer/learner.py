@@ -1,7 +1,7 @@
 """The learner: a Megatron model that accumulates gradients from micro-batches and steps once they are all there."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,6 +102,7 @@ class Learner:
         *,
         steps: int,
         seed: int = 0,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         """Join the Megatron world and load the model.
 
@@ -111,6 +112,7 @@ class Learner:
             algorithm: what to train with.
             steps: optimizer steps of the whole run, for the learning-rate schedule.
             seed: seeds every generator.
+            tell: called about every second while ranks read or write files, with how far they are (`DiskWork.tell`).
 
         Raises:
             ModelError: the folder can't be used, or not divided like this.
@@ -121,6 +123,8 @@ class Learner:
         self._shape = read_architecture(model_folder)
         self._megatron_config = transformer_config(self._shape, trainer)
         self.world = initialize(trainer, seed)
+        if tell is not None:
+            self.world.disk.tell = tell
         self._algorithm = create(algorithm)
         self._frequencies = self._shape.inverse_frequencies().to(self.world.device)
         rows = padded_vocab(self._shape.vocab_size, self.world.tensor_size) // self.world.tensor_size
@@ -253,7 +257,7 @@ class Learner:
         """
         if self._changed is not None:
             torch.cuda.current_stream(self.world.device).wait_event(self._changed)
-        return gather_hf_tensors(self._exported, self._shape, self.world)
+        return gather_hf_tensors(self._exported, self._shape, self.world, self.world.gather)
 
     def save_hf(self, folder: Path) -> None:
         """Write the current weights as a Hugging Face folder. All ranks call it together."""

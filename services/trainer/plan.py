@@ -79,8 +79,8 @@ class Plan:
     normalizer: float
     """What the summed loss is divided by."""
     skipped_updates: tuple[int, ...] | None = None
-    """Which of the step's updates, from 0, were skipped because their loss or gradient wasn't finite. None while
-    that isn't known: the ledger says it, a step file, which is written before the update, doesn't."""
+    """Indices of the step's updates that were skipped because their loss or gradient wasn't finite. None while that
+    isn't known: the ledger has it, a step file, which is written before the update, doesn't."""
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the ledger and the step file keep it."""

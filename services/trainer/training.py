@@ -91,6 +91,7 @@ class Training:
         self._emit = emit
         # In a colocated run every wait of this thread delays who has the next turn.
         self._patience = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
+        learner.world.disk.tell = self._tell
         self._told: dict[str, Any] = {}
         self._done_groups = 0
         self._turns = 0
@@ -109,7 +110,9 @@ class Training:
                 plan = opened.plan(self._epoch, self._config.run.seed, self._algorithm)
                 columns = {group_id: group.columns for group_id, group in opened.groups.items()}
                 began = time.monotonic()
-                write_step_file(step_file_path(self._run_folder, plan.step), plan, columns)
+                path = step_file_path(self._run_folder, plan.step)
+                with self._crew.alone(f"writing {path}"):
+                    write_step_file(path, plan, columns)
                 opened.wrote = time.monotonic() - began
                 self._checkpoints.let_copy()
                 began = time.monotonic()
@@ -254,9 +257,10 @@ class Training:
     def _repeat(self, entry: LedgerEntry) -> None:
         """Replay one step of the ledger on all ranks."""
         self._tell(f"replaying step {entry.step}")
-        file = read_committed(self._run_folder, entry.step, entry.plan)
-        skipped = file.plan.skipped_updates
+        skipped = entry.plan.get(OUTCOME)
         self._crew.send({"do": "replay", "step": entry.step, "skipped_updates": skipped})
+        with self._crew.disk.together(f"reading the file of step {entry.step}") as progress:
+            file = read_committed(self._run_folder, entry.step, entry.plan, progress)
         stats = self._runner.replay(file, skipped)
         checksum = float(self._crew.add_up(self._learner.checksum()))
         was = entry.metrics.get("grad_norm")
@@ -300,9 +304,9 @@ class Training:
                 self._crew.send({"do": "save", "folder": str(folder)})
                 self._learner.save_hf(folder)
                 answer.set_result(self._learner.step)
-            except OSError as error:
+            except Exception as error:
                 answer.set_exception(error)
-                raise  # the other ranks wait for this one
+                raise  # the other ranks give up as well
 
     def _discard(self, opened: OpenStep) -> None:
         """Forget what the step has; its groups are taken again."""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -190,13 +190,16 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 class TrainerProcess:
     """The trainer service as a process."""
 
-    def __init__(self, coordinator: ScriptedCoordinator, redis_url: str, replica_id: str = "trainer-test") -> None:
+    def __init__(
+        self, coordinator: ScriptedCoordinator, redis_url: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`environment` is set on top of this process's."""
         self.coordinator = coordinator
-        flags = ("--coordinator", f"127.0.0.1:{coordinator.port}", "--redis", redis_url, "--replica-id", replica_id)
+        flags = ("--coordinator", f"127.0.0.1:{coordinator.port}", "--redis", redis_url, "--replica-id", "trainer-test")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "services.trainer", *flags, "--grace-seconds", "5"],
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
         )
         self._channel: grpc.Channel | None = None
 
@@ -233,12 +236,12 @@ class TrainerProcess:
 
 @contextlib.contextmanager
 def trainer_service(
-    config: RunConfig, redis_url: str, folder: Path
+    config: RunConfig, redis_url: str, folder: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[ScriptedCoordinator, Feeder, TrainerProcess]]:
     """A run on the board, a coordinator that assigns it, and a trainer that works on it."""
     feeder = Feeder(redis_url, config)
     coordinator = ScriptedCoordinator(config, folder)
-    process = TrainerProcess(coordinator, redis_url)
+    process = TrainerProcess(coordinator, redis_url, environment)
     try:
         yield coordinator, feeder, process
     finally:
