@@ -195,7 +195,13 @@ class TrainerConfig(Section):
     threads: int = Field(default=0, ge=0)
     """CPU threads of each rank; 0 means all cores, divided by ranks."""
     collective_timeout_seconds: float = Field(default=120.0, gt=0)
-    """A training collective that takes longer fails."""
+    """A training collective that takes longer fails. Ranks don't wait for files in a collective."""
+    disk_stall_seconds: float = Field(default=300.0, gt=0)
+    """Ranks wait for each other's reading and writing of files for as long as bytes get done. A rank that gets nothing
+    done for this long fails the trainer."""
+    max_skipped_updates: int = Field(default=8, ge=0)
+    """Skip at most this many updates in a row whose loss or gradient isn't finite. One more fails the trainer, with the
+    groups of these steps in the error. 0 fails at the first one."""
 
     @model_validator(mode="after")
     def _ranks_divide(self) -> Self:

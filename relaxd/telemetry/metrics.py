@@ -48,9 +48,17 @@ _PER_STAGE = ("relaxd.run_id", "relaxd.stage")
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        Metric("loss", "step", "1", "Loss of the step, after its normaliser."),
-        Metric("grad_norm", "step", "1", "Global L2 norm of the gradients before clipping."),
-        Metric("lr", "step", "1", "Learning rate that the step used."),
+        Metric("loss", "step", "1", "Loss of the step, after its normaliser. Absent where it isn't finite."),
+        Metric(
+            "grad_norm", "step", "1", "Global L2 norm of the gradients before clipping. Absent where it isn't finite."
+        ),
+        Metric(
+            "skipped_updates",
+            "step",
+            "{update}",
+            "Updates of the step that were skipped because their loss or gradient wasn't finite: 0 or 1.",
+        ),
+        Metric("lr", "step", "1", "Learning rate that the step used; of a skipped update, that of the one before."),
         Metric("reward_mean", "step", "1", "Mean reward of the step's samples."),
         Metric("reward_accuracy", "step", "1", "Mean of the reward part `accuracy`: share of right answers."),
         Metric("reward_format", "step", "1", "Mean of the reward part `format`: share of well-formed answers."),

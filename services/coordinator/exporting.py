@@ -9,7 +9,8 @@ from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest
 from services.coordinator.fleet import Fleet
 from services.coordinator.peers import Peers
 
-EXPORT_SECONDS = 600.0
+EXPORT_SECONDS = 24 * 3600.0
+"""Writing a large model takes as long as the disk takes. A trainer that gets nothing done fails by itself."""
 TRAINER_WAIT_SECONDS = 120.0
 """How long a trainer that is restarting is waited for."""
 EXPORT_FOLDER = "model"

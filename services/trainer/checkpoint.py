@@ -28,7 +28,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from services.trainer.checkpoint_copies import HostCopies
+from services.trainer.checkpoint_reader import ReadCommonStrategy, ReadStrategy
 from services.trainer.checkpoint_writer import ThreadStrategy
+from services.trainer.disk_work import DiskWork
 from services.trainer.model import PolicyModel
 from services.trainer.parallel import World
 
@@ -81,7 +83,7 @@ class Snapshot:
             "schedule": state.schedule.state_dict(),
             "generators": _generators(state.world, read_generators()),
         }
-        strategy = ThreadStrategy()
+        self._strategy = strategy = ThreadStrategy(state.world.disk)
         request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
         assert request is not None
         if not all(self.copies.owns(tensor) for tensor in strategy.tensors):
@@ -101,8 +103,7 @@ class Snapshot:
 
     def finish(self) -> None:
         """Write what describes the files. All ranks call it together, after `write` has ended well on all of them."""
-        for function in self._request.finalize_fns:
-            function()
+        self._strategy.finish()  # not the request's own functions: their ranks wait for files in collectives
 
 
 def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> None:
@@ -116,6 +117,7 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> None:
 
     Raises:
         CheckpointError: it doesn't hold what this model needs.
+        DiskWorkFailed, DiskStalled: another rank couldn't read its part.
     """
     _fill_optimizer(state.optimizer)
     model = state.model.sharded_state_dict(metadata=dict(SHARDING))
@@ -125,7 +127,7 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> None:
     }
     if same_layout:
         content["generators"] = _generators(state.world, None)
-    loaded = _load(content, folder)
+    loaded = _load(content, folder, state.world.disk)
     state.model.load_state_dict(loaded["model"])
     _add_classes(loaded["optimizer"], state.optimizer)
     with _accept_missing_step(state.optimizer):
@@ -136,13 +138,13 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> None:
         write_generators(loaded["generators"])
 
 
-def load_model(model: PolicyModel, folder: Path) -> None:
+def load_model(model: PolicyModel, folder: Path, world: World) -> None:
     """Load the model alone. All ranks call it together.
 
     Raises:
         CheckpointError: it isn't one of this model.
     """
-    loaded = _load({"model": model.sharded_state_dict(metadata=dict(SHARDING))}, folder)
+    loaded = _load({"model": model.sharded_state_dict(metadata=dict(SHARDING))}, folder, world.disk)
     model.load_state_dict(loaded["model"])
 
 
@@ -171,9 +173,10 @@ def write_generators(states: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
 
 
-def _load(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _load(content: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, Any]:
+    strategies = {"sharded_strategy": ReadStrategy(disk), "common_strategy": ReadCommonStrategy(disk)}
     try:
-        return dict(dist_checkpointing.load(content, str(folder)))
+        return dict(dist_checkpointing.load(content, str(folder), **strategies))
     except CheckpointException as error:
         reasons = {str(failure) or type(failure).__name__ for failure, _ in error.failures.values()}
         raise CheckpointError(f"{folder} doesn't fit this model and trainer: {'; '.join(sorted(reasons))}") from error

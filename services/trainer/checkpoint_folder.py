@@ -14,15 +14,18 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.trainer.durable import sync
+from services.trainer.plan import OUTCOME
 
 MANIFEST, STATE = "manifest.json", "state.json"
+CHUNK_BYTES = 1 << 20
+"""Read at once for a checksum."""
 LEAVING_EPOCH = 0
 """In the place of a trainer's epoch: of checkpoints that are being removed."""
 NAME = re.compile(r"step-(\d{6,})")
@@ -43,7 +46,7 @@ class Ledger(BaseModel):
     epoch: int = 0
     """Epoch of the trainer that took it."""
     plan_sha256: str = ""
-    """Of its plan as JSON with sorted keys."""
+    """`plan_sha256` of its plan."""
 
 
 class BoardState(BaseModel):
@@ -112,15 +115,19 @@ def newest_before(run_folder: Path, step: int) -> int | None:
 
 
 def plan_sha256(plan: Mapping[str, Any]) -> str:
-    """What tells one plan from another."""
-    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+    """The checksum of a plan as the step file has it. A ledger that is restored from step files knows no outcome."""
+    planned = {name: value for name, value in plan.items() if name != OUTCOME}
+    return hashlib.sha256(json.dumps(planned, sort_keys=True).encode()).hexdigest()
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """Size and checksum of a file, for the manifest."""
+def describe(path: Path, progress: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
+    """Size and checksum of a file, for the manifest; `progress` is called with the bytes that have been read."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            progress(len(chunk))
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def write_report(partial: Path, rank: int, report: Mapping[str, Any]) -> None:
@@ -171,13 +178,14 @@ def read_state(path: Path) -> CheckpointState:
         raise CheckpointBroken(f"{path / STATE} can't be read: {error}") from error
 
 
-def verify(path: Path, share: int = 0, shares: int = 1) -> None:
+def verify(path: Path, share: int = 0, shares: int = 1, progress: Callable[[int], None] = lambda count: None) -> None:
     """Compare a checkpoint's files with its manifest.
 
     Args:
         path: the checkpoint.
         share: which part of the files this process reads, from 0.
         shares: how many processes share the reading.
+        progress: called with the bytes that have been read.
 
     Raises:
         CheckpointBroken: a file is missing, or not as it was written.
@@ -187,7 +195,7 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> None:
         for number, (name, expected) in enumerate(sorted(files.items())):
             if (path / name).stat().st_size != expected["bytes"]:
                 raise CheckpointBroken(f"{path / name} has {(path / name).stat().st_size} bytes, not {expected}")
-            if number % shares == share and describe(path / name) != expected:
+            if number % shares == share and describe(path / name, progress) != expected:
                 raise CheckpointBroken(f"{path / name} is damaged: its checksum isn't the manifest's")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointBroken(f"{path} is damaged: {error}") from error

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointPart:
-    """Takes, writes, checks and loads what is this rank's. `begin`, `end`, `restore`: all ranks together."""
+    """Takes, writes, checks and loads what is this rank's. `begin`, `end`, `intact`, `restore`: all ranks together."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
@@ -47,11 +47,13 @@ class CheckpointPart:
 
     def intact(self, path: Path) -> bool:
         """Whether this rank's share of a checkpoint's files is as it was written; says why not."""
-        try:
-            verify(path, self._learner.world.rank, self._learner.world.size)
-        except CheckpointBroken as error:
-            logger.error("checkpoint %s can't be used: %s", path.name, error)
-            return False
+        world = self._learner.world
+        with world.disk.together(f"checking {path}") as progress:
+            try:
+                verify(path, world.rank, world.size, progress)
+            except CheckpointBroken as error:
+                logger.error("checkpoint %s can't be used: %s", path.name, error)
+                return False
         return True
 
     def restore(self, path: Path, step: int, *, same_layout: bool) -> None:

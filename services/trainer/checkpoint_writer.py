@@ -14,20 +14,23 @@ import services.trainer.megatron_cpu  # noqa: F401  must come before Megatron
 
 # isort: split
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
-    save_state_dict_async_finalize,
-    save_state_dict_async_plan,
-)
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.utils import _get_failure_dict
+
+from services.trainer.disk_work import DiskWork
 
 FORMAT = ("torch_dist", 1)
 """Name and version of Megatron's format."""
@@ -72,21 +75,45 @@ class ThreadWriter(FileSystemWriterAsync):
 class ThreadStrategy(TorchDistSaveShardedStrategy):
     """Megatron's torch_dist format, planned by all ranks together and written by a `ThreadWriter` on each."""
 
-    def __init__(self) -> None:
+    def __init__(self, disk: DiskWork) -> None:
         super().__init__(*FORMAT)
+        self._disk = disk
+        self._planned: tuple[ThreadWriter, Metadata | None, Any] | None = None
         self.tensors: list[torch.Tensor] = []
         """What this rank's file gets, once it is planned."""
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
-        """Plan. The request's function writes; its finalizers are for all ranks together, once all have written."""
+        """Plan. The request's function writes; `finish` is for all ranks together, once all have written."""
+        with self._disk.together(f"writing {checkpoint_dir}"):
+            pass  # rank 0 has just written common.pt
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         writer = ThreadWriter(Path(checkpoint_dir))
         planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
-        planned, *_ = save_state_dict_async_plan(
+        self._planned, *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(renamed, False), writer, None, 0, planner=planner
         )
         self.tensors = [tensor for *_, (_, pairs) in writer.write_buckets or () for _, tensor in pairs]  # type: ignore[misc]
-        return AsyncRequest(writer.write, (), [lambda: save_state_dict_async_finalize(*planned)])
+        return AsyncRequest(writer.write, (), [])
+
+    def finish(self) -> None:
+        """Write what describes the files: rank 0 does, and the others wait. All ranks call it together.
+
+        Raises:
+            CheckpointException: a rank has not written its file.
+            OSError: it can't be written.
+            DiskWorkFailed, DiskStalled: rank 0 couldn't write it.
+        """
+        assert self._planned is not None
+        writer, metadata, ranks = self._planned
+        results = ranks.gather_object(writer.retrieve_write_results())
+        folder = str(writer.checkpoint_dir)
+        with self._disk.together(f"writing {folder}"):
+            if ranks.is_coordinator:
+                if failures := _get_failure_dict(results):
+                    raise CheckpointException("write", failures)
+                assert metadata is not None
+                writer.finish(metadata, results)
+                save_config(CheckpointingConfig(*FORMAT), folder)
 
 
 def _copies(tensors: list[tuple[Any, Any]]) -> Iterator[tuple[Any, torch.Tensor]]:

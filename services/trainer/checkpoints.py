@@ -109,11 +109,10 @@ class Checkpoints:
         self._wanted, self._waiting = False, []
         began = time.monotonic()
         partial = folders.partial_path(self._run_folder, step, self._epoch)
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        except OSError as error:
-            self._fail(answers, f"{partial} can't be made: {error}")
+        with self._crew.alone(f"making {partial}"):
+            problem = _make_anew(partial)
+        if problem:
+            self._fail(answers, f"{partial} can't be made: {problem}")
             return
         self._crew.send({"do": "begin_checkpoint", "folder": str(partial)})
         state = state.model_copy(update={"weights_checksum": self._crew.add_up(self._part.checksum())})
@@ -144,15 +143,19 @@ class Checkpoints:
         self._part.end()
         self._saving = None
         step = saving.state.step
-        try:
-            folders.seal(saving.partial, saving.final, saving.state)
-            oldest = folders.rotate(self._run_folder, self._settings.keep)
-            folders.remove_leaving(self._run_folder)
-        except OSError as error:
-            self._fail(saving.answers, str(error))
+        problem, oldest = "", None
+        with self._crew.alone(f"completing {saving.final}"):
+            try:
+                folders.seal(saving.partial, saving.final, saving.state)
+                oldest = folders.rotate(self._run_folder, self._settings.keep)
+                folders.remove_leaving(self._run_folder)
+            except OSError as error:
+                problem = str(error)
+            if oldest is not None and self._settings.keep_step_files == "until_checkpoint":
+                remove_step_files(self._run_folder, up_to=oldest)
+        if problem:
+            self._fail(saving.answers, problem)
             return
-        if oldest is not None and self._settings.keep_step_files == "until_checkpoint":
-            remove_step_files(self._run_folder, up_to=oldest)
         self._stalled += time.monotonic() - began
         seconds = time.monotonic() - saving.began
         telemetry.record("checkpoint.seconds", seconds, {"relaxd.run_id": self._run_id})
@@ -164,7 +167,8 @@ class Checkpoints:
         self._saving = None
         self._crew.send({"do": "abandon_checkpoint"})
         self._part.abandon()
-        shutil.rmtree(saving.partial, ignore_errors=True)
+        with self._crew.alone(f"removing {saving.partial}"):
+            shutil.rmtree(saving.partial, ignore_errors=True)
         self._fail(saving.answers, reason)
 
     def _fail(self, answers: Sequence[Answer], reason: str) -> None:
@@ -214,7 +218,8 @@ class Checkpoints:
         Raises:
             CheckpointError: it is intact, but not one of this model.
         """
-        folders.remove_partials(self._run_folder, self._epoch)
+        with self._crew.alone("removing unfinished checkpoints"):
+            folders.remove_partials(self._run_folder, self._epoch)
         entries = {entry.step: entry for entry in ledger}
         for step in folders.checkpoint_steps(self._run_folder):
             path = folders.checkpoint_path(self._run_folder, step)
@@ -243,9 +248,9 @@ class Checkpoints:
         return 0
 
     def _put_aside(self, path: Path) -> None:
-        logger.error(
-            "checkpoint %s is broken and put aside as %s; trying the one before", path, folders.put_aside(path)
-        )
+        with self._crew.alone(f"putting {path} aside"):
+            aside = folders.put_aside(path)
+        logger.error("checkpoint %s is broken and put aside as %s; trying the one before", path, aside)
 
 
 class _Saving:
@@ -259,6 +264,16 @@ class _Saving:
         self.final = final
         self.answers = answers
         self.began = began
+
+
+def _make_anew(folder: Path) -> str:
+    """Make an empty folder; returns what went wrong."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def same_layout(state: CheckpointState, config: RunConfig) -> bool:

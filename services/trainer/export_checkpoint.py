@@ -44,7 +44,7 @@ def export_checkpoint(run_folder: Path, step: int | None, out: Path) -> dict[str
     megatron_config = transformer_config(shape, trainer)
     world = initialize(trainer, config.run.seed)
     model = build_model(shape, megatron_config, world)
-    load_model(model, checkpoint_path(run_folder, found))
+    load_model(model, checkpoint_path(run_folder, found), world)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_hf(model, out, original, shape, world)
     return {"path": str(out), "step": found}

@@ -49,8 +49,14 @@ def follow(
                 learner.discard()
                 groups.clear()
             case "replay":
-                runner.replay(read_step_file(step_file_path(run_folder, command["step"])))
+                path = step_file_path(run_folder, command["step"])
+                with crew.disk.together(f"reading {path}") as progress:
+                    file = read_step_file(path, progress)
+                runner.replay(file, command["skipped_updates"])
                 crew.add_up(learner.checksum())
+            case "wait":
+                with crew.disk.together(command["what"]):
+                    pass
             case "save":
                 learner.save_hf(Path(command["folder"]))
             case "begin_checkpoint":

@@ -1,6 +1,7 @@
 """Weights from and to Hugging Face: loading a folder, gathering full tensors, writing a folder."""
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from services.trainer.architecture import Architecture, ModelError
 from services.trainer.mapping import Entry, Replicated, entries
-from services.trainer.parallel import World
+from services.trainer.parallel import GatherGroups, World
 
 MAX_FILE_BYTES = 4 << 30
 """A written safetensors file is closed when it has reached this size."""
@@ -90,21 +91,25 @@ class HFFolder:
 
 @torch.no_grad()
 def load_hf(model: torch.nn.Module, folder: Path, shape: Architecture, world: World) -> None:
-    """Load this rank's part of a model folder, one tensor at a time.
+    """Load this rank's part of a model folder, one tensor at a time. All ranks call it together.
 
     Raises:
         ModelError: the folder doesn't hold what the architecture needs.
+        DiskWorkFailed, DiskStalled: another rank couldn't load its part.
     """
-    source = HFFolder(folder)
-    parameters = dict(model.named_parameters())
-    for entry in entries(shape, world.stage, world.stages, world.expert_size):
-        mine = entry.parts[world.expert_rank if entry.expert else 0]
-        dense, expert = (world.tensor_rank, world.tensor_size), (world.expert_tensor_rank, world.expert_tensor_size)
-        rank, size = expert if entry.expert else dense
-        tensors = [source.read(part.name, part.shape) for part in mine]
-        parameters.pop(entry.megatron).copy_(entry.layout.shard(tensors, rank, size, shape))
-    if parameters:
-        raise AssertionError(f"no rule of the mapping loads {sorted(parameters)}")
+    with world.disk.together(f"reading {folder}") as progress:
+        source = HFFolder(folder)
+        parameters = dict(model.named_parameters())
+        for entry in entries(shape, world.stage, world.stages, world.expert_size):
+            mine = entry.parts[world.expert_rank if entry.expert else 0]
+            dense, expert = (world.tensor_rank, world.tensor_size), (world.expert_tensor_rank, world.expert_tensor_size)
+            rank, size = expert if entry.expert else dense
+            tensors = [source.read(part.name, part.shape) for part in mine]
+            parameter = parameters.pop(entry.megatron)
+            parameter.copy_(entry.layout.shard(tensors, rank, size, shape))
+            progress(parameter.nbytes)
+        if parameters:
+            raise AssertionError(f"no rule of the mapping loads {sorted(parameters)}")
 
 
 Exported = list[tuple[Entry, torch.nn.Parameter]]
@@ -122,28 +127,30 @@ def exported_parameters(model: torch.nn.Module, shape: Architecture, world: Worl
 
 
 @torch.no_grad()
-def gather_hf_tensors(exported: Exported, shape: Architecture, world: World) -> Iterator[tuple[str, Tensor]]:
+def gather_hf_tensors(
+    exported: Exported, shape: Architecture, world: World, groups: GatherGroups
+) -> Iterator[tuple[str, Tensor]]:
     """Gather this stage's tensors, one at a time, on its source rank.
 
     Ranks of the first data-parallel replica call it together; other ranks have nothing to do and yield nothing, nor do
-    ranks that only contribute. It uses `world.gather`'s groups and no other, so it may run in a thread beside training,
-    as long as nobody changes the weights. A yielded tensor may be a view of the parameter: don't change it. On a GPU
-    everything is enqueued on the current stream, and nothing waited for.
+    ranks that only contribute. It uses these groups and no other: `world.gather_in_training` in the training thread,
+    `world.gather` in a thread beside it, as long as nobody changes the weights. A yielded tensor may be a view of the
+    parameter: don't change it. On a GPU everything is enqueued on the current stream, and nothing waited for.
 
     Yields:
         (Hugging Face name, full tensor) in the order of `hf_tensor_specs`, on the source rank.
     """
     for entry, whole in exported:
-        group = world.gather.experts if entry.expert else world.gather.dense
+        group = groups.experts if entry.expert else groups.dense
         if group is None:
             continue
         parameter = whole.detach()
         if entry.layout is Replicated or group.size() == 1:
             shards = [parameter]
         else:
-            shards = [torch.empty_like(parameter) for _ in range(group.size())] if world.gather.source else []
+            shards = [torch.empty_like(parameter) for _ in range(group.size())] if groups.source else []
             dist.gather(parameter, shards or None, group=group, group_dst=0)
-        if not world.gather.source:
+        if not groups.source:
             continue
         each = world.expert_tensor_size if entry.expert else len(shards)
         for i, parts in enumerate(entry.parts):
@@ -154,7 +161,8 @@ def gather_hf_tensors(exported: Exported, shape: Architecture, world: World) -> 
 def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Architecture, world: World) -> None:
     """Write the model as a Hugging Face folder that transformers loads. All ranks call it together.
 
-    It is written under another name first, so that `folder` is either absent, as it was, or complete.
+    It is written under another name first, so that `folder` is either absent, as it was, or complete. Ranks gather the
+    tensors of one file after another, and wait outside of any collective while the source ranks write them.
 
     Args:
         model: this rank's stage.
@@ -162,45 +170,59 @@ def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Archite
         original: the folder the model came from; config, tokenizer and other small files are copied from there.
         shape: the model.
         world: this rank's place.
+
+    Raises:
+        OSError: this rank can't write its part.
+        DiskWorkFailed, DiskStalled: another rank can't.
     """
     partial = folder.with_name(folder.name + ".partial")
-    if world.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
+    what = f"writing {folder}"
+    with world.disk.together(what):
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+    dtype = next(model.parameters()).dtype
+    parameters = exported_parameters(model, shape, world)
+    numbers = [_file_numbers(shape, stage, world, dtype) for stage in range(world.stages)]
     written: dict[str, str] = {}
     total = 0
-    tensors: dict[str, Tensor] = {}
-    size = 0
-
-    def flush() -> None:
-        nonlocal tensors, size
-        if tensors:
-            name = f"model-{world.stage:03d}-{len(set(written.values())):05d}.safetensors"
-            save_file(tensors, partial / name, metadata={"format": "pt"})
-            written.update(dict.fromkeys(tensors, name))
-        tensors, size = {}, 0
-
-    for name, tensor in gather_hf_tensors(exported_parameters(model, shape, world), shape, world):
-        tensors[name] = tensor.cpu().contiguous()
-        size += tensor.nbytes
-        total += tensor.nbytes
-        if size >= MAX_FILE_BYTES:
-            flush()
-    flush()
+    for number in range(max(map(max, numbers)) + 1):
+        file = [pair for pair, one in zip(parameters, numbers[world.stage], strict=True) if one == number]
+        gathered = gather_hf_tensors(file, shape, world, world.gather_in_training)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in gathered}
+        with world.disk.together(what) as progress:
+            if tensors:
+                name = f"model-{world.stage:03d}-{number:05d}.safetensors"
+                save_file(tensors, partial / name, metadata={"format": "pt"})
+                written |= dict.fromkeys(tensors, name)
+                size = sum(tensor.nbytes for tensor in tensors.values())
+                total += size
+                progress(size)
     all_written: list[tuple[dict[str, str], int]] = [(written, total)] * world.size
     dist.all_gather_object(all_written, (written, total))
-    if world.rank == 0:
-        weight_map = {name: file for files, _ in all_written for name, file in files.items()}
-        _write_index(partial, weight_map, sum(size for _, size in all_written))
-        _copy_small_files(original, partial, next(model.parameters()).dtype)
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(partial, folder)
-        shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
+    with world.disk.together(what):
+        if world.rank == 0:
+            weight_map = {name: file for files, _ in all_written for name, file in files.items()}
+            _write_index(partial, weight_map, sum(size for _, size in all_written))
+            _copy_small_files(original, partial, dtype)
+            old = folder.with_name(folder.name + ".old")
+            shutil.rmtree(old, ignore_errors=True)
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(partial, folder)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _file_numbers(shape: Architecture, stage: int, world: World, dtype: torch.dtype) -> list[int]:
+    """The file of each of a stage's `exported_parameters`, from 0; one is closed when it has MAX_FILE_BYTES."""
+    numbers, number, size = [], 0, 0
+    for entry in entries(shape, stage, world.stages, world.expert_size):
+        if entry.exported:
+            if size >= MAX_FILE_BYTES:
+                number, size = number + 1, 0
+            numbers.append(number)
+            size += sum(math.prod(part.shape) for parts in entry.parts for part in parts) * dtype.itemsize
+    return numbers
 
 
 def _write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:

@@ -1,6 +1,7 @@
 """The learner: a Megatron model that accumulates gradients from micro-batches and steps once they are all there."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +40,13 @@ from services.trainer.host_memory import GIVE_BACK_STEPS, give_back
 from services.trainer.logprobs import VocabShard, token_logprobs
 from services.trainer.model import PolicyModel, build_model, padded_vocab, transformer_config
 from services.trainer.offload import Offload, gradient_tensors, memory_in_use, state_tensors
-from services.trainer.optimizer import NonFiniteGradients, build_optimizer, build_schedule, clip_and_step
+from services.trainer.optimizer import (
+    NonFiniteGradients,
+    build_optimizer,
+    build_schedule,
+    clip_and_step,
+    gradient_norm,
+)
 from services.trainer.packing import MicroBatch, with_padding
 from services.trainer.parallel import initialize
 from services.trainer.sequence_layout import SequenceLayout, sequence_layout, to_device
@@ -59,8 +66,10 @@ class StepStats:
     """Summed loss divided by the normalizer."""
     grad_norm: float
     """Norm of the gradient before clipping."""
+    skipped: bool
+    """Whether the update was skipped, so that weights, optimizer and schedule are as they were before the step."""
     lr: float
-    """Learning rate of this step."""
+    """Learning rate of this step; of the last update that was done, where this one was skipped."""
     tokens: int
     """Trained tokens in the step, over all ranks."""
     metrics: dict[str, float]
@@ -93,6 +102,7 @@ class Learner:
         *,
         steps: int,
         seed: int = 0,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         """Join the Megatron world and load the model.
 
@@ -102,6 +112,7 @@ class Learner:
             algorithm: what to train with.
             steps: optimizer steps of the whole run, for the learning-rate schedule.
             seed: seeds every generator.
+            tell: called about every second while ranks read or write files, with how far they are (`DiskWork.tell`).
 
         Raises:
             ModelError: the folder can't be used, or not divided like this.
@@ -112,6 +123,8 @@ class Learner:
         self._shape = read_architecture(model_folder)
         self._megatron_config = transformer_config(self._shape, trainer)
         self.world = initialize(trainer, seed)
+        if tell is not None:
+            self.world.disk.tell = tell
         self._algorithm = create(algorithm)
         self._frequencies = self._shape.inverse_frequencies().to(self.world.device)
         rows = padded_vocab(self._shape.vocab_size, self.world.tensor_size) // self.world.tensor_size
@@ -161,45 +174,62 @@ class Learner:
                 # Not as numbers yet: that would wait for the GPU.
                 self._sums[name] = add(name, self._sums[name], value) if name in self._sums else value
 
-    def finish(self, normalizer: float, before_step: AbstractContextManager[Any] | None = None) -> StepStats:
+    def finish(
+        self,
+        normalizer: float,
+        before_step: AbstractContextManager[Any] | None = None,
+        *,
+        skip: bool | None = None,
+    ) -> StepStats:
         """Add up gradients over ranks, divide them by `normalizer`, clip, update the weights, clear the gradients.
+
+        An update whose loss or gradient norm isn't finite is skipped: the step counts, but weights, optimizer state and
+        schedule stay as they are. Both numbers are sums over the world, so all ranks decide the same.
 
         Args:
             normalizer: `Algorithm.normalizer` of the whole step over all ranks, > 0.
             before_step: entered when the gradients are ready and left when the weights have changed: where the caller
                 waits for a running weight broadcast and keeps a new one out.
+            skip: whether the update was skipped when the step was taken, for a step that is repeated.
 
         Raises:
             ValueError: the normalizer isn't positive.
-            NonFiniteGradients: the weights are as they were; the accumulated gradients are dropped.
+            NonFiniteGradients: `skip` is False, but the loss or the gradient isn't finite. The accumulated gradients
+                are dropped, and nothing else has changed.
         """
         if not normalizer > 0:
             raise ValueError(f"normalizer is {normalizer}: it must be positive")
         totals, self._sums = total(self._sums, self.world), {}
+        measured = totals.pop("mismatch", None)
+        sums = {name: float(value) for name, value in totals.items()}
+        tokens, loss = sums.pop("tokens", 0.0), sums.pop("loss", 0.0) / normalizer
         try:
             finalize_model_grads([self._model])
             if normalizer != 1.0:
                 self._model.scale_gradients(1.0 / normalizer)
-            self._schedule.step(1)
-            lr = float(self._optimizer.param_groups[0]["lr"])
             self._let_copy()
             with before_step or nullcontext():
-                grad_norm = clip_and_step(self._optimizer, self._config.optimizer.clip_grad)
-                self._weights_changed()
+                grad_norm = gradient_norm(self._optimizer)
+                finite = math.isfinite(loss) and math.isfinite(grad_norm)
+                if skip is False and not finite:
+                    raise NonFiniteGradients(
+                        f"the update of step {self._step + 1} was done when the step was taken, but now its loss is "
+                        f"{loss} and its gradient norm {grad_norm}"
+                    )
+                skipped = not finite if skip is None else skip
+                if not skipped:
+                    self._schedule.step(1)
+                    clip_and_step(self._optimizer, self._config.optimizer.clip_grad, grad_norm)
+                    self._weights_changed()
                 self._step += 1
-        except NonFiniteGradients:
-            self._schedule.step(-1)
-            raise
         finally:
             self.discard()
         if self._step % GIVE_BACK_STEPS == 0:
             give_back()
-        measured = totals.pop("mismatch", None)
-        sums = {name: float(value) for name, value in totals.items()}
-        tokens, loss = sums.pop("tokens", 0.0), sums.pop("loss", 0.0)
+        lr = float(self._optimizer.param_groups[0]["lr"])
         metrics = {name: value / max(tokens, 1.0) for name, value in sums.items()}
         metrics |= mismatch.metrics(measured) if measured is not None else {}
-        return StepStats(self._step, loss / normalizer, grad_norm, lr, int(tokens), metrics)
+        return StepStats(self._step, loss, grad_norm, skipped, lr, int(tokens), metrics)
 
     def discard(self) -> None:
         """Forget the gradients that were accumulated since the last `finish`."""
@@ -227,7 +257,7 @@ class Learner:
         """
         if self._changed is not None:
             torch.cuda.current_stream(self.world.device).wait_event(self._changed)
-        return gather_hf_tensors(self._exported, self._shape, self.world)
+        return gather_hf_tensors(self._exported, self._shape, self.world, self.world.gather)
 
     def save_hf(self, folder: Path) -> None:
         """Write the current weights as a Hugging Face folder. All ranks call it together."""

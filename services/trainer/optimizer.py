@@ -14,7 +14,7 @@ from services.trainer.data_parallel import DataParallel
 
 
 class NonFiniteGradients(ArithmeticError):
-    """The gradient norm is infinite or not a number. The weights have not been touched."""
+    """An update that was done before can't be repeated: its loss or gradient isn't finite. Nothing has changed."""
 
 
 def build_optimizer(model: DataParallel, config: TrainerConfig) -> MegatronOptimizer:
@@ -57,7 +57,8 @@ def build_optimizer(model: DataParallel, config: TrainerConfig) -> MegatronOptim
 def build_schedule(optimizer: MegatronOptimizer, config: TrainerConfig, steps: int) -> OptimizerParamScheduler:
     """Linear warm-up, then constant, linear or cosine decay to `min_lr` at the last step.
 
-    Step it before each optimizer step: step s of 1..steps then warms up to s / warmup_steps, and the last has min_lr.
+    Step it before each update that is done: update s of 1..steps then warms up to s / warmup_steps, and the last has
+    min_lr. An update that is skipped doesn't count.
 
     Raises:
         ValueError: settings that contradict each other.
@@ -84,27 +85,27 @@ def build_schedule(optimizer: MegatronOptimizer, config: TrainerConfig, steps: i
     )
 
 
-def clip_and_step(optimizer: MegatronOptimizer, clip_grad: float) -> float:
-    """Clip the gradients and update the weights; what `MegatronOptimizer.step` does, but refusing bad gradients.
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """The norm of the gradients over all ranks, which is made ready for the update. All ranks call it together.
+
+    Every rank gets the same number: Megatron adds up the squares over the whole world, so that a NaN or an infinity in
+    any rank's share makes the norm of all ranks NaN or infinite. So does a sum that float32 can't hold.
+    """
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def clip_and_step(optimizer: MegatronOptimizer, clip_grad: float, norm: float) -> None:
+    """Clip the gradients and update the weights: what `MegatronOptimizer.step` does after the norm.
 
     Args:
         optimizer: Megatron's chained optimizer.
         clip_grad: largest norm; 0 doesn't clip.
-
-    Returns:
-        The norm before clipping, over all ranks.
-
-    Raises:
-        NonFiniteGradients: before anything was changed.
+        norm: what `gradient_norm` has returned, finite.
     """
-    optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if not torch.isfinite(torch.tensor(norm)):
-        raise NonFiniteGradients(f"the gradient norm is {norm}; the weights were left as they are")
     for one in optimizer.chained_optimizers:
         parameters = one.get_parameters()
         if clip_grad > 0 and parameters:
             decoupled = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, clip_grad, norm, decoupled)
     optimizer.step_with_ready_grads()
-    return norm

@@ -1,8 +1,10 @@
 """The Megatron world: process groups with deadlines, parallel sizes, seeds."""
 
+import itertools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import services.trainer.megatron_cpu  # noqa: F401  must come before Megatron
 
@@ -14,15 +16,19 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from relaxd.config import TrainerConfig
 from relaxd.weights.group import host_store
+from services.trainer.disk_work import DiskWork
+
+_store: dist.Store | None = None
+"""The rendezvous of this world's processes."""
+_worlds = itertools.count()
+"""Numbers the worlds of this process, which all ranks make in the same order."""
 
 
 @dataclass(frozen=True)
 class GatherGroups:
     """Process groups on which weights are gathered.
 
-    They are separate from those that training uses, so that a thread can gather while the training thread runs
-    collectives of its own. Only the first data-parallel replica gathers; its ranks with tensor rank 0 are the sources,
-    one per pipeline stage.
+    Only the first data-parallel replica gathers; its ranks with tensor rank 0 are the sources, one per pipeline stage.
     """
 
     source: bool
@@ -68,7 +74,11 @@ class World:
     data_size: int
     """Ranks that work on different groups."""
     gather: GatherGroups
-    """Groups for gathering weights."""
+    """Groups for gathering weights in a thread beside training, which runs collectives of its own meanwhile."""
+    gather_in_training: GatherGroups
+    """Groups of the same ranks for gathering weights in the training thread."""
+    disk: DiskWork
+    """Has ranks wait for each other's work on disks."""
 
     @property
     def first_stage(self) -> bool:
@@ -84,8 +94,9 @@ class World:
 def initialize(config: TrainerConfig, seed: int) -> World:
     """Join the process group (from RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them) and lay it out.
 
-    Every group has `collective_timeout_seconds` as its deadline. gloo without CUDA, nccl with it. Without RANK in the
-    environment the world is this process alone.
+    Every group has `collective_timeout_seconds` as its deadline, which counts once all ranks have come: they load their
+    code, and fetch the model, from disks. gloo without CUDA, nccl with it. Without RANK in the environment the world is
+    this process alone.
 
     Args:
         config: parallel sizes, threads and the deadline.
@@ -94,6 +105,7 @@ def initialize(config: TrainerConfig, seed: int) -> World:
     Raises:
         ValueError: the number of processes isn't `config.ranks`.
     """
+    global _store
     timeout = timedelta(seconds=config.collective_timeout_seconds)
     cuda = torch.cuda.is_available()
     if config.tensor_parallel > 1:
@@ -109,8 +121,15 @@ def initialize(config: TrainerConfig, seed: int) -> World:
             raise ValueError(f"WORLD_SIZE is {size}, but trainer.ranks is {config.ranks}: they must be the same")
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
-        store = _meeting_place(rank, config.collective_timeout_seconds) if size > 1 else dist.HashStore()
-        dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=size, store=store, timeout=timeout)
+        _store = _meeting_place(rank, config.disk_stall_seconds) if size > 1 else dist.HashStore()
+        disk = _disk_work(_store, rank, size, config)
+        with disk.together("starting"):
+            pass
+        _store.set_timeout(timeout)
+        dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=size, store=_store, timeout=timeout)
+    else:
+        assert _store is not None
+        disk = _disk_work(_store, dist.get_rank(), dist.get_world_size(), config)
     if not cuda:
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // config.ranks))
     parallel_state.initialize_model_parallel(
@@ -123,6 +142,7 @@ def initialize(config: TrainerConfig, seed: int) -> World:
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    gather = _gather_groups(timeout)
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
@@ -139,7 +159,9 @@ def initialize(config: TrainerConfig, seed: int) -> World:
         expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
-        gather=_gather_groups(timeout),
+        gather=gather,
+        gather_in_training=_training_groups(gather),
+        disk=disk,
     )
 
 
@@ -149,6 +171,12 @@ def _meeting_place(rank: int, seconds: float) -> dist.Store:
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return host_store(host, port, seconds)
     return dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
+
+
+def _disk_work(store: dist.Store, rank: int, size: int, config: TrainerConfig) -> DiskWork:
+    # A connection of its own: on the store's, a thread that waits for a key keeps all others off.
+    own: Any = store.clone() if isinstance(store, dist.TCPStore) else store  # type: ignore[attr-defined]
+    return DiskWork(dist.PrefixStore(f"disk/{next(_worlds)}", own), rank, size, config.disk_stall_seconds)
 
 
 def expert_tensor_parallel(config: TrainerConfig) -> int:
@@ -167,9 +195,11 @@ def leave_layout() -> None:
 
 def shut_down() -> None:
     """Leave the world, so that another can be initialized in this process."""
+    global _store
     leave_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
+    _store = None
 
 
 def _gather_groups(timeout: timedelta) -> GatherGroups:
@@ -195,3 +225,12 @@ def _gather_groups(timeout: timedelta) -> GatherGroups:
         dense = dense_group if rank in dense_ranks else dense
         experts = expert_group if rank in expert_ranks else experts
     return GatherGroups(source, dense, experts)
+
+
+def _training_groups(gather: GatherGroups) -> GatherGroups:
+    """The training thread's own groups of the ranks that gather."""
+    return replace(
+        gather,
+        dense=None if gather.dense is None else parallel_state.get_tensor_model_parallel_group(),
+        experts=None if gather.experts is None else parallel_state.get_expert_tensor_and_model_parallel_group(),
+    )

@@ -11,6 +11,9 @@ from typing import Any
 
 from services.trainer.packing import assign_to_ranks
 
+OUTCOME = "skipped_updates"
+"""The field of a plan that is known only after the step."""
+
 
 class PlanError(ValueError):
     """A recorded plan isn't one; the message says what is wrong."""
@@ -75,9 +78,13 @@ class Plan:
     """Tokens of all groups whose mask is 1."""
     normalizer: float
     """What the summed loss is divided by."""
+    skipped_updates: tuple[int, ...] | None = None
+    """Indices of the step's updates that were skipped because their loss or gradient wasn't finite. None while that
+    isn't known: the ledger has it, a step file, which is written before the update, doesn't."""
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the ledger and the step file keep it."""
+        outcome = {} if self.skipped_updates is None else {OUTCOME: list(self.skipped_updates)}
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -87,6 +94,7 @@ class Plan:
             "samples": self.samples,
             "trained_tokens": self.trained_tokens,
             "normalizer": self.normalizer,
+            **outcome,
         }
 
     @classmethod
@@ -106,6 +114,7 @@ class Plan:
                 samples=int(value["samples"]),
                 trained_tokens=int(value["trained_tokens"]),
                 normalizer=float(value["normalizer"]),
+                skipped_updates=tuple(int(update) for update in value[OUTCOME]) if OUTCOME in value else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"not a step's plan: {error!r}") from error

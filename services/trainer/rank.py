@@ -97,9 +97,10 @@ class Rank:
             config.algorithm,
             steps=config.run.steps,
             seed=config.run.seed,
+            tell=self._tell_loading if self._number == 0 else None,
         )
         settle()
-        crew = Crew(config.trainer.collective_timeout_seconds)
+        crew = Crew(config.trainer.collective_timeout_seconds, learner.world.disk)
         algorithm = create(config.algorithm)
         buckets = weight_buckets(learner, config.weights.bucket_bytes)
         self._broadcaster = Broadcaster(learner, buckets, config.rollout.engine)
@@ -152,6 +153,10 @@ class Rank:
             controls=self._controls,
             emit=self._server.emit,
         ).run()
+
+    def _tell_loading(self, detail: str) -> None:
+        """Tell the parent how far the loading is; later `Training` tells."""
+        self._server.emit("progress", {"detail": detail, "held": 0, "done": 0, "turns": 0})
 
     def _drain(self, params: dict[str, Any]) -> bool:
         self._controls.draining.set()

@@ -11,6 +11,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,23 @@ from relaxd.data.models import resolve_model
 from services.trainer.architecture import ModelError
 from services.trainer.checkpoint import CheckpointError
 from services.trainer.checkpoint_folder import CheckpointBroken, checkpoint_path, read_state
+from services.trainer.disk_work import DiskStalled, DiskWorkFailed
 from services.trainer.offline import OfflineError, answer, newest_intact, read_config
+from services.trainer.plan import OUTCOME
 from services.trainer.step_file import StepFileError, read_step_file, step_file_path
 
+LOOK_SECONDS, LAST_WORD_SECONDS = 0.1, 5.0
+"""How often ranks are looked at; how long rank 0 may take to end after another one has failed."""
 COMPARED = ("loss", "grad_norm", "lr", "weights_checksum")
 
 
-def replay(run_folder: Path, step: int) -> dict[str, Any] | None:
+def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
     """Repeat a step on this rank. Returns the comparison on rank 0.
+
+    Args:
+        run_folder: the run's folder.
+        step: the step.
+        start: the step of the intact checkpoint to start from; 0 starts from the initial model.
 
     Raises:
         OfflineError, StepFileError: what it needs isn't there.
@@ -41,7 +52,6 @@ def replay(run_folder: Path, step: int) -> dict[str, Any] | None:
 
     config = read_config(run_folder)
     files = {}
-    start = newest_intact(run_folder, step - 1) or 0
     for number in range(start + 1, step + 1):  # all must be there before the long work begins
         files[number] = step_file_path(run_folder, number)
         if not files[number].is_file():
@@ -52,13 +62,17 @@ def replay(run_folder: Path, step: int) -> dict[str, Any] | None:
     learner = Learner(
         resolve_model(config.model.path), config.trainer, config.algorithm, steps=config.run.steps, seed=config.run.seed
     )
-    crew = Crew(config.trainer.collective_timeout_seconds)
+    disk = learner.world.disk
+    crew = Crew(config.trainer.collective_timeout_seconds, disk)
     if start:
         path = checkpoint_path(run_folder, start)
         learner.restore(path, start, same_layout=same_layout(read_state(path), config))
     runner = RoundRunner(learner, create(config.algorithm), config.rollout.temperature)
+    skipped = skipped_updates(run_folder)
     for number, file in files.items():
-        stats = runner.replay(read_step_file(file))
+        with disk.together(f"reading {file}") as progress:
+            recorded_step = read_step_file(file, progress)
+        stats = runner.replay(recorded_step, skipped.get(number))
         if learner.world.rank == 0:
             print(f"step {number}: loss {stats.loss:.6g}, gradient norm {stats.grad_norm:.6g}", file=sys.stderr)
     checksum = crew.add_up(learner.checksum())
@@ -75,19 +89,28 @@ def replay(run_folder: Path, step: int) -> dict[str, Any] | None:
 
 def recorded_metrics(run_folder: Path, step: int) -> dict[str, Any]:
     """What the run recorded of a step: its line of metrics.jsonl, {} without one."""
-    path = run_folder / "metrics.jsonl"
+    return next((line for line in _lines(run_folder / "metrics.jsonl") if line.get("step") == step), {})
+
+
+def skipped_updates(run_folder: Path) -> dict[int, list[int]]:
+    """Which updates were skipped, by step, as far as ledger.jsonl has the steps."""
+    lines = _lines(run_folder / "ledger.jsonl")
+    return {line["step"]: line["plan"][OUTCOME] for line in lines if OUTCOME in line["plan"]}
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
-            metrics: dict[str, Any] = json.loads(line)
+            yield json.loads(line)
         except ValueError:  # half a line at the end: the coordinator died while it wrote
             continue
-        if metrics.get("step") == step:
-            return metrics
-    return {}
 
 
 def start_ranks(config: RunConfig, words: list[str]) -> int:
-    """Run this program once per rank; what rank 0 prints is what this prints. Returns the exit code."""
+    """Run this program once per rank; what rank 0 prints is what this prints. Returns the exit code.
+
+    When a rank fails, the others are ended: they would wait for it.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -101,7 +124,15 @@ def start_ranks(config: RunConfig, words: list[str]) -> int:
         for rank in range(config.trainer.ranks)
     ]
     try:
-        return max(abs(rank.wait()) for rank in ranks)
+        while not any(rank.poll() for rank in ranks) and any(rank.poll() is None for rank in ranks):
+            time.sleep(LOOK_SECONDS)
+        codes = [rank.poll() or 0 for rank in ranks]
+        failed = next((f"rank {number} ended with code {code}" for number, code in enumerate(codes) if code), "")
+        try:
+            ranks[0].wait(LAST_WORD_SECONDS)  # it may be about to say why another one has failed
+        except subprocess.TimeoutExpired:
+            print(json.dumps({"error": failed}), flush=True)
+        return max(map(abs, codes))
     finally:
         for rank in ranks:
             rank.kill()
@@ -112,8 +143,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--step", type=int, required=True)
+    parser.add_argument("--start", type=int, help="the step of the checkpoint to start from; default: it is looked for")
     given = parser.parse_args()
-    expected = (OfflineError, StepFileError, CheckpointError, CheckpointBroken, ModelError, DataError, ValueError)
+    broken = (OfflineError, StepFileError, CheckpointError, CheckpointBroken, ModelError, DataError, ValueError)
+    expected = (*broken, DiskWorkFailed, DiskStalled)
+    start = given.start
+    if start is None:  # once, and not by every rank: all of the checkpoint is read
+        start = newest_intact(given.run_folder, given.step - 1) or 0
     if "RANK" not in os.environ:
         try:
             config = read_config(given.run_folder)
@@ -121,8 +157,8 @@ def main() -> int:
             print(json.dumps({"error": str(error)}))
             return 1
         if config.trainer.ranks > 1:
-            return start_ranks(config, sys.argv[1:])
-    return answer(lambda: replay(given.run_folder, given.step), expected)
+            return start_ranks(config, [*sys.argv[1:], "--start", str(start)])
+    return answer(lambda: replay(given.run_folder, given.step, start), expected)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Running a step's rounds on this rank: the same for a step that is being taken, one that is replayed, and any rank."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from relaxd.algorithms import Algorithm
 from services.trainer.groups import Group, check_group
@@ -30,12 +30,23 @@ class RoundRunner:
         own = entry.micro_batches[self._learner.world.data_rank]
         self._learner.accumulate([self._packed(micro_batch, groups) for micro_batch in own])
 
-    def replay(self, file: StepFile) -> StepStats:
-        """Repeat a whole step."""
+    def replay(self, file: StepFile, skipped_updates: Collection[int] | None) -> StepStats:
+        """Repeat a whole step.
+
+        Args:
+            file: the step's plan and columns.
+            skipped_updates: the ledger's word on which updates were skipped (`Plan.skipped_updates`): they are skipped
+                again, and the others done again. None, where no ledger says so: the numbers decide.
+
+        Raises:
+            NonFiniteGradients: an update that was done can't be repeated.
+        """
         groups = {group_id: check_group(group_id, file.groups[group_id]) for group_id in file.plan.groups}
         for entry in file.plan.rounds:
             self.run(entry, groups)
-        return self._learner.finish(file.plan.normalizer)
+        return self._learner.finish(
+            file.plan.normalizer, skip=None if skipped_updates is None else 0 in skipped_updates
+        )
 
     def _packed(self, micro_batch: MicroBatch, groups: Mapping[str, Group]) -> PackedMicroBatch:
         samples = [

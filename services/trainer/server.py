@@ -36,10 +36,9 @@ LEAVE_SECONDS = 5.0
 """Deadline for leaving a group: it only sets a flag and closes connections."""
 HOLD_MARGIN_SECONDS = 1.0
 """The weights are held a little longer than a broadcast may take, so that they never change under one."""
-EXPORT_SECONDS = 600.0
-"""Longest export."""
-CHECKPOINT_SECONDS = 1800.0
-"""How long a caller waits for a checkpoint at most."""
+FILES_SECONDS = 24 * 3600.0
+"""Deadline of a call that writes files and has none of its own. Writing takes as long as the disk takes; ranks that get
+nothing done fail by themselves (trainer.disk_stall_seconds)."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Lets torch take the host's memory in huge pages: what a checkpoint copies from GPUs is there sooner."""
 
@@ -239,7 +238,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         except ValueError as error:
             raise InvalidArgument(str(error), [("folder", str(error))]) from error
         epoch = world.epoch
-        seconds = min(context.time_remaining() or EXPORT_SECONDS, EXPORT_SECONDS)
+        seconds = _time_for_files(context)
         with _answering(f"export to {target}"):
             version = await world.request(0, "export", {"folder": str(target), "seconds": seconds}, seconds)
         return trainer_pb2.ExportHuggingFaceResponse(
@@ -252,7 +251,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         """Take a checkpoint, and wait until it is on the disk."""
         world = self._ready_world()
         epoch = world.epoch
-        seconds = min(context.time_remaining() or CHECKPOINT_SECONDS, CHECKPOINT_SECONDS)
+        seconds = _time_for_files(context)
         with _answering("take a checkpoint"):
             saved = await world.request(0, "checkpoint", {"seconds": seconds}, seconds)
         return trainer_pb2.TrainerSaveCheckpointResponse(
@@ -338,6 +337,12 @@ def _answering(what: str) -> Iterator[None]:
         raise DeadlineExceeded(f"could not {what}: {error}") from error
     except ChildError as error:
         raise Unavailable(f"could not {what}: {error}") from error
+
+
+def _time_for_files(context: grpc.aio.ServicerContext[Any, Any]) -> float:
+    """For how long a caller waits for files to be written."""
+    remaining: float | None = context.time_remaining()
+    return FILES_SECONDS if remaining is None else remaining
 
 
 def _store_host(settings: ServiceSettings) -> str:

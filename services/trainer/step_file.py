@@ -6,8 +6,8 @@ starts anew replays the files to get its weights back.
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,12 @@ def write_step_file(path: Path, plan: Plan, groups: Mapping[str, Columns]) -> No
     sync(path.parent)
 
 
-def read_step_file(path: Path) -> StepFile:
+def read_step_file(path: Path, progress: Callable[[int], None] = lambda count: None) -> StepFile:
     """Read a step file.
+
+    Args:
+        path: where it is.
+        progress: called with the bytes that have been read.
 
     Raises:
         StepFileError: it is missing or damaged.
@@ -85,6 +89,7 @@ def read_step_file(path: Path) -> StepFile:
             for key in file.keys():  # noqa: SIM118  not a dict
                 group_id, _, name = key.rpartition("/")
                 value = file.get_tensor(key)
+                progress(value.nbytes)
                 if name.endswith(JSON_SUFFIX):
                     name, value = name.removesuffix(JSON_SUFFIX), json.loads(value.tobytes())
                 groups.setdefault(group_id, {})[name] = value
@@ -98,19 +103,26 @@ def read_step_file(path: Path) -> StepFile:
     return StepFile(plan, groups)
 
 
-def read_committed(run_folder: Path, step: int, ledger_plan: Mapping[str, Any]) -> StepFile:
+def read_committed(
+    run_folder: Path,
+    step: int,
+    ledger_plan: Mapping[str, Any],
+    progress: Callable[[int], None] = lambda count: None,
+) -> StepFile:
     """Read the file of a committed step and make sure that it is the one that was committed.
 
     Args:
         run_folder: the run's folder.
         step: the step.
-        ledger_plan: the plan that the board's ledger has for it.
+        ledger_plan: the plan that the board's ledger has for it. The returned plan says, as this one does, what became
+            of the updates.
+        progress: called with the bytes that have been read.
 
     Raises:
         StepFileError: it is missing, damaged, or has another plan.
     """
     path = step_file_path(run_folder, step)
-    found = read_step_file(path)
-    if found.plan != Plan.from_json(ledger_plan):
+    found, committed = read_step_file(path, progress), Plan.from_json(ledger_plan)
+    if found.plan != replace(committed, skipped_updates=None):
         raise StepFileError(f"{path} has another plan than the ledger has for step {step}: it isn't the committed one")
-    return found
+    return StepFile(committed, found.groups)

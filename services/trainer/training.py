@@ -1,18 +1,19 @@
 """Rank 0's training thread: take, accumulate, close, finish, commit, announce."""
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from relaxd import telemetry
 from relaxd.algorithms import Algorithm
-from relaxd.board import Board, BoardUnavailable, microseconds
+from relaxd.board import Board, BoardUnavailable, LedgerEntry, microseconds
 from relaxd.config import RunConfig
 from services.trainer.checkpoints import Answer, Checkpoints
 from services.trainer.crew import TICK_SECONDS, Crew
@@ -20,9 +21,9 @@ from services.trainer.intake import Intake
 from services.trainer.learner import Learner, StepStats
 from services.trainer.metrics import group_metrics, record_samples, shown_samples
 from services.trainer.open_step import OpenStep
-from services.trainer.optimizer import NonFiniteGradients
-from services.trainer.plan import Packer, Plan, Round
+from services.trainer.plan import OUTCOME, Packer, Plan, Round
 from services.trainer.rounds import RoundRunner
+from services.trainer.skipped_updates import SkippedUpdates, TooManySkippedUpdates
 from services.trainer.sleeping import Sleeping, TurnRequest
 from services.trainer.step_file import read_committed, step_file_path, write_step_file
 from services.trainer.timing import group_times, trainer_times
@@ -84,11 +85,13 @@ class Training:
         self._weights = weights
         self._checkpoints = checkpoints
         self._weights_checksum = 0
+        self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
         self._controls = controls
         self._sleeping = Sleeping(learner, crew, weights, controls.turns)
         self._emit = emit
         # In a colocated run every wait of this thread delays who has the next turn.
         self._patience = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
+        learner.world.disk.tell = self._tell
         self._told: dict[str, Any] = {}
         self._done_groups = 0
         self._turns = 0
@@ -107,7 +110,9 @@ class Training:
                 plan = opened.plan(self._epoch, self._config.run.seed, self._algorithm)
                 columns = {group_id: group.columns for group_id, group in opened.groups.items()}
                 began = time.monotonic()
-                write_step_file(step_file_path(self._run_folder, plan.step), plan, columns)
+                path = step_file_path(self._run_folder, plan.step)
+                with self._crew.alone(f"writing {path}"):
+                    write_step_file(path, plan, columns)
                 opened.wrote = time.monotonic() - began
                 self._checkpoints.let_copy()
                 began = time.monotonic()
@@ -174,25 +179,36 @@ class Training:
 
         with self._weights.changing(waiting, TICK_SECONDS) as held_back:
             self._crew.send({"do": "finish", "normalizer": plan.normalizer})
-            try:
-                stats = self._learner.finish(plan.normalizer)
-                self._weights_checksum = self._crew.add_up(self._learner.checksum())
-                return stats, held_back
-            except NonFiniteGradients:
-                # The schedule has moved on and the weights have not: start anew, without the groups that did it. Nor
-                # may a board that is restored from the run's folder take the step for one that was done.
-                step_file_path(self._run_folder, plan.step).unlink(missing_ok=True)
-                for taken in opened.members.values():
-                    self._board.drop(taken.delivery, reason="non_finite_gradients")
-                raise
+            stats = self._learner.finish(plan.normalizer)
+            self._weights_checksum = self._crew.add_up(self._learner.checksum())
+        if stats.skipped:
+            logger.warning(
+                "the update of step %d is skipped: its loss is %g, its gradient norm %g; its groups are %s",
+                *(plan.step, stats.loss, stats.grad_norm, ", ".join(plan.groups)),
+            )
+            self._give_up_on_too_many(opened, plan)
+        return stats, held_back
+
+    def _give_up_on_too_many(self, opened: OpenStep, plan: Plan) -> None:
+        """Raise TooManySkippedUpdates if this step's update was one too many. It is not committed then."""
+        try:
+            self._skipped.check(plan.step, plan.groups)
+        except TooManySkippedUpdates:
+            # A board that is restored from the run's folder must not take the step for one that was done.
+            step_file_path(self._run_folder, plan.step).unlink(missing_ok=True)
+            for taken in opened.members.values():
+                self._board.drop(taken.delivery, reason="non_finite_gradients")
+            raise
 
     def _commit(self, opened: OpenStep, plan: Plan, stats: StepStats) -> None:
-        """Enter the step into the ledger."""
+        """Enter the step into the ledger, with what became of its update."""
+        plan = replace(plan, skipped_updates=(0,) if stats.skipped else ())
         groups = list(opened.groups.values())
         now, ended = time.monotonic(), microseconds()
         seconds, self._last_end = now - self._last_end, now
         metrics = group_metrics(groups, plan.step)
         metrics |= {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, **stats.metrics}
+        metrics |= {"skipped_updates": float(stats.skipped)}
         metrics |= {
             **trainer_times(opened, seconds, self._checkpoints.take_stall()),
             **group_times(opened, ended),
@@ -200,6 +216,7 @@ class Training:
             "weights_checksum": float(self._weights_checksum),
             **self._sleeping.take_metrics(),
         }
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no others
         samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step)
         while True:
             try:
@@ -211,6 +228,7 @@ class Training:
                 logger.warning("step %d can't be committed yet: %s", plan.step, error)
                 self._crew.tick()
                 time.sleep(TICK_SECONDS)
+        self._skipped.record(plan.step, plan.groups, skipped=stats.skipped)
         opened.end_spans(ended)
         self._intake.forget(plan.groups)
         self._done_groups += len(groups)
@@ -230,18 +248,26 @@ class Training:
         self._tell("looking for a checkpoint")
         ledger = self._board.ledger()
         done = self._checkpoints.restore(ledger)
-        for entry in ledger[done:]:
-            self._tell(f"replaying step {entry.step}")
-            file = read_committed(self._run_folder, entry.step, entry.plan)
-            self._crew.send({"do": "replay", "step": entry.step})
-            stats = self._runner.replay(file)
-            checksum = float(self._crew.add_up(self._learner.checksum()))
-            was = entry.metrics.get("grad_norm")
-            if was is not None and abs(stats.grad_norm - was) > 1e-3 * abs(was):
-                logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, stats.grad_norm, was)
-            elif checksum != entry.metrics.get("weights_checksum", checksum):
-                logger.info("replayed step %d: the weights are not the same to the bit", entry.step)
+        for entry in ledger:
+            if entry.step > done:
+                self._repeat(entry)
+            self._skipped.record(entry.step, entry.plan["groups"], skipped=bool(entry.plan.get(OUTCOME)))
         self._last_end = time.monotonic()
+
+    def _repeat(self, entry: LedgerEntry) -> None:
+        """Replay one step of the ledger on all ranks."""
+        self._tell(f"replaying step {entry.step}")
+        skipped = entry.plan.get(OUTCOME)
+        self._crew.send({"do": "replay", "step": entry.step, "skipped_updates": skipped})
+        with self._crew.disk.together(f"reading the file of step {entry.step}") as progress:
+            file = read_committed(self._run_folder, entry.step, entry.plan, progress)
+        stats = self._runner.replay(file, skipped)
+        checksum = float(self._crew.add_up(self._learner.checksum()))
+        was = entry.metrics.get("grad_norm")
+        if was is not None and abs(stats.grad_norm - was) > 1e-3 * abs(was):
+            logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, stats.grad_norm, was)
+        elif checksum != entry.metrics.get("weights_checksum", checksum):
+            logger.info("replayed step %d: the weights are not the same to the bit", entry.step)
 
     def _between_rounds(self, detail: str) -> bool:
         """Do what others ask; wait while paused or draining. Returns whether the step that is open may go on."""
@@ -278,9 +304,9 @@ class Training:
                 self._crew.send({"do": "save", "folder": str(folder)})
                 self._learner.save_hf(folder)
                 answer.set_result(self._learner.step)
-            except OSError as error:
+            except Exception as error:
                 answer.set_exception(error)
-                raise  # the other ranks wait for this one
+                raise  # the other ranks give up as well
 
     def _discard(self, opened: OpenStep) -> None:
         """Forget what the step has; its groups are taken again."""

@@ -33,6 +33,12 @@ class Step:
     """Unix time."""
     began: float
     """Unix time at which the trainer was done with the step before, or came up."""
+    skipped: bool = False
+    """Whether its update was skipped."""
+
+    def updated_since(self, time: float) -> bool:
+        """Whether it began after a time, and its update was done."""
+        return self.began >= time and not self.skipped
 
 
 ENDED = "run_ended"
@@ -58,6 +64,8 @@ class Books:
     _asked_again: set[str] = field(default_factory=set)
     """Dropped groups whose prompts are to be tried again."""
     _last_dropped: str = "0-0"
+    _weights_checksum: float | None = None
+    """Of the last step."""
     _polled: list[str] = field(default_factory=list)
     _step_files: set[str] = field(default_factory=set)
 
@@ -129,7 +137,14 @@ class Books:
             if number != len(self.steps) + 1:
                 wrong.append(f"step {number} follows step {len(self.steps)}")
             committed = float(values[b"time"])
-            self.steps.append(Step(number, committed, committed - metrics["step_seconds"]))
+            skipped = bool(plan.get("skipped_updates"))
+            if metrics.get("skipped_updates", 0) != skipped:
+                wrong.append(f"step {number} has other skipped updates in its metrics than in its plan")
+            checksum = metrics.get("weights_checksum")
+            if skipped and self.steps and checksum != self._weights_checksum:
+                wrong.append(f"the update of step {number} was skipped, and the weights have changed")
+            self._weights_checksum = checksum
+            self.steps.append(Step(number, committed, committed - metrics["step_seconds"], skipped))
             if len(plan["groups"]) < self.groups_per_step:  # more where more are due, see services/trainer/intake.py
                 wrong.append(f"step {number} has {len(plan['groups'])} groups, not {self.groups_per_step}")
             for group in plan["groups"]:

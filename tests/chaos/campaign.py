@@ -19,6 +19,8 @@ GROUPS_PER_STEP = 4
 RECOVERY_SECONDS = 120.0
 """On a quiet machine. Deadline for training to go on, and for everything to be whole."""
 TICK_SECONDS = 0.05
+RECENT_STEPS = 100
+"""More than are committed between two looks."""
 MOST_VIOLATED = 3
 """So many faults in a row with a violation end the campaign: it would only go on failing."""
 
@@ -31,7 +33,7 @@ class Outcome:
     begun: float
     """Unix time."""
     recovery: float | None = None
-    """Seconds until the first step was committed that began after the fault."""
+    """Seconds until the first step was committed that began after the fault, and whose update was done."""
     whole: float | None = None
     """Seconds until every service worked again and every engine had weights."""
     recomputed: int = 0
@@ -113,7 +115,7 @@ class Campaign:
                 f"no step within {self.deadline_seconds:g} s; step {len(self.books.steps)}, {self._missing(over)}"
             )
         else:
-            outcome.recovery = next(step for step in self.books.steps if step.began >= over).committed - over
+            outcome.recovery = next(step for step in self.books.steps if step.updated_since(over)).committed - over
         if problem := self._until_whole(over):
             outcome.violations.append(f"not whole after {self.deadline_seconds:g} s: {problem}")
         else:
@@ -123,7 +125,7 @@ class Campaign:
         return outcome
 
     def _until_step_after(self, begun: float) -> bool:
-        """Wait for a committed step that began after a time."""
+        """Wait for a committed step that began after a time, and whose update was done."""
         deadline = time.monotonic() + self.deadline_seconds
         while time.monotonic() < deadline:
             try:
@@ -131,7 +133,7 @@ class Campaign:
             except PASSING:
                 time.sleep(TICK_SECONDS)
                 continue
-            if self.books.steps and self.books.steps[-1].began >= begun:
+            if any(step.updated_since(begun) for step in self.books.steps[-RECENT_STEPS:]):
                 return True
             time.sleep(TICK_SECONDS)
         return False

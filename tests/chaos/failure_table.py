@@ -47,6 +47,12 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "it goes on; publishing stops at the gate meanwhile; one that is silent for too long is restarted",
     ),
     (
+        "a gradient overflows",
+        ("overflow a gradient",),
+        "the update is skipped on all ranks, the step is committed as skipped, and so it is replayed; "
+        "`trainer.max_skipped_updates`",
+    ),
+    (
         "the coordinator",
         ("kill coordinator", "restart coordinator"),
         "its supervisor starts another, which takes the next epoch and goes on from Redis; stages and trainer work on "
@@ -117,7 +123,7 @@ def table(document: dict) -> str:
         seconds = [outcome["recovery"] for outcome in found if outcome["recovery"] is not None]
         figures = f"{median(seconds):.1f} s / {max(seconds):.1f} s" if seconds else "not measured"
         violations = sum(outcome["violations"] for outcome in found)
-        lost = "nothing" if not violations else f"{violations} violations"
+        lost = "not measured" if not found else "nothing" if not violations else f"{violations} violations"
         recomputed = sum(outcome["recomputed"] for outcome in found)
         lines.append(f"| {what} | {happens} | {lost} | {len(found)} | {figures} | {recomputed} |")
     if rest:

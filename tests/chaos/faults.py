@@ -1,6 +1,7 @@
 """Everything that is done to the stack. A fault returns once it is over, with the time from which recovery counts."""
 
 import contextlib
+import json
 import random
 import resource
 import threading
@@ -15,7 +16,7 @@ import redis
 
 from tests.chaos.proxy import Link
 from tests.chaos.relay import Moment
-from tests.chaos.stack import LEASE_SECONDS, REPLICA_LEASE_SECONDS, ChaosStack
+from tests.chaos.stack import LEASE_SECONDS, REPLICA_LEASE_SECONDS, RUN, ChaosStack
 
 SHORT_SECONDS, LONG_SECONDS, VERY_LONG_SECONDS = LEASE_SECONDS / 2, 2 * LEASE_SECONDS, 1.5 * REPLICA_LEASE_SECONDS
 """Shorter than any lease; longer than a group's, so that others take its groups and it commits late; longer than a
@@ -165,6 +166,26 @@ def reset_everything(stack: ChaosStack, rng: random.Random) -> float:
     return time.time()
 
 
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+def overflow_a_gradient(stack: ChaosStack, rng: random.Random) -> float:
+    """Rewards are huge until a step's update is skipped: they are finite, and so are the advantages."""
+    ledger, deadline = f"relaxd:{RUN}:ledger", time.monotonic() + NOTICE_SECONDS
+    last = stack.redis.xrevrange(ledger, count=1)[0][0].decode()
+    stack.huge_rewards.touch()
+    try:
+        while not any(
+            json.loads(step[b"plan"])["skipped_updates"] for _, step in stack.redis.xrange(ledger, f"({last}")
+        ):
+            if time.monotonic() > deadline:
+                raise MomentMissed(f"no update was skipped in {NOTICE_SECONDS:g} s")
+            time.sleep(0.02)
+    finally:
+        stack.huge_rewards.unlink()
+    return time.time()
+
+
 # --- Redis ----------------------------------------------------------------------------------------------------------
 
 
@@ -307,6 +328,7 @@ def all_faults() -> list[Fault]:
             )
         ),
         _named("reset all connections", reset_everything),
+        _named("overflow a gradient", overflow_a_gradient),
         _named("fill redis", fill_redis),
         _named("redis: disk full", fill_disk),
         _named("redis: demoted", demote_redis),
@@ -332,14 +354,15 @@ def all_faults() -> list[Fault]:
 SHORT_SUITE = (
     *("kill rollout", "kill reward", "kill trainer rank 1", "kill coordinator", "kill redis", "stall advantage long"),
     *("stall rollout short", "cut: reward - redis", "delay: trainer - redis", "drop: rollout - coordinator"),
-    *("fill redis", "redis: demoted", "sync: engine dies in broadcast"),
+    *("fill redis", "redis: demoted", "overflow a gradient", "sync: engine dies in broadcast"),
 )
 """What the ordinary tests do: at least one of every kind, and those that pass quickly."""
 
 GENTLE = tuple(
     fault.name
     for fault in all_faults()
-    if fault.name.startswith(("stall", "delay", "reset", "fill", "redis:")) and "very long" not in fault.name
+    if fault.name.startswith(("stall", "delay", "reset", "overflow", "fill", "redis:"))
+    and "very long" not in fault.name
 )
 """What ends no process: memory can be watched for as long as one likes."""
 

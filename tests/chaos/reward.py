@@ -1,12 +1,19 @@
 """A reward that can't be learned, so every step changes the weights, and takes its time, so faults find work."""
 
+import os
 import time
 import zlib
+from pathlib import Path
 from typing import Any
 
 SECONDS = 0.04
+HUGE_VARIABLE = "CHAOS_HUGE_REWARDS"
+"""Names a file: while it is there, rewards are huge."""
+HUGE = 1e38
+"""Advantages of this size fit float32. The gradient that they make doesn't."""
 
 
 def arbitrary(sample: Any) -> dict[str, float]:
     time.sleep(SECONDS)
-    return {"reward": zlib.crc32(sample.response.encode()) / 2**32}
+    reward = zlib.crc32(sample.response.encode()) / 2**32
+    return {"reward": reward * (HUGE if Path(os.environ[HUGE_VARIABLE]).exists() else 1.0)}

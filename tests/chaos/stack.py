@@ -23,6 +23,7 @@ from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from tests.chaos.proxy import Link, Loop
 from tests.chaos.relay import Relay
+from tests.chaos.reward import HUGE_VARIABLE
 from tests.conftest import free_port
 from tests.models import make_tiny_model
 
@@ -62,6 +63,7 @@ threads = 1
 
 [algorithm]
 drop_zero_variance = false
+normalize_std = false
 
 [trainer]
 ranks = 2
@@ -109,6 +111,8 @@ class ChaosStack:
         self.relays: dict[str, Relay] = {}
         self.state = StateFolder(folder / "state")
         self.run_folder = folder / "runs" / RUN
+        self.huge_rewards = folder / "huge-rewards"
+        """While this file is there, rewards are so large that gradients overflow."""
 
     def __enter__(self) -> Self:
         try:
@@ -131,6 +135,7 @@ class ChaosStack:
                 "RELAXD_REDIS": f"redis://127.0.0.1:{self._link(spec.name, 'redis', redis_port)}/0",
                 "RELAXD_LEASE_SECONDS": str(REPLICA_LEASE_SECONDS),
                 "OMP_NUM_THREADS": "1",
+                HUGE_VARIABLE: str(self.huge_rewards),
             }
             if spec.role != "coordinator":
                 port = behind = free_port()

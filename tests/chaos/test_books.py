@@ -17,15 +17,15 @@ from tests.chaos.memory import Sample, slope
 PREFIX = "relaxd:run:"
 
 
-def train(board: Board, step: int, folder: Path, staleness: float = 0.0) -> list[str]:
+def train(board: Board, step: int, folder: Path, staleness: float = 0.0, *, skipped: bool = False) -> list[str]:
     advance(board, ["rollout", "reward", "critic", "advantage"])
     deliveries = take(board, "train", "trainer", 2)
     ids = [delivery.group_id for delivery in deliveries]
     board.commit_step(
         epoch=board.trainer_epoch(),
         step=step,
-        plan={"groups": ids},
-        metrics={"staleness_max": staleness, "step_seconds": 0.5},
+        plan={"groups": ids, "skipped_updates": [0] if skipped else []},
+        metrics={"staleness_max": staleness, "step_seconds": 0.5, "skipped_updates": float(skipped)},
     )
     tensors = {f"{id}/versions": np.full(3, step - 1, np.int64) for id in ids}
     tensors |= {f"{id}/loss_mask": np.ones(3, np.uint8) for id in ids}
@@ -61,6 +61,13 @@ def test_good_books(board: Board, books: Books) -> None:
     assert books.audit() == []
     assert [step.number for step in books.steps] == [1, 2, 3]
     assert books.steps[0].committed - books.steps[0].began == pytest.approx(0.5)
+
+
+def test_a_skipped_update_that_changes_nothing_is_in_order(board: Board, books: Books) -> None:
+    train(board, 3, books.run_folder, skipped=True)
+    assert books.audit() == []
+    assert [step.skipped for step in books.steps] == [False, False, True]
+    assert [step.updated_since(0.0) for step in books.steps] == [True, True, False]
 
 
 def test_what_polling_finds_is_not_forgotten(books: Books) -> None:
@@ -125,6 +132,18 @@ def forget_a_step(client: redis.Redis) -> None:
     client.xdel(f"{PREFIX}ledger", "2-0")
 
 
+def skip_an_update(client: redis.Redis, checksum: float = 7.0, skipped: float = 1.0) -> None:
+    """The steps before have no checksum: the weights seem to have changed."""
+    plan = {"groups": ["0-000006", "0-000007"], "skipped_updates": [0]}
+    metrics = {"staleness_max": 0, "step_seconds": 1, "skipped_updates": skipped, "weights_checksum": checksum}
+    fields = {"time": 1, "epoch": 1, "plan": json.dumps(plan), "metrics": json.dumps(metrics)}
+    client.xadd(f"{PREFIX}ledger", fields, id="3-0")
+
+
+def skip_in_secret(client: redis.Redis) -> None:
+    skip_an_update(client, skipped=0.0)
+
+
 def miscount(client: redis.Redis) -> None:
     client.hincrby(f"{PREFIX}drops", "poison", 1)
 
@@ -141,6 +160,8 @@ def miscount(client: redis.Redis) -> None:
         (skip_a_step, "step 4 follows step 2"),
         (forget_a_step, "steps that were ever committed"),
         (miscount, "drops by reason"),
+        (skip_an_update, "the update of step 3 was skipped, and the weights have changed"),
+        (skip_in_secret, "step 3 has other skipped updates in its metrics than in its plan"),
         (give_up, "0-000006 is lost: stale, and not tried again"),
         (forget_a_retry, "0-000004 is lost: nobody tries it again"),
     ],

@@ -80,7 +80,6 @@ WITHOUT_DEADLINE = {
         ("services/trainer/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
         ("services/trainer/rank.py", "Rank._join_group"),  # not a thread's join: it has a timeout among its params
         ("services/trainer/ranks.py", "Ranks.kill"),  # SIGKILL was sent
-        ("services/trainer/replay.py", "start_ranks"),  # `relaxd replay` kills it at its deadline
         ("services/trainer/server.py", "TrainerService.stop_run"),  # cancelled
         ("services/trainer/training.py", "Training._between_rounds"),  # it was seen that there is something
         ("services/trainer/training.py", "Training._export"),

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -86,11 +86,13 @@ class Feeder:
             assert self.board.begin(delivery, version)
         return deliveries
 
-    def finish(self, deliveries: Sequence[Any], version: int, length: int = 6, **changes: Any) -> None:
-        """Generate, score and judge groups that were begun."""
+    def finish(
+        self, deliveries: Sequence[Any], version: int, length: int = 6, advantage: float = 1.0, **changes: Any
+    ) -> None:
+        """Generate, score and judge groups that were begun; `advantage` is the largest of a group."""
         for delivery in deliveries:
             self.board.commit([(delivery, self._answers(delivery.group_id, version, length) | changes)])
-        for stage, columns in (("reward", self._rewards()), ("advantage", self._advantages(length))):
+        for stage, columns in (("reward", self._rewards()), ("advantage", self._advantages(length, advantage))):
             taken = self.board.take(stage, "tester", count=len(deliveries), block_seconds=1.0)
             assert len(taken) == len(deliveries)
             assert all(self.board.commit([(delivery, columns) for delivery in taken]))
@@ -119,8 +121,8 @@ class Feeder:
         rewards = np.arange(self._samples, dtype=np.float64)
         return {"reward": rewards, "reward_parts": {"accuracy": rewards.tolist(), "format": [1.0] * self._samples}}
 
-    def _advantages(self, length: int) -> dict[str, Any]:
-        per_sample = np.linspace(-1, 1, self._samples, dtype=np.float32)
+    def _advantages(self, length: int, largest: float) -> dict[str, Any]:
+        per_sample = np.linspace(-largest, largest, self._samples, dtype=np.float32)
         return {"advantages": np.repeat(per_sample, length)}
 
 
@@ -188,13 +190,16 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 class TrainerProcess:
     """The trainer service as a process."""
 
-    def __init__(self, coordinator: ScriptedCoordinator, redis_url: str, replica_id: str = "trainer-test") -> None:
+    def __init__(
+        self, coordinator: ScriptedCoordinator, redis_url: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`environment` is set on top of this process's."""
         self.coordinator = coordinator
-        flags = ("--coordinator", f"127.0.0.1:{coordinator.port}", "--redis", redis_url, "--replica-id", replica_id)
+        flags = ("--coordinator", f"127.0.0.1:{coordinator.port}", "--redis", redis_url, "--replica-id", "trainer-test")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "services.trainer", *flags, "--grace-seconds", "5"],
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
         )
         self._channel: grpc.Channel | None = None
 
@@ -231,12 +236,12 @@ class TrainerProcess:
 
 @contextlib.contextmanager
 def trainer_service(
-    config: RunConfig, redis_url: str, folder: Path
+    config: RunConfig, redis_url: str, folder: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[ScriptedCoordinator, Feeder, TrainerProcess]]:
     """A run on the board, a coordinator that assigns it, and a trainer that works on it."""
     feeder = Feeder(redis_url, config)
     coordinator = ScriptedCoordinator(config, folder)
-    process = TrainerProcess(coordinator, redis_url)
+    process = TrainerProcess(coordinator, redis_url, environment)
     try:
         yield coordinator, feeder, process
     finally:

@@ -163,3 +163,7 @@ def test_a_round_trip_changes_no_bit_and_transformers_loads_it(
             ours = transformers.AutoModelForCausalLM.from_pretrained(job.save)(batch).logits
             theirs = transformers.AutoModelForCausalLM.from_pretrained(models[model])(batch).logits
         assert torch.equal(ours, theirs), (model, way)
+        for gathered in zip(*(rank["beside_save"] for rank in two_ranks[model, way]), strict=True):
+            beside = {name: tensor for rank in gathered for name, tensor in rank.items()}
+            assert beside.keys() == original.keys(), (model, way)
+            assert all(np.array_equal(beside[name], original[name].numpy()) for name in original), (model, way)

@@ -180,7 +180,13 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     result["specs"] = [(s.name, str(s.dtype), s.shape, s.stage) for s in learner.hf_tensor_specs()]
     result["tensors"] = copied(learner)
     if job.save:
-        learner.save_hf(job.save)
+        # A broadcast may gather at any time, also while the weights are saved.
+        result["beside_save"] = gathered = []
+        thread = threading.Thread(target=lambda: gathered.extend(copied(learner) for _ in range(10)))
+        thread.start()
+        for _ in range(3):
+            learner.save_hf(job.save)
+        thread.join(60)
     from megatron.core import parallel_state  # only now: Megatron is imported after the bridge
 
     parallel_state.destroy_model_parallel()

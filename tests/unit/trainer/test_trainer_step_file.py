@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.trainer.checkpoint_folder import plan_sha256
 from services.trainer.plan import Piece, Plan, Round
 from services.trainer.step_file import (
     StepFileError,
@@ -40,6 +41,15 @@ def test_columns_and_plan_come_back(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(value, expected, strict=True)
             else:
                 assert value == expected
+
+
+def test_the_ledger_adds_what_became_of_the_updates(tmp_path: Path) -> None:
+    write_step_file(step_file_path(tmp_path, 2), PLAN, GROUPS)
+    committed = replace(PLAN, skipped_updates=(0,))
+    assert read_committed(tmp_path, 2, committed.to_json()).plan == committed
+    # A ledger that is restored from step files lacks it, and a checkpoint of the step is as good as before.
+    assert plan_sha256(committed.to_json()) == plan_sha256(PLAN.to_json())
+    assert plan_sha256(replace(PLAN, epoch=2).to_json()) != plan_sha256(PLAN.to_json())
 
 
 def test_a_later_attempt_replaces_what_was_never_committed(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""Waiting for other ranks' work on disks: as long as it gets on, and not for ever."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from services.trainer.disk_work import LOOK_SECONDS, DiskStalled, DiskWork, DiskWorkFailed
+
+STALL_SECONDS = 60.0
+
+
+class Time:
+    """A clock that moves when somebody sleeps; something may happen then."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.happens: Iterator[object] = iter(())
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, LOOK_SECONDS)
+        next(self.happens, None)
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def make(time: Time) -> Callable[[int], DiskWork]:
+    store = dist.HashStore()
+    return lambda rank: DiskWork(store, rank, 2, STALL_SECONDS, clock=time.clock, sleep=time.sleep)
+
+
+def working(work: DiskWork, seconds: int, counts: Iterator[int]) -> Iterator[object]:
+    """A rank that works for so many seconds, and gets a count of bytes done in each."""
+    with work.together("reading") as progress:
+        for _ in range(seconds):
+            yield progress(next(counts))
+
+
+def forever(count: int) -> Iterator[int]:
+    while True:
+        yield count
+
+
+def test_it_waits_for_as_long_as_bytes_get_done(make: Callable[[int], DiskWork], time: Time) -> None:
+    one, other = make(0), make(1)
+    told: list[str] = []
+    one.tell = told.append
+    for turn in range(3):
+        began = time.now
+        time.happens = working(other, 10_000, forever(10_000_000))
+        with one.together("reading"):
+            pass
+        assert time.now - began >= 10_000 * LOOK_SECONDS, turn
+    assert "reading: waiting for rank 1, which has done 40 MB" in told
+    assert "reading: waiting for rank 1, which has done 90.1 GB" in told
+
+
+def test_it_gives_up_a_rank_that_gets_nothing_done(make: Callable[[int], DiskWork], time: Time) -> None:
+    one, other = make(0), make(1)
+    began = time.now
+    time.happens = working(other, 10_000, iter([*[5_000_000] * 100, *[0] * 9_900]))
+    with (
+        pytest.raises(DiskStalled, match=r"reading: rank 1, which has done 500 MB, got nothing done for 6\d s .* = 60"),
+        one.together("reading"),
+    ):
+        pass
+    assert 160 <= time.now - began <= 165
+
+
+def test_it_gives_up_a_rank_that_does_not_come(make: Callable[[int], DiskWork], time: Time) -> None:
+    with pytest.raises(DiskStalled, match="rank 1, which has not begun, got nothing done"), make(0).together("reading"):
+        pass
+    assert time.now >= 100.0 + STALL_SECONDS
+
+
+def test_a_failure_is_known_to_all(make: Callable[[int], DiskWork]) -> None:
+    one, other = make(0), make(1)
+    with pytest.raises(OSError, match="no space"), other.together("writing"):
+        raise OSError("no space")
+    with (
+        pytest.raises(DiskWorkFailed, match="rank 1 failed at writing: OSError: no space"),
+        one.together("writing"),
+    ):
+        pass
+    # The ranks may go on from there.
+    with pytest.raises(ValueError, match="again"), one.together("writing"):
+        raise ValueError("again")
+    with pytest.raises(DiskWorkFailed, match="rank 0 failed at writing: ValueError: again"), other.together("writing"):
+        pass
+
+
+def test_who_works_alone_says_how_far_it_is(time: Time) -> None:
+    told: list[str] = []
+    alone = DiskWork(dist.HashStore(), 0, 1, STALL_SECONDS, clock=time.clock, sleep=time.sleep)
+    alone.tell = told.append
+    with alone.together("reading") as progress:
+        for _ in range(3):
+            time.now += 0.6
+            progress(1_500_000_000)
+    assert told == ["reading: 3.0 GB"]
+
+
+def test_the_store_does_not_grow(time: Time) -> None:
+    store = dist.HashStore()
+    one, other = (DiskWork(store, rank, 2, STALL_SECONDS, clock=time.clock, sleep=time.sleep) for rank in range(2))
+    kept = set()
+    for _ in range(5):
+        time.happens = working(other, 3, forever(1))
+        with one.together("reading"):
+            pass
+        kept.add(store.num_keys())
+    assert max(kept) <= 6
