@@ -322,7 +322,9 @@ async def run_replica(
             "relaxd.v1.Replica",
         )
         try:
-            server = await start_service([own, *services], settings)
+            server = await start_service(
+                [own, *services], settings, max_connection_age_seconds=service.max_connection_age_seconds
+            )
         except ServerError as error:
             _log.error("%s", error)
             raise SystemExit(1) from None
