@@ -138,11 +138,11 @@ class Child:
         """Whether the child has not exited yet."""
         return not self.exited.done()
 
-    async def request(self, method: str, params: Mapping[str, Any] | None = None, timeout: float = 60.0) -> Any:
+    async def request(self, method: str, params: Mapping[str, Any] | None = None, timeout: float | None = 60.0) -> Any:
         """Call a method of the child and return its result.
 
-        Raises ChildRequestError when the method failed, ChildTimeout after `timeout` seconds, ChildExited when the
-        child is gone or goes.
+        Raises ChildRequestError when the method failed, ChildTimeout after `timeout` seconds (None: never), ChildExited
+        when the child is gone or goes.
         """
         self._raise_if_gone()
         assert self._writer is not None

@@ -37,6 +37,10 @@ class Fleet:
         ready = [r for r in self._of(ROLE_TRAINER) if r.status.state == REPLICA_STATE_READY]
         return ready[-1] if ready else None
 
+    def has(self, *roles: "Role.ValueType") -> bool:
+        """Whether a replica of each role is registered and works on the run, ready or not."""
+        return all(self._of(role) for role in roles)
+
     def engines(self) -> list[Replica]:
         """The engines that can receive weights."""
         return [r for r in self._of(ROLE_ROLLOUT) if r.status.state in ABLE and not r.draining]

@@ -36,10 +36,6 @@ LEAVE_SECONDS = 5.0
 """Deadline for leaving a group: it only sets a flag and closes connections."""
 HOLD_MARGIN_SECONDS = 1.0
 """The weights are held a little longer than a broadcast may take, so that they never change under one."""
-EXPORT_SECONDS = 600.0
-"""Longest export."""
-CHECKPOINT_SECONDS = 1800.0
-"""How long a caller waits for a checkpoint at most."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Lets torch take the host's memory in huge pages: what a checkpoint copies from GPUs is there sooner."""
 
@@ -239,7 +235,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         except ValueError as error:
             raise InvalidArgument(str(error), [("folder", str(error))]) from error
         epoch = world.epoch
-        seconds = min(context.time_remaining() or EXPORT_SECONDS, EXPORT_SECONDS)
+        seconds = self._seconds_left(context)
         with _answering(f"export to {target}"):
             version = await world.request(0, "export", {"folder": str(target), "seconds": seconds}, seconds)
         return trainer_pb2.ExportHuggingFaceResponse(
@@ -252,7 +248,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         """Take a checkpoint, and wait until it is on the disk."""
         world = self._ready_world()
         epoch = world.epoch
-        seconds = min(context.time_remaining() or CHECKPOINT_SECONDS, CHECKPOINT_SECONDS)
+        seconds = self._seconds_left(context)
         with _answering("take a checkpoint"):
             saved = await world.request(0, "checkpoint", {"seconds": seconds}, seconds)
         return trainer_pb2.TrainerSaveCheckpointResponse(
@@ -295,6 +291,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         return weights_pb2.MemoryChange(
             before_bytes=change["before"], after_bytes=change["after"], seconds=change["seconds"]
         )
+
+    def _seconds_left(self, context: grpc.aio.ServicerContext[Any, Any]) -> float:
+        remaining = context.time_remaining()
+        return self._settings.deadline_seconds if remaining is None else remaining
 
     def _ready_world(self) -> World:
         world = self._service.world

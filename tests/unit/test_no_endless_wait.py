@@ -78,7 +78,7 @@ WITHOUT_DEADLINE = {
         ("services/rollout/external_requests.py", "ExternalRequests.generate"),  # the same
         ("services/rollout/engines/transformers_engine.py", "TransformersEngine.stop"),  # after one token
         ("services/rollout/service.py", "RolloutService.stop_run"),  # cancelled
-        ("services/rollout/sglang_process.py", "SGLangProcess.load"),  # the service kills the process at LOAD_SECONDS
+        ("services/rollout/sglang_process.py", "SGLangProcess.load"),  # see health.start_seconds
         ("services/trainer/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
         ("services/trainer/rank.py", "Rank._join_group"),  # not a thread's join: it has a timeout among its params
         ("services/trainer/ranks.py", "Ranks.kill"),  # SIGKILL was sent
