@@ -95,12 +95,14 @@ class Coordinator:
         """The replicas whose lease holds."""
         return list(self._call(self._stub.ListReplicas, pb.ListReplicasRequest()).replicas)
 
-    def watch(self, run_id: str = "", while_away: Callable[[], None] = lambda: None) -> Iterator[pb.WatchRunResponse]:
+    def watch(
+        self, run_id: str = "", while_away: Callable[[], None] = lambda: None, away_seconds: float = AWAY_SECONDS
+    ) -> Iterator[pb.WatchRunResponse]:
         """What happens in a run, until it ends, about once a second. Goes on when the coordinator restarts.
 
         `while_away` is called now and then as long as it doesn't answer, and may raise.
 
-        Raises CliError when no coordinator answers at first, or later for AWAY_SECONDS.
+        Raises CliError when no coordinator answers at first, or later for `away_seconds`.
         """
         run_id = self.run(run_id).run_id
         token, last_heard = "", time.monotonic()
@@ -113,7 +115,7 @@ class Coordinator:
                     if response.run.state in ENDED:
                         return
             except grpc.RpcError as error:
-                if error.code() not in PASSING or time.monotonic() - last_heard > AWAY_SECONDS:
+                if error.code() not in PASSING or time.monotonic() - last_heard > away_seconds:
                     raise self._explained(error) from error
                 while_away()
                 time.sleep(0.5)
