@@ -53,6 +53,10 @@ class ServiceSettings:
     """Register only when asked to (Replica.Join)."""
     lease_seconds: float = 6.0
     """Coordinator: a replica is dead after so many seconds without a heartbeat; it is asked for six in that time."""
+    gpu_lease_seconds: float = 60.0
+    """Coordinator: the GPUs of a replica go to others after so many seconds without a heartbeat, sooner if it is known
+    to have ended; by then it has ended what uses them. It should be longer than a coordinator takes to restart. Lower
+    it only while no replica runs."""
     launcher: str = ""
     """Coordinator: host:port of the launcher that starts replicas; empty: there is none."""
     project: str = ""
@@ -292,6 +296,12 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("replica-id", str, _new_replica_id(role), "unique name of this process"),
         _Flag("grace-seconds", _seconds, settings.grace_seconds, "seconds that draining may take after SIGTERM"),
         _Flag("lease-seconds", _seconds, settings.lease_seconds, "a replica is dead after so long without a heartbeat"),
+        _Flag(
+            "gpu-lease-seconds",
+            _positive_seconds,
+            settings.gpu_lease_seconds,
+            "the GPUs of a replica go to others after so long without a heartbeat",
+        ),
         _Flag("launcher", _address, "", "host:port of the launcher that starts replicas"),
         _Flag("project", str, "", "compose project; that of this container unless given"),
         _Flag("launch-id", str, "", "name under which a launcher started this process"),
@@ -328,5 +338,6 @@ def _flags(role: str) -> list[_Flag]:
         used = ("host", "port", "project", "replica-id", "log-level", "token-file", "tokens-file", *limits)
         return [flag for flag in flags if flag.name in used or flag.name.startswith(("tls-", "allow-insecure"))]
     not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "project")
-    unused = not_for_coordinator if is_coordinator else ("lease-seconds", "launcher", "project")
+    not_for_others = ("lease-seconds", "gpu-lease-seconds", "launcher", "project")
+    unused = not_for_coordinator if is_coordinator else not_for_others
     return [flag for flag in flags if flag.name not in unused]

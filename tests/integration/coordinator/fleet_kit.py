@@ -23,7 +23,7 @@ class FleetKit:
     def __init__(self, redis_url: str) -> None:
         store = Store(redis_url)
         store.take_over()
-        self.registry = Registry(store, lease_seconds=60, heartbeat_seconds=0.1)
+        self.registry = Registry(store, lease_seconds=60, heartbeat_seconds=0.1, gpu_lease_seconds=60)
         self.peers = Peers(None, TlsFiles())
         self.fleet = Fleet(self.registry, RUN)
         self._life = contextlib.AsyncExitStack()
