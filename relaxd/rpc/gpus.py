@@ -23,6 +23,8 @@ from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 CALL_SECONDS = 5.0
 """Deadline of asking for GPUs, or of giving them back."""
 ASK_AGAIN_SECONDS = 1.0
+PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Answers that may be others soon: the coordinator is away, or who holds the GPUs is gone."""
 LEASE_MARGIN = 1 / 6
 """Share of a lease that is left when what uses the GPUs is ended: it takes a moment until they are free."""
 
@@ -166,7 +168,7 @@ class GpuLeases:
         self.waiting = ""
         """What `lease` waits for; empty while it doesn't."""
         self.on_lost: Callable[[], None] = lambda: None
-        """Called when that has happened: the run has to be started anew."""
+        """Called when children were ended because the lease was over: the run has to be started anew."""
         self._loop = asyncio.get_running_loop()
         self._until = 0.0
         """When children have to be gone unless another heartbeat is answered, by the monotonic clock."""
@@ -240,7 +242,7 @@ class GpuLeases:
                 try:
                     return await self._ask([gpu.uuid for gpu in self.visible], count)
                 except grpc.aio.AioRpcError as error:
-                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    if error.code() not in PASSING:
                         raise
                     if not self.waiting:
                         logger.info("waiting for GPUs: %s", explain(error))
