@@ -76,7 +76,7 @@ ScaleIn    PENDING -> DRAINING -> REMOVING -> DONE, or FAILED when it could not 
 - **Cancelling** rolls back what is not active (out) or not gone (in) yet. What was, stays so. Once everything is being
   removed there is nothing left to roll back, and cancelling is refused.
 - **Deadlines.** What isn't active after `timeout_seconds` is removed. What isn't drained after `drain_seconds` is handed
-  back. Removing waits for a weight synchronisation that the replica is in (at most 30 s).
+  back. Removing waits for a weight synchronisation that the replica is in (at most for its own deadlines).
 """  # noqa: E501
 LAUNCHERS = """\
 ## Launchers
@@ -142,7 +142,7 @@ places; this is what relaxd does there, and where it differs on purpose.
 | when prompts come | registered with the router before the first weights | after | after: an engine without weights takes nothing from the board, so there is no order to get wrong |
 | who brings the first weights | an engine that has them, outside the weight topology | the same, but registered in it before | the next ordinary synchronisation, by the trainer, which starts at once |
 | draining | one fixed sleep (30 s; 0 with `force`) | the same | until nothing is held, at most `drain_seconds` (30 s); 0 hands back at once. Unfinished groups return to the board |
-| a weight update meanwhile | waited for, then ignored | the same | the replica is left out of the next one; one that it is in is waited for, at most 30 s |
+| a weight update meanwhile | waited for, then ignored | the same | the replica is left out of the next one; one that it is in is waited for, at most for its own deadlines |
 | cancel | only PENDING and CREATING; what is up is kept | the same | any state with something to roll back, scale-in too; what is active is kept |
 | the same again | there are as many: NOOP | the same; during another request 409 | the same: ends at once; in progress: that request; another one in progress: FAILED_PRECONDITION, which names it |
 | below the replicas from the start | 400 | 400 | FAILED_PRECONDITION: it depends on what is there |

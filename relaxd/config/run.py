@@ -286,6 +286,9 @@ class EvalConfig(Section):
     and get meanwhile; 0 is off."""
     max_new_tokens: int = Field(default=0, ge=0)
     """Longest answer; 0 means rollout.max_new_tokens."""
+    stall_seconds: float = Field(default=300.0, gt=0)
+    """A prompt is asked of another engine when its own has generated nothing for this long, and the evaluation given up
+    when there is none for as long. An answer as a whole may take any time."""
 
 
 class TelemetryConfig(Section):

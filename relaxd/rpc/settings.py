@@ -59,6 +59,10 @@ class ServiceSettings:
     """Coordinator: what those runs may take in Redis, together."""
     keep_run_days: float = 30.0
     """Coordinator: how long it remembers them."""
+    gpu_lease_seconds: float = 60.0
+    """Coordinator: the GPUs of a replica go to others after so many seconds without a heartbeat, sooner if it is known
+    to have ended; by then it has ended what uses them. It should be longer than a coordinator takes to restart. Lower
+    it only while no replica runs."""
     launcher: str = ""
     """Coordinator: host:port of the launcher that starts replicas; empty: there is none."""
     project: str = ""
@@ -311,6 +315,12 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("keep-runs", _count, settings.keep_runs, "ended runs that Redis remembers"),
         _Flag("keep-run-bytes", _count, settings.keep_run_bytes, "bytes of Redis that ended runs may take together"),
         _Flag("keep-run-days", _seconds, settings.keep_run_days, "days for which Redis remembers an ended run"),
+        _Flag(
+            "gpu-lease-seconds",
+            _positive_seconds,
+            settings.gpu_lease_seconds,
+            "the GPUs of a replica go to others after so long without a heartbeat",
+        ),
         _Flag("launcher", _address, "", "host:port of the launcher that starts replicas"),
         _Flag("project", str, "", "compose project; that of this container unless given"),
         _Flag("launch-id", str, "", "name under which a launcher started this process"),
@@ -347,6 +357,8 @@ def _flags(role: str) -> list[_Flag]:
         used = ("host", "port", "project", "replica-id", "log-level", "token-file", "tokens-file", *limits)
         return [flag for flag in flags if flag.name in used or flag.name.startswith(("tls-", "allow-insecure"))]
     not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "project")
-    only_coordinator = ("lease-seconds", "launcher", "keep-runs", "keep-run-bytes", "keep-run-days")
+    only_coordinator = (
+        *("lease-seconds", "gpu-lease-seconds", "launcher", "keep-runs", "keep-run-bytes", "keep-run-days"),
+    )
     unused = not_for_coordinator if is_coordinator else (*only_coordinator, "project")
     return [flag for flag in flags if flag.name not in unused]

@@ -101,6 +101,10 @@ class Store:
         self.epoch = int(self._call(lambda: self._take_over(keys=[EPOCH])))
         return self.epoch
 
+    def check(self) -> None:
+        """Raise Superseded: a newer coordinator works on this Redis."""
+        self._write([])
+
     def create_run(self, run: RunRecord) -> None:
         """Make a run known and active. Raises RunIdTaken, AnotherRunActive."""
         keys = [EPOCH, run_key(run.run_id), ACTIVE, RUNS]
@@ -150,10 +154,8 @@ class Store:
 
     def remove_replicas(self, replica_ids: Sequence[str], gpu_uuids: Sequence[str]) -> None:
         """Forget registrations, and that they held these GPUs."""
-        commands = [["HDEL", REPLICAS, *replica_ids]]
-        if gpu_uuids:
-            commands.append(["HDEL", GPUS, *gpu_uuids])
-        self._write(commands)
+        removed = ((REPLICAS, replica_ids), (GPUS, gpu_uuids))
+        self._write([["HDEL", key, *fields] for key, fields in removed if fields])
 
     def save_gpus(self, replica_id: str, held: Sequence[str], freed: Sequence[str]) -> None:
         """Remember that a replica holds GPUs, and has given back others."""

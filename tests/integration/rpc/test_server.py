@@ -308,6 +308,28 @@ async def test_connections_are_renewed_without_failing_calls():
         assert len(peers) >= 3
 
 
+async def test_a_call_outlives_the_age_of_its_connection():
+    peers = []
+
+    class Slow(Reward):
+        async def Score(self, request, context):
+            peers.append(context.peer())
+            if request.reward == "slow":
+                await asyncio.sleep(4)
+            return reward_pb2.ScoreResponse()
+
+    async with (
+        serve(reward=Slow(), max_connection_age_seconds=1, stream_deadline_seconds=0.1) as server,
+        channel(f"127.0.0.1:{server.port}") as to,
+    ):
+        slow = score(to, "slow", timeout=30)
+        while len(set(peers)) < 3:
+            await score(to, "fine")
+            await asyncio.sleep(0.05)
+        assert not slow.done()
+        await slow
+
+
 async def test_a_restarted_server_is_found_again_soon():
     port = free_port()
     async with channel(f"127.0.0.1:{port}") as to:
