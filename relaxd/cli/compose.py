@@ -18,7 +18,7 @@ BUILD_SECONDS = 3600.0
 UP_SECONDS = 300
 """How long containers may take until they are healthy."""
 STOP_MARGIN_SECONDS = 15
-"""Docker kills a container so long after the grace of its service."""
+"""Docker kills a container this long after its service's grace has ended (compose.yaml)."""
 SECRETS = ("redis_password", "token", "grafana_password")
 
 
@@ -79,7 +79,6 @@ def up(
         "COORDINATOR_PORT": str(port),
         "SECRETS": str(_make_secrets(folder)),
         "GRACE_SECONDS": f"{grace_seconds:g}",
-        "STOP_GRACE_PERIOD": f"{grace_seconds + STOP_MARGIN_SECONDS:.0f}s",
         **{f"{role.upper()}_REPLICAS": str(count) for role, count in replicas.items()},
     }
     state = ComposeState(folder=compose_folder(), coordinator=f"{LOOPBACK}:{port}", settings=settings)

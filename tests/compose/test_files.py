@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from relaxd.cli.compose import STOP_MARGIN_SECONDS
 from relaxd.telemetry.metrics import METRICS
 from tests.compose.stack import COMPOSE, ROOT
 
@@ -33,8 +34,8 @@ def settings() -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
-def compose_config(files: str) -> dict[str, Any]:
-    """What compose makes of files, nothing but .env set; skips where there is no compose."""
+def compose_config(files: str, **variables: str) -> dict[str, Any]:
+    """What compose makes of files, with .env and `variables` set and nothing else; skips where there is no compose."""
     environment = {name: value for name, value in os.environ.items() if name not in settings()}
     if shutil.which("docker") is None:
         pytest.skip("there is no docker command")
@@ -43,7 +44,7 @@ def compose_config(files: str) -> dict[str, Any]:
     done = subprocess.run(
         ["docker", "compose", "--profile", "*", "config", "--format", "json"],
         cwd=COMPOSE,
-        env=environment | {"COMPOSE_FILE": files},
+        env=environment | {"COMPOSE_FILE": files} | variables,
         capture_output=True,
         text=True,
         timeout=60,
@@ -71,6 +72,24 @@ def test_each_combination_of_files_is_valid(files: str) -> None:
         devices = services[name]["deploy"]["resources"].get("reservations", {}).get("devices", [])
         assert bool(devices) == ("gpu" in files)
         assert (services[name].get("ipc") == "host") == ("gpu" in files)
+
+
+def seconds(duration: str) -> float:
+    """A duration of compose's, such as 2m15s, in seconds."""
+    units = {"h": 3600.0, "m": 60.0, "s": 1.0}
+    return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)([hms])", duration))
+
+
+@pytest.mark.parametrize("files", LAYERS)
+def test_docker_waits_longer_than_a_service_drains(files: str) -> None:
+    services = compose_config(files, GRACE_SECONDS="50", ROLLOUT_GPU_GRACE_SECONDS="250.5")["services"]
+    drains = {
+        name: (float(service["environment"]["RELAXD_GRACE_SECONDS"]), seconds(service["stop_grace_period"]))
+        for name, service in services.items()
+        if name in ("coordinator", "trainer", "rollout", "reward", "advantage")
+    }
+    assert drains.pop("rollout") == ((250.5, 265.5) if "gpu" in files else (50, 65))
+    assert set(drains.values()) == {(50, 50 + STOP_MARGIN_SECONDS)}
 
 
 @pytest.mark.parametrize("file", sorted(COMPOSE.glob("compose*.yaml")), ids=lambda path: path.name)
