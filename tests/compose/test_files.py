@@ -74,6 +74,14 @@ def test_each_combination_of_files_is_valid(files: str) -> None:
         assert (services[name].get("ipc") == "host") == ("gpu" in files)
 
 
+def test_redis_is_full_before_its_container_is() -> None:
+    redis = compose_config("compose.yaml")["services"]["redis"]
+    limit = int(redis["deploy"]["resources"]["limits"]["memory"])
+    maxmemory = re.search(r"redis-server \S+ --maxmemory (\d+)gb\n", redis["command"][-1])
+    assert maxmemory, redis["command"]
+    assert limit >= 3 * int(maxmemory[1]) * 2**30
+
+
 def seconds(duration: str) -> float:
     """A duration of compose's, such as 2m15s, in seconds."""
     units = {"h": 3600.0, "m": 60.0, "s": 1.0}
