@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 import relaxd
 from relaxd.cli.errors import CliError
 from relaxd.cli.ports import LOOPBACK, free_port, is_free
+from relaxd.cli.redis_address import write_private
 from relaxd.cli.state import StateFolder
 
 BUILD_SECONDS = 3600.0
@@ -123,16 +124,12 @@ def _file(folder: StateFolder) -> Path:
 
 
 def _make_secrets(folder: StateFolder) -> Path:
-    """A folder with random secrets, the same ones each time.
-
-    Containers run as users of their own, so the files are open to all; the folder around them is not.
-    """
+    """A folder with random secrets, the same ones each time, which compose.yaml copies into its volume."""
     place = folder.path / "secrets"
     place.mkdir(mode=0o700, exist_ok=True)
     for name in SECRETS:
         if not (place / name).exists():
-            (place / name).write_text(secrets.token_urlsafe(32))
-            (place / name).chmod(0o644)
+            write_private(place / name, secrets.token_urlsafe(32))
     return place
 
 

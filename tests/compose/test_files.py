@@ -63,15 +63,41 @@ def test_each_combination_of_files_is_valid(files: str) -> None:
         assert service["networks"].keys() == {"relaxd"}, name
         for port in service.get("ports", ()):
             assert port["host_ip"] == "127.0.0.1", name
-        if name not in ("model-fetch", "cli", "demo"):
+        if name not in ("secrets", "model-fetch", "cli", "demo"):
             assert service["restart"] == "unless-stopped", name
             assert service["deploy"]["resources"]["limits"]["memory"], name
+        assert service.get("user") != "root" or name == "secrets"
     published = {name for name, service in services.items() if "ports" in service}
     assert published == {"coordinator"} | ({"grafana", "jaeger"} if "observability" in files else set())
     for name in ("trainer", "rollout"):
         devices = services[name]["deploy"]["resources"].get("reservations", {}).get("devices", [])
         assert bool(devices) == ("gpu" in files)
         assert (services[name].get("ipc") == "host") == ("gpu" in files)
+
+
+@pytest.mark.parametrize("files", LAYERS)
+def test_no_secret_is_in_the_files(files: str) -> None:
+    """Services find theirs in a volume that is filled before them; Redis, which has a password, is on no port."""
+    services = compose_config(files)["services"]
+    mounted = {
+        name: (mount["target"], mount.get("read_only", False))
+        for name, service in services.items()
+        for mount in service.get("volumes", ())
+        if mount["type"] == "volume" and mount["source"] == "secrets"
+    }
+    assert mounted.pop("secrets") == ("/run/relaxd", False)
+    assert set(mounted.values()) == {("/run/relaxd", True)}
+    assert mounted.keys() == services.keys() - {"secrets", "otel-collector", "jaeger", "prometheus"}
+    for name in mounted:
+        waits_for = {name}
+        while not waits_for >= (more := {other for one in waits_for for other in services[one].get("depends_on", ())}):
+            waits_for |= more
+        assert "secrets" in waits_for, name
+        for variable, value in services[name].get("environment", {}).items():
+            if any(word in variable for word in ("TOKEN", "PASSWORD")):
+                assert re.fullmatch(r"/run/relaxd/\w+", value), variable
+    assert "requirepass" in services["redis"]["command"][-1]
+    assert "ports" not in services["redis"]
 
 
 def test_redis_is_full_before_its_container_is() -> None:
@@ -169,9 +195,3 @@ def test_every_service_has_an_image_and_its_command() -> None:
         assert "# syntax=" not in text
         others = {"coordinator", "trainer", "rollout", "reward", "advantage"} - {service}
         assert not [other for other in others if f"COPY services/{other} " in text]
-
-
-def test_the_development_secrets_are_complete() -> None:
-    wanted = set(re.findall(r"SECRETS:-[^}]*}/(\w+)", "".join(f.read_text() for f in COMPOSE.glob("compose*.yaml"))))
-    assert {path.name for path in (COMPOSE / "secrets.development").iterdir()} == wanted
-    assert all((COMPOSE / "secrets.development" / name).read_text().strip() for name in wanted)

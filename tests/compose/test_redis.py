@@ -25,7 +25,7 @@ def small(engine: None, tmp_path: Path) -> Iterator[Stack]:
 @pytest.mark.timeout(180)
 def test_a_full_redis_refuses_writes_and_is_not_killed(small: Stack) -> None:
     def ask(*words: str) -> str:
-        command = 'REDISCLI_AUTH=$(cat /run/secrets/redis_password) exec redis-cli "$@"'
+        command = 'REDISCLI_AUTH=$(cat /run/relaxd/redis_password) exec redis-cli "$@"'
         return small.compose("exec", "--no-TTY", "redis", "sh", "-c", command, "sh", *words)
 
     answers = [line for line in ask("-r", "80", "EVAL", ADD_A_MEGABYTE, "0").splitlines() if line]
