@@ -103,18 +103,19 @@ class Child:
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         *,
+        inherit: bool = True,
         python: str | None = None,
         name: str | None = None,
         on_event: EventHandler | None = None,
     ) -> "Child":
-        """Start `python -m module *args` with `env` on top of this process's environment.
+        """Start `python -m module *args` with `env` on top of this process's environment, or alone without `inherit`.
 
         `python` is another interpreter than this process's, which must be able to import `module`.
         `on_event(event, params)` is called in the event loop, in the order in which the child emits; it must not block.
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            environment = {**os.environ, **(env or {}), SOCKET_VARIABLE: str(theirs.fileno())}
+            environment = {**(os.environ if inherit else {}), **(env or {}), SOCKET_VARIABLE: str(theirs.fileno())}
             process = subprocess.Popen(
                 [python or sys.executable, "-m", module, *args],
                 env=environment,
