@@ -320,7 +320,8 @@ def _flags(role: str) -> list[_Flag]:
     if role == "launcher":
         limits = ("deadline-seconds", "stream-deadline-seconds", "max-message-bytes")
         used = ("host", "port", "project", "replica-id", "log-level", "token-file", "tokens-file", *limits)
-        return [flag for flag in flags if flag.name in used or flag.name.startswith(("tls-", "allow-insecure"))]
+        groups = ("redis", "tls-", "allow-insecure")
+        return [flag for flag in flags if flag.name in used or flag.name.startswith(groups)]
     not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "project")
     unused = not_for_coordinator if is_coordinator else ("lease-seconds", "launcher", "project")
     return [flag for flag in flags if flag.name not in unused]
