@@ -1,5 +1,6 @@
 """A cluster whose replicas are the real supervisor's, with the real launcher beside it."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -68,7 +69,8 @@ class SupervisedCluster(Cluster):
         if supervisor is not None and supervisor.poll() is None:
             supervisor.send_signal(signal.SIGSTOP)  # or it would start again what is killed here
             for child in psutil.Process(supervisor.pid).children(recursive=True):
-                child.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+                    child.kill()
         super().close()
 
     def ended_run(self) -> pb.Run:
