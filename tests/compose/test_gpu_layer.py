@@ -6,11 +6,10 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from relaxd.cli.coordinator import Coordinator
-from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED, ReplicaInfo
+from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED
 from tests.compose.stack import Stack, docker, running, wait_until
 
 pytestmark = pytest.mark.slow
@@ -29,19 +28,27 @@ services:
     ulimits: !reset null
     deploy: {resources: {reservations: !reset null}}
 """
-GRACE_SECONDS = 40
+GRACE_SECONDS, ROLLOUT_GRACE_SECONDS = 55, 70
+SLOW_REWARD = """
+import time
+
+def sleep(sample):
+    time.sleep(600)
+"""
 
 
 @pytest.mark.timeout(900)
 def test_with_the_hosts_name_replicas_are_restarted_and_drain(stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "cpu.yaml").write_text(ON_CPU)
+    (stack.examples / "slow_reward.py").write_text(SLOW_REWARD)
     engine_socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
     settings = {
         "COMPOSE_FILE": f"compose.yaml:compose.gpu.yaml:compose.scaling.yaml:{tmp_path / 'cpu.yaml'}",
         "DOCKER_SOCKET": engine_socket,
         "DOCKER_GROUP": str(os.stat(engine_socket).st_gid),
-        "ROLLOUT_REPLICAS": "2",
-        "ROLLOUT_GPU_GRACE_SECONDS": str(GRACE_SECONDS),
+        "REWARD_REPLICAS": "2",
+        "GRACE_SECONDS": str(GRACE_SECONDS),
+        "ROLLOUT_GPU_GRACE_SECONDS": str(ROLLOUT_GRACE_SECONDS),
     }
     docker("compose", "build", "launcher", timeout=600, environment=settings)
     with running(stack, settings), Coordinator(stack.address) as coordinator:
@@ -53,6 +60,7 @@ def test_with_the_hosts_name_replicas_are_restarted_and_drain(stack: Stack, tmp_
 
         stack.compose("cp", str(tmp_path / "tiny"), "coordinator:/models/")
         config = (stack.examples / "tiny.toml").read_text().replace("steps = 60", "steps = 100000")
+        config = config.replace("[reward]", "[reward]\ntimeout_seconds = 600").replace("prompts = 8", "prompts = 0")
         coordinator.start_run(config, "hangs")
         wait_until(lambda: stack.run().step, "a first step", 90)
 
@@ -68,23 +76,19 @@ def test_with_the_hosts_name_replicas_are_restarted_and_drain(stack: Stack, tmp_
         coordinator.stop_run("hangs", "seen enough")
         wait_until(lambda: stack.run().state == RUN_STATE_STOPPED, "the end", 60)
 
-        # An engine that gets nothing done holds its groups for all of the grace, and hands them back. (No step ends
-        # meanwhile: an engine that doesn't answer a weight synchronisation is replaced.)
-        coordinator.start_run(config.replace("groups_per_step = 4", "groups_per_step = 10000"), "drains")
-        last = next(one for one in stack.containers("rollout") if one["Name"].endswith("-2"))
+        # A replica that is scaled away has all of its grace to finish what it holds, and then hands it back.
+        assert {one["Config"]["StopTimeout"] for one in stack.containers("rollout")} == {15 + ROLLOUT_GRACE_SECONDS}
+        coordinator.start_run(config.replace("tiny_reward:letters", "slow_reward:sleep"), "drains")
+        last = next(one for one in stack.containers("reward") if one["Name"].endswith("-2"))
 
-        def draining() -> ReplicaInfo:
-            (found,) = [one for one in stack.replicas("rollout") if one.registration.instance == last["Id"][:12]]
-            return found
+        def holds_groups() -> bool:
+            (found,) = [one for one in stack.replicas("reward") if one.registration.instance == last["Id"][:12]]
+            return found.status.held_groups > 0
 
-        done = draining().status.done_groups
-        wait_until(lambda: draining().status.done_groups > done, "it works on the next run", 60)
-        for engine in psutil.Process(last["State"]["Pid"]).children():
-            engine.suspend()
-        wait_until(lambda: draining().status.held_groups, "the suspended engine holds groups", 30)
+        wait_until(holds_groups, "a replica holds groups", 60)
         ended = subprocess.Popen(["docker", "wait", last["Id"]], stdout=subprocess.PIPE, text=True)
         begun = time.monotonic()
-        stack.scale(rollout=1)
+        stack.scale(reward=1)
         seconds = time.monotonic() - begun
         assert ended.communicate(timeout=60)[0].strip() == "0"
         print(f"drained for {seconds:.1f} s")
