@@ -107,6 +107,10 @@ request, and it removes only containers that it made. They bear Compose's labels
 `docker compose up --scale` leaves them alone, `down --remove-orphans` removes them. Give the launcher's address to nobody
 but the coordinator: it has no port on the host, and wants the token where there is one.
 
+A launcher obeys the current coordinator only: requests carry the coordinator's epoch, and the launcher compares it with the one
+in Redis (`RELAXD_REDIS`, the coordinator's). An older one is refused with `FAILED_PRECONDITION`, one that no coordinator has
+taken yet with `INVALID_ARGUMENT`; neither changes anything for the coordinator.
+
 GPUs: every replica sees those of its host (or of its service in `compose.gpu.yaml`) and leases from the coordinator what
 nobody else holds. To say which, give `gpu_uuids` with ScaleOut: they are dealt out evenly, as `CUDA_VISIBLE_DEVICES` of
 the process or as a device request of the container.
@@ -119,8 +123,8 @@ FAILURES = """\
 
 | what | then |
 | --- | --- |
-| the coordinator dies, in any state | requests are in Redis: the next one goes on where that one stopped. Launching and removing twice is doing it once, and a launcher refuses a coordinator that was replaced |
-| Redis is away | requests wait for it; new ones are refused with `UNAVAILABLE` |
+| the coordinator dies, in any state | requests are in Redis: the next one goes on where that one stopped. Launching and removing twice is doing it once, and a launcher refuses a coordinator that was replaced, also after a restart of its own |
+| Redis is away | requests wait for it; new ones are refused with `UNAVAILABLE`, by the launcher, too |
 | the launcher is away | it is asked again until the request's deadline |
 | a new replica dies | the launcher starts it again a few times, then gives it up: `FAILED`, with the reason |
 | a new replica can't load, gets no weights, can't lease a GPU | it tries again until the deadline, then it is removed; `detail` says what it waited for |

@@ -1,9 +1,10 @@
 """The configuration of a run: one TOML file, one model."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.algorithm import AlgorithmConfig
 from relaxd.config.base import Section
@@ -124,6 +125,19 @@ class RewardConfig(Section):
     """A reward that takes longer for one sample is killed; the sample fails and its group is dropped."""
     workers: int = Field(default=2, ge=1)
     """Processes per reward replica."""
+    environment: tuple[str, ...] = ()
+    """Variables of the reward service's environment that rewards get, such as ["OPENAI_API_KEY"], on top of those that
+    every program needs (PATH, PYTHONPATH, HOME, LANG ...)."""
+
+    @field_validator("environment")
+    @classmethod
+    def _check_environment(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"{name!r} is not the name of an environment variable")
+            if name.startswith("RELAXD_"):
+                raise ValueError(f"{name} is relaxd's own: rewards don't get its settings and secrets")
+        return names
 
 
 class OptimizerConfig(Section):

@@ -107,11 +107,12 @@ class Child:
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         *,
+        inherit: bool = True,
         python: str | None = None,
         name: str | None = None,
         on_event: EventHandler | None = None,
     ) -> "Child":
-        """Start `python -m module *args` with `env` on top of this process's environment.
+        """Start `python -m module *args` with `env` on top of this process's environment, or alone without `inherit`.
 
         Where `env` has GPUs in CUDA_VISIBLE_DEVICES, the child is killed when the lease on them is over. Raises
         ChildError when it is over already.
@@ -127,7 +128,7 @@ class Child:
             raise ChildError(f"{name or module} can't be started: {error}") from error
         ours, theirs = socket.socketpair()
         with theirs:
-            environment = {**os.environ, **(env or {}), SOCKET_VARIABLE: str(theirs.fileno())}
+            environment = {**(os.environ if inherit else {}), **(env or {}), SOCKET_VARIABLE: str(theirs.fileno())}
             inherited = [theirs.fileno()]
             if lease is not None:
                 environment[LEASE_VARIABLE] = str(lease.descriptor)

@@ -25,7 +25,8 @@ from tests.conftest import free_port
 REWARD = "relaxd.v1.Reward"
 GRPCURL = Path(sys.executable).parent / "grpcurl"
 WRONG, HANG = 101, 102
-RIGHT = Doors(Tokens(token="right"))
+TOKEN = "right" * 5
+RIGHT = Doors(Tokens(token=TOKEN))
 
 
 class Reward(reward_pb2_grpc.RewardServicer):
@@ -239,16 +240,16 @@ async def test_the_token_is_checked_except_for_health(monkeypatch):
         async with channel(address, token="wrong") as to:
             error = await failure(score(to, "fine"))
             assert explain(error).startswith("UNAUTHENTICATED: the token is wrong")
-        async with channel(address, token="right") as to:
+        async with channel(address, token=TOKEN) as to:
             await score(to, "fine")
-        monkeypatch.setenv("RELAXD_TOKEN", "right")
+        monkeypatch.setenv("RELAXD_TOKEN", TOKEN)
         async with channel(address) as to:
             await score(to, "fine")
             assert [answer async for answer in rollout_pb2_grpc.RolloutStub(to).Generate(rollout_pb2.GenerateRequest())]
         code, output = await grpcurl(address, "list")
         assert code != 0
         assert "token" in output
-        code, output = await grpcurl("-H", "authorization: Bearer right", address, "list")
+        code, output = await grpcurl("-H", f"authorization: Bearer {TOKEN}", address, "list")
         assert code == 0
 
 
@@ -273,7 +274,7 @@ async def test_each_call_has_the_least_role_that_may_make_it(tmp_path):
 
 async def test_the_sync_channel_does_the_same():
     async with serve(doors=RIGHT) as server:
-        with sync_channel(f"127.0.0.1:{server.port}", token="right") as to:
+        with sync_channel(f"127.0.0.1:{server.port}", token=TOKEN) as to:
             stub = reward_pb2_grpc.RewardStub(to)
             await asyncio.to_thread(stub.Score, reward_pb2.ScoreRequest(reward="fine"))
             with pytest.raises(grpc.RpcError) as caught:
