@@ -31,8 +31,8 @@ import redis
 from benchmarks.reporting import report
 from benchmarks.transfer_queue import TransferQueue, installed
 from relaxd.board import Board, NewGroup, Stage
-from relaxd.cli.embedded_redis import given_url, server_command, url, wait_until_up
 from relaxd.config import BoardConfig
+from relaxd.local.embedded_redis import given_url, server_command, url, wait_until_up
 
 CASES = {4: (256, 16384), 64: (64, 2048), 256: (16, 512), 1024: (4, 128)}
 """Group size in KB -> groups in a batch, groups in all."""

@@ -34,13 +34,13 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from benchmarks.gpu_models import SHAPES, count_parameters, make_batch, prepare_model
 from benchmarks.reporting import report
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from services.trainer import checkpoint_folder as folders
-from services.trainer.checkpoint_folder import BoardState, CheckpointState, Ledger
-from services.trainer.checkpoint_part import CheckpointPart
-from services.trainer.host_memory import settle
-from services.trainer.learner import Learner
-from services.trainer.packing import MicroBatch
-from services.trainer.parallel import shut_down
+from services.trainer.batch.packing import MicroBatch
+from services.trainer.checkpoints import folder as folders
+from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
+from services.trainer.checkpoints.part import CheckpointPart
+from services.trainer.learner.learner import Learner
+from services.trainer.megatron.host_memory import settle
+from services.trainer.megatron.parallel import shut_down
 
 SMOLLM2 = {
     "hidden_size": 576,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting import machine, report
-from relaxd.cli.coordinator import Coordinator
+from relaxd.client.coordinator import Coordinator
 from tests.compose.conftest import CONFIG, REWARD
 from tests.compose.stack import ROOT, SERVICES, Stack, docker, running, wait_until
 from tests.models import make_tiny_model

@@ -24,7 +24,7 @@ from benchmarks.reporting import report
 from relaxd import telemetry
 from relaxd.rpc.access import Tokens
 from relaxd.rpc.client import channel
-from relaxd.rpc.doors import Doors
+from relaxd.rpc.security import Doors
 from relaxd.rpc.server import start_server
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 

@@ -33,9 +33,9 @@ import grpc
 import psutil
 
 from benchmarks.reporting import machine, report
-from relaxd.cli import stack
-from relaxd.cli.coordinator import Coordinator
-from relaxd.cli.state import StateFolder
+from relaxd.client.coordinator import Coordinator
+from relaxd.local import stack
+from relaxd.local.state import StateFolder
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
@@ -191,11 +191,11 @@ class Bench:
 
     def engines(self) -> dict[str, psutil.Process]:
         """The engines' processes."""
-        return children(self._state, "rollout", "services.rollout.engine_process")
+        return children(self._state, "rollout", "services.rollout.engines.transformers.process")
 
     def trainer(self) -> int:
         """The process id of the trainer's rank."""
-        (rank,) = children(self._state, "trainer", "services.trainer.rank").values()
+        (rank,) = children(self._state, "trainer", "services.trainer.loop.rank").values()
         return rank.pid
 
 

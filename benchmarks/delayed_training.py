@@ -23,10 +23,10 @@ from relaxd.data.addition import addition
 from relaxd.data.tokens import PromptTokenizer
 from relaxd.rewards.addition import addition as score_addition
 from relaxd.rewards.base import RewardInput
-from services.rollout.engines.parameters import named_parameters
-from services.trainer.learner import Learner
-from services.trainer.packing import TrainSample, assign, pack
-from services.trainer.parallel import shut_down
+from services.rollout.engines.transformers.parameters import named_parameters
+from services.trainer.batch.packing import TrainSample, assign, pack
+from services.trainer.learner.learner import Learner
+from services.trainer.megatron.parallel import shut_down
 
 FIRST_DIGIT = 20
 """Token id of the 0 of the counting task."""

@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.reporting import report
 from relaxd.cli.examples import example
-from relaxd.cli.state import StateFolder
+from relaxd.local.state import StateFolder
 
 MODES = {"asynchronous": 1, "on-policy": 0}
 

@@ -10,8 +10,8 @@ import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from services.trainer.learner import Learner
-from services.trainer.packing import MicroBatch, TrainSample, pack
+from services.trainer.batch.packing import MicroBatch, TrainSample, pack
+from services.trainer.learner.learner import Learner
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 """Dense bf16 peak by a word in the GPU's name."""

@@ -29,9 +29,9 @@ from benchmarks.gpu_memory import largest
 from benchmarks.gpu_models import SHAPES, count_parameters, flops, make_batch, make_learner, peak_flops, prepare_model
 from benchmarks.gpu_profile import profile
 from benchmarks.reporting import report
-from services.trainer.fusion import fused_kernels
-from services.trainer.learner import Learner
-from services.trainer.parallel import leave_layout, shut_down
+from services.trainer.kernels.fusion import fused_kernels
+from services.trainer.learner.learner import Learner
+from services.trainer.megatron.parallel import leave_layout, shut_down
 
 SIZES = {"TP": "tensor_parallel", "PP": "pipeline_parallel", "CP": "context_parallel"}
 LAYOUTS = {

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting import report
-from relaxd.cli import stack
-from relaxd.cli.coordinator import ENDED, Coordinator
-from relaxd.cli.errors import CliError
-from relaxd.cli.state import StateFolder
-from relaxd.rpc.gpus import visible_gpus
+from relaxd.client.coordinator import ENDED, Coordinator
+from relaxd.client.errors import CliError
+from relaxd.local import stack
+from relaxd.local.state import StateFolder
+from relaxd.replica.gpus import visible_gpus
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import Role
 

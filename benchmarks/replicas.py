@@ -18,11 +18,11 @@ from pathlib import Path
 
 from benchmarks.reporting import machine, report
 from benchmarks.scaling import until
-from relaxd.cli import stack
-from relaxd.cli.coordinator import ENDED, Coordinator
 from relaxd.cli.scale import ENDED as SCALED
 from relaxd.cli.scale import scale_to
-from relaxd.cli.state import StateFolder
+from relaxd.client.coordinator import ENDED, Coordinator
+from relaxd.local import stack
+from relaxd.local.state import StateFolder
 from relaxd.rewards.base import RewardInput
 from tests.models import make_tiny_model
 

@@ -24,8 +24,8 @@ import transformers
 from benchmarks.reporting import report
 from relaxd.algorithms import LossInputs, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from services.trainer.learner import Learner
-from services.trainer.packing import TrainSample, assign, pack
+from services.trainer.batch.packing import TrainSample, assign, pack
+from services.trainer.learner.learner import Learner
 
 LR = 1e-5
 

@@ -26,8 +26,8 @@ from transformers import Qwen3Config
 
 from benchmarks.gpu_models import SHAPES
 from benchmarks.reporting import report
-from services.trainer.architecture import read_architecture
-from services.trainer.hf_weights import hf_tensor_specs
+from services.trainer.model.architecture import read_architecture
+from services.trainer.model.hf_weights import hf_tensor_specs
 
 
 def write_model(shape: str, folder: Path) -> None:

@@ -64,7 +64,7 @@ class TrainerSide(Side):
     def load(self, folder: str, bucket_bytes: int) -> dict[str, Any]:
         """Load, and fill the weights with random numbers: the folder's are zeros."""
         from relaxd.config import AlgorithmConfig, TrainerConfig
-        from services.trainer.learner import Learner
+        from services.trainer.learner.learner import Learner
 
         config = TrainerConfig(dtype="bfloat16", micro_batch_tokens=1024)
         self.learner = Learner(Path(folder), config, AlgorithmConfig(), steps=1)
@@ -77,7 +77,7 @@ class TrainerSide(Side):
 
     def plan(self, bucket_bytes: int) -> dict[str, Any]:
         """Lay out the buckets anew."""
-        from services.trainer.broadcast import Broadcaster, weight_buckets
+        from services.trainer.loop.broadcast import Broadcaster, weight_buckets
 
         if self.name:
             self.broadcaster.leave(self.name)
@@ -133,7 +133,7 @@ class EngineSide(Side):
         self.model = get_model(
             model_config=config, load_config=LoadConfig(load_format="dummy"), device_config=DeviceConfig("cuda")
         )
-        from services.rollout.engines.sglang_weights import SGLangWeights
+        from services.rollout.engines.sglang.weights import SGLangWeights
 
         self.weights = SGLangWeights(self.model, self.device, 0, 1)
         self.buckets: list[Bucket] = []

@@ -28,7 +28,7 @@ import torch
 from benchmarks.gpu_models import SHAPES
 from benchmarks.reporting import report
 from benchmarks.weight_sync import Member, free_port, write_model
-from relaxd.cli.state import StateFolder
+from relaxd.local.state import StateFolder
 from relaxd.v1.coordinator_pb2 import GetWeightsRequest, GetWeightsResponse
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from tests.models import byte_tokenizer
@@ -127,7 +127,9 @@ class Killer(threading.Thread):
             while _weights(stub).last_sync_id == weights.last_sync_id:
                 time.sleep(0.001)
         time.sleep(self._delay)
-        engines = [p for p in psutil.process_iter(["cmdline"]) if "services.rollout.sglang_process" in _words(p)]
+        engines = [
+            p for p in psutil.process_iter(["cmdline"]) if "services.rollout.engines.sglang.process" in _words(p)
+        ]
         victim = max(engines, key=lambda process: process.pid)
         for process in (*victim.children(recursive=True), victim):
             process.kill()

@@ -18,10 +18,10 @@ sys.path.insert(0, str(ROOT))
 
 from admin import CONFIG, FIRST_PORT, Page  # noqa: E402
 
-from relaxd.cli import stack  # noqa: E402
-from relaxd.cli.coordinator import Coordinator  # noqa: E402
 from relaxd.cli.scale import ENDED  # noqa: E402
-from relaxd.cli.state import StateFolder  # noqa: E402
+from relaxd.client.coordinator import Coordinator  # noqa: E402
+from relaxd.local import stack  # noqa: E402
+from relaxd.local.state import StateFolder  # noqa: E402
 from relaxd.v1 import scaling_pb2 as pb  # noqa: E402
 from tests.models import make_tiny_model  # noqa: E402
 

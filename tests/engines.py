@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from relaxd.config import RolloutConfig
-from relaxd.rpc.child import ChildExit
-from services.rollout.engine import Engine
+from relaxd.process.child import ChildExit
 from services.rollout.engines.base import Output, Sampling, Version
+from services.rollout.service.engine import Engine
 
 PATIENCE = 120.0
 

@@ -4,7 +4,7 @@ import sysconfig
 from pathlib import Path
 
 import relaxd
-from relaxd.cli.errors import CliError
+from relaxd.client.errors import CliError
 
 
 def example(name: str) -> Path:

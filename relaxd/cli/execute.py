@@ -14,19 +14,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from relaxd.cli import fetch, stack
 from relaxd.cli.check import check
-from relaxd.cli.coordinator import AWAY_SECONDS, ENDED, Coordinator
-from relaxd.cli.devices import check_devices
-from relaxd.cli.errors import CliError
 from relaxd.cli.follow import follow
 from relaxd.cli.options import DEFAULT_STATE
-from relaxd.cli.ports import LOOPBACK, is_free
-from relaxd.cli.report import read_result, save_samples, write_report
-from relaxd.cli.state import StateFolder
+from relaxd.client.coordinator import AWAY_SECONDS, ENDED, Coordinator
+from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, dump
-from relaxd.rpc.gpus import visible_gpus
+from relaxd.local import stack
+from relaxd.local.devices import check_devices
+from relaxd.local.ports import LOOPBACK, is_free
+from relaxd.local.state import StateFolder
+from relaxd.models import fetch
+from relaxd.replica.gpus import visible_gpus
+from relaxd.report.report import read_result, save_samples, write_report
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
 REPORT_SAMPLES = 64

@@ -10,9 +10,9 @@ from types import FrameType
 from rich.console import Console
 from rich.live import Live
 
-from relaxd.cli.coordinator import AWAY_SECONDS, Coordinator, state_name
-from relaxd.cli.errors import CliError
 from relaxd.cli.view import RunView, evaluation_line, event_line, render, step_line
+from relaxd.client.coordinator import AWAY_SECONDS, Coordinator, state_name
+from relaxd.client.errors import CliError
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
 

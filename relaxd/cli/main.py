@@ -11,11 +11,8 @@ import typer
 from rich.console import Console
 
 from relaxd import __version__
-from relaxd.cli import compose, recovery, run_commands, stack
-from relaxd.cli.address import coordinator_address as _address
+from relaxd.cli import recovery, run_commands
 from relaxd.cli.check import check
-from relaxd.cli.coordinator import Coordinator
-from relaxd.cli.errors import CliError
 from relaxd.cli.examples import example
 from relaxd.cli.execute import Where, execute
 from relaxd.cli.models import model_app
@@ -33,10 +30,14 @@ from relaxd.cli.options import (
 )
 from relaxd.cli.report_command import report
 from relaxd.cli.scale import scale_to, wait_for
-from relaxd.cli.state import StateFolder
 from relaxd.cli.status import print_status
+from relaxd.client.coordinator import Coordinator
+from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, dump, load_file
+from relaxd.local import compose, stack
+from relaxd.local.address import coordinator_address as _address
+from relaxd.local.state import StateFolder
 
 HELP = """
 relaxd teaches language models by reinforcement learning: prompts, answers, rewards and weights flow

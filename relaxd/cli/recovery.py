@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from relaxd.cli.coordinator import Coordinator
-from relaxd.cli.environment import python_path
-from relaxd.cli.errors import CliError
 from relaxd.cli.options import FolderOption, RunNameArgument, new_console
+from relaxd.client.coordinator import Coordinator
+from relaxd.client.errors import CliError
+from relaxd.local.environment import python_path
 
 REPLAY_SECONDS = 24 * 3600.0
 """Longest replay or export: loading a large model takes as long as it takes."""
@@ -63,15 +63,15 @@ def export_model(folder: Path, step: int | None, target: Path) -> dict[str, Any]
     Raises CliError: there is no such checkpoint, or it can't be used.
     """
     words = ["--run-folder", str(folder), "--out", str(target.resolve())]
-    return _run("services.trainer.export_checkpoint", words + ([] if step is None else ["--step", str(step)]))
+    return _run("services.trainer.offline.export_checkpoint", words + ([] if step is None else ["--step", str(step)]))
 
 
 def replay_step(folder: Path, step: int) -> dict[str, Any]:
-    """Repeat one step from the nearest checkpoint before it. Returns what `services.trainer.replay` prints.
+    """Repeat one step from the nearest checkpoint before it. Returns what `services.trainer.offline.replay` prints.
 
     Raises CliError: what it needs isn't there any more.
     """
-    return _run("services.trainer.replay", ["--run-folder", str(folder), "--step", str(step)])
+    return _run("services.trainer.offline.replay", ["--run-folder", str(folder), "--step", str(step)])
 
 
 def replay_table(result: dict[str, Any]) -> Table:

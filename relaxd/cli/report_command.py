@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from relaxd.cli.address import coordinator_address
-from relaxd.cli.coordinator import Coordinator
-from relaxd.cli.errors import CliError
 from relaxd.cli.execute import REPORT_SAMPLES
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
-from relaxd.cli.report import SUMMARY, read_result, save_samples, write_report
-from relaxd.cli.step_times import tables
+from relaxd.client.coordinator import Coordinator
+from relaxd.client.errors import CliError
+from relaxd.local.address import coordinator_address
+from relaxd.report.report import SUMMARY, read_result, save_samples, write_report
+from relaxd.report.step_times import tables
 
 
 def report(

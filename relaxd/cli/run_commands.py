@@ -6,9 +6,6 @@ from typing import Annotated
 import typer
 
 from relaxd.cli import recovery
-from relaxd.cli.address import coordinator_address
-from relaxd.cli.coordinator import Coordinator, state_name
-from relaxd.cli.errors import CliError
 from relaxd.cli.execute import Where, execute_again
 from relaxd.cli.follow import follow
 from relaxd.cli.options import (
@@ -25,9 +22,12 @@ from relaxd.cli.options import (
     StateOption,
     new_console,
 )
-from relaxd.cli.report import sample_values
-from relaxd.cli.state import StateFolder
 from relaxd.cli.view import samples_table
+from relaxd.client.coordinator import Coordinator, state_name
+from relaxd.client.errors import CliError
+from relaxd.local.address import coordinator_address
+from relaxd.local.state import StateFolder
+from relaxd.report.report import sample_values
 from relaxd.v1 import coordinator_pb2 as pb
 
 

@@ -8,8 +8,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from relaxd.cli.coordinator import Coordinator
-from relaxd.cli.errors import CliError
+from relaxd.client.coordinator import Coordinator
+from relaxd.client.errors import CliError
 from relaxd.v1 import scaling_pb2 as pb
 from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING, Role
 

@@ -6,12 +6,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from relaxd.cli.compose import Container
-from relaxd.cli.coordinator import Coordinator, state_name
-from relaxd.cli.errors import CliError
 from relaxd.cli.scale import ENDED, request_line, scaled_table
-from relaxd.cli.state import StackState
 from relaxd.cli.view import role_name
+from relaxd.client.coordinator import Coordinator, state_name
+from relaxd.client.errors import CliError
+from relaxd.local.compose import Container
+from relaxd.local.state import StackState
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HealthState
 from relaxd.v1.replica_pb2 import ReplicaState, Role

@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from relaxd.cli.coordinator import state_name
+from relaxd.client.coordinator import state_name
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, RunEvent
 from relaxd.v1.replica_pb2 import Role

@@ -14,9 +14,9 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined
 from grpc_reflection.v1alpha import reflection
 
 from relaxd.rpc.client import MAX_MESSAGE_BYTES
-from relaxd.rpc.doors import Doors
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.interceptor import DEFAULT_DEADLINE_SECONDS, DEFAULT_STREAM_DEADLINE_SECONDS, CallInterceptor
+from relaxd.rpc.security import Doors
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.tls import server_credentials
 

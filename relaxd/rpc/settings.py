@@ -16,7 +16,7 @@ from relaxd import __version__
 from relaxd.rpc.access import Tokens
 from relaxd.rpc.container_id import container_id
 from relaxd.rpc.credentials import REDIS_FILES, read_tls, read_token, read_tokens, with_certificates, with_password
-from relaxd.rpc.doors import Doors
+from relaxd.rpc.security import Doors
 from relaxd.rpc.tls import TlsFiles
 
 COORDINATOR_PORT = 50050

@@ -13,8 +13,8 @@ from relaxd.board import Drop as DropGroup
 from relaxd.board.worker import Process, Result
 from relaxd.config import AlgorithmConfig, RunConfig
 from relaxd.config.load import explain
+from relaxd.replica.stage_replica import StageReplica
 from relaxd.rpc.errors import InvalidArgument, Violations
-from relaxd.rpc.stage_replica import StageReplica
 from relaxd.v1 import advantage_pb2, advantage_pb2_grpc, replica_pb2
 
 CONCURRENCY = 8

@@ -12,7 +12,7 @@ from relaxd.board import Fenced
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.settings import ServiceSettings, parse_settings
 from services.coordinator.service import Coordinator
-from services.coordinator.store import Store, StoreUnavailable, Superseded
+from services.coordinator.state.store import Store, StoreUnavailable, Superseded
 
 logger = logging.getLogger(__name__)
 

@@ -7,23 +7,23 @@ from typing import Any
 
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
 from relaxd.board import BoardError
+from relaxd.replica.replica import ReplicaServicer
 from relaxd.rpc.errors import Unavailable
-from relaxd.rpc.replica import ReplicaServicer
 from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
 from relaxd.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ROLE_COORDINATOR, GetStatusResponse, Role
 from relaxd.v1.replica_pb2_grpc import add_ReplicaServicer_to_server
-from services.coordinator.gauges import record_board
-from services.coordinator.manager import RunManager
-from services.coordinator.peers import Peers
-from services.coordinator.registry import Registry
-from services.coordinator.retention import Retention
-from services.coordinator.runs import Context
-from services.coordinator.scaling import Scaler
-from services.coordinator.server import CoordinatorService
-from services.coordinator.store import Store, StoreUnavailable, Superseded
+from services.coordinator.api.server import CoordinatorService
+from services.coordinator.fleet.peers import Peers
+from services.coordinator.fleet.registry import Registry
+from services.coordinator.runs.active_run import Context
+from services.coordinator.runs.gauges import record_board
+from services.coordinator.runs.manager import RunManager
+from services.coordinator.runs.retention import Retention
+from services.coordinator.scaling.scaler import Scaler
+from services.coordinator.state.store import Store, StoreUnavailable, Superseded
 
 logger = logging.getLogger(__name__)
 

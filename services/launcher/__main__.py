@@ -3,8 +3,8 @@
 import asyncio
 import sys
 
+from relaxd.replica.launcher import run_launcher
 from relaxd.rpc.errors import RpcError
-from relaxd.rpc.launcher import run_launcher
 from relaxd.rpc.settings import parse_settings
 from services.launcher.host import DockerHost
 

@@ -46,7 +46,7 @@ class DockerHost:
             self.project = project or self._own_project()
 
     def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
-        """See relaxd.rpc.launcher.Host."""
+        """See relaxd.replica.launcher.Host."""
         with _explained():
             found = self._launched(launch_id)
             if not found:
@@ -60,7 +60,7 @@ class DockerHost:
             return _instance(self._launched(launch_id)[0])
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
-        """See relaxd.rpc.launcher.Host."""
+        """See relaxd.replica.launcher.Host."""
         with _explained():
             for container in self._launched(launch_id):
                 try:
@@ -70,7 +70,7 @@ class DockerHost:
                     logger.info("%s was gone already", launch_id)
 
     def restart(self, instance: str, replica_id: str) -> str:
-        """See relaxd.rpc.launcher.Host. An instance is a container's id; which process runs in it can't be seen."""
+        """See relaxd.replica.launcher.Host. An instance is a container's id; which process runs in it can't be seen."""
         with _explained():
             container = next((one for one in self._containers() if one["Id"].startswith(instance)), None)
             if container is None:
@@ -86,7 +86,7 @@ class DockerHost:
             return f"container {container['Names'][0].removeprefix('/')} was {container['State']}"
 
     def instances(self) -> list[pb.Instance]:
-        """See relaxd.rpc.launcher.Host."""
+        """See relaxd.replica.launcher.Host."""
         with _explained():
             return [_instance(container) for container in self._launched()]
 

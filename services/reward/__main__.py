@@ -2,7 +2,7 @@
 
 import asyncio
 
-from relaxd.rpc.replica import run_replica
+from relaxd.replica.replica import run_replica
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import reward_pb2_grpc
 from services.reward.service import RewardService

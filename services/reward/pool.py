@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from relaxd.process.child import Child, ChildExited, ChildTimeout
 from relaxd.rewards import RewardInput, RewardOutput
-from relaxd.rpc.child import Child, ChildExited, ChildTimeout
 from services.reward.environment import worker_environment
 
 LOAD_SECONDS = 60.0

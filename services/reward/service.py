@@ -12,10 +12,10 @@ import numpy as np
 from relaxd.board import Column, Delivery, Drop
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
+from relaxd.replica.stage_replica import StageReplica
 from relaxd.rewards import REWARDS, RewardInput, RewardOutput, UnknownRewardError, check_name, describe
 from relaxd.rpc.errors import InvalidArgument, PermissionDenied, Unavailable, Violations
 from relaxd.rpc.settings import ServiceSettings
-from relaxd.rpc.stage_replica import StageReplica
 from relaxd.v1 import replica_pb2, reward_pb2, reward_pb2_grpc
 from services.reward.pool import Failure, PoolClosedError, WorkerPool
 

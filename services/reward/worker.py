@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from relaxd.process.child_server import ChildServer
 from relaxd.rewards import BadRewardError, Reward, RewardInput, UnknownRewardError, check_output, resolve
-from relaxd.rpc.child_server import ChildServer
 
 LONGEST_REASON = 2000
 """Longest reason of a failure that is passed on, in characters."""

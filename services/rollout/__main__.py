@@ -2,11 +2,11 @@
 
 import asyncio
 
-from relaxd.rpc.replica import run_replica
+from relaxd.replica.replica import run_replica
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc
-from services.rollout.server import RolloutServicer
-from services.rollout.service import RolloutService
+from services.rollout.service.server import RolloutServicer
+from services.rollout.service.service import RolloutService
 
 
 async def main() -> None:

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from relaxd.rpc.replica import run_replica
+from relaxd.replica.replica import run_replica
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import trainer_pb2_grpc
-from services.trainer.server import TrainerService, TrainerServicer
+from services.trainer.service.server import TrainerService, TrainerServicer
 
 
 def main() -> None:

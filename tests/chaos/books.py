@@ -145,7 +145,7 @@ class Books:
                 wrong.append(f"the update of step {number} was skipped, and the weights have changed")
             self._weights_checksum = checksum
             self.steps.append(Step(number, committed, committed - metrics["step_seconds"], skipped))
-            if len(plan["groups"]) < self.groups_per_step:  # more where more are due, see services/trainer/intake.py
+            if len(plan["groups"]) < self.groups_per_step:  # more where more are due (Intake)
                 wrong.append(f"step {number} has {len(plan['groups'])} groups, not {self.groups_per_step}")
             for group in plan["groups"]:
                 if group in self.trained:

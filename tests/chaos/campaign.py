@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from relaxd.cli.coordinator import ENDED
+from relaxd.client.coordinator import ENDED
 from tests.chaos.books import Books
 from tests.chaos.faults import PASSING, Fault, MomentMissed
 from tests.chaos.stack import MAX_STALENESS, RUN, ChaosStack

@@ -85,7 +85,7 @@ def kill_child(role: str, module: str, index: int, stack: ChaosStack, rng: rando
 
 def kill_rank_when(pattern: str, stack: ChaosStack, rng: random.Random) -> float:
     """A rank of the trainer, at the moment when a file of the run's folder appears that was not there."""
-    rank = stack.child("trainer", "services.trainer.rank", rng.randrange(2))
+    rank = stack.child("trainer", "services.trainer.loop.rank", rng.randrange(2))
     before = set(stack.run_folder.glob(pattern))
     deadline = time.monotonic() + NOTICE_SECONDS
     while not _new(stack.run_folder, pattern, before):
@@ -281,7 +281,11 @@ def kill_engine_in_join(stack: ChaosStack, rng: random.Random) -> float:
     return _await(done, second, stack)
 
 
-ENGINE, RANK, WORKER = "services.rollout.engine_process", "services.trainer.rank", "services.reward.worker"
+ENGINE, RANK, WORKER = (
+    "services.rollout.engines.transformers.process",
+    "services.trainer.loop.rank",
+    "services.reward.worker",
+)
 
 
 def _named(name: str, act: Callable[..., float], *arguments: object) -> Fault:

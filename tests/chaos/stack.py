@@ -13,10 +13,10 @@ import grpc
 import psutil
 import redis
 
-from relaxd.cli import stack
-from relaxd.cli.coordinator import Coordinator
-from relaxd.cli.errors import CliError
-from relaxd.cli.state import StackState, StateFolder
+from relaxd.client.coordinator import Coordinator
+from relaxd.client.errors import CliError
+from relaxd.local import stack
+from relaxd.local.state import StackState, StateFolder
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from relaxd.cli.coordinator import Coordinator
+from relaxd.client.coordinator import Coordinator
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import Role
 from tests.conftest import free_port

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from relaxd.cli.compose import STOP_MARGIN_SECONDS
+from relaxd.local.compose import STOP_MARGIN_SECONDS
 from relaxd.telemetry.metrics import METRICS
 from tests.compose.stack import COMPOSE, ROOT
 

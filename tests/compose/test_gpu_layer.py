@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.cli.coordinator import Coordinator
+from relaxd.client.coordinator import Coordinator
 from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED
 from tests.compose.stack import Stack, docker, running, wait_until
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from relaxd.cli.state import StateFolder
+from relaxd.local.state import StateFolder
 from tests.conftest import await_append_only_file
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from relaxd.cli.state import StateFolder
+from relaxd.local.state import StateFolder
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from relaxd.cli.state import StateFolder
+from relaxd.local.state import StateFolder
 from tests.e2e.conftest import Workplace
 
 

@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from relaxd.board import Board, stages_for
-from relaxd.cli.coordinator import Coordinator
-from relaxd.cli.state import StateFolder
+from relaxd.client.coordinator import Coordinator
 from relaxd.config import RunConfig
+from relaxd.local.state import StateFolder
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT
 from tests.e2e.conftest import Workplace

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from relaxd.rpc.child_server import ChildServer
+from relaxd.process.child_server import ChildServer
 
 BYTES = 1 << 30
 

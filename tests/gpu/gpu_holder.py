@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 
 from relaxd.config import RunConfig
-from relaxd.rpc.child import Child
-from relaxd.rpc.gpus import gpu_environment
-from relaxd.rpc.replica import ReplicaService, ServiceStatus, run_replica
+from relaxd.process.child import Child
+from relaxd.replica.gpus import gpu_environment
+from relaxd.replica.replica import ReplicaService, ServiceStatus, run_replica
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
-from relaxd.cli.coordinator import Coordinator
-from relaxd.cli.state import StateFolder
+from relaxd.client.coordinator import Coordinator
+from relaxd.local.state import StateFolder
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER
 from tests.e2e.conftest import REWARD, Workplace
 from tests.e2e.test_run import check_books, read_summary

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.rpc.gpus import visible_gpus
+from relaxd.replica.gpus import visible_gpus
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, REPLICA_STATE_READY
 from tests.integration.coordinator.cluster import GPU_LEASE_SECONDS, Cluster

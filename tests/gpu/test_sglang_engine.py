@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.engine import default_options
 from relaxd.config import RolloutConfig
-from services.rollout import engine as engine_module
+from services.rollout.service import engine as engine_module
 from tests.engines import EngineRunner, reference_logprobs
 from tests.models import byte_tokenizer
 
@@ -59,7 +59,7 @@ def engine(model: Path) -> Iterator[EngineRunner]:
         yield runner
     finally:
         runner.close()
-        engine_module.MODULES["sglang"] = "services.rollout.sglang_process"
+        engine_module.MODULES["sglang"] = "services.rollout.engines.sglang.process"
 
 
 def commit(runner: EngineRunner, version: int, mode: str = "in_place") -> int:

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from services.trainer.heads import rotary_table, rotate, split_heads
-from services.trainer.logprobs import VocabShard, token_logprobs
-from services.trainer.packing import TrainSample, pack
-from services.trainer.sequence_layout import sequence_layout, spread_out
-from services.trainer.swiglu import swiglu
+from services.trainer.batch.packing import TrainSample, pack
+from services.trainer.kernels.swiglu import swiglu
+from services.trainer.learner.logprobs import VocabShard, token_logprobs
+from services.trainer.model.heads import rotary_table, rotate, split_heads
+from services.trainer.model.sequence_layout import sequence_layout, spread_out
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -20,7 +20,7 @@ BF16 = {"atol": 2e-2, "rtol": 1.6e-2}
 
 @pytest.fixture(autouse=True)
 def fused() -> None:
-    from services.trainer.fusion import fused_kernels
+    from services.trainer.kernels.fusion import fused_kernels
 
     torch.manual_seed(0)
     if not fused_kernels():

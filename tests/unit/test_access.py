@@ -9,8 +9,8 @@ from google.protobuf import descriptor_pool
 
 import relaxd.v1
 from relaxd.rpc.access import KNOWN_TOKENS, METHODS, Access, Tokens, least_access
-from relaxd.rpc.doors import Doors, is_loopback
 from relaxd.rpc.errors import PermissionDenied, ServerError, Unauthenticated
+from relaxd.rpc.security import Doors, is_loopback
 from relaxd.rpc.tls import TlsFiles
 
 READ, SERVICE, ADMIN = "r" * 32, "s" * 32, "a" * 32

@@ -2,8 +2,8 @@
 
 import pytest
 
-from relaxd.cli.devices import check_devices
 from relaxd.config.load import load
+from relaxd.local.devices import check_devices
 
 RUN = """
 run.steps = 1

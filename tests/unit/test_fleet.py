@@ -12,10 +12,10 @@ from relaxd.v1.replica_pb2 import (
     GetStatusResponse,
     ReplicaState,
 )
-from services.coordinator import fleet as module
-from services.coordinator.fleet import FAILURE_LEASES, Fleet
-from services.coordinator.registry import Registry
-from services.coordinator.store import Store
+from services.coordinator.fleet import fleet as module
+from services.coordinator.fleet.fleet import FAILURE_LEASES, Fleet
+from services.coordinator.fleet.registry import Registry
+from services.coordinator.state.store import Store
 
 LEASE = 6.0
 

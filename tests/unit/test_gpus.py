@@ -2,7 +2,7 @@
 
 import pytest
 
-from relaxd.rpc.gpus import Gpu, gpu_environment, gpu_gauges, select_visible, visible_gpus, wait_until_steady
+from relaxd.replica.gpus import Gpu, gpu_environment, gpu_gauges, select_visible, visible_gpus, wait_until_steady
 
 WHOLE = tuple(Gpu(f"GPU-{letter}0000000-0000-0000-0000-000000000000", index) for index, letter in enumerate("abcd"))
 PARTS = (Gpu("MIG-1", 4), Gpu("MIG-2", 4))

@@ -7,12 +7,12 @@ import pytest
 from relaxd.config import DataConfig, HealthConfig, ModelConfig, RewardConfig, RunConfig, RunSection
 from relaxd.v1 import replica_pb2 as pb
 from relaxd.v1.coordinator_pb2 import RegisterRequest
-from services.coordinator import health_signs
-from services.coordinator.health_draft import Draft, Way, next_restart
-from services.coordinator.health_records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth
-from services.coordinator.health_roles import RoleSigns, SecondTier
-from services.coordinator.health_signs import Signs
-from services.coordinator.registry import Replica
+from services.coordinator.fleet.registry import Replica
+from services.coordinator.health import signs as health_signs
+from services.coordinator.health.health_update import Draft, Way, next_restart
+from services.coordinator.health.role_reconciler import RoleSigns, SecondTier
+from services.coordinator.health.signs import Signs
+from services.coordinator.state.health_records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth
 
 READY, STARTING, FAILED = pb.REPLICA_STATE_READY, pb.REPLICA_STATE_STARTING, pb.REPLICA_STATE_FAILED
 

@@ -24,67 +24,76 @@ ENDS = "what it waits for has a deadline of its own"
 WITHOUT_DEADLINE = {
     DONE: {
         ("relaxd/board/worker.py", "StageWorker._work.finish_future"),
-        ("relaxd/rpc/child.py", "Child._raise_if_gone"),
-        ("relaxd/rpc/replica.py", "_Life.belong"),
-        ("relaxd/rpc/replica.py", "run_replica"),
-        ("services/coordinator/evaluation.py", "_Evaluation.run"),
-        ("services/coordinator/health.py", "HealthManager._tick"),
-        ("services/coordinator/patience.py", "answer"),
-        ("services/coordinator/runs.py", "ActiveRun.main"),
-        ("services/coordinator/scale_drive.py", "ReplicaDrive._drain"),
+        ("relaxd/process/child.py", "Child._raise_if_gone"),
+        ("relaxd/replica/replica.py", "_Life.belong"),
+        ("relaxd/replica/replica.py", "run_replica"),
+        ("services/coordinator/runs/evaluation.py", "_Evaluation.run"),
+        ("services/coordinator/health/health_manager.py", "HealthManager._tick"),
+        ("services/coordinator/fleet/patience.py", "answer"),
+        ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
+        ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),
         ("services/coordinator/service.py", "Coordinator.run"),
-        ("services/coordinator/weight_calls.py", "WeightCalls._together"),
-        ("services/rollout/engine.py", "Engine.start"),
-        ("services/trainer/ranks.py", "Ranks._exited"),
+        ("services/coordinator/weights/weight_calls.py", "WeightCalls._together"),
+        ("services/rollout/service/engine.py", "Engine.start"),
+        ("services/trainer/service/ranks.py", "Ranks._exited"),
     },
     WORK: {
         ("relaxd/board/worker.py", "StageWorker._commit"),
-        ("relaxd/rpc/child.py", "Child._watch"),  # a thread for the life of the child
-        ("relaxd/rpc/launcher.py", "run_launcher"),
-        ("relaxd/rpc/replica.py", "_Life.belong"),
-        ("relaxd/rpc/replica.py", "run_replica"),
+        ("relaxd/process/child.py", "Child._watch"),  # a thread for the life of the child
+        ("relaxd/replica/launcher.py", "run_launcher"),
+        ("relaxd/replica/replica.py", "_Life.belong"),
+        ("relaxd/replica/replica.py", "run_replica"),
         ("relaxd/rpc/server.py", "RunningServer.wait"),
         ("relaxd/weights/cuda_ipc.py", "IpcConnection._work"),
-        ("services/coordinator/runs.py", "ActiveRun.main"),
+        ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/service.py", "Coordinator.run"),
         ("services/reward/worker.py", "Rewards.work"),
         ("services/rollout/engines/gate.py", "Gate.rest"),
-        ("services/rollout/engines/sglang_engine.py", "SGLangEngine._supervise"),
-        ("services/rollout/external_engine.py", "ExternalEngine._wait_open"),  # its caller cancels it
-        ("services/rollout/sglang_process.py", "SGLangProcess._launch"),  # schedulers end with the thread: it stays
-        ("services/trainer/sleeping.py", "Sleeping.follow"),
-        ("services/trainer/world.py", "World._announce"),
+        ("services/rollout/engines/sglang/engine.py", "SGLangEngine._supervise"),
+        ("services/rollout/engines/sglang_server/engine.py", "ExternalEngine._wait_open"),  # its caller cancels it
+        (
+            "services/rollout/engines/sglang/process.py",
+            "SGLangProcess._launch",
+        ),  # schedulers end with the thread
+        ("services/trainer/loop/sleeping.py", "Sleeping.follow"),
+        ("services/trainer/service/world.py", "World._announce"),
     },
     ENDS: {
         ("relaxd/board/worker.py", "StageWorker.stop"),  # its threads look at the stop between waits of 0.5 s
-        ("relaxd/rpc/assignment.py", "AssignmentFollower.dismiss"),  # STOP_RUN_SECONDS
-        ("relaxd/rpc/assignment.py", "AssignmentFollower._start"),  # start_run's own, and another assignment ends it
-        ("relaxd/rpc/replica.py", "_end"),  # both were cancelled
+        ("relaxd/replica/assignment.py", "AssignmentFollower.dismiss"),  # STOP_RUN_SECONDS
+        (
+            "relaxd/replica/assignment.py",
+            "AssignmentFollower._start",
+        ),  # start_run's own; another assignment ends it
+        ("relaxd/replica/replica.py", "_end"),  # both were cancelled
         ("relaxd/weights/gloo.py", "GlooBroadcast.finish"),  # the process group's timeout
         ("relaxd/weights/cuda_ipc.py", "IpcConnection.abort"),  # each broadcast before it has a deadline
         ("relaxd/weights/group.py", "Transfer.precede_current_stream"),  # the transfer's deadline, as in the following
         ("relaxd/weights/group.py", "WeightGroup.broadcast"),
-        ("services/rollout/engines/parameters.py", "WeightReceiver.receive"),
-        ("services/rollout/engines/sglang_weights.py", "_Receiver.receive"),
-        ("services/trainer/broadcast.py", "Broadcaster._send"),
-        ("services/coordinator/manager.py", "RunManager.start"),  # the run has ended: its calls have deadlines
-        ("services/coordinator/manager.py", "RunManager.close"),  # cancelled
-        ("services/coordinator/runs.py", "ActiveRun._train"),  # an evaluation: see eval.stall_seconds
-        ("services/coordinator/scale_drive.py", "ReplicaDrive._drain"),  # a call with a deadline
-        ("services/coordinator/scaling.py", "Scaler.close"),  # cancelled
+        ("services/rollout/engines/transformers/parameters.py", "WeightReceiver.receive"),
+        ("services/rollout/engines/sglang/weights.py", "_Receiver.receive"),
+        ("services/trainer/loop/broadcast.py", "Broadcaster._send"),
+        ("services/coordinator/runs/manager.py", "RunManager.start"),  # the run has ended: its calls have deadlines
+        ("services/coordinator/runs/manager.py", "RunManager.close"),  # cancelled
+        ("services/coordinator/runs/active_run.py", "ActiveRun._train"),  # an evaluation: see eval.stall_seconds
+        ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),  # a call with a deadline
+        ("services/coordinator/scaling/scaler.py", "Scaler.close"),  # cancelled
         ("services/reward/pool.py", "WorkerPool._ask"),  # each sample before it has reward.timeout_seconds
         ("services/reward/worker.py", "Rewards.ask"),  # the pool kills this process at the sample's deadline
-        ("services/rollout/engine.py", "Engine.generate"),  # an answer is as long as it is; the health manager watches
-        ("services/rollout/external_requests.py", "ExternalRequests.generate"),  # the same
-        ("services/rollout/engines/transformers_engine.py", "TransformersEngine.stop"),  # after one token
-        ("services/rollout/service.py", "RolloutService.stop_run"),  # cancelled
-        ("services/rollout/sglang_process.py", "SGLangProcess.load"),  # see health.start_seconds
-        ("services/trainer/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
-        ("services/trainer/rank.py", "Rank._join_group"),  # not a thread's join: it has a timeout among its params
-        ("services/trainer/ranks.py", "Ranks.kill"),  # SIGKILL was sent
-        ("services/trainer/server.py", "TrainerService.stop_run"),  # cancelled
-        ("services/trainer/training.py", "Training._between_rounds"),  # it was seen that there is something
-        ("services/trainer/training.py", "Training._export"),
+        (
+            "services/rollout/service/engine.py",
+            "Engine.generate",
+        ),  # the health manager watches
+        ("services/rollout/engines/sglang_server/requests.py", "ExternalRequests.generate"),  # the same
+        ("services/rollout/engines/transformers/engine.py", "TransformersEngine.stop"),  # after one token
+        ("services/rollout/service/service.py", "RolloutService.stop_run"),  # cancelled
+        ("services/rollout/engines/sglang/process.py", "SGLangProcess.load"),  # see health.start_seconds
+        ("services/trainer/learner/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
+        ("services/trainer/loop/rank.py", "Rank._join_group"),  # not a thread's join: it has a timeout among its params
+        ("services/trainer/service/ranks.py", "Ranks.kill"),  # SIGKILL was sent
+        ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled
+        ("services/trainer/loop/training.py", "Training._between_rounds"),  # it was seen that there is something
+        ("services/trainer/loop/training.py", "Training._export"),
     },
 }
 

@@ -14,14 +14,14 @@ OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatt
 CHECKPOINTS = "torch's distributed checkpoints, whose .metadata is a pickle: files of the run's own folder"
 RANKS = "between the trainer's own ranks, over their own process group"
 ARGUED = {
-    "services/trainer/checkpoint.py": CHECKPOINTS,
-    "services/trainer/checkpoint_reader.py": CHECKPOINTS,
-    "services/trainer/checkpoint_writer.py": CHECKPOINTS,
-    "services/trainer/hf_weights.py": RANKS,
-    "services/trainer/parallel.py": RANKS,
-    "services/trainer/sums.py": RANKS,
-    "services/trainer/megatron_cpu.py": "compiles Megatron's own source, as it is installed",
-    "services/rollout/engines/sglang_scheduler.py": "SGLang's scheduler is a child process of SGLang's own making",
+    "services/trainer/learner/checkpoint.py": CHECKPOINTS,
+    "services/trainer/learner/checkpoint_reader.py": CHECKPOINTS,
+    "services/trainer/learner/checkpoint_writer.py": CHECKPOINTS,
+    "services/trainer/model/hf_weights.py": RANKS,
+    "services/trainer/megatron/parallel.py": RANKS,
+    "services/trainer/learner/sums.py": RANKS,
+    "services/trainer/megatron/cpu.py": "compiles Megatron's own source, as it is installed",
+    "services/rollout/engines/sglang/scheduler.py": "SGLang's scheduler is a child process of SGLang's own making",
 }
 """Modules that do, and why that is no door."""
 

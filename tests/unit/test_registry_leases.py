@@ -5,8 +5,8 @@ import pytest
 from relaxd.rpc.errors import NotFound, ResourceExhausted, Unavailable
 from relaxd.v1.coordinator_pb2 import RegisterRequest
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ROLE_ROLLOUT, GetStatusResponse
-from services.coordinator.registry import Registry
-from services.coordinator.store import Store
+from services.coordinator.fleet.registry import Registry
+from services.coordinator.state.store import Store
 
 GPUS = ["GPU-a", "GPU-b"]
 LEASE, GPU_LEASE = 6.0, 60.0

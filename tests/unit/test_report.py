@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.cli.errors import CliError
-from relaxd.cli.report import read_result, save_samples, write_report
-from relaxd.cli.report_times import draw_times
-from relaxd.cli.step_times import GROUP, TRAINER, mean_rows, share_rows, tables
+from relaxd.client.errors import CliError
+from relaxd.report.report import read_result, save_samples, write_report
+from relaxd.report.step_times import GROUP, TRAINER, mean_rows, share_rows, tables
+from relaxd.report.times import draw_times
 from relaxd.v1 import coordinator_pb2 as pb
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from relaxd.board import LedgerEntry
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
-from services.coordinator.records import RunRecord
-from services.coordinator.restoring import read_ledger, read_run
-from services.trainer.plan import Piece, Plan, Round
-from services.trainer.step_file import step_file_path, write_step_file
+from services.coordinator.runs.restoring import read_ledger, read_run
+from services.coordinator.state.records import RunRecord
+from services.trainer.batch.plan import Piece, Plan, Round
+from services.trainer.batch.step_file import step_file_path, write_step_file
 from tests.unit.rollout.configs import run_config
 
 

@@ -1,7 +1,7 @@
 from datetime import UTC, datetime, timedelta
 
-from services.coordinator.records import Phase, RunRecord
-from services.coordinator.retention import Retention
+from services.coordinator.runs.retention import Retention
+from services.coordinator.state.records import Phase, RunRecord
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)
 

@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 import pytest
 
 from relaxd.v1 import scaling_pb2
-from services.coordinator.scale_calls import scale_message
-from services.coordinator.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleState, Wish
+from services.coordinator.api.scale_calls import scale_message
+from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleState, Wish
 
 
 def record(direction: str, states: str) -> ScaleRecord:

@@ -8,7 +8,7 @@ import pytest
 
 from relaxd.rpc.credentials import read_token
 from relaxd.rpc.settings import parse_settings
-from services.coordinator.server import REPLICA_ID
+from services.coordinator.api.server import REPLICA_ID
 
 
 def test_defaults():
@@ -72,7 +72,9 @@ def test_help_names_every_variable(capsys):
 
 
 def test_the_library_of_a_service_needs_no_torch():
-    code = "import relaxd.rpc.replica, relaxd.telemetry, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = (
+        "import relaxd.replica.replica, relaxd.telemetry, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": "."})
 
 

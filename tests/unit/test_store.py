@@ -3,8 +3,8 @@
 import pytest
 import redis
 
-from services.coordinator.records import Announcement, ReplicaRecord, WeightsRecord
-from services.coordinator.store import Store, Superseded
+from services.coordinator.state.records import Announcement, ReplicaRecord, WeightsRecord
+from services.coordinator.state.store import Store, Superseded
 
 
 def test_a_full_redis_takes_what_a_coordinator_writes(redis_url: str) -> None:

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from services.coordinator.turn_moves import Move, Situation, next_move
+from services.coordinator.weights.gpu_handoff_rules import Move, Situation, next_move
 
 GENERATING = Situation(
     trainer="ready", trainer_awake=False, engines_awake=True, engines_able=True, engines_serving=True,

@@ -4,8 +4,8 @@ import pytest
 
 from relaxd.v1.coordinator_pb2 import RegisterRequest
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, GetStatusResponse
-from services.coordinator.registry import Replica
-from services.coordinator.usage import Usage
+from services.coordinator.fleet.registry import Replica
+from services.coordinator.runs.usage import Usage
 
 
 class Clock:

@@ -16,6 +16,14 @@ class EngineError(Exception):
     """The engine cannot do what it was asked in the state in which it is."""
 
 
+class RequestFailed(Exception):
+    """The engine could not work on a request; it goes on with others."""
+
+
+class AnswerTooLarge(RequestFailed):
+    """An answer is too large for a message; another try would be as large."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How to sample; the fields of the proto SamplingParams, with nothing left implicit."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.cli.errors import CliError
-from relaxd.cli.fetch import MODELS, fetch, is_fetched
+from relaxd.client.errors import CliError
 from relaxd.data.models import models_folder, resolve_model
+from relaxd.models.fetch import MODELS, fetch, is_fetched
 
 MODEL = MODELS["smollm2-135m"]
 

@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from relaxd.cli import follow as following
-from relaxd.cli.coordinator import Coordinator
-from relaxd.cli.errors import CliError
 from relaxd.cli.execute import unfinished
 from relaxd.cli.follow import Quiet, RunPaused, follow
+from relaxd.client.coordinator import Coordinator
+from relaxd.client.errors import CliError
 from relaxd.rpc.server import start_server
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import coordinator_pb2_grpc

@@ -12,10 +12,10 @@ import psutil
 import pytest
 import redis
 
-from relaxd.cli.embedded_redis import server_command, url, wait_until_up
-from relaxd.cli.ports import free_port
-from relaxd.cli.state import ServiceState, StackState, StateFolder
-from relaxd.cli.supervisor import Plan, ServiceSpec
+from relaxd.local.embedded_redis import server_command, url, wait_until_up
+from relaxd.local.ports import free_port
+from relaxd.local.state import ServiceState, StackState, StateFolder
+from relaxd.local.supervisor import Plan, ServiceSpec
 
 FAST = {"grace_seconds": 5.0, "first_backoff_seconds": 0.05}
 SLEEP = "import time; time.sleep(600)"
@@ -51,7 +51,7 @@ class Harness:
     def run(self, plan: Plan) -> None:
         self.folder.plan.write_text(plan.model_dump_json())
         with self.folder.log("supervisor").open("wb") as log:
-            command = [sys.executable, "-m", "relaxd.cli.supervisor", str(self.folder.plan)]
+            command = [sys.executable, "-m", "relaxd.local.supervisor", str(self.folder.plan)]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def until(self, condition: Callable[[StackState], bool], seconds: float = 20) -> StackState:
@@ -206,7 +206,7 @@ def test_one_supervisor_a_folder(harness: Harness) -> None:
     harness.start({"reward": SLEEP})
     harness.until(all_running)
     second = subprocess.run(
-        [sys.executable, "-m", "relaxd.cli.supervisor", str(harness.folder.plan)], capture_output=True, timeout=30
+        [sys.executable, "-m", "relaxd.local.supervisor", str(harness.folder.plan)], capture_output=True, timeout=30
     )
     assert second.returncode == 1
     assert b"services are already up" in second.stdout
@@ -221,7 +221,7 @@ def test_stops_when_its_starter_is_gone(harness: Harness) -> None:
     harness.folder.plan.write_text(plan.model_dump_json())
     starter = (
         "import subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, '-m', 'relaxd.cli.supervisor', {str(harness.folder.plan)!r}])\n"
+        f"subprocess.Popen([sys.executable, '-m', 'relaxd.local.supervisor', {str(harness.folder.plan)!r}])\n"
         "time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", starter])

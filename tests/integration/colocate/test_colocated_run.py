@@ -10,9 +10,9 @@ import grpc
 import psutil
 import pytest
 
-from relaxd.cli.coordinator import Coordinator
-from relaxd.cli.errors import CliError
-from relaxd.cli.state import StateFolder
+from relaxd.client.coordinator import Coordinator
+from relaxd.client.errors import CliError
+from relaxd.local.state import StateFolder
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER, GetStatusRequest, GetStatusResponse, Role
 from relaxd.v1.replica_pb2_grpc import ReplicaStub
 from tests.e2e.conftest import CONFIG, REWARD, Workplace

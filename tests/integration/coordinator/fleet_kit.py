@@ -9,10 +9,10 @@ from relaxd.rpc.server import start_server
 from relaxd.rpc.tls import TlsFiles
 from relaxd.v1.coordinator_pb2 import RegisterRequest
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, GetStatusResponse, Role
-from services.coordinator.fleet import Fleet
-from services.coordinator.peers import Peers
-from services.coordinator.registry import Registry
-from services.coordinator.store import Store
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.peers import Peers
+from services.coordinator.fleet.registry import Registry
+from services.coordinator.state.store import Store
 
 RUN = "run"
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 
 from relaxd.config import RunConfig
-from relaxd.rpc import gpus
-from relaxd.rpc.child import Child
-from relaxd.rpc.gpus import Gpu, gpu_environment
-from relaxd.rpc.replica import ReplicaService, ServiceStatus, run_replica
+from relaxd.process.child import Child
+from relaxd.replica import gpus
+from relaxd.replica.gpus import Gpu, gpu_environment
+from relaxd.replica.replica import ReplicaService, ServiceStatus, run_replica
 from relaxd.rpc.settings import ServiceSettings, parse_settings
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment

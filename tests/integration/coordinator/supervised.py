@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 
 from relaxd.board import Board, stages_for
-from relaxd.cli.state import StateFolder
-from relaxd.cli.supervisor import Plan, ServiceSpec
 from relaxd.config import RunConfig
+from relaxd.local.state import StateFolder
+from relaxd.local.supervisor import Plan, ServiceSpec
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.conftest import free_port
 from tests.integration.coordinator.cluster import LEASE_SECONDS, ROOT, Cluster
@@ -45,7 +45,7 @@ class SupervisedCluster(Cluster):
         self, services: Sequence[ServiceSpec], templates: Mapping[str, ServiceSpec], max_restarts: int
     ) -> None:
         """Start the supervisor with a launcher, these services, and these templates of launched ones."""
-        command = [sys.executable, "-m", "relaxd.cli.launcher", str(self.state.path)]
+        command = [sys.executable, "-m", "relaxd.local.launcher", str(self.state.path)]
         command += ["--port", str(self.launcher_port), "--redis", self.redis_url]
         launcher = ServiceSpec(name="launcher", role="launcher", command=command)
         self.state.create()
@@ -61,7 +61,7 @@ class SupervisedCluster(Cluster):
         )
         self.state.plan.write_text(plan.model_dump_json())
         with (self.folder / "supervisor.log").open("wb") as log:
-            command = [sys.executable, "-m", "relaxd.cli.supervisor", str(self.state.plan)]
+            command = [sys.executable, "-m", "relaxd.local.supervisor", str(self.state.plan)]
             self.processes["supervisor"] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
     def close(self) -> None:

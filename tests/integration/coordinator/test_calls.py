@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from relaxd import PROTOCOL_VERSION
-from relaxd.cli.errors import CliError
 from relaxd.cli.main import app
+from relaxd.client.errors import CliError
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import (

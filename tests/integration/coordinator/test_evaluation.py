@@ -12,8 +12,8 @@ from relaxd.config import RunConfig
 from relaxd.data.dataset import load_data
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from relaxd.v1.replica_pb2 import ROLE_REWARD, ROLE_ROLLOUT, WeightVersion
-from services.coordinator import evaluation
-from services.coordinator.evaluation import EvaluationFailed, Evaluator
+from services.coordinator.runs import evaluation
+from services.coordinator.runs.evaluation import EvaluationFailed, Evaluator
 from tests.integration.coordinator.fleet_kit import FleetKit, until
 from tests.tokenizer import write_tokenizer
 

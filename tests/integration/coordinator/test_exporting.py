@@ -8,8 +8,8 @@ import pytest
 
 from relaxd.v1 import trainer_pb2, trainer_pb2_grpc
 from relaxd.v1.replica_pb2 import ROLE_TRAINER
-from services.coordinator import exporting
-from services.coordinator.exporting import ExportFailed, export_model
+from services.coordinator.runs import exporting
+from services.coordinator.runs.exporting import ExportFailed, export_model
 from tests.integration.coordinator.fleet_kit import FleetKit, until
 
 DAY = 86400.0

@@ -10,8 +10,8 @@ import grpc
 from rich.console import Console
 
 from relaxd import PROTOCOL_VERSION
-from relaxd.cli.coordinator import Coordinator
 from relaxd.cli.status import print_status
+from relaxd.client.coordinator import Coordinator
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT

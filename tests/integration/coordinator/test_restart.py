@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from relaxd.board import Board, stages_for
-from relaxd.cli.coordinator import Coordinator
-from relaxd.cli.errors import CliError
 from relaxd.cli.follow import follow
+from relaxd.client.coordinator import Coordinator
+from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.conftest import RedisServer

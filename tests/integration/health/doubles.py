@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from relaxd.replica.replica import run_replica
 from relaxd.rpc.errors import Aborted
-from relaxd.rpc.replica import run_replica
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 
-from relaxd.cli.state import ServiceState
-from relaxd.cli.supervisor import ServiceSpec
+from relaxd.local.state import ServiceState
+from relaxd.local.supervisor import ServiceSpec
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import health_pb2
 from relaxd.v1.replica_pb2 import Role

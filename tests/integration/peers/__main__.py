@@ -12,7 +12,7 @@ PEER_STEP_SECONDS, PEER_BROADCAST_SECONDS, PEER_GENERATE_SECONDS: how long a ste
 import asyncio
 import sys
 
-from relaxd.rpc.replica import ReplicaService, run_replica
+from relaxd.replica.replica import ReplicaService, run_replica
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc, trainer_pb2_grpc
 from tests.integration.peers.rollout import RolloutDouble

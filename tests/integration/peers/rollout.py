@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from relaxd.board import Board, Delivery, StageWorker, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
+from relaxd.replica.replica import ReplicaService
+from relaxd.replica.service import ServiceStatus
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, FailedPrecondition
-from relaxd.rpc.replica import ReplicaService
-from relaxd.rpc.service import ServiceStatus
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, rollout_pb2, rollout_pb2_grpc
 from relaxd.v1.replica_pb2 import REPLICA_STATE_QUARANTINED, ROLE_ROLLOUT, WeightVersion

@@ -12,10 +12,10 @@ import numpy as np
 
 from relaxd.board import Board, Delivery, Fenced, StepConflict, stages_for
 from relaxd.config import RunConfig
+from relaxd.replica.replica import ReplicaService
+from relaxd.replica.service import ServiceStatus
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition
-from relaxd.rpc.replica import ReplicaService
-from relaxd.rpc.service import ServiceStatus
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, trainer_pb2, trainer_pb2_grpc
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub

@@ -1,4 +1,4 @@
-"""A child for tests of relaxd.rpc.child."""
+"""A child for tests of relaxd.process.child."""
 
 import os
 import sys
@@ -6,8 +6,8 @@ import threading
 import time
 from typing import Any
 
-from relaxd.rpc import frames
-from relaxd.rpc.child_server import ChildServer, HandlerError
+from relaxd.process import frames
+from relaxd.process.child_server import ChildServer, HandlerError
 
 
 def main() -> None:

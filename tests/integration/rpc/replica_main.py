@@ -11,7 +11,7 @@ import os
 import time
 
 from relaxd.config import RunConfig
-from relaxd.rpc.replica import ReplicaService, ServiceStatus, run_replica
+from relaxd.replica.replica import ReplicaService, ServiceStatus, run_replica
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from relaxd.rpc.child import Child, ChildExited, ChildRequestError, ChildTimeout
+from relaxd.process.child import Child, ChildExited, ChildRequestError, ChildTimeout
 
 MODULE = "tests.integration.rpc.echo_child"
 PARENT = f"""
 import asyncio, time
-from relaxd.rpc.child import Child
+from relaxd.process.child import Child
 async def main():
     child = await Child.start("{MODULE}")
     await child.request("echo", {{}}, 30)

@@ -13,16 +13,16 @@ from collections.abc import AsyncIterator, Iterator
 import psutil
 import pytest
 
-from relaxd.rpc.child import Child, ChildError
-from relaxd.rpc.gpu_lease import GpuLease, LeaseOver
-from relaxd.rpc.gpus import Gpu, gpu_environment
+from relaxd.process.child import Child, ChildError
+from relaxd.process.gpu_lease import GpuLease, LeaseOver
+from relaxd.replica.gpus import Gpu, gpu_environment
 
 MODULE = "tests.integration.rpc.echo_child"
 ON_GPU = gpu_environment([Gpu("GPU-0", 0)])
 PARENT = f"""
 import asyncio, sys, time
-from relaxd.rpc.child import Child
-from relaxd.rpc.gpu_lease import GpuLease
+from relaxd.process.child import Child
+from relaxd.process.gpu_lease import GpuLease
 async def main():
     Child.gpu_lease = GpuLease(lambda: print("over", flush=True))
     Child.gpu_lease.begin(time.monotonic() + 60)

@@ -16,9 +16,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from relaxd.config import DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
+from relaxd.replica.exit_codes import RESTART
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition, NotFound
-from relaxd.rpc.exit_codes import RESTART
 from relaxd.rpc.server import RunningServer, start_server
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2, replica_pb2_grpc
 from tests.conftest import free_port

@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from relaxd.rpc.access import Tokens
 from relaxd.rpc.client import channel, sync_channel
-from relaxd.rpc.doors import Doors
 from relaxd.rpc.errors import InvalidArgument, NotFound, ServerError, Violations, explain, field_violations
+from relaxd.rpc.security import Doors
 from relaxd.rpc.server import RunningServer, Service, start_server
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tests.conftest import free_port

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from relaxd.cli.supervisor import ServiceSpec
+from relaxd.local.supervisor import ServiceSpec
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2 as scale_pb
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT

@@ -11,8 +11,8 @@ import pytest
 import redis
 
 from relaxd.board import BoardUnavailable
-from relaxd.cli import embedded_redis
-from relaxd.cli.errors import CliError
+from relaxd.client.errors import CliError
+from relaxd.local import embedded_redis
 from relaxd.rpc.settings import parse_settings
 from tests.boards import advance, group, make_board, take
 from tests.certificates import Authority

@@ -5,7 +5,7 @@ import pytest
 
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.weights.group import host_store
-from services.trainer.server import _store_host
+from services.trainer.service.server import _store_host
 
 
 def addresses(port: int) -> set[str]:

@@ -15,7 +15,7 @@ import pytest
 
 from relaxd.rpc.access import Tokens
 from relaxd.rpc.client import channel, sync_channel
-from relaxd.rpc.doors import Doors
+from relaxd.rpc.security import Doors
 from relaxd.rpc.server import RunningServer, start_server
 from relaxd.rpc.tls import TlsFiles, connection_hint
 from relaxd.v1 import coordinator_pb2, replica_pb2, replica_pb2_grpc

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from services.rollout.engines.sglang_options import OptionError, check_options
+from services.rollout.engines.sglang.options import OptionError, check_options
 
 
 def main() -> None:

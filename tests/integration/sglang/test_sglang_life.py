@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.rpc.child import ChildExited, ChildRequestError
+from relaxd.process.child import ChildExited, ChildRequestError
 from tests.engines import EngineRunner, assert_gone, family
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.sglang.syncs import sync

@@ -17,8 +17,8 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 
 from relaxd.weights.group import WeightGroupError
 from relaxd.weights.manifest import ManifestMismatch
-from services.rollout.engines import sglang_weights
-from services.rollout.engines.sglang_weights import SGLangWeights, UnsupportedModel
+from services.rollout.engines.sglang import weights as sglang_weights
+from services.rollout.engines.sglang.weights import SGLangWeights, UnsupportedModel
 
 TIMEOUT = 30.0
 

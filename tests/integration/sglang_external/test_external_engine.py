@@ -12,12 +12,11 @@ import torch
 from transformers import AutoTokenizer
 
 from relaxd.config import RolloutConfig
-from relaxd.rpc.child import ChildRequestError, ChildTimeout
-from services.rollout.engine import RequestFailed
-from services.rollout.engines.base import Output, Sampling, Version
-from services.rollout.external_engine import ExternalEngine
-from services.rollout.external_server import ServerMismatch
-from services.rollout.sglang_http import ServerGone, SGLangClient
+from relaxd.process.child import ChildRequestError, ChildTimeout
+from services.rollout.engines.base import Output, RequestFailed, Sampling, Version
+from services.rollout.engines.sglang_server.engine import ExternalEngine
+from services.rollout.engines.sglang_server.http import ServerGone, SGLangClient
+from services.rollout.engines.sglang_server.server import ServerMismatch
 from tests.integration.sglang_external.external_kit import (
     KEY,
     LONG,

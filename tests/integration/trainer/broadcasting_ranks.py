@@ -9,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from services.trainer import broadcast
-from services.trainer.broadcast import Broadcaster, weight_buckets
+from services.trainer.loop import broadcast
+from services.trainer.loop.broadcast import Broadcaster, weight_buckets
 from tests.integration.trainer.trainer_worlds import Job, make_learner
 
 BUCKET_BYTES = 30_000

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer import checkpoint_copies
-from services.trainer.host_memory import settle
-from services.trainer.learner import Learner
-from services.trainer.packing import pack
-from services.trainer.parallel import shut_down
+from services.trainer.batch.packing import pack
+from services.trainer.learner import checkpoint_copies
+from services.trainer.learner.learner import Learner
+from services.trainer.megatron.host_memory import settle
+from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
 
 PATIENCE = 60.0

@@ -13,7 +13,8 @@ import pytest
 
 from relaxd.cli import recovery
 from relaxd.v1 import trainer_pb2
-from services.trainer.checkpoint_folder import (
+from services.trainer.batch.step_file import step_file_path
+from services.trainer.checkpoints.folder import (
     MANIFEST,
     checkpoint_path,
     checkpoint_steps,
@@ -21,7 +22,6 @@ from services.trainer.checkpoint_folder import (
     read_state,
     verify,
 )
-from services.trainer.step_file import step_file_path
 from tests.integration.trainer.service_kit import (
     Feeder,
     ScriptedCoordinator,

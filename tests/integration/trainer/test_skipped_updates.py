@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from relaxd.cli import recovery
-from services.trainer.learner import Learner
-from services.trainer.optimizer import NonFiniteGradients
-from services.trainer.packing import MicroBatch, pack
-from services.trainer.parallel import shut_down
-from services.trainer.step_file import step_file_path
+from services.trainer.batch.packing import MicroBatch, pack
+from services.trainer.batch.step_file import step_file_path
+from services.trainer.learner.learner import Learner
+from services.trainer.learner.optimizer import NonFiniteGradients
+from services.trainer.megatron.parallel import shut_down
 from tests.conftest import free_port
 from tests.integration.trainer import skipping_worlds, trainer_worlds
 from tests.integration.trainer.service_kit import Feeder, export, make_config, trainer_service

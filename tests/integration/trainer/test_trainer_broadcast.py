@@ -15,8 +15,8 @@ from relaxd.weights.checksum import checksum
 from relaxd.weights.group import WeightGroup, host_store
 from relaxd.weights.layout import piece_bytes, pieces
 from relaxd.weights.manifest import TensorSpec, plan_buckets
-from services.trainer.architecture import read_architecture
-from services.trainer.hf_weights import hf_tensor_specs
+from services.trainer.model.architecture import read_architecture
+from services.trainer.model.hf_weights import hf_tensor_specs
 from tests.integration.trainer.broadcasting_ranks import BUCKET_BYTES
 from tests.integration.trainer.trainer_worlds import make_model
 

@@ -14,10 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from services.trainer.architecture import ModelError
-from services.trainer.learner import Learner
-from services.trainer.packing import MicroBatch, TrainSample, assign, empty_micro_batch, pack
-from services.trainer.parallel import shut_down
+from services.trainer.batch.packing import MicroBatch, TrainSample, assign, empty_micro_batch, pack
+from services.trainer.learner.learner import Learner
+from services.trainer.megatron.parallel import shut_down
+from services.trainer.model.architecture import ModelError
 from tests.conftest import free_port
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples, run_world
 
@@ -250,7 +250,7 @@ def test_bfloat16_trains_with_float32_main_weights(learner: MakeLearner, tmp_pat
 def test_large_models_are_saved_and_loaded_in_several_files(
     learner: MakeLearner, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.hf_weights.MAX_FILE_BYTES", 100_000)
+    monkeypatch.setattr("services.trainer.model.hf_weights.MAX_FILE_BYTES", 100_000)
     (model / "tokenizer.json").write_text("{}")
     learner().save_hf(tmp_path / "cut")
     files = sorted(path.name for path in (tmp_path / "cut").glob("*.safetensors"))

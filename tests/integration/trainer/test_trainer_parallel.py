@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from services.trainer.packing import pack
+from services.trainer.batch.packing import pack
 from tests.conftest import free_port
 from tests.integration.trainer.trainer_worlds import KINDS, Job, make_model, make_samples, run_job, run_world
 

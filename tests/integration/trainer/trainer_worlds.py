@@ -58,7 +58,7 @@ def make_model(folder: Path, kind: str, *, tied: bool = False, **changes: int) -
 
 def make_samples(count: int = 7, seed: int = 0, temperature: float = 1.3) -> list[Any]:
     """Samples of different lengths, three to a prompt; in every second response a token is the environment's."""
-    from services.trainer.packing import TrainSample
+    from services.trainer.batch.packing import TrainSample
 
     rng = np.random.default_rng(seed)
     samples: list[TrainSample] = []
@@ -119,7 +119,7 @@ def trainer_config(ranks: int = 1, **parallel: Any) -> TrainerConfig:
 
 def make_learner(job: Job, ranks: int = 1) -> Any:
     """The learner of a job, in whatever world this process is in."""
-    from services.trainer.learner import Learner
+    from services.trainer.learner.learner import Learner
 
     algorithm = AlgorithmConfig.model_validate({"clip_low": 0.5, "clip_high": 5.0, **job.algorithm})
     return Learner(job.model, trainer_config(ranks, **job.parallel), algorithm, steps=4, seed=3)
@@ -147,7 +147,7 @@ def full_logits(learner: Any, batch: Any) -> np.ndarray:
 
 def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     """Run one job on this rank."""
-    from services.trainer.packing import assign_to_ranks, empty_micro_batch, pack
+    from services.trainer.batch.packing import assign_to_ranks, empty_micro_batch, pack
 
     learner = make_learner(job, ranks)
     samples = make_samples(job.samples)

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from relaxd.board import Board, BoardUnavailable
-from services.coordinator.store import Store, StoreUnavailable
+from services.coordinator.state.store import Store, StoreUnavailable
 from tests.boards import audit, group, make_board, output, take
 from tests.conftest import RedisServer
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 import redis
 
+from relaxd.replica.launcher import LauncherServicer
 from relaxd.rpc.epochs import Epochs
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
-from relaxd.rpc.launcher import LauncherServicer
 from relaxd.v1 import launcher_pb2 as pb
-from services.coordinator.store import Store
+from services.coordinator.state.store import Store
 from tests.conftest import RedisServer
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.rollout.engines.base import Output, Request, Sampling, Version
-from services.rollout.engines.transformers_engine import TransformersEngine
+from services.rollout.engines.transformers.engine import TransformersEngine
 
 
 class Answer:

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from relaxd.rpc.child import ChildRequestError
+from relaxd.process.child import ChildRequestError
 from relaxd.v1 import sample_pb2, weights_pb2
 from services.rollout.engines.base import Version
-from services.rollout.external_samples import ONLY_AT_END, EventStyle, ExternalSample, label, parse_label
-from services.rollout.external_weights import stock_buckets
-from services.rollout.sglang_http import ServerGone
+from services.rollout.engines.sglang_server.http import ServerGone
+from services.rollout.engines.sglang_server.samples import ONLY_AT_END, EventStyle, ExternalSample, label, parse_label
+from services.rollout.engines.sglang_server.weights import stock_buckets
 
 ONE, TWO = Version(3, 1), Version(3, 2)
 STREAMED = EventStyle(incremental=True, interval=1, late=0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.rollout.load_progress import loaded_mebibytes
+from services.rollout.engines.load_progress import loaded_mebibytes
 
 MEBIBYTES = 32
 LOADER = """

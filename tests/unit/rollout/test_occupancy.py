@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.rollout.occupancy import Occupancy
+from services.rollout.service.occupancy import Occupancy
 
 
 class Clock:

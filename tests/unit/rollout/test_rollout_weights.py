@@ -12,8 +12,8 @@ from relaxd.weights.checksum import checksum
 from relaxd.weights.group import WeightGroup, WeightGroupError, host_store
 from relaxd.weights.manifest import Bucket, ManifestMismatch, TensorSpec, pack, plan_buckets
 from services.rollout.engines.base import EngineError, Version
-from services.rollout.engines.parameters import WeightReceiver, check_manifest, named_parameters
-from services.rollout.engines.transformers_engine import TransformersEngine
+from services.rollout.engines.transformers.engine import TransformersEngine
+from services.rollout.engines.transformers.parameters import WeightReceiver, check_manifest, named_parameters
 from tests.models import make_tiny_model
 
 

@@ -8,7 +8,7 @@ import pytest
 from relaxd.board import stages_for
 from services.rollout.engines.base import Output
 from services.rollout.engines.wire import batches, decode_output, encode_output
-from services.rollout.stage import group_columns
+from services.rollout.service.stage import group_columns
 from tests.unit.rollout.configs import run_config
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.rollout.engines.base import EngineError, Version
-from services.rollout.engines.transformers_engine import TransformersEngine
+from services.rollout.engines.transformers.engine import TransformersEngine
 from tests.models import make_tiny_model
 from tests.unit.rollout.engine_harness import Answer, Harness, full_logprobs, load
 

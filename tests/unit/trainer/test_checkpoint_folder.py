@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.checkpoint_folder import (
+from services.trainer.checkpoints.folder import (
     BoardState,
     CheckpointBroken,
     CheckpointState,

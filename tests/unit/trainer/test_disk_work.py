@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from services.trainer.disk_work import LOOK_SECONDS, DiskStalled, DiskWork, DiskWorkFailed
+from services.trainer.megatron.disk_work import LOOK_SECONDS, DiskStalled, DiskWork, DiskWorkFailed
 
 STALL_SECONDS = 60.0
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from services.trainer.architecture import ModelError, read_architecture
+from services.trainer.model.architecture import ModelError, read_architecture
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

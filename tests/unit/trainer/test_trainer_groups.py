@@ -4,7 +4,7 @@ import numpy as np
 
 from relaxd.algorithms import create
 from relaxd.config import GRPOConfig
-from services.trainer.groups import check_group
+from services.trainer.batch.groups import check_group
 
 
 def test_only_tokens_of_the_same_weights_and_cache_are_compared() -> None:

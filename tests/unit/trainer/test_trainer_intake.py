@@ -10,8 +10,8 @@ import pytest
 
 from relaxd.board import Delivery
 from relaxd.config import RunConfig
-from services.trainer.groups import Group, MalformedGroup, check_group
-from services.trainer.intake import Intake, Taken, choose, due_groups, may_close
+from services.trainer.batch.groups import Group, MalformedGroup, check_group
+from services.trainer.loop.intake import Intake, Taken, choose, due_groups, may_close
 from tests.integration.trainer.service_kit import Feeder, make_config
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.logprobs import VocabShard, token_logprobs
+from services.trainer.learner.logprobs import VocabShard, token_logprobs
 
 ROWS, VOCAB, HIDDEN, COUNT = 53, 50, 16, 11
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.packing import (
+from services.trainer.batch.packing import (
     PackingError,
     TrainSample,
     assign,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.plan import Packer, Piece, Plan, PlanError, Round
+from services.trainer.batch.plan import Packer, Piece, Plan, PlanError, Round
 
 groups_of_lengths = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=8)
 

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.checkpoint_folder import plan_sha256
-from services.trainer.plan import Piece, Plan, Round
-from services.trainer.step_file import (
+from services.trainer.batch.plan import Piece, Plan, Round
+from services.trainer.batch.step_file import (
     StepFileError,
     read_committed,
     read_step_file,
     step_file_path,
     write_step_file,
 )
+from services.trainer.checkpoints.folder import plan_sha256
 
 PLAN = Plan(2, 1, 0, ("a", "b/c"), (Round((((Piece("a", (0,)), Piece("b/c", (0, 1))),),)),), 3, 5, 5.0)
 GROUPS: dict[str, dict[str, Any]] = {

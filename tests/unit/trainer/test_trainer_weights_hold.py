@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.export import export_folder
-from services.trainer.weights_hold import HoldRefused, WeightsHold
+from services.trainer.loop.weight_read_lock import HoldRefused, WeightsHold
+from services.trainer.service.export import export_folder
 
 
 def test_the_optimizer_waits_for_the_broadcast_to_end() -> None:

@@ -1,0 +1,16 @@
+"""Where the coordinator is that a command is for."""
+
+from pathlib import Path
+
+from relaxd.local import compose, stack
+from relaxd.local.state import StateFolder
+
+
+def coordinator_address(state: Path, coordinator: str | None) -> str:
+    """host:port as given, else of the containers or the services that are up here, else of a local one."""
+    if coordinator:
+        return coordinator
+    if containers := compose.use(StateFolder(state)):
+        return containers.coordinator
+    stack_state = StateFolder(state).read()
+    return stack_state.coordinator if stack_state else f"127.0.0.1:{stack.COORDINATOR_PORT}"

@@ -1,0 +1,157 @@
+"""`relaxd up --compose`: the services as containers, by deploy/compose, with secrets of their own."""
+
+import json
+import os
+import secrets
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+import relaxd
+from relaxd.client.errors import CliError
+from relaxd.local.ports import LOOPBACK, free_port, is_free
+from relaxd.local.redis_address import write_private
+from relaxd.local.state import StateFolder
+
+BUILD_SECONDS = 3600.0
+UP_SECONDS = 300
+"""How long containers may take until they are healthy."""
+STOP_MARGIN_SECONDS = 15
+"""Docker kills a container this long after its service's grace has ended (compose.yaml)."""
+SECRETS = ("redis_password", "token", "grafana_password")
+
+
+class Container(BaseModel):
+    """One container of the project, by compose's own names."""
+
+    Name: str
+    State: str
+    """created, running, restarting, exited ..."""
+    Status: str = ""
+    """For how long, and whether it is healthy."""
+
+
+class ComposeState(BaseModel):
+    """What `relaxd up --compose` has started, as other commands need to know it."""
+
+    folder: Path
+    """That of the compose files."""
+    coordinator: str
+    """host:port."""
+    settings: dict[str, str]
+    """On top of the compose files' .env."""
+
+    @property
+    def token_file(self) -> Path:
+        """The bearer token that the services want."""
+        return Path(self.settings["SECRETS"]) / "token"
+
+
+def read(folder: StateFolder) -> ComposeState | None:
+    """What is up as containers; None when nothing is."""
+    try:
+        return ComposeState.model_validate_json(_file(folder).read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def use(folder: StateFolder) -> ComposeState | None:
+    """As `read`; calls of this process carry the services' token from now on, unless it was given another."""
+    state = read(folder)
+    if state is not None and not os.environ.get("RELAXD_TOKEN"):
+        os.environ.setdefault("RELAXD_TOKEN_FILE", str(state.token_file))
+    return state
+
+
+def up(
+    folder: StateFolder, port: int, replicas: Mapping[str, int], grace_seconds: float, say: Callable[[str], None]
+) -> ComposeState:
+    """Build what changed, start everything, and return once it is healthy. Raises CliError.
+
+    `port` is the coordinator's; 0 takes a free one.
+    """
+    if port and not is_free(port) and read(folder) is None:
+        raise CliError(f"port {port} on {LOOPBACK} is taken", "stop what uses it, or choose another: --port 0 for any")
+    port = port or free_port()
+    folder.create()
+    settings = {
+        "COORDINATOR_PORT": str(port),
+        "SECRETS": str(_make_secrets(folder)),
+        "GRACE_SECONDS": f"{grace_seconds:g}",
+        **{f"{role.upper()}_REPLICAS": str(count) for role, count in replicas.items()},
+    }
+    state = ComposeState(folder=compose_folder(), coordinator=f"{LOOPBACK}:{port}", settings=settings)
+    say("building the images that changed")
+    _compose(state, "build", "--quiet", seconds=BUILD_SECONDS)
+    say("starting Redis and the services")
+    _file(folder).write_text(state.model_dump_json(indent=2))  # from here on there is something to take down
+    _compose(state, "up", "--detach", "--wait", "--wait-timeout", str(UP_SECONDS), seconds=UP_SECONDS + 60.0)
+    return state
+
+
+def down(folder: StateFolder) -> bool:
+    """Stop and remove the containers; runs, models and Redis's data stay. False when none were up. Raises CliError."""
+    state = read(folder)
+    if state is None:
+        return False
+    # Each container has its grace, the replicas first, then the coordinator, then Redis.
+    grace = float(state.settings["GRACE_SECONDS"]) + STOP_MARGIN_SECONDS
+    _compose(state, "--profile", "*", "down", "--remove-orphans", seconds=3 * grace + 60.0)
+    _file(folder).unlink()
+    return True
+
+
+def containers(state: ComposeState) -> list[Container]:
+    """The project's containers, running or not. Raises CliError."""
+    output = _compose(state, "ps", "--all", "--format", "json", seconds=30.0).strip()
+    # Compose 2.21 and newer print an object a line, older ones a list.
+    found = json.loads(output) if output.startswith("[") else [json.loads(line) for line in output.splitlines()]
+    return sorted((Container.model_validate(one) for one in found), key=lambda container: container.Name)
+
+
+def compose_folder() -> Path:
+    """The folder of the compose files. Raises CliError where relaxd runs without its source tree."""
+    folder = Path(relaxd.__file__).parents[1] / "deploy" / "compose"
+    if not (folder / "compose.yaml").is_file():
+        raise CliError(f"there are no compose files in {folder}", "use relaxd from its source tree")
+    return folder
+
+
+def _file(folder: StateFolder) -> Path:
+    return folder.path / "compose.json"
+
+
+def _make_secrets(folder: StateFolder) -> Path:
+    """A folder with random secrets, the same ones each time, which compose.yaml copies into its volume."""
+    place = folder.path / "secrets"
+    place.mkdir(mode=0o700, exist_ok=True)
+    for name in SECRETS:
+        if not (place / name).exists():
+            write_private(place / name, secrets.token_urlsafe(32))
+    return place
+
+
+def _compose(state: ComposeState, *words: str, seconds: float) -> str:
+    command = ["docker", "compose", *words]
+    shown = " ".join(command)
+    try:
+        done = subprocess.run(
+            command,
+            cwd=state.folder,
+            env=os.environ | state.settings,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise CliError("there is no docker command", "install Docker with its compose plugin") from error
+    except subprocess.TimeoutExpired as error:
+        raise CliError(f"`{shown}` was not done after {seconds:.0f} s") from error
+    if done.returncode:
+        lines = "\n".join(f"  {line}" for line in (done.stderr or done.stdout).strip().splitlines()[-12:])
+        raise CliError(f"`{shown}` failed:\n{lines}", f"in {state.folder}, docker compose logs shows more")
+    return done.stdout

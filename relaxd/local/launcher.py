@@ -1,0 +1,136 @@
+"""The launcher of local replicas: `python -m relaxd.local.launcher STATE_FOLDER`, started by the supervisor.
+
+It starts no process itself. gRPC and forking don't go together, and what is scaled out has to end with the other
+services: so it writes what it wants into the state folder, and the supervisor, the parent of all services, follows.
+"""
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from relaxd.local.state import LaunchWish, LaunchWishes, RestartWish, ServiceState, StateFolder
+from relaxd.local.supervisor import Plan
+from relaxd.replica.launcher import run_launcher
+from relaxd.rpc.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
+from relaxd.rpc.settings import parse_settings
+from relaxd.v1 import launcher_pb2 as pb
+
+LOOK_SECONDS = 0.05
+LAUNCH_SECONDS = 10.0
+"""How long the supervisor may take to notice."""
+RESTARTABLE = ("trainer", "rollout", "reward", "advantage")
+
+
+class LocalHost:
+    """This machine, by way of the supervisor."""
+
+    def __init__(self, folder: StateFolder) -> None:
+        plan = Plan.model_validate_json(folder.plan.read_bytes())
+        self.roles = frozenset(plan.templates)
+        self._reserved = {spec.name for spec in plan.services}
+        self._folder = folder
+        self._writing = threading.Lock()
+
+    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
+        """See Host."""
+        if launch_id in self._reserved:
+            raise FailedPrecondition(f"{launch_id!r} is the name of a service that was there from the start")
+        with self._writing:
+            wishes = self._folder.read_launched()
+            if launch_id not in wishes.wishes:
+                wishes.wishes[launch_id] = LaunchWish(role=role, gpu_uuids=list(gpu_uuids))
+                self._folder.write_launched(wishes)
+            elif wishes.wishes[launch_id].stop_seconds is not None:
+                raise FailedPrecondition(f"{launch_id!r} is being removed")
+        self._until(lambda: launch_id in self._services(), LAUNCH_SECONDS, f"it did not start {launch_id}")
+        return self._instance(launch_id, role, self._services().get(launch_id))
+
+    def remove(self, launch_id: str, grace_seconds: float) -> None:
+        """See Host."""
+        with self._writing:
+            wishes = self._folder.read_launched()
+            wish = wishes.wishes.get(launch_id)
+            if wish is None:
+                return
+            if wish.stop_seconds is None:
+                wishes.wishes[launch_id] = wish.model_copy(update={"stop_seconds": grace_seconds})
+                self._folder.write_launched(wishes)
+        seconds = grace_seconds + LAUNCH_SECONDS
+        self._until(lambda: launch_id not in self._services(), seconds, f"it did not end {launch_id}")
+        with self._writing:
+            wishes = self._folder.read_launched()
+            wishes.wishes.pop(launch_id, None)
+            wishes.restarts.pop(launch_id, None)
+            self._folder.write_launched(wishes)
+
+    def restart(self, instance: str, replica_id: str) -> str:
+        """See Host."""
+
+        def found() -> ServiceState | None:
+            return next((service for service in self._all_services() if service.name == instance), None)
+
+        service = found()
+        if service is None:
+            raise NotFound(f"the supervisor of {self._folder.path} has no {instance!r}")
+        if service.role not in RESTARTABLE:
+            raise FailedPrecondition(
+                f"{instance} is of role {service.role}, and only {', '.join(RESTARTABLE)} are restarted so"
+            )
+        with self._writing:
+            wishes = self._folder.read_launched()
+            before = wishes.restarts.get(instance)
+            number = 1 + (before.number if before else 0)
+            wishes.restarts[instance] = RestartWish(number=number, replica_id=replica_id)
+            self._folder.write_launched(wishes)
+
+        def followed() -> bool:
+            now = found()
+            return now is None or now.restart_wish >= number
+
+        self._until(followed, LAUNCH_SECONDS, f"it did not restart {instance}")
+        return f"{instance} was {service.phase}" + (f", process {service.pid}" if service.pid else "")
+
+    def instances(self) -> list[pb.Instance]:
+        """See Host."""
+        wanted: LaunchWishes = self._folder.read_launched()
+        services = self._services()
+        return [self._instance(name, wish.role, services.get(name)) for name, wish in wanted.wishes.items()]
+
+    def _instance(self, launch_id: str, role: str, service: ServiceState | None) -> pb.Instance:
+        if service is None or service.phase in ("starting", "running"):
+            pid = f"process {service.pid}" if service else "starting"
+            return pb.Instance(launch_id=launch_id, role=role, state=pb.INSTANCE_STATE_RUNNING, detail=pid)
+        state = pb.INSTANCE_STATE_RESTARTING if service.phase == "restarting" else pb.INSTANCE_STATE_FAILED
+        last = "".join(self._folder.log_tail(launch_id, 1)).strip()
+        said = f": {last[-300:]}" if last else ""
+        detail = f"it ended with code {service.exit_code}{said} (see {self._folder.log(launch_id)})"
+        return pb.Instance(launch_id=launch_id, role=role, state=state, detail=detail)
+
+    def _services(self) -> dict[str, ServiceState]:
+        return {service.name: service for service in self._all_services() if service.launched}
+
+    def _all_services(self) -> list[ServiceState]:
+        state = self._folder.read()
+        if state is None:
+            raise Unavailable(f"the supervisor of {self._folder.path} is gone")
+        return state.services
+
+    def _until(self, condition: Callable[[], bool], seconds: float, problem: str) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > end:
+                raise DeadlineExceeded(f"the supervisor was asked {seconds:g} s ago: {problem}")
+            time.sleep(LOOK_SECONDS)
+
+
+def main() -> None:
+    """Serve for the state folder that is named first on the command line."""
+    settings = parse_settings("launcher", sys.argv[2:])
+    asyncio.run(run_launcher(LocalHost(StateFolder(Path(sys.argv[1]))), settings))
+
+
+if __name__ == "__main__":
+    main()

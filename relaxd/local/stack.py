@@ -1,0 +1,189 @@
+"""Bringing the services up on this machine, and down again."""
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from relaxd.client.coordinator import Coordinator
+from relaxd.client.errors import CliError
+from relaxd.local import embedded_redis
+from relaxd.local.environment import python_path
+from relaxd.local.ports import LOOPBACK, free_port, is_free
+from relaxd.local.redis_address import without_password, write_private
+from relaxd.local.state import StackState, StateFolder
+from relaxd.local.supervisor import Plan, ServiceSpec
+from relaxd.v1.replica_pb2 import Role
+
+COORDINATOR_PORT = 50050
+ROLES = ("trainer", "rollout", "reward", "advantage")
+SCALABLE = ("rollout", "reward", "advantage")
+ENDING_SECONDS = 60.0
+"""How long the supervisor may take to end services that did not come up."""
+READY_SECONDS = 120.0
+"""How long it may take until the next service has registered, once Redis has loaded its data."""
+
+
+def make_plan(
+    folder: StateFolder,
+    *,
+    port: int = COORDINATOR_PORT,
+    replicas: Mapping[str, int] | None = None,
+    redis_data: Path | None = None,
+    stop_with_parent: bool = False,
+    grace_seconds: float = 20.0,
+) -> Plan:
+    """Plan Redis (unless REDIS_URL names one), the coordinator and `replicas` of each other role, by default one.
+
+    `port` is the coordinator's; 0 takes a free one. Raises CliError: the port is taken, or there is no Redis.
+    """
+    if port and not is_free(port):
+        raise CliError(f"port {port} on {LOOPBACK} is taken", "stop what uses it, or choose another: --port 0 for any")
+    coordinator = f"{LOOPBACK}:{port or free_port()}"
+    services = []
+    folder.create()
+    given = embedded_redis.given_url()
+    if given is None:
+        redis_port, password = free_port(), secrets.token_urlsafe(24)
+        redis_url = embedded_redis.url(redis_port)
+        command = embedded_redis.server_command(redis_data or folder.redis_data, redis_port, password)
+        services.append(ServiceSpec(name="redis", role="redis", command=command))
+    else:
+        embedded_redis.wait_until_up(given, seconds=5)
+        redis_url, password = without_password(given)
+    if password:
+        write_private(folder.redis_password, password)
+    password_file = str(folder.redis_password) if password else ""
+    common = {
+        "PYTHONPATH": python_path(),
+        "PYTHONUNBUFFERED": "1",
+        "RELAXD_HOST": LOOPBACK,
+        "RELAXD_COORDINATOR": coordinator,
+        "RELAXD_REDIS": redis_url,
+        "RELAXD_REDIS_PASSWORD_FILE": password_file,
+        "RELAXD_GRACE_SECONDS": str(grace_seconds),
+    }
+    launcher = f"{LOOPBACK}:{free_port()}"
+    services.append(
+        ServiceSpec(
+            name="launcher",
+            role="launcher",
+            command=[sys.executable, "-m", "relaxd.local.launcher", str(folder.path)],
+            environment={**common, "RELAXD_PORT": launcher.rpartition(":")[2]},
+        )
+    )
+    counts = {"coordinator": 1, **{role: (replicas or {}).get(role, 1) for role in ROLES}}
+    for role, count in counts.items():
+        environment = {**common, "RELAXD_PORT": "0"}
+        if role == "coordinator":
+            environment |= {"RELAXD_PORT": coordinator.rpartition(":")[2], "RELAXD_LAUNCHER": launcher}
+        command = [sys.executable, "-m", f"services.{role}"]
+        for number in range(1, count + 1):
+            name = role if count == 1 else f"{role}-{number}"
+            services.append(ServiceSpec(name=name, role=role, command=command, environment=environment))
+    templates = {spec.role: spec for spec in services if spec.role in SCALABLE}
+    return Plan(
+        state_folder=folder.path,
+        coordinator=coordinator,
+        redis=redis_url,
+        redis_password_file=password_file,
+        services=services,
+        templates=templates,
+        stop_with_parent=stop_with_parent,
+        grace_seconds=grace_seconds + 2.0,  # a service ends by itself first
+    )
+
+
+def up(folder: StateFolder, plan: Plan, say: Callable[[str], None]) -> StackState:
+    """Start the supervisor and return once every service has registered. Raises CliError, with everything stopped."""
+    if folder.is_up():
+        raise CliError(
+            f"services are already up (in {folder.path})", "relaxd status shows them, relaxd down stops them"
+        )
+    folder.create()
+    for log in folder.logs.glob("*.log"):
+        log.unlink()
+    folder.plan.write_text(plan.model_dump_json(indent=2))
+    with folder.log("supervisor").open("wb") as log_file:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "relaxd.local.supervisor", str(folder.plan)],
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": python_path()},
+        )
+    try:
+        return _await_registration(folder, plan, supervisor, say)
+    except BaseException:
+        if supervisor.poll() is None:
+            supervisor.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                supervisor.wait(timeout=ENDING_SECONDS)
+        raise
+
+
+def _await_registration(
+    folder: StateFolder, plan: Plan, supervisor: "subprocess.Popen[bytes]", say: Callable[[str], None]
+) -> StackState:
+    wanted = Counter(spec.role for spec in plan.services if spec.role in ROLES)
+    missing: list[str] = []
+    deadline = time.monotonic() + READY_SECONDS
+    with Coordinator(plan.coordinator) as coordinator:
+        while time.monotonic() < deadline:
+            if supervisor.poll() is not None:
+                raise failure(folder, "supervisor", "the services could not be started")
+            state = folder.read()
+            if state is not None and state.pid == supervisor.pid:
+                raise_if_failed(folder, state)
+                if any(service.phase == "starting" for service in state.services):
+                    deadline = time.monotonic() + READY_SECONDS
+                still_missing = list((wanted - _registered(coordinator)).elements())
+                if not still_missing:
+                    return state
+                if still_missing != missing:
+                    missing = still_missing
+                    deadline = time.monotonic() + READY_SECONDS
+                    say(f"waiting for {', '.join(missing)}")
+            time.sleep(0.2)
+    late = ", ".join(missing) or "the supervisor"
+    raise failure(folder, "supervisor", f"{late} did not come up in {READY_SECONDS:.0f} s")
+
+
+def _registered(coordinator: Coordinator) -> Counter[str]:
+    try:
+        replicas = coordinator.replicas()
+    except CliError:
+        return Counter()
+    return Counter(Role.Name(replica.registration.role).removeprefix("ROLE_").lower() for replica in replicas)
+
+
+def raise_if_failed(folder: StateFolder, state: StackState | None, roles: Collection[str] | None = None) -> None:
+    """Raise CliError with the end of the log of a service (of one of `roles`, if given) that the supervisor gave up
+    on."""
+    failed = state.failed() if state else []
+    for service in [service for service in failed if roles is None or service.role in roles]:
+        raise failure(folder, service.name, f"{service.name} kept dying (exit code {service.exit_code})")
+
+
+def failure(folder: StateFolder, service: str, message: str) -> CliError:
+    """An error with the last lines of a service's log in it."""
+    lines = "\n".join(f"  {line}" for line in folder.log_tail(service))
+    shown = f"; the last lines of {folder.log(service)}:\n{lines}" if lines else ""
+    return CliError(f"{message}{shown}", f"all logs are in {folder.logs}")
+
+
+def down(folder: StateFolder) -> bool:
+    """Stop the services; False when none were up. Raises CliError when they don't stop."""
+    state = folder.read()
+    if state is None:
+        return False
+    os.kill(state.pid, 15)
+    if not folder.wait_until_down(120):
+        raise CliError(f"the supervisor (pid {state.pid}) does not stop", f"kill {state.pid}")
+    return True

@@ -1,0 +1,366 @@
+"""The supervisor: starts the services as child processes, restarts what died, stops everything in order.
+
+It is a process of its own (`python -m relaxd.local.supervisor PLAN.json`), started by `relaxd up`, with one
+thread: children are forked from it with a parent-death signal, which is tied to the forking thread.
+
+Of services that die by themselves it limits the restarts (max_restarts). Restarts that the coordinator asks for,
+through the service itself (exit code RESTART) or the launcher, are limited by the coordinator ([health] in the run's
+configuration), don't count here, and also start a service that was given up here.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, Field
+
+from relaxd.client.errors import CliError
+from relaxd.local import embedded_redis
+from relaxd.local.redis_address import RedisAddress
+from relaxd.local.state import LaunchWish, LaunchWishes, Phase, ServiceState, StackState, StateFolder
+from relaxd.replica.exit_codes import RESTART
+
+PR_SET_PDEATHSIG = 1
+
+
+class ServiceSpec(BaseModel):
+    """One process to keep alive."""
+
+    name: str
+    role: str
+    command: list[str]
+    environment: dict[str, str] = {}
+    """Set on top of the supervisor's own environment."""
+
+
+class Plan(RedisAddress):
+    """What a supervisor is to run."""
+
+    state_folder: Path
+    coordinator: str
+    """host:port."""
+    services: list[ServiceSpec]
+    """Started in this order, stopped in the other; the roles redis and coordinator are stopped after all others."""
+    templates: dict[str, ServiceSpec] = Field(default_factory=dict)
+    """By role: what one more replica is like, for the launcher."""
+    stop_with_parent: bool = False
+    """Stop everything when the process that started the supervisor is gone."""
+    grace_seconds: float = 20.0
+    """How long services may drain before they are killed."""
+    max_restarts: int = 5
+    """A service that dies more often than this within restart_window_seconds is given up."""
+    restart_window_seconds: float = 60.0
+    first_backoff_seconds: float = 0.5
+    """Pause before the first restart; doubles with each further one."""
+
+
+class Child:
+    """One service: its process, and when it died."""
+
+    def __init__(self, spec: ServiceSpec, log: Path, *, launched: bool = False) -> None:
+        self.spec = spec
+        self.log = log
+        self.state = ServiceState(name=spec.name, role=spec.role, launched=launched)
+        self.kill_at: float | None = None
+        """It has been told to end for good, and may take until then."""
+        self.process: subprocess.Popen[bytes] | None = None
+        self.restart_at: float | None = None
+        self.deaths: deque[float] = deque()
+        self.asked_to_restart = False
+        """Its process was killed to be started again."""
+
+    @property
+    def replica_id(self) -> str:
+        """The id of its newest process."""
+        return self.spec.name + (f"-r{self.state.restarts}" if self.state.restarts else "")
+
+    def start(self) -> None:
+        """Start the process, in a session of its own, so that Ctrl-C in the terminal doesn't reach it."""
+        environment = os.environ | self.spec.environment
+        # A restarted process is another replica: what the dead one held is claimed, not continued.
+        environment["RELAXD_REPLICA_ID"] = self.replica_id
+        environment["RELAXD_INSTANCE"] = self.spec.name
+        self.restart_at = None
+        try:
+            with self.log.open("ab") as output:
+                self.process = subprocess.Popen(
+                    self.spec.command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=_prepare,
+                )
+        except OSError as error:
+            raise CliError(f"cannot start {self.spec.name}: {error}") from error
+        self.set_phase("running")
+
+    def set_phase(self, phase: Phase) -> None:
+        """Note how the service is."""
+        self.state.phase = phase
+        self.state.pid = self.process.pid if self.process else None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal the process; on SIGKILL its whole process group, so that nothing it started is left."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if number == signal.SIGKILL:
+                os.killpg(self.process.pid, number)
+            else:
+                self.process.send_signal(number)
+
+    def reap(self) -> bool:
+        """Whether the process has ended since the last call; kills what it left behind."""
+        if self.process is None or self.process.poll() is None:
+            return False
+        self.signal(signal.SIGKILL)
+        self.state.exit_code = self.process.returncode
+        self.process = None
+        return True
+
+
+class Supervisor:
+    """Runs one plan until it is told to stop."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.folder = StateFolder(plan.state_folder)
+        self.children = [Child(spec, self.folder.log(spec.name)) for spec in plan.services]
+        self.started = time.time()
+        self.stopping = False
+        self._stop_signals = 0
+        self._parent = os.getppid()
+        self._wakeup_reader, self._wakeup_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> None:
+        """Start everything, watch it, and stop it on SIGTERM or SIGINT (at once on the second one)."""
+        self.folder.create()
+        with self.folder.locked():
+            self.folder.write_launched(LaunchWishes())
+            self._handle_signals()
+            try:
+                self._start()
+                while not self.stopping:
+                    self._watch()
+                    self._wait(0.5)
+            finally:
+                self._stop()
+
+    def _start(self) -> None:
+        for child in self.children:
+            if self.stopping:
+                return
+            child.start()
+            if child.spec.role == "redis":
+                child.set_phase("starting")
+            self._say(f"started {child.spec.name} (pid {child.state.pid})")
+            self._write()
+            if child.spec.role == "redis":
+                self._await_redis(child)
+                child.set_phase("running")
+                self._write()
+
+    def _await_redis(self, child: Child) -> None:
+        def ended() -> bool:
+            return child.process is None or child.process.poll() is not None or self.stopping
+
+        embedded_redis.wait_until_up(self.plan.redis, gave_up=ended)  # loading its data takes as long as there is data
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        self._follow_launcher(now)
+        for child in list(self.children):
+            if child.reap():
+                self._after_death(child, now)
+                self._write()
+            elif child.kill_at is not None:
+                if now >= child.kill_at:
+                    self._say(f"{child.spec.name} did not stop within its grace period: killing it")
+                    child.signal(signal.SIGKILL)
+                    child.kill_at = float("inf")
+            elif child.restart_at is not None and now >= child.restart_at:
+                child.state.restarts += 1
+                child.start()
+                self._say(f"restarted {child.spec.name} (pid {child.state.pid}, restart {child.state.restarts})")
+                self._write()
+        if self.plan.stop_with_parent and os.getppid() != self._parent:
+            self._say("the process that started the services is gone: stopping them")
+            self.stopping = True
+
+    def _follow_launcher(self, now: float) -> None:
+        """Start what the launcher wants, and stop what it wants no more."""
+        launched = {child.spec.name: child for child in self.children if child.state.launched}
+        for launch_id, wish in self.folder.read_launched().wishes.items():
+            child = launched.get(launch_id)
+            if child is None and wish.stop_seconds is None:
+                self._launch(launch_id, wish)
+            elif child is not None and wish.stop_seconds is not None and child.kill_at is None:
+                child.restart_at, child.kill_at = None, now + wish.stop_seconds
+                child.signal(signal.SIGTERM)
+                if child.process is None:
+                    self._forget(child)
+        for name, restart in self.folder.read_launched().restarts.items():
+            child = next((child for child in self.children if child.spec.name == name), None)
+            if child is not None and child.state.restart_wish < restart.number:
+                child.state.restart_wish = restart.number
+                self._restart(child, restart.replica_id, now)
+                self._write()
+
+    def _restart(self, child: Child, replica_id: str, now: float) -> None:
+        """Kill a process, whatever state it is in, and start the next one."""
+        if child.kill_at is not None:
+            return  # it is to end for good
+        if child.process is None:
+            self._say(f"the coordinator wants {child.spec.name} started again")
+            child.deaths.clear()
+            child.restart_at = now
+        elif replica_id in ("", child.replica_id):
+            self._say(f"the coordinator wants {child.spec.name} restarted: killing it")
+            child.deaths.clear()
+            child.asked_to_restart = True
+            child.signal(signal.SIGKILL)
+
+    def _launch(self, launch_id: str, wish: LaunchWish) -> None:
+        template = self.plan.templates[wish.role]
+        environment = {**template.environment, "RELAXD_LAUNCH_ID": launch_id}
+        if wish.gpu_uuids:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(wish.gpu_uuids)
+        spec = template.model_copy(update={"name": launch_id, "environment": environment})
+        child = Child(spec, self.folder.log(launch_id), launched=True)
+        child.start()
+        self.children.append(child)
+        self._say(f"launched {launch_id} (pid {child.state.pid})")
+        self._write()
+
+    def _forget(self, child: Child) -> None:
+        self.children.remove(child)
+        self._say(f"removed {child.spec.name}")
+        self._write()
+
+    def _after_death(self, child: Child, now: float) -> None:
+        if child.kill_at is not None:
+            self._forget(child)
+            return
+        if child.asked_to_restart or child.state.exit_code == RESTART:
+            child.asked_to_restart = False
+            child.restart_at = now + self.plan.first_backoff_seconds
+            child.set_phase("restarting")
+            self._say(f"{child.spec.name} {_describe_exit(child.state.exit_code)}, as it was told; restarting it")
+            return
+        while child.deaths and now - child.deaths[0] > self.plan.restart_window_seconds:
+            child.deaths.popleft()
+        child.deaths.append(now)
+        how = _describe_exit(child.state.exit_code)
+        if len(child.deaths) > self.plan.max_restarts:
+            child.set_phase("failed")
+            self._say(f"{child.spec.name} {how}; it died {len(child.deaths)} times in a short while: giving it up")
+            return
+        pause = min(self.plan.first_backoff_seconds * 2 ** (len(child.deaths) - 1), 10.0)
+        child.restart_at = now + pause
+        child.set_phase("restarting")
+        self._say(f"{child.spec.name} {how}; restarting it in {pause:.1f} s")
+
+    def _stop(self) -> None:
+        self.stopping = True
+        self._say("stopping")
+        self._write()
+        # Replicas hand back what they hold while coordinator and Redis are still there.
+        last = {"coordinator": 1, "redis": 2}
+        for turn in range(3):
+            self._stop_children([child for child in self.children if last.get(child.spec.role, 0) == turn])
+        self._say("stopped")
+
+    def _stop_children(self, children: Sequence[Child]) -> None:
+        for child in children:
+            child.restart_at = None
+            child.signal(signal.SIGTERM)
+        deadline = time.monotonic() + self.plan.grace_seconds
+        asked = self._stop_signals
+        while any(child.process is not None for child in children):
+            for child in children:
+                if child.reap():
+                    child.set_phase("stopped")
+            if time.monotonic() >= deadline or self._stop_signals > max(asked, 1):
+                for child in children:
+                    if child.process is not None:
+                        self._say(f"{child.spec.name} did not stop within its grace period: killing it")
+                        child.signal(signal.SIGKILL)
+                deadline = float("inf")
+                asked = self._stop_signals
+            self._wait(0.1)
+        self._write()
+
+    def _handle_signals(self) -> None:
+        def on_stop(number: int, frame: object) -> None:
+            self._stop_signals += 1
+            self.stopping = True
+
+        signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, on_stop)
+        signal.signal(signal.SIGINT, on_stop)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only to wake up
+
+    def _wait(self, seconds: float) -> None:
+        """Sleep, but wake up for a signal, also one that came just before."""
+        if select.select([self._wakeup_reader], [], [], seconds)[0]:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wakeup_reader, 4096)
+
+    def _write(self) -> None:
+        self.folder.write(
+            StackState(
+                pid=os.getpid(),
+                started=self.started,
+                coordinator=self.plan.coordinator,
+                redis=self.plan.redis,
+                redis_password_file=self.plan.redis_password_file,
+                stopping=self.stopping,
+                services=[child.state for child in self.children],
+            )
+        )
+
+    def _say(self, text: str) -> None:
+        print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} supervisor {text}", flush=True)
+
+
+def _prepare() -> None:
+    """In the forked child: ask the kernel to end it when the supervisor dies, however that happens. Linux only.
+
+    A write beyond a limit on the size of files fails with an error, which Redis can handle, instead of killing it.
+    """
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is None:
+        return "ended"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"
+
+
+def main() -> None:
+    """Run the plan named on the command line."""
+    plan = Plan.model_validate_json(Path(sys.argv[1]).read_bytes())
+    try:
+        Supervisor(plan).run()
+    except CliError as error:
+        print(f"supervisor: {error.message}", flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

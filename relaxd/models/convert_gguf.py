@@ -1,0 +1,40 @@
+"""Convert a Llama GGUF file to a Hugging Face folder: `python -m relaxd.models.convert_gguf FILE.gguf FOLDER`.
+
+A process of its own, so that the command line needs no torch and the memory is free afterwards.
+"""
+
+import sys
+from pathlib import Path
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write the model in float32, its tokenizer and its chat template into `folder`."""
+    import torch
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # transformers 5.12, which SGLang wants, guesses the special tokens, and takes the wrong one for the end token.
+    fields = GGUFReader(gguf).fields
+    for name, key in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
+        if field := fields.get(f"tokenizer.ggml.{key}_token_id"):
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
+    quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # transformers marks a model that came from GGUF as quantized and refuses to save it: rebuild it without the mark.
+    settings = quantized.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version"):
+        settings.pop(key, None)
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    weights = {name: tensor.float() for name, tensor in quantized.state_dict().items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise RuntimeError(f"the weights don't fit the configuration: missing {missing}, unexpected {unexpected}")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(model.generation_config, name, getattr(tokenizer, name))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

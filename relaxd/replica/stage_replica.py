@@ -1,0 +1,86 @@
+"""A replica whose work is one stage of the board, such as reward and advantage."""
+
+import asyncio
+from abc import abstractmethod
+from typing import ClassVar
+
+from relaxd.board import Board, StageWorker, stages_for
+from relaxd.board.worker import Process
+from relaxd.config import RunConfig
+from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.rpc.settings import ServiceSettings
+from relaxd.v1.coordinator_pb2 import Assignment
+
+
+class StageReplica(ReplicaService):
+    """Takes a stage's groups from the board of the assigned run, and commits what `prepare`'s process makes of them."""
+
+    stage: ClassVar[str]
+    """Name of the stage."""
+    max_connection_age_seconds = 30.0
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._settings = settings
+        self._worker: StageWorker | None = None
+        self._board: Board | None = None
+        self._done_before = 0
+
+    @abstractmethod
+    async def prepare(self, config: RunConfig) -> tuple[Process, int]:
+        """Get ready for a run: the process for its groups, and how many of them to work on at once.
+
+        What it raises is reported as the status's detail, and the start is tried again later.
+        """
+
+    async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
+        """See ReplicaService."""
+        process, concurrency = await self.prepare(config)
+        self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
+        self._worker = StageWorker(
+            self._board,
+            self.stage,
+            self._settings.replica_id,
+            process,
+            concurrency=concurrency,
+            on_failure=self.give_up,
+        )
+        await asyncio.to_thread(self._worker.start)
+
+    async def stop_run(self) -> None:
+        """See ReplicaService."""
+        worker, board = self._worker, self._board
+        self._worker = self._board = None
+        if worker is not None:
+            await asyncio.to_thread(worker.stop)
+            self._done_before += worker.done
+        if board is not None:
+            await asyncio.to_thread(board.close)
+
+    async def pause_run(self) -> None:
+        """See ReplicaService."""
+        if self._worker is not None:
+            self._worker.pause()
+
+    async def resume_run(self) -> None:
+        """See ReplicaService."""
+        if self._worker is not None:
+            self._worker.resume()
+
+    async def drain(self, seconds: float) -> int:
+        """See ReplicaService."""
+        if self._worker is None:
+            return 0
+        # What isn't finished by then is handed back, which takes a moment of its own.
+        await asyncio.to_thread(self._worker.drain, seconds - min(1.0, seconds / 4))
+        return self._worker.held if self._worker is not None else 0
+
+    def status(self) -> ServiceStatus:
+        """See ReplicaService."""
+        if self._worker is None:
+            return ServiceStatus(done_groups=self._done_before)
+        done = self._done_before + self._worker.done
+        return ServiceStatus(held_groups=self._worker.held, done_groups=done, progress=done + self.pieces())
+
+    def pieces(self) -> int:
+        """What was done of groups that aren't finished: counts up, for GetStatusResponse.progress."""
+        return 0

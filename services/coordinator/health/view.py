@@ -1,0 +1,49 @@
+"""The health of a run as people and programs see it: from records to protobuf."""
+
+from collections.abc import Sequence
+
+from relaxd.config import HealthConfig
+from relaxd.v1 import health_pb2
+from relaxd.v1.replica_pb2 import Role
+from services.coordinator.health.health_update import recent
+from services.coordinator.state.health_records import Event, HealthRecord
+
+
+def health_messages(record: HealthRecord, config: HealthConfig) -> list[health_pb2.Health]:
+    """Every role, each followed by its replicas."""
+    messages = []
+    for role in sorted(record.roles.values(), key=lambda one: _role(one.role)):
+        state = health_pb2.HealthState.Value(f"HEALTH_STATE_{role.state}")
+        messages.append(
+            health_pb2.Health(role=_role(role.role), state=state, reason=role.reason, restarts=role.rebuilds)
+        )
+    for one in record.replicas.values():
+        messages.append(
+            health_pb2.Health(
+                role=_role(one.role),
+                instance=one.instance,
+                replica_id=one.replica_id,
+                state=health_pb2.HealthState.Value(f"HEALTH_STATE_{one.state}"),
+                reason=one.reason,
+                restarts=len(recent(one.restarts, config)),
+            )
+        )
+    return sorted(messages, key=lambda message: (message.role, message.instance))
+
+
+def event_messages(events: Sequence[Event], after: int) -> list[health_pb2.RunEvent]:
+    """The events after a number."""
+    messages = []
+    for event in events:
+        if event.number > after:
+            state = health_pb2.HealthState.Value(f"HEALTH_STATE_{event.state}")
+            message = health_pb2.RunEvent(
+                number=event.number, role=_role(event.role), instance=event.instance, state=state, text=event.text
+            )
+            message.time.FromDatetime(event.time)
+            messages.append(message)
+    return messages
+
+
+def _role(name: str) -> "Role.ValueType":
+    return Role.Value(f"ROLE_{name}")

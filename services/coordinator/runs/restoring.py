@@ -1,0 +1,156 @@
+"""Reading a run back from its folder, for a Redis that has lost it.
+
+What is read: run.json (the record) and ledger.jsonl (the steps), which the coordinator writes; state.json of the newest
+checkpoint (where the groups were) and the step files after the ledger's last line, which the trainer writes. What was
+under way is published anew: groups that no step has trained. What was dropped since the checkpoint is too.
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from relaxd.board import LedgerEntry
+from relaxd.config import RunConfig
+from relaxd.data.dataset import Cursor, PromptDataset, RunData, load_data
+from relaxd.data.errors import DataError
+from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Violations
+from services.coordinator.runs.publisher import place_of
+from services.coordinator.state.records import RunRecord
+from services.coordinator.runs.run_files import LEDGER, RECORD, RunFiles
+from services.coordinator.runs.starting import RUN_ID_RULE, check_run_id
+
+TRAINER_EPOCHS_LEFT_OUT = 16
+"""Room for the epochs of trainers that have left nothing in the folder: none of them may commit again."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A run as its folder has it."""
+
+    record: RunRecord
+    config: RunConfig
+    data: RunData
+    files: RunFiles
+    ledger: list[LedgerEntry]
+    cursor: Cursor
+    dropped: dict[str, int]
+    trainer_epoch: int
+
+
+def read_run(folder_name: str) -> Restored:
+    """Read a run's folder. Slow: call it from a thread.
+
+    Raises InvalidArgument: it isn't one; FailedPrecondition: its run has ended, or it isn't complete.
+    """
+    folder = Path(folder_name)
+    if not folder.is_absolute() or not folder_name.isprintable():
+        raise _refused(f"is {folder_name!r}: it must be an absolute path")
+    for name in (RECORD, LEDGER, "checkpoints", "steps"):
+        try:
+            inside = (folder / name).resolve().is_relative_to(folder.resolve())
+        except (OSError, RuntimeError):  # links in a circle
+            inside = False
+        if not inside:
+            raise _refused(f"is {folder_name!r}: {name} in it leads out of it by a link")
+    try:
+        record = RunRecord.model_validate_json((folder / RECORD).read_bytes())
+        config = RunConfig.model_validate_json(record.config_json)
+    except FileNotFoundError as error:
+        raise _refused(f"is {folder_name!r}: there is no {RECORD} in it, so it isn't the folder of a run") from error
+    except (OSError, ValidationError) as error:
+        raise _refused(f"is {folder_name!r}: {RECORD} in it can't be read: {error}") from error
+    violations = Violations()
+    check_run_id(record.run_id, violations, optional=False)
+    if violations.found:
+        raise _refused(f"is {folder_name!r}: its run is called {record.run_id!r}: that {RUN_ID_RULE}")
+    if record.phase.ended:
+        state = record.phase.value.lower()
+        raise FailedPrecondition(
+            f"run {record.run_id!r} has ended ({state}: {record.reason}): there is nothing to resume"
+        )
+    try:
+        data = load_data(config)
+    except DataError as error:
+        raise FailedPrecondition(f"run {record.run_id!r} can't go on: {error.field}: {error.message}") from error
+    ledger = read_ledger(folder)
+    checkpoint = _newest_checkpoint(folder, len(ledger))
+    board = checkpoint.get("board", {})
+    epochs = [entry.epoch for entry in ledger] + [int(checkpoint.get("epoch", 0))]
+    return Restored(
+        record=record.model_copy(update={"folder": str(folder.resolve())}),
+        config=config,
+        data=data,
+        files=RunFiles(folder),
+        ledger=ledger,
+        cursor=_cursor(data.train, board, ledger[int(checkpoint.get("step", 0)) :]),
+        dropped={str(reason): int(count) for reason, count in board.get("dropped_by_reason", {}).items()},
+        trainer_epoch=max(epochs) + TRAINER_EPOCHS_LEFT_OUT,
+    )
+
+
+def _cursor(prompts: PromptDataset, board: dict[str, Any], trained_since: Sequence[LedgerEntry]) -> Cursor:
+    """Where to go on: after the checkpoint's cursor, without what was trained since, and with what was open then."""
+    return prompts.resumed(
+        Cursor.from_json(board.get("cursor")),
+        {place_of(group_id) for group_id in board.get("open_groups", ())},
+        {place_of(group_id) for entry in trained_since for group_id in entry.plan["groups"]},
+    )
+
+
+def read_ledger(folder: Path) -> list[LedgerEntry]:
+    """The steps of ledger.jsonl, and those after it that have a step file. A last line that isn't whole is left out."""
+    entries: list[LedgerEntry] = []
+    path = folder / LEDGER
+    lines = path.read_text().splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = LedgerEntry(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise FailedPrecondition(f"{path} is damaged in line {number}: {error}") from error
+        if entry.step != len(entries) + 1:
+            raise FailedPrecondition(f"{path} has step {entry.step} in line {number}: it must be {len(entries) + 1}")
+        entries.append(entry)
+    # A step file is there before its step is committed. Nobody has seen that step's weights if it wasn't, so it may as
+    # well have been.
+    while (file := folder / "steps" / f"step-{len(entries) + 1:06d}.safetensors").is_file():
+        plan = _plan_of(file)
+        time = file.stat().st_mtime
+        entries.append(LedgerEntry(step=len(entries) + 1, time=time, epoch=plan["epoch"], plan=plan, metrics={}))
+    return entries
+
+
+def _plan_of(step_file: Path) -> dict[str, Any]:
+    """The plan in the header of a safetensors file: 8 bytes with the length of the JSON that follows."""
+    try:
+        with step_file.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, 1 << 30)))
+        plan: dict[str, Any] = json.loads(header["__metadata__"]["plan"])
+        if not isinstance(plan["groups"], list) or not isinstance(plan["epoch"], int):
+            raise ValueError("its plan has no groups")
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise FailedPrecondition(f"{step_file} is damaged: {error}") from error
+    return plan
+
+
+def _newest_checkpoint(folder: Path, last_step: int) -> dict[str, Any]:
+    """state.json of the newest checkpoint that isn't beyond the ledger; {} without one."""
+    for path in sorted((folder / "checkpoints").glob("step-*[0-9]/state.json"), reverse=True):
+        try:
+            state: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue  # the trainer puts it aside, and says so
+        if state["step"] <= last_step:
+            return state
+    return {}
+
+
+def _refused(text: str) -> InvalidArgument:
+    return InvalidArgument(f"folder {text}", [("folder", text)])

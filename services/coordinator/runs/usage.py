@@ -1,0 +1,122 @@
+"""Of what use a run's engines and GPUs were during a step, from what their heartbeats say."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.coordinator.fleet.registry import Replica
+
+BUSY, PAUSED = 1.0, 2.0
+"""Values of the gauge engine_state."""
+
+
+@dataclass
+class _Counter:
+    """Something that grows by at most a second a second, known from time to time."""
+
+    counted: float
+    """How much of it was counted in steps."""
+
+    def take(self, now: float, most: float) -> float:
+        """What it has grown by since the last time. What is beyond `most` is left for the next time."""
+        grown = min(max(0.0, now - self.counted), most)
+        self.counted += grown
+        return grown
+
+
+@dataclass
+class _Seen:
+    """What is known of a replica."""
+
+    since: float
+    """Until when its time was counted, by the monotonic clock."""
+    busy: _Counter | None
+    paused: _Counter | None
+    gpu_busy: float = 0.0
+    """GPU seconds in which a kernel ran, since then."""
+    gpu_seconds: float = 0.0
+    looked: float = 0.0
+
+
+class Usage:
+    """Adds up what engines and GPUs did between one step and the next.
+
+    Heartbeats come about every second: what an engine does since the last one is taken to be what it did then, and put
+    right with the next step. So the numbers of one short step are rough, and those of many add up.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[tuple[str, float], _Seen] = {}
+
+    def look(self, replicas: Sequence[Replica]) -> None:
+        """Look at the replicas that are there, several times a second; for one that is new, counting begins."""
+        now = self._clock()
+        seen = {}
+        for replica in replicas:
+            key = (replica.replica_id, replica.registered_at)
+            known = self._seen.get(key)
+            if known is None:
+                busy, paused = _engine_seconds(replica, now)
+                known = _Seen(now, _counter(busy), _counter(paused), looked=now)
+            utilisation = replica.status.gauges.get("gpu_utilisation")
+            if utilisation is not None:
+                known.gpu_busy += utilisation * (now - known.looked)
+                known.gpu_seconds += now - known.looked
+            known.looked = now
+            seen[key] = known
+        self._seen = seen
+
+    def take(self, replicas: Sequence[Replica]) -> dict[str, float]:
+        """The metrics of the time since the last call; without any whose replica told nothing about it."""
+        self.look(replicas)
+        now = self._clock()
+        shares: dict[str, dict[str, float]] = {"busy": {}, "paused": {}, "idle": {}}
+        gpus: dict[str, float] = {}
+        for replica in replicas:
+            known = self._seen[(replica.replica_id, replica.registered_at)]
+            seconds = now - known.since
+            if seconds <= 0:
+                continue
+            busy, paused = _engine_seconds(replica, now)
+            if busy is not None and paused is not None:
+                if known.busy is None or known.paused is None:  # its first heartbeat came after the last step
+                    known.busy, known.paused = _counter(busy), _counter(paused)
+                else:
+                    shares["paused"][replica.replica_id] = known.paused.take(paused, seconds) / seconds
+                    left = seconds * (1 - shares["paused"][replica.replica_id])
+                    shares["busy"][replica.replica_id] = known.busy.take(busy, left) / seconds
+                    idle = 1 - shares["paused"][replica.replica_id] - shares["busy"][replica.replica_id]
+                    shares["idle"][replica.replica_id] = max(0.0, idle)
+            if known.gpu_seconds > 0:
+                gpus[replica.replica_id] = 1 - min(1.0, known.gpu_busy / known.gpu_seconds)
+            known.since, known.gpu_busy, known.gpu_seconds = now, 0.0, 0.0
+        result = {f"engine_{name}_share": _mean(values) for name, values in shares.items() if values}
+        if len(shares["idle"]) > 1:
+            result |= {f"engine_idle_share_{replica}": value for replica, value in shares["idle"].items()}
+        if gpus:
+            count = {replica.replica_id: max(1, len(replica.status.gpu_uuids)) for replica in replicas}
+            total = sum(count[replica] for replica in gpus)
+            result["gpu_idle_share"] = sum(value * count[replica] for replica, value in gpus.items()) / total
+            result |= {f"gpu_idle_share_{replica}": value for replica, value in gpus.items()}
+        return result
+
+
+def _engine_seconds(replica: Replica, now: float) -> tuple[float | None, float | None]:
+    """Busy and paused seconds of a replica's engine until now; None where it has told none."""
+    gauges = replica.status.gauges
+    if "engine_state" not in gauges:
+        return None, None
+    state, passed = gauges["engine_state"], max(0.0, now - replica.seen)
+    return (
+        gauges["engine_busy_seconds"] + (passed if state == BUSY else 0.0),
+        gauges["engine_paused_seconds"] + (passed if state == PAUSED else 0.0),
+    )
+
+
+def _counter(value: float | None) -> _Counter | None:
+    return None if value is None else _Counter(value)
+
+
+def _mean(values: dict[str, float]) -> float:
+    return sum(values.values()) / len(values)

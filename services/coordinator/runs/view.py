@@ -1,0 +1,68 @@
+"""Runs as people and programs see them: from records and the board to protobuf."""
+
+import contextlib
+from typing import Any
+
+from relaxd.board import Board, RunMissing
+from relaxd.v1 import coordinator_pb2 as pb
+from services.coordinator.state.records import Phase, RunRecord
+
+
+def run_state(record: RunRecord) -> "pb.RunState.ValueType":
+    """The state that a run shows."""
+    if record.stop_reason and not record.phase.ended:
+        return pb.RUN_STATE_STOPPING
+    if record.paused is not None and record.phase in (Phase.PENDING, Phase.RUNNING):
+        return pb.RUN_STATE_PAUSED
+    return pb.RunState.Value(f"RUN_STATE_{record.phase.value}")
+
+
+def run_message(record: RunRecord, steps: int, board: Board, oldest_version: int | None) -> pb.Run:
+    """A run, with what the board says about it. Reads Redis: call it from a thread."""
+    run = pb.Run(
+        run_id=record.run_id,
+        state=run_state(record),
+        reason=record.reason if record.paused is None else record.paused,
+        steps=steps,
+        folder=record.folder,
+        oldest_engine_version=oldest_version,
+        config_json=record.config_json,
+    )
+    run.create_time.FromDatetime(record.create_time)
+    with contextlib.suppress(RunMissing):  # it was created a moment ago: nothing is on the board yet
+        _add_board(run, board)
+    for evaluation in record.evaluations:
+        run.metrics.update({**evaluation.metrics, "eval_step": evaluation.step})
+    return run
+
+
+def _add_board(run: pb.Run, board: Board) -> None:
+    counts = board.counts()
+    run.step = counts.last_step
+    run.groups.published = counts.published
+    run.groups.open = counts.open
+    run.groups.trained = counts.trained
+    run.groups.dropped = counts.dropped
+    run.groups.dropped_by_reason.update(counts.dropped_by_reason)
+    for queue in board.queues():
+        run.queues.add(stage=queue.stage, waiting=queue.waiting, held=queue.held)
+    if counts.last_step:
+        for entry in board.ledger(counts.last_step - 1):
+            run.metrics.update(entry.metrics)
+
+
+def step_messages(board: Board, after_step: int) -> list[pb.StepMetrics]:
+    """The steps after a step. Reads Redis: call it from a thread."""
+    messages = []
+    for entry in board.ledger(after_step):
+        message = pb.StepMetrics(step=entry.step, metrics=entry.metrics)
+        message.commit_time.FromNanoseconds(int(entry.time * 1e9))
+        messages.append(message)
+    return messages
+
+
+def sample_message(sample: dict[str, Any]) -> pb.TrainedSample:
+    """A sample as the trainer left it on the board: its keys are the fields of TrainedSample."""
+    return pb.TrainedSample(
+        **{key: value for key, value in sample.items() if key in pb.TrainedSample.DESCRIPTOR.fields_by_name}
+    )

@@ -1,0 +1,309 @@
+"""The calls of a weight synchronisation, each to all members at once and with a deadline."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import grpc
+
+from relaxd.config import WeightsConfig
+from relaxd.rpc.errors import explain
+from relaxd.v1 import rollout_pb2, trainer_pb2
+from relaxd.v1.replica_pb2 import WeightVersion
+from relaxd.v1.rollout_pb2_grpc import RolloutStub
+from relaxd.v1.trainer_pb2_grpc import TrainerStub
+from relaxd.v1.weights_pb2 import WeightGroup
+from services.coordinator.fleet.peers import Peers
+from services.coordinator.fleet.registry import Registry, Version
+from services.coordinator.state.records import GroupRecord, Member
+
+logger = logging.getLogger(__name__)
+
+Call = Awaitable[Any]
+"""A unary call under way."""
+
+PAUSE_MODES = {
+    "in_place": rollout_pb2.PAUSE_MODE_IN_PLACE,
+    "retract": rollout_pb2.PAUSE_MODE_RETRACT,
+    "abort": rollout_pb2.PAUSE_MODE_ABORT,
+    "drain": rollout_pb2.PAUSE_MODE_DRAIN,
+}
+SHORT_SECONDS = 3.0
+"""Deadline of calls that only have to change a flag: resume, leave."""
+SILENT_SECONDS = 0.5
+"""The same for a member that had not answered before: it may be frozen, and all wait for it."""
+MARGIN_SECONDS = 1.0
+"""A call's deadline beyond the deadline that its callee keeps by itself."""
+ECHO_SECONDS = 0.2
+"""After a first failure: time for the others to say the same, or that they are done."""
+TO_BLAME = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""What a call to a member that is dead or late ends with; any other error is an answer."""
+
+
+class SyncFailed(Exception):
+    """A synchronisation ended without success.
+
+    `blamed` are the members that are dead or late, or have other weights than were sent; `wrong` are the latter.
+    `refused` are those that answered with an error, which may be the fault of others. `silent` are those that had not
+    answered yet, or not in time.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        blamed: Iterable[Member] = (),
+        wrong: Iterable[Member] = (),
+        refused: Iterable[Member] = (),
+        silent: Iterable[Member] = (),
+    ) -> None:
+        super().__init__(reason)
+        self.silent = frozenset(silent)
+        self.refused = frozenset(refused)
+        self.wrong = frozenset(wrong)
+        self.blamed = frozenset(blamed) | self.wrong
+
+
+class WeightCalls:
+    """Every step of the sequence. All raise SyncFailed."""
+
+    def __init__(self, registry: Registry, peers: Peers, config: WeightsConfig) -> None:
+        self._registry = registry
+        self._peers = peers
+        self._config = config
+
+    def _pause(self, sync_id: int) -> tuple[rollout_pb2.PauseGenerationRequest, float]:
+        """A pause, for no longer than a synchronisation can take, and its deadline."""
+        config = self._config
+        wait = config.timeout_seconds if config.pause == "drain" else config.connect_timeout_seconds
+        request = rollout_pb2.PauseGenerationRequest(
+            sync_id=sync_id,
+            mode=PAUSE_MODES[config.pause],
+            lease_seconds=wait + config.timeout_seconds + 3 * SHORT_SECONDS,
+        )
+        return request, wait
+
+    async def manifest(self, trainer: Member) -> trainer_pb2.GetWeightManifestResponse:
+        """What the trainer will send, and where the ranks meet."""
+        request = trainer_pb2.GetWeightManifestRequest()
+        try:
+            stub = self._trainer(trainer)
+            return await stub.GetWeightManifest(request, timeout=self._config.connect_timeout_seconds)
+        except grpc.aio.AioRpcError as error:
+            raise SyncFailed(f"the trainer doesn't say what it will send: {explain(error)}") from error
+
+    async def join(self, sync_id: int, group: GroupRecord, manifest: trainer_pb2.GetWeightManifestResponse) -> None:
+        """Connect the trainer's source ranks and the engines."""
+        ranks, next_rank = {}, manifest.source_ranks
+        for engine in group.engines:
+            ranks[engine] = next_rank
+            next_rank += engine.ranks
+        seconds = self._config.connect_timeout_seconds
+        connect = WeightGroup(
+            name=group.name,
+            world_size=next_rank,
+            store_host=manifest.store_host,
+            store_port=manifest.store_port,
+            transport=self._config.transport,
+            timeout_seconds=seconds,
+        )
+
+        def join(member: Member) -> Call:
+            if member == group.trainer:
+                request = trainer_pb2.TrainerJoinWeightGroupRequest(sync_id=sync_id, group=connect)
+                return self._trainer(member).JoinWeightGroup(request, timeout=seconds + MARGIN_SECONDS)
+            return self._rollout(member).JoinWeightGroup(
+                rollout_pb2.JoinWeightGroupRequest(
+                    sync_id=sync_id, group=connect, rank=ranks[member], manifest=manifest.manifest
+                ),
+                timeout=seconds + MARGIN_SECONDS,
+            )
+
+        await self._together("join the weight group", [group.trainer, *group.engines], join)
+
+    async def transfer(
+        self,
+        sync_id: int,
+        group: GroupRecord,
+        version: Version,
+        unverified: Collection[Member],
+        recorded: "asyncio.Task[None]",
+    ) -> float:
+        """Broadcast, while each engine pauses, receives and resumes: nobody waits for another one's pause.
+
+        Where there are `unverified` engines all resume when those turn out to have what the trainer sent. Nothing
+        travels before `recorded` is done. Returns the seconds of the slowest engine's reception.
+        """
+        pause, wait = self._pause(sync_id)
+        drain = self._config.pause == "drain"
+        if drain:  # that takes as long as answers do, and the trainer's optimizer must not wait for it
+            await self._together(
+                "drain", group.engines, lambda e: self._rollout(e).PauseGeneration(pause, timeout=wait)
+            )
+        weights = WeightVersion(epoch=version[0], version=version[1])
+        seconds = self._config.timeout_seconds
+        send = trainer_pb2.BroadcastWeightsRequest(
+            sync_id=sync_id,
+            group_name=group.name,
+            weights=weights,
+            timeout_seconds=seconds,
+            checksum=bool(unverified),
+        )
+
+        async def transfer(member: Member) -> Any:
+            if member == group.trainer:
+                await asyncio.shield(recorded)
+                return await self._trainer(member).BroadcastWeights(send, timeout=seconds + MARGIN_SECONDS)
+            receive = rollout_pb2.ReceiveWeightsRequest(
+                sync_id=sync_id,
+                group_name=group.name,
+                weights=weights,
+                timeout_seconds=seconds,
+                checksum=member in unverified,
+                pause=None if drain else pause,
+                pause_timeout_seconds=wait,
+                resume=not unverified,
+            )
+            limit = (0.0 if drain else wait) + seconds + MARGIN_SECONDS
+            return await self._rollout(member).ReceiveWeights(receive, timeout=limit)
+
+        answers = await self._together("transfer weights", [group.trainer, *group.engines], transfer)
+        sent = answers[group.trainer].checksums
+        wrong = {engine: _differences(sent, answers[engine].checksums) for engine in unverified}
+        if any(wrong.values()):
+            said = "; ".join(f"{engine.replica_id}: {why}" for engine, why in wrong.items() if why)
+            raise SyncFailed(
+                f"engines have other weights than were sent ({said})", wrong=[e for e in wrong if wrong[e]]
+            )
+        if unverified:
+            await self._together("resume", group.engines, lambda e: self._resume(sync_id, e))
+        return max(float(answers[engine].seconds) for engine in group.engines)
+
+    def _resume(self, sync_id: int, engine: Member) -> Call:
+        """Let an engine go on."""
+        request = rollout_pb2.ResumeGenerationRequest(sync_id=sync_id)
+        return self._rollout(engine).ResumeGeneration(request, timeout=SHORT_SECONDS)
+
+    async def leave(self, sync_id: int, group: GroupRecord) -> None:
+        """Let the members that are still there forget a group, without ending the engines' pause."""
+        members = [member for member in (group.trainer, *group.engines) if self._registry.holds(member)]
+        await self._together("leave the old weight group", members, lambda m: self._leave(sync_id, group, m))
+
+    async def abort(
+        self,
+        sync_id: int,
+        group: GroupRecord | None,
+        engines: Sequence[Member],
+        wrong: Collection[Member] = (),
+        quiet: Collection[Member] = (),
+    ) -> set[Member]:
+        """Make everybody leave the group, which aborts what they are in, and let engines go on that may.
+
+        Those that were touched serve nothing, nor do those with `wrong` weights. `quiet` members, which may be frozen,
+        are waited for less long.
+        Returns the members that are gone or don't answer; raises no SyncFailed.
+        """
+        members = set(engines) | ({group.trainer, *group.engines} if group else set())
+        there = [member for member in members if self._registry.holds(member)]
+        answers = await asyncio.gather(
+            *(
+                self._let_go(sync_id, group, m, m in wrong, SILENT_SECONDS if m in quiet else SHORT_SECONDS)
+                for m in there
+            ),
+            return_exceptions=True,
+        )
+        silent = members - set(there)
+        for member, answer in zip(there, answers, strict=True):
+            if isinstance(answer, grpc.aio.AioRpcError):
+                logger.info("%s did not let go: %s", member.replica_id, explain(answer))
+                if answer.code() in TO_BLAME:
+                    silent.add(member)
+            elif isinstance(answer, BaseException):
+                raise answer
+        return silent
+
+    async def _let_go(
+        self, sync_id: int, group: GroupRecord | None, member: Member, wrong: bool, seconds: float
+    ) -> None:
+        if group is not None:
+            answer = await self._leave(sync_id, group, member, quarantine=wrong, seconds=seconds)
+            if member == group.trainer or answer.quarantined:
+                return
+        await self._resume(sync_id, member)
+
+    def _leave(
+        self,
+        sync_id: int,
+        group: GroupRecord,
+        member: Member,
+        *,
+        quarantine: bool = False,
+        seconds: float = SHORT_SECONDS,
+    ) -> Call:
+        if member == group.trainer:
+            request = trainer_pb2.TrainerLeaveWeightGroupRequest(sync_id=sync_id, group_name=group.name)
+            return self._trainer(member).LeaveWeightGroup(request, timeout=seconds)
+        return self._rollout(member).LeaveWeightGroup(
+            rollout_pb2.LeaveWeightGroupRequest(sync_id=sync_id, group_name=group.name, quarantine=quarantine),
+            timeout=seconds,
+        )
+
+    async def _together(
+        self, what: str, members: Sequence[Member], call: Callable[[Member], Call]
+    ) -> dict[Member, Any]:
+        """Call every member at once; returns what they answered.
+
+        Raises SyncFailed soon after the first failure or lost lease; the calls that still run are cancelled.
+        """
+        tasks = {member: asyncio.create_task(_awaited(call(member))) for member in members}
+        pending = set(tasks.values())
+        try:
+            while pending and not any(task.done() and task.exception() for task in tasks.values()):
+                if any(not task.done() and not self._registry.holds(member) for member, task in tasks.items()):
+                    break
+                _, pending = await asyncio.wait(pending, timeout=0.2, return_when=asyncio.FIRST_EXCEPTION)
+            if pending:
+                _, pending = await asyncio.wait(pending, timeout=ECHO_SECONDS)
+        finally:
+            for task in pending:
+                task.cancel()
+        said: list[str] = []
+        blamed: list[Member] = []
+        refused: list[Member] = []
+        silent: list[Member] = []
+        for member, task in tasks.items():
+            if task in pending:
+                silent.append(member)
+                if not self._registry.holds(member):
+                    said.append(f"{member.replica_id}: no heartbeat")
+                    blamed.append(member)
+            elif (error := task.exception()) is not None:
+                if not isinstance(error, grpc.aio.AioRpcError):
+                    raise error
+                said.append(f"{member.replica_id}: {explain(error)}")
+                (blamed if error.code() in TO_BLAME else refused).append(member)
+                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    silent.append(member)
+        if said or pending:
+            raise SyncFailed(f"could not {what} ({'; '.join(said)})", blamed, refused=refused, silent=silent)
+        return {member: task.result() for member, task in tasks.items()}
+
+    def _trainer(self, member: Member) -> TrainerStub:
+        return self._peers.trainer(member.address)
+
+    def _rollout(self, member: Member) -> RolloutStub:
+        return self._peers.rollout(member.address)
+
+
+def _differences(sent: Mapping[str, int], received: Mapping[str, int]) -> str:
+    """Which tensors differ, for people; empty if none does. External servers tell no checksums."""
+    if not received:
+        return ""
+    different = sorted(name for name in {*sent, *received} if sent.get(name) != received.get(name))
+    if not different:
+        return ""
+    return f"{different[0]}" + (f" and {len(different) - 1} more tensors" if len(different) > 1 else "")
+
+
+async def _awaited(call: Call) -> Any:
+    return await call

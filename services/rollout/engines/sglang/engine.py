@@ -1,0 +1,397 @@
+"""The SGLang engine: its scheduler processes, and a thread that lets them run, pauses them and ends their requests.
+
+A request is sent to the scheduler while the gate admits requests, and waits here otherwise, so that at an update
+everything that the scheduler holds was begun under the weights before it.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenIDOutput,
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
+
+from services.rollout.engines.base import EngineError, FailureHandler, MemoryPart, Output, PauseMode, Request, Version
+from services.rollout.engines.gate import Gate
+from services.rollout.engines.sglang.control import SchedulerError, Schedulers
+from services.rollout.engines.sglang.launch import MessageChannel
+from services.rollout.engines.sglang.samples import Group, Sample, add_output
+
+STEP_SECONDS = 60.0
+"""Longest step of the model that a pause waits for. An engine that takes longer is broken."""
+ANSWER_SECONDS = 10.0
+MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
+"""What is given back in a sleep, by SGLang's names."""
+
+logger = logging.getLogger(__name__)
+
+
+class SGLangEngine:
+    """Generates with SGLang, pauses between two steps, and takes new weights while it is paused (see Gate)."""
+
+    def __init__(
+        self,
+        channel: MessageChannel,
+        schedulers: Schedulers,
+        decode: Callable[[list[int]], str],
+        end_ids: frozenset[int],
+        *,
+        routed_experts: bool,
+        on_output: Callable[[dict[str, list[Output]]], None],
+        on_failure: FailureHandler,
+        on_broken: Callable[[str], None],
+    ) -> None:
+        """`decode` turns token ids into text; `end_ids` are the model's own end tokens.
+
+        `on_output` is called with the new outputs of each request, many requests at a time; `on_broken` when the
+        scheduler processes don't do what they are told.
+        """
+        self._channel = channel
+        self._schedulers = schedulers
+        self._decode = decode
+        self._end_ids = end_ids
+        self._routed_experts = routed_experts
+        self._on_output = on_output
+        self._on_failure = on_failure
+        self._on_broken = on_broken
+        self._gate = Gate()
+        self._state: PauseMode | None = None
+        """How the schedulers are paused: in_place or retract; None while they run."""
+        self._groups: dict[str, Group] = {}
+        self._held: deque[Group] = deque()
+        self._released: set[MemoryPart] = set()
+        """What was given back."""
+        self._sent: dict[str, tuple[Group, Sample | None]] = {}
+        """What the scheduler works on, by its ids; without a sample: a prompt that is computed for all."""
+        self._commits = 0
+        self._changes = 0
+        self._stats = {"running_samples": 0, "waiting_samples": 0, "tokens_generated": 0}
+        for work in (self._supervise, self._read):
+            threading.Thread(target=self._guard, args=(work,), name=work.__name__.strip("_"), daemon=True).start()
+
+    @property
+    def weights(self) -> Version | None:
+        """What is served; None before the first commit."""
+        return self._gate.weights
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether a broken update touched the model."""
+        return self._gate.quarantined
+
+    def quarantine(self) -> None:
+        """See Gate."""
+        self._gate.quarantine()
+
+    def stats(self) -> dict[str, int]:
+        """Running and waiting samples now, and tokens generated so far, as SGLang's scheduler sees it."""
+        try:
+            self._stats = self._schedulers.ask_first("stats", {}, ANSWER_SECONDS)
+        except SchedulerError as error:
+            logger.warning("the last statistics are told again: %s", error)
+        stats = dict(self._stats)
+        with self._gate.changed:
+            stats["waiting_samples"] += sum(group.unfinished for group in self._held)
+        return stats
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its id must not be in use."""
+        group = Group.of(request, self._end_ids)
+        with self._gate.changed:
+            self._groups[request.request_id] = group
+            self._held.append(group)
+            self._send_held()
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request; at most the tokens that are being made are still reported."""
+        with self._gate.changed:
+            self._forget(request_id)
+            self._gate.changed.notify_all()
+
+    def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
+        """Stop between two steps; returns how many samples are held.
+
+        in_place keeps requests where they are, retract gives up their keys and values, abort ends them now, drain waits
+        for those that have begun.
+        """
+        self._gate.pause(mode, lease_seconds, timeout)
+        with self._gate.changed:
+            return sum(group.unfinished for group in self._groups.values())
+
+    def resume(self) -> None:
+        """End the pause."""
+        self._gate.resume()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether memory was given back that isn't there again."""
+        return self._gate.asleep
+
+    def sleep(self, timeout: float) -> None:
+        """Wait for the samples that have begun, then give back weights and key-value cache. Raises EngineError."""
+        if self._gate.asleep:
+            return
+        lease = timeout + STEP_SECONDS
+        self._gate.pause("drain", lease, timeout)
+        self._gate.pause("retract", lease, STEP_SECONDS)  # which also puts away what a finished batch has left
+        self._gate.sleep()
+        self._released = set(MEMORY_PARTS)
+        self._tell_memory(ReleaseMemoryOccupationReqInput(tags=list(MEMORY_PARTS)))
+
+    def wake(self, parts: Collection[MemoryPart]) -> None:
+        """Take memory back; what the weights are is not known until an update. Raises EngineError."""
+        missing = [part for part in MEMORY_PARTS if part in parts and part in self._released]
+        if missing:
+            self._tell_memory(ResumeMemoryOccupationReqInput(tags=missing))
+            self._released -= set(missing)
+        if self._gate.asleep and not self._released:
+            self._gate.wake()
+
+    def _tell_memory(self, message: ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput) -> None:
+        """Have the paused schedulers do something in the same turn of all their loops; returns when all have."""
+        self._channel.send(message)
+        try:
+            self._bring_to("retract")  # they are paused like that: this is for the answer
+        except SchedulerError as error:
+            raise EngineError(f"the schedulers did not change their memory: {error}") from error
+
+    @contextmanager
+    def update(self, weights: Version) -> Iterator[None]:
+        """Change the model inside this block; leaving it well commits `weights` in every scheduler process."""
+        with self._gate.update(weights):
+            yield
+            self._gate.touch()
+            self._commits += 1
+            key = self._key(weights)
+            params = {"key": key, "timeout": ANSWER_SECONDS}
+            try:
+                held = self._schedulers.ask_all("commit", params, 2 * ANSWER_SECONDS)[0]
+            except SchedulerError as error:
+                raise EngineError(f"the schedulers did not take up version {weights.version}: {error}") from error
+            with self._gate.changed:
+                for rid, (_, sample) in self._sent.items():
+                    if sample is not None and rid in held:  # else it has ended, and its last output is on its way
+                        count, continued = held[rid]
+                        sample.marks.append((count, weights.version))
+                        sample.continued = sample.continued or bool(continued)
+
+    def touch(self) -> None:
+        """Inside `update`: the model has changed."""
+        self._gate.touch()
+
+    def _key(self, weights: Version) -> str:
+        # The number keeps apart what a version's second commit may find of its first.
+        return f"{weights.epoch}:{weights.version}:{self._commits}"
+
+    # --- what the scheduler is told (self._gate.changed held) --------------------------------------------------------
+
+    def _send_held(self) -> None:
+        weights = self._gate.weights
+        while self._held and self._state is None and self._gate.may_admit():
+            assert weights is not None
+            self._send(self._held.popleft(), weights)
+
+    def _send(self, group: Group, weights: Version) -> None:
+        samples: list[Sample | None] = [None] if group.shares_prefix else list(group.samples)
+        messages = group.messages(self._key(weights), routed_experts=self._routed_experts)
+        for sample, (rid, message) in zip(samples, messages, strict=True):
+            if sample is not None:
+                sample.marks.append((0, weights.version))
+            self._sent[rid] = (group, sample)
+            self._channel.send(message)
+
+    def _forget(self, request_id: str) -> None:
+        group = self._groups.pop(request_id, None)
+        if group is None:
+            return
+        if group in self._held:
+            self._held.remove(group)
+        rids = [rid for rid, (of, _) in self._sent.items() if of is group]
+        for rid in rids:
+            del self._sent[rid]
+        if rids:
+            self._channel.send(AbortReq(rid=f"{request_id}:"))  # SGLang ends all whose ids begin so
+
+    # --- letting the scheduler run and pause -------------------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        gate = self._gate
+        while True:
+            with gate.changed:
+                gate.end_lease()
+                abort = gate.take_abort()
+                wanted = self._wanted_state()
+                if wanted == self._state and not abort:
+                    if self._state is None:
+                        gate.leave_rest()
+                        self._send_held()
+                        gate.wait()
+                    else:
+                        gate.rest()
+                    continue
+            self._bring_to("retract" if abort else wanted)
+            if abort:
+                self._abort_all()
+
+    def _wanted_state(self) -> PauseMode | None:
+        gate = self._gate
+        if gate.may_run():
+            return "in_place" if gate.mode == "drain" and not self._sent else None
+        if gate.mode == "retract":
+            return "retract"
+        return self._state or "in_place"
+
+    def _bring_to(self, state: PauseMode | None) -> None:
+        self._changes += 1
+        number = str(self._changes)
+        if state is None:
+            self._channel.send(ContinueGenerationReqInput(rid=number, torch_empty_cache=False))
+        else:
+            self._channel.send(PauseGenerationReqInput(rid=number, mode=state))
+        params = {"number": self._changes, "timeout": STEP_SECONDS}
+        self._schedulers.ask_all("wait_change", params, STEP_SECONDS + ANSWER_SECONDS)
+        with self._gate.changed:
+            self._state = state
+
+    def _abort_all(self) -> None:
+        """End everything that the paused scheduler holds, and everything that waits here."""
+        self._schedulers.ask_all("end_all", {"timeout": ANSWER_SECONDS}, 2 * ANSWER_SECONDS)
+        gate = self._gate
+        with gate.changed:
+            if not gate.changed.wait_for(lambda: not self._sent, ANSWER_SECONDS):
+                raise EngineError(f"the scheduler did not end {len(self._sent)} requests within {ANSWER_SECONDS:g} s")
+            ended = list(self._held)
+            self._held.clear()
+            outputs = {}
+            for group in ended:
+                del self._groups[group.request.request_id]
+                outputs[group.request.request_id] = [
+                    Output(each.index, finish_reason="abort") for each in group.samples
+                ]
+        if outputs:
+            self._on_output(outputs)
+
+    # --- what the scheduler reports ----------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        while True:
+            message = self._channel.receive()
+            if isinstance(message, BatchTokenIDOutput):
+                self._take(message)
+            elif isinstance(message, AbortReq):
+                self._take_abort(message)
+
+    def _take(self, message: BatchTokenIDOutput) -> None:
+        outputs: dict[str, list[Output]] = {}
+        failures: dict[str, str] = {}
+        ended: list[tuple[Output, Sample]] = []
+        with self._gate.changed:
+            for row, rid in enumerate(message.rids):
+                if rid not in self._sent:
+                    continue  # cancelled
+                group, sample = self._sent[rid]
+                request_id = group.request.request_id
+                if sample is None:
+                    reason = message.finished_reasons[row] or {}
+                    self._take_prefix(rid, group, reason, outputs, failures)
+                    continue
+                failure = add_output(sample, message, row)
+                if failure:
+                    failures[request_id] = failure
+                    continue
+                output = self._output(rid, group, sample)
+                outputs.setdefault(request_id, []).append(output)
+                if output.finish_reason is not None:
+                    ended.append((output, sample))
+            self._report(outputs, failures)
+        for output, sample in ended:
+            stripped = sample.tokens[:-1] if sample.finish_reason == "stop" else sample.tokens
+            output.text = self._decode(stripped)
+        self._emit(outputs, failures)
+
+    def _take_prefix(
+        self,
+        rid: str,
+        group: Group,
+        reason: Mapping[str, Any],
+        outputs: dict[str, list[Output]],
+        failures: dict[str, str],
+    ) -> None:
+        """The prompt of a group is computed, or given up."""
+        del self._sent[rid]
+        request_id = group.request.request_id
+        if reason.get("type") != "abort":
+            group.shares_prefix = False
+            self._held.appendleft(group)
+            self._send_held()
+        elif reason.get("status_code"):
+            failures[request_id] = str(reason.get("message"))
+        else:
+            del self._groups[request_id]
+            outputs[request_id] = unbegun(group)
+
+    def _take_abort(self, message: AbortReq) -> None:
+        """The scheduler ended a request that had not begun."""
+        outputs: dict[str, list[Output]] = {}
+        failures: dict[str, str] = {}
+        reason = message.finished_reason or {"type": "abort"}
+        with self._gate.changed:
+            if message.rid not in self._sent:
+                return  # cancelled
+            group, sample = self._sent[message.rid]
+            if sample is None:
+                self._take_prefix(message.rid, group, reason, outputs, failures)
+            elif reason.get("status_code"):
+                failures[group.request.request_id] = str(reason.get("message"))
+            else:
+                sample.finish_reason = "abort"
+                outputs[group.request.request_id] = [self._output(message.rid, group, sample)]
+            self._report(outputs, failures)
+        self._emit(outputs, failures)
+
+    def _output(self, rid: str, group: Group, sample: Sample) -> Output:
+        start, sample.reported = sample.reported, len(sample.tokens)
+        versions = sample.versions(start)
+        output = Output(sample.index, sample.tokens[start:], sample.logprobs[start:], versions)
+        if sample.finish_reason is not None:
+            output.finish_reason, output.continued = sample.finish_reason, sample.continued
+            output.routed_experts = sample.routed_experts
+            del self._sent[rid]
+            group.unfinished -= 1
+            if not group.unfinished:
+                del self._groups[group.request.request_id]
+        return output
+
+    def _report(self, outputs: dict[str, list[Output]], failures: dict[str, str]) -> None:
+        """Something has ended, maybe."""
+        for request_id in failures:
+            outputs.pop(request_id, None)
+            self._forget(request_id)
+        self._gate.changed.notify_all()
+
+    def _emit(self, outputs: dict[str, list[Output]], failures: dict[str, str]) -> None:
+        if outputs:
+            self._on_output(outputs)
+        for request_id, failure in failures.items():
+            self._on_failure(request_id, failure)
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            logger.exception("the engine is broken")
+            self._on_broken(f"{type(error).__name__}: {error}")
+
+
+def unbegun(group: Group) -> list[Output]:
+    """The outputs of a request that is ended before its samples have begun."""
+    return [Output(sample.index, finish_reason="abort") for sample in group.samples]

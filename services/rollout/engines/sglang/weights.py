@@ -1,0 +1,263 @@
+"""Receiving weights into an SGLang model, in the scheduler process that holds it."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+
+from relaxd.v1 import weights_pb2
+from relaxd.weights.checksum import checksums
+from relaxd.weights.group import Transfer, Transport, WeightGroup, WeightGroupError
+from relaxd.weights.layout import Layout, broadcast_layout, piece_bytes, pieces
+from relaxd.weights.manifest import Bucket, ManifestError, ManifestMismatch, from_proto, unpack
+from services.rollout.engines.sglang.loader_copies import Destination, find_destinations
+
+IN_FLIGHT = 2
+"""Staging buffers: one is received into while the other one is copied from."""
+
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+"""SGLang's ways of keeping weights as checkpoints have them."""
+
+
+class UnsupportedModel(Exception):
+    """What a model computes with is not what its loader wrote: new weights would leave the rest stale."""
+
+
+@dataclass(frozen=True)
+class ReceiveResult:
+    """What one rank received."""
+
+    seconds: float
+    """From the call until the device was done."""
+    touched: bool
+    """Whether the model was written to; always true where it has any of the tensors."""
+    checksums: dict[str, int] = field(default_factory=dict)
+    """By tensor where asked for, of the whole tensor: over the model's own memory where it was received there; where
+    it was staged, over what was staged, after comparing the model's memory with it."""
+
+
+class SGLangWeights:
+    """The weights of one rank's part of a model: joins weight groups and receives versions.
+
+    Tensors are received straight into the model's parameters where those hold them whole; else into a buffer, from
+    which this rank's parts are copied.
+    """
+
+    def __init__(self, model: Any, device: torch.device, tensor_rank: int, tensor_size: int) -> None:
+        """Raises UnsupportedModel for one that keeps derived copies of its weights, such as a quantised one."""
+        check_model(model)
+        self._model = model
+        self._device = device
+        self._complete = tensor_size == 1
+        self._destinations: tuple[bytes, list[Destination]] | None = None
+        self._lock = threading.Lock()
+        self._receiver: _Receiver | None = None
+        self._dirty = False
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def join(
+        self,
+        transport: Transport,
+        store_host: str,
+        store_port: int,
+        name: str,
+        rank: int,
+        world_size: int,
+        manifest: bytes,
+        timeout: float,
+    ) -> None:
+        """Connect with a weight group, after checking that its manifest brings this model, whole and nothing else.
+
+        The model may generate meanwhile; a group that it was in is left.
+
+        Raises:
+            ManifestMismatch: the message names the tensor.
+            WeightGroupError: not everybody came within `timeout` seconds, or `leave` was called meanwhile.
+        """
+        try:
+            buckets = from_proto(weights_pb2.WeightManifest.FromString(manifest))
+        except ManifestError as error:
+            raise ManifestMismatch(str(error)) from error
+        destinations = self._find(manifest, buckets)
+        device = None if transport == "gloo" else self._device
+        group = WeightGroup(transport, store_host, store_port, name, rank, world_size, device)
+        layout = broadcast_layout(transport, "sglang")
+        place = device or torch.device("cpu")
+        receiver = _Receiver(self._model, group, buckets, destinations, layout, place, self._touch)
+        with self._lock:
+            old, self._receiver = self._receiver, receiver
+        if old is not None:
+            old.group.abort()
+        try:
+            group.connect(timeout)
+        except WeightGroupError:
+            self._forget(name)
+            raise
+
+    def receive(self, name: str, timeout: float, *, checksum: bool) -> ReceiveResult:
+        """Receive one version. Nothing may use the model meanwhile; when this returns the device is done with it.
+
+        Raises:
+            WeightGroupError: this rank isn't in the group, a member died or was late, or the group was left meanwhile.
+        """
+        started = time.monotonic()
+        with self._lock:
+            receiver = self._receiver
+        if receiver is None or receiver.group.name != name:
+            raise WeightGroupError(f"this engine is not in weight group {name}")
+        if self._stream is not None:
+            torch.cuda.synchronize(self._device)  # the last step before the pause may still be at it
+        stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        try:
+            with torch.no_grad(), stream:
+                found = receiver.receive(started + timeout, checksum)
+                if self._stream is not None:
+                    self._stream.synchronize()
+        except BaseException:
+            self._forget(name)
+            raise
+        touched, self._dirty = self._dirty, False
+        return ReceiveResult(time.monotonic() - started, touched, found)
+
+    def leave(self, name: str) -> bool:
+        """Abort and forget a group, also in the middle of `join` or `receive`, from any thread.
+
+        Returns whether the model is unusable, because a reception that didn't end well had touched it.
+        """
+        self._forget(name)
+        return self._dirty
+
+    def _touch(self) -> None:
+        self._dirty = True
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            receiver = self._receiver
+            if receiver is None or receiver.group.name != name:
+                return
+            self._receiver = None
+        receiver.group.abort()
+
+    def _find(self, manifest: bytes, buckets: Sequence[Bucket]) -> list[Destination]:
+        if self._destinations is None or self._destinations[0] != manifest:
+            specs = [spec for bucket in buckets for spec in bucket.tensors]
+            found = find_destinations(self._model, specs, complete=self._complete)
+            self._destinations = (manifest, found)
+        return self._destinations[1]
+
+
+class _Receiver:
+    """A place in one group, and the buffers that are given up with it: one that broke may still write into them."""
+
+    def __init__(
+        self,
+        model: Any,
+        group: WeightGroup,
+        buckets: Sequence[Bucket],
+        destinations: Sequence[Destination],
+        layout: Layout,
+        device: torch.device,
+        touch: Callable[[], None],
+    ) -> None:
+        self.group = group
+        self._model = model
+        self._buckets = buckets
+        self._flat = layout == "flat"
+        self._touch = touch
+        rest = iter(destinations)
+        self._parts = [[next(rest) for _ in bucket.tensors] for bucket in buckets]
+        self._wholes = [[None if self._flat else part.whole() for part in parts] for parts in self._parts]
+        self._staged = [
+            [part for part, whole in zip(*each, strict=True) if whole is None]
+            for each in zip(self._parts, self._wholes, strict=True)
+        ]
+        self._shapes = [
+            Bucket(tuple(part.spec for part in staged), bucket.source_rank)
+            for staged, bucket in zip(self._staged, buckets, strict=True)
+        ]
+        size = max((shape.nbytes if self._flat else piece_bytes(shape) for shape in self._shapes), default=0)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
+
+    def receive(self, deadline: float, with_checksums: bool) -> dict[str, int]:
+        """Receive everything, on the current stream; returns when it is received, and copies are enqueued.
+
+        Copying bucket n, bucket n + 1 travels; the host waits for nothing in between.
+        """
+        found: dict[str, int] = {}
+        transfers: list[Transfer] = []
+        for number in range(len(self._buckets)):
+            transfers.append(self._start(number, deadline))
+            if number:
+                found |= self._copy(number - 1, transfers[number - 1], with_checksums)
+        if transfers:
+            found |= self._copy(len(transfers) - 1, transfers[-1], with_checksums)
+        for transfer in transfers:
+            transfer.wait()
+        if with_checksums:
+            received = zip(chain(*self._parts), chain(*self._wholes), strict=True)
+            found |= checksums({part.spec.name: whole for part, whole in received if whole is not None})
+        return found
+
+    def _start(self, number: int, deadline: float) -> Transfer:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise WeightGroupError(f"the broadcast in weight group {self.group.name} did not end in time")
+        buffer = self._buffers[number % IN_FLIGHT]
+        if self._flat:
+            wire = [buffer[: self._buckets[number].nbytes]]
+        else:
+            staging = iter(pieces(self._shapes[number], buffer))
+            wire = [next(staging) if whole is None else whole for whole in self._wholes[number]]
+            if len(wire) > len(self._staged[number]):
+                self._touch()
+        return self.group.start_broadcasts(wire, self._buckets[number].source_rank, left)
+
+    def _copy(self, number: int, transfer: Transfer, with_checksums: bool) -> dict[str, int]:
+        """Copy what was staged, when it has come. On a GPU this only enqueues, but for checksums."""
+        staged, buffer = self._staged[number], self._buffers[number % IN_FLIGHT]
+        if not staged:
+            return {}
+        transfer.precede_current_stream()
+        if self._flat:
+            tensors = [tensor for _, tensor in unpack(self._shapes[number], buffer)]
+        else:
+            tensors = pieces(self._shapes[number], buffer)
+        for part, tensor in zip(staged, tensors, strict=True):
+            if part.by_loader or part.copies:
+                self._touch()
+            if part.by_loader:
+                self._model.load_weights([(part.spec.name, tensor)])
+            for copy in part.copies:
+                copy.target.copy_(copy.source(tensor))
+                if with_checksums and not torch.equal(copy.target, copy.source(tensor).to(copy.target)):
+                    raise WeightGroupError(f"{part.spec.name}: the model's memory is not what was received")
+        if not with_checksums:
+            return {}
+        return checksums({part.spec.name: tensor for part, tensor in zip(staged, tensors, strict=True)})
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise UnsupportedModel where the model computes with more than the parameters that its loader fills."""
+    if hasattr(model, "post_load_weights"):
+        raise UnsupportedModel(
+            f"{type(model).__name__} derives weights after loading (post_load_weights): they can't be replaced in place"
+        )
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        kind = type(method).__name__
+        if method is not None and kind not in _PLAIN_METHODS:
+            raise UnsupportedModel(
+                f"{name} keeps its weights by {kind}, which converts what is loaded: serve the model unquantised"
+            )
+        if getattr(method, "use_flashinfer_trtllm_moe", False):
+            raise UnsupportedModel(
+                f"{name} rearranges its experts for flashinfer's TensorRT-LLM kernels: "
+                'set moe_runner_backend to "triton"'
+            )
+        if getattr(module, "use_intel_amx_backend", False):
+            raise UnsupportedModel(f"{name} packs its weights for AMX: they can't be replaced in place")

@@ -1,0 +1,151 @@
+"""Weight updates of an external SGLang server, with the calls that a stock server has.
+
+The server's scheduler itself takes part in the broadcast and answers nothing meanwhile. It cannot be told to give up:
+what is given up here, it waits for until its own process group's timeout. Over gloo it learns at once that the trainer
+has left; over NCCL it has to be restarted when the trainer died within a broadcast.
+"""
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.v1 import sample_pb2, weights_pb2
+from services.rollout.engines.sglang_server.http import SGLangClient
+
+LEAVE_SECONDS = 2.0
+_PREFIX = "ELEMENT_TYPE_"
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
+
+
+class ExternalWeights:
+    """The server's place in weight groups. One group at a time."""
+
+    def __init__(self, client: SGLangClient) -> None:
+        self.touched = False
+        """Whether the last `receive` may have changed the model."""
+        self._client = client
+        self._group: str | None = None
+        self._buckets: list[dict[str, Any]] = []
+        self._waiting: asyncio.Future[Any] | None = None
+
+    async def join(self, group: Mapping[str, Any], timeout: float) -> None:
+        """See Engine.join. Raises ChildRequestError of kind ManifestMismatch or WeightGroupError, ChildTimeout."""
+        buckets = stock_buckets(base64.b64decode(group["manifest"]))
+        await self.leave_all()
+        body = {
+            "master_address": group["store_host"],
+            "master_port": group["store_port"],
+            "rank_offset": group["rank"],
+            "world_size": group["world_size"],
+            "group_name": group["name"],
+            "backend": group["transport"],
+        }
+        self._group = group["name"]
+        await self._in_group(self._client.call("/init_weights_update_group", body, timeout=timeout))
+        self._buckets = buckets
+
+    async def receive(self, group_name: str, label: str, timeout: float) -> None:
+        """Receive all buckets; the server calls its weights `label` afterwards. See Engine.receive."""
+        self.touched = False
+        if self._group != group_name:
+            raise ChildRequestError("EngineError", f"this engine is not in weight group {group_name}", {})
+        deadline = time.monotonic() + timeout
+        for number, bucket in enumerate(self._buckets, 1):
+            body = bucket | {
+                "group_name": group_name,
+                "load_format": "flattened_bucket",
+                "flush_cache": False,  # a flush fails while requests are held, and the server dies of that
+            }
+            if number == len(self._buckets):
+                body["weight_version"] = label
+            left = max(deadline - time.monotonic(), 0.01)
+            self.touched = True
+            try:
+                await self._in_group(self._client.call("/update_weights_from_distributed", body, timeout=left))
+            except ChildTimeout as error:
+                raise ChildTimeout(
+                    f"the broadcast in weight group {group_name} did not end within {timeout:g} s: the server still "
+                    f"waits for bucket {number} of {len(self._buckets)}"
+                ) from error
+
+    async def leave(self, group_name: str) -> None:
+        """Give up what is under way in a group, and have the server forget it."""
+        if group_name != self._group:
+            return
+        self._group = None
+        if self._waiting is not None:
+            self._waiting.cancel()
+        try:
+            await self._client.call("/destroy_weights_update_group", {"group_name": group_name}, timeout=LEAVE_SECONDS)
+        except ChildError as error:
+            logger.warning("the server did not leave weight group %s: %s", group_name, error)
+
+    async def leave_all(self) -> None:
+        """Leave the group that there is, if any."""
+        if self._group is not None:
+            await self.leave(self._group)
+
+    async def _in_group(self, call: Awaitable[Result]) -> Result:
+        """Wait for a call, which `leave` gives up."""
+        self._waiting = waiting = asyncio.ensure_future(call)
+        group = self._group
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if self._group == group:  # not by `leave`, but the caller itself
+                raise
+            raise ChildRequestError("WeightGroupError", f"weight group {group} was left", {}) from None
+        except ChildRequestError as error:
+            raise ChildRequestError("WeightGroupError", str(error), {}) from error
+        finally:
+            self._waiting = None
+            with suppress(asyncio.CancelledError):
+                waiting.cancel()
+
+
+def stock_buckets(manifest: bytes) -> list[dict[str, Any]]:
+    """The buckets of a serialized WeightManifest in the words of /update_weights_from_distributed.
+
+    Raises ChildRequestError of kind ManifestMismatch for what a stock server cannot receive.
+    """
+    try:
+        message = weights_pb2.WeightManifest.FromString(manifest)
+    except DecodeError as error:
+        raise ChildRequestError("ManifestMismatch", f"it is not a manifest: {error}", {}) from error
+    buckets = []
+    for bucket in message.buckets:
+        if bucket.source_rank != 0:
+            raise _mismatch(f"a bucket comes from rank {bucket.source_rank}: a stock SGLang server takes rank 0's only")
+        offset = 0
+        words: dict[str, list[Any]] = {"names": [], "dtypes": [], "shapes": []}
+        for tensor in bucket.tensors:
+            dtype = sample_pb2.ElementType.Name(tensor.dtype).removeprefix(_PREFIX).lower()
+            item_bytes = _ITEM_BYTES.get(dtype)
+            if item_bytes is None or offset % item_bytes:
+                where = f"at byte {offset} of its bucket"
+                raise _mismatch(f"{tensor.name} is {dtype} {where}: a stock SGLang server takes aligned floats only")
+            size = item_bytes
+            for length in tensor.shape:
+                size *= length
+            offset += size
+            words["names"].append(tensor.name)
+            words["dtypes"].append(dtype)
+            words["shapes"].append(list(tensor.shape))
+        buckets.append(words)
+    if not buckets:
+        raise _mismatch("the manifest is empty")
+    return buckets
+
+
+def _mismatch(message: str) -> ChildRequestError:
+    return ChildRequestError("ManifestMismatch", message, {})

@@ -1,0 +1,115 @@
+"""The samples that a model decodes together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from services.rollout.engines.base import FinishReason, Request
+from services.rollout.engines.transformers.key_values import append_rows, empty_cache, take_rows
+
+
+@dataclass(eq=False)
+class Sample:
+    """One answer in the making."""
+
+    request: Request
+    index: int
+    generator: torch.Generator
+    stop_ids: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    continued: bool = False
+    reported: int = 0
+    """Tokens that were reported already."""
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        """Add a token, and find out whether it is the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token in self.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.request.sampling.max_new_tokens:
+            self.finish_reason = "length"
+
+
+class Batch:
+    """Samples as rows of one key-value cache, each padded on the left to the longest.
+
+    The last token of each sample is not in the cache yet: the next step feeds it.
+    """
+
+    def __init__(self, samples: list[Sample], cache: Cache, paddings: list[int]) -> None:
+        self.samples = samples
+        self._cache = cache
+        self._paddings = paddings
+
+    @classmethod
+    def prefill(
+        cls, model: PreTrainedModel, groups: Sequence[Sequence[Sample]]
+    ) -> tuple["Batch", torch.Tensor]:  # fmt: skip
+        """Run each group's prompt once; its samples share the result.
+
+        Returns the batch and the logits [samples, vocabulary] from which each sample's first token is chosen.
+        """
+        prompts = [group[0].request.prompt_tokens for group in groups]
+        longest = max(map(len, prompts))
+        paddings = [longest - len(prompt) for prompt in prompts]
+        ids = torch.zeros((len(prompts), longest), dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, paddings[row] :] = torch.tensor(prompt)
+        cache = empty_cache()
+        logits = _forward(model, ids, cache, paddings)
+        rows = [row for row, group in enumerate(groups) for _ in group]
+        take_rows(cache, rows)
+        samples = [sample for group in groups for sample in group]
+        return cls(samples, cache, [paddings[row] for row in rows]), logits[rows]
+
+    def step(self, model: PreTrainedModel) -> torch.Tensor:
+        """Feed each sample's last token; returns the logits [samples, vocabulary] for its next one."""
+        ids = torch.tensor([[sample.tokens[-1]] for sample in self.samples], dtype=torch.long)
+        return _forward(model, ids, self._cache, self._paddings)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Forget all other rows, and the left padding that no row needs any more. At least one row has to stay."""
+        if len(rows) == len(self.samples):
+            return
+        cut = min(self._paddings[row] for row in rows)
+        take_rows(self._cache, rows, cut)
+        self._paddings = [self._paddings[row] - cut for row in rows]
+        self.samples = [self.samples[row] for row in rows]
+
+    def extend(self, other: "Batch") -> None:
+        """Take in another batch's samples."""
+        length, added = self._cache.get_seq_length(), other._cache.get_seq_length()
+        longest = max(length, added)
+        append_rows(self._cache, other._cache)
+        self._paddings = [padding + longest - length for padding in self._paddings]
+        self._paddings += [padding + longest - added for padding in other._paddings]
+        self.samples += other.samples
+
+
+def _forward(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, paddings: list[int]) -> torch.Tensor:
+    """Logits [rows, vocabulary] after the last of `ids` [rows, new], which come after what the cache holds."""
+    start = cache.get_seq_length()
+    columns = torch.arange(start + ids.shape[1])
+    padding = torch.tensor(paddings)[:, None]
+    positions = (columns[None, start:] - padding).clamp(min=0)
+    mask = (columns[None, :] >= padding).long() if any(paddings) else None
+    device = model.device
+    with torch.inference_mode():
+        output = model(
+            input_ids=ids.to(device),
+            attention_mask=None if mask is None else mask.to(device),
+            position_ids=positions.to(device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+    logits: torch.Tensor = output.logits[:, -1]
+    return logits

@@ -1,0 +1,296 @@
+"""The transformers engine: one model in this process, one thread that decodes all running samples together.
+
+Samples join the running batch at any step (their prompt is run first, once for all samples of a request) and leave it
+when they have ended, so that no request waits for a longer one.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from services.rollout.engines.base import (
+    EngineError,
+    FailureHandler,
+    MemoryPart,
+    Output,
+    OutputHandler,
+    PauseMode,
+    Request,
+    Version,
+)
+from services.rollout.engines.gate import Gate
+from services.rollout.engines.transformers.batch import Batch, Sample
+from services.rollout.engines.transformers.parameter_memory import ParameterMemory
+from services.rollout.engines.transformers.sampling import choose_tokens, sample_generator
+
+PREFILL_TOKENS = 1024
+"""Most prompt tokens, padding included, that are run at once: a pause waits for them. A longer prompt is run alone."""
+SLEEP_LEASE_SECONDS = 10.0
+"""How much longer than the wait for running samples the pause before a sleep lasts."""
+
+logger = logging.getLogger(__name__)
+
+
+class TransformersEngine:
+    """Generates with a model, pauses between two tokens, and takes new weights while it is paused (see Gate)."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        decode: Callable[[list[int]], str],
+        end_ids: Sequence[int],
+        *,
+        max_running_samples: int,
+        on_output: OutputHandler,
+        on_failure: FailureHandler,
+        threads: int = 0,
+    ) -> None:
+        """`decode` turns token ids into text; `end_ids` are the model's own end tokens; 0 threads: torch's default."""
+        self.model = model
+        self._decode = decode
+        self._end_ids = frozenset(end_ids)
+        self._max_running_samples = max_running_samples
+        self._on_output = on_output
+        self._on_failure = on_failure
+        self._threads = threads
+        self._gate = Gate()
+        self._memory = ParameterMemory(model)
+        self._waiting: deque[list[Sample]] = deque()
+        self._batch: Batch | None = None
+        self._cancelled: set[str] = set()
+        self._stopping = False
+        self._tokens_generated = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def weights(self) -> Version | None:
+        """What is served; None before the first commit."""
+        return self._gate.weights
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether a broken update touched the model."""
+        return self._gate.quarantined
+
+    def quarantine(self) -> None:
+        """See Gate."""
+        self._gate.quarantine()
+
+    def stats(self) -> dict[str, int]:
+        """Running and waiting samples now, and tokens generated so far."""
+        batch = self._batch
+        with self._gate.changed:
+            waiting = sum(map(len, self._waiting))
+        return {
+            "running_samples": len(batch.samples) if batch else 0,
+            "waiting_samples": waiting,
+            "tokens_generated": self._tokens_generated,
+        }
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its id must not be in use."""
+        sampling = request.sampling
+        stop_ids = frozenset(sampling.stop_token_ids) or self._end_ids
+        if sampling.ignore_eos:
+            stop_ids = frozenset()
+        samples = [
+            Sample(request, index, sample_generator(sampling.seed, index), stop_ids) for index in range(request.n)
+        ]
+        with self._gate.changed:
+            self._waiting.append(samples)
+            self._gate.changed.notify_all()
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request; at most the token that is being made is still reported."""
+        with self._gate.changed:
+            self._cancelled.add(request_id)
+            self._gate.changed.notify_all()
+
+    def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
+        """Stop between two tokens; returns how many samples are held in place.
+
+        in_place keeps requests where they are; abort ends them now; drain waits for the running ones. Raises
+        EngineError for retract: this engine keeps no samples without their keys and values.
+        """
+        if mode == "retract":
+            raise EngineError(
+                'rollout.engine = "transformers" cannot pause in mode retract: use in_place, abort or drain'
+            )
+        self._gate.pause(mode, lease_seconds, timeout)
+        with self._gate.changed:
+            return sum(1 for _ in self._samples())
+
+    def resume(self) -> None:
+        """End the pause."""
+        self._gate.resume()
+
+    def sleep(self, timeout: float) -> None:
+        """Wait for the samples that have begun, then give back the memory of the weights. Raises EngineError."""
+        if self._memory.released or self._gate.asleep:
+            return
+        self._gate.pause("drain", timeout + SLEEP_LEASE_SECONDS, timeout)
+        self._gate.sleep()
+        self._memory.release()
+
+    def wake(self, parts: Collection[MemoryPart]) -> None:
+        """Take memory back; the weights are unknown until an update. Keys and values take theirs as needed."""
+        if "weights" in parts:
+            self._memory.restore()
+        if "kv_cache" in parts and not self._memory.released:
+            self._gate.wake()
+
+    @contextmanager
+    def update(self, weights: Version) -> Iterator[None]:
+        """Change the model inside this block (after `touch`); leaving it well commits `weights`."""
+        with self._gate.update(weights):
+            yield
+            for sample in self._samples():
+                # A sample that has not begun has no keys and values of the old weights.
+                sample.continued = sample.continued or bool(sample.tokens)
+
+    def touch(self) -> None:
+        """Inside `update`: the model is about to change."""
+        self._gate.touch()
+
+    def stop(self) -> None:
+        """End the engine's thread after the token that it is at."""
+        with self._gate.changed:
+            self._stopping = True
+            self._gate.changed.notify_all()
+        self._thread.join()
+
+    def _samples(self) -> Iterator[Sample]:
+        if self._batch is not None:
+            yield from self._batch.samples
+        for samples in self._waiting:
+            yield from samples
+
+    def _run(self) -> None:
+        if self._threads:
+            torch.set_num_threads(self._threads)  # counts for the calling thread
+        while self._wait_for_work():
+            groups = self._take_waiting()
+            if groups:
+                self._try([sample for group in groups for sample in group], lambda groups=groups: self._begin(groups))  # type: ignore[misc]
+            if self._batch is not None:
+                self._try(self._batch.samples, self._step)
+
+    def _wait_for_work(self) -> bool:
+        """Wait until there is something to generate and it may be; False when the engine stops."""
+        gate = self._gate
+        with gate.changed:
+            while not self._stopping:
+                gate.end_lease()
+                self._drop_cancelled()
+                if gate.take_abort():
+                    self._abort_all()
+                if (self._batch is not None and gate.may_run()) or (self._waiting and gate.may_admit()):
+                    gate.leave_rest()
+                    return True
+                gate.rest()
+        return False
+
+    def _take_waiting(self) -> list[list[Sample]]:
+        """Take what fits next to the running samples out of the queue, in order of arrival."""
+        groups: list[list[Sample]] = []
+        longest = 0
+        with self._gate.changed:
+            free = self._max_running_samples - (len(self._batch.samples) if self._batch else 0)
+            while self._waiting and self._gate.may_admit():
+                samples = self._waiting[0]
+                # A request that is larger than the engine begins in parts, any other as a whole.
+                wanted = min(len(samples), self._max_running_samples)
+                longest = max(longest, len(samples[0].request.prompt_tokens))
+                if wanted > free or (groups and longest * (len(groups) + 1) > PREFILL_TOKENS):
+                    break
+                groups.append(samples[:wanted])
+                free -= wanted
+                if wanted < len(samples):
+                    self._waiting[0] = samples[wanted:]
+                else:
+                    self._waiting.popleft()
+        return groups
+
+    def _begin(self, groups: list[list[Sample]]) -> None:
+        batch, logits = Batch.prefill(self.model, groups)
+        begun = self._advance(batch, logits)
+        if self._batch is not None and begun is not None:
+            self._batch.extend(begun)
+        else:
+            self._batch = self._batch or begun
+
+    def _step(self) -> None:
+        assert self._batch is not None
+        self._batch = self._advance(self._batch, self._batch.step(self.model))
+
+    def _advance(self, batch: Batch, logits: torch.Tensor) -> Batch | None:
+        """Choose each sample's next token; returns the batch without those that ended, None when all did."""
+        weights = self._gate.weights
+        assert weights is not None
+        samples = batch.samples
+        chosen = choose_tokens(logits, [s.request.sampling for s in samples], [s.generator for s in samples])
+        for sample, token, logprob in zip(samples, *chosen, strict=True):
+            sample.append(token, logprob, weights.version)
+        self._tokens_generated += len(samples)
+        self._report(samples)
+        rows = [row for row, sample in enumerate(samples) if sample.finish_reason is None]
+        if rows:
+            batch.keep(rows)
+        return batch if rows else None
+
+    def _report(self, samples: Sequence[Sample]) -> None:
+        outputs: dict[str, list[Output]] = {}
+        for sample in samples:
+            if sample.request.stream or sample.finish_reason is not None:
+                outputs.setdefault(sample.request.request_id, []).append(self._output(sample))
+        for request_id, of_request in outputs.items():
+            self._on_output(request_id, of_request)
+
+    def _output(self, sample: Sample) -> Output:
+        start, sample.reported = sample.reported, len(sample.tokens)
+        output = Output(sample.index, sample.tokens[start:], sample.logprobs[start:], sample.versions[start:])
+        if sample.finish_reason is not None:
+            stripped = sample.tokens[:-1] if sample.finish_reason == "stop" else sample.tokens
+            output.finish_reason = sample.finish_reason
+            output.text = self._decode(stripped)
+            output.continued = sample.continued
+        return output
+
+    def _drop_cancelled(self) -> None:
+        if not self._cancelled:
+            return
+        kept = [samples for samples in self._waiting if samples[0].request.request_id not in self._cancelled]
+        self._waiting = deque(kept)
+        if self._batch is not None:
+            samples = self._batch.samples
+            rows = [row for row, each in enumerate(samples) if each.request.request_id not in self._cancelled]
+            if rows:
+                self._batch.keep(rows)
+            else:
+                self._batch = None
+        self._cancelled.clear()
+
+    def _abort_all(self) -> None:
+        samples = list(self._samples())
+        self._batch = None
+        self._waiting.clear()
+        for sample in samples:
+            sample.finish_reason = "abort"
+        self._report(samples)
+
+    def _try(self, samples: list[Sample], work: Callable[[], None]) -> None:
+        """Do a piece of work; where it fails, fail the requests that it was for, and go on with the others."""
+        try:
+            work()
+        except Exception as error:
+            reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            logger.exception("generation failed")
+            for request_id in {sample.request.request_id for sample in samples}:
+                self.cancel(request_id)
+                self._on_failure(request_id, reason)

@@ -1,0 +1,117 @@
+"""Receiving weights into a transformers model."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from relaxd.weights.checksum import checksum
+from relaxd.weights.group import Transfer, WeightGroup
+from relaxd.weights.manifest import Bucket, ManifestMismatch, TensorSpec, unpack
+from services.rollout.engines.base import Version
+from services.rollout.engines.transformers.engine import TransformersEngine
+
+
+def named_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Every tensor that a manifest may name; names that share one tensor (tied weights) all appear."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tensors |= _expert_views(name, parameter.data) or {name: parameter.data}
+    return tensors
+
+
+def _expert_views(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Where transformers keeps a layer's experts in one tensor, views of it under the names that checkpoints use."""
+    prefix, _, leaf = name.rpartition(".")
+    views = {}
+    if leaf == "gate_up_proj" and tensor.dim() == 3:
+        for expert, (gate, up) in enumerate(zip(*tensor.chunk(2, dim=1), strict=True)):
+            views[f"{prefix}.{expert}.gate_proj.weight"] = gate
+            views[f"{prefix}.{expert}.up_proj.weight"] = up
+    elif leaf == "down_proj" and tensor.dim() == 3:
+        for expert, down in enumerate(tensor):
+            views[f"{prefix}.{expert}.down_proj.weight"] = down
+    return views
+
+
+def check_manifest(model: PreTrainedModel, buckets: Sequence[Bucket]) -> None:
+    """Raise ManifestMismatch unless the buckets bring every weight of the model, and nothing else."""
+    parameters = named_parameters(model)
+    received: set[int] = set()
+    for bucket in buckets:
+        for spec in bucket.tensors:
+            parameter = parameters.get(spec.name)
+            if parameter is None:
+                raise ManifestMismatch(f"{spec.name}: the model has no such tensor")
+            if tuple(parameter.shape) != spec.shape:
+                raise ManifestMismatch(
+                    f"{spec.name}: the shape is {spec.shape}, the model's is {tuple(parameter.shape)}"
+                )
+            received.add(parameter.data_ptr())
+    missing = [name for name, parameter in parameters.items() if parameter.data_ptr() not in received]
+    if missing:
+        raise ManifestMismatch(f"{missing[0]}: the manifest does not bring this tensor")
+
+
+class WeightReceiver:
+    """This engine's place in one weight group.
+
+    With `stage_all` every bucket is received into memory of its own before the model is touched: a broadcast that
+    breaks leaves the engine as it was. That takes the model's size in memory a second time; without it, two buckets'
+    worth is enough, but a break after the first bucket means quarantine. Values are converted to the model's
+    element type while they are copied.
+    """
+
+    def __init__(
+        self, engine: TransformersEngine, group: WeightGroup, buckets: Sequence[Bucket], *, stage_all: bool
+    ) -> None:
+        """Raises ManifestMismatch when the buckets do not fit the engine's model."""
+        check_manifest(engine.model, buckets)
+        self.group = group
+        self._engine = engine
+        self._buckets = list(buckets)
+        self._parameters = named_parameters(engine.model)
+        slots = len(self._buckets) if stage_all else 2
+        largest = max((bucket.nbytes for bucket in self._buckets), default=0)
+        self._stage_all = stage_all
+        # Given up together with the group: an aborted transfer may still write into them for a while.
+        self._buffers = [
+            torch.empty(self._buckets[slot].nbytes if stage_all else largest, dtype=torch.uint8)
+            for slot in range(min(slots, len(self._buckets)))
+        ]
+
+    def receive(self, weights: Version, timeout: float, *, with_checksums: bool) -> dict[str, int]:
+        """Take part in one broadcast and commit it. Returns checksums of the received tensors, if asked for.
+
+        Raises WeightGroupError when the broadcast breaks, EngineError when the engine is not paused.
+        """
+        deadline = time.monotonic() + timeout
+        checksums: dict[str, int] = {}
+        with self._engine.update(weights):
+            transfers = [self._start(0, deadline)] if self._buckets else []
+            for number in range(len(self._buckets)):
+                if number + 1 < len(self._buckets):  # the next bucket travels while this one is copied
+                    transfers.append(self._start(number + 1, deadline))
+                transfers[number].wait()
+                if not self._stage_all:
+                    self._copy(number)
+                if with_checksums:
+                    checksums |= {spec.name: checksum(tensor) for spec, tensor in self._received(number)}
+            if self._stage_all:
+                for number in range(len(self._buckets)):
+                    self._copy(number)
+        return checksums
+
+    def _start(self, number: int, deadline: float) -> Transfer:
+        buffer = self._buffers[number % len(self._buffers)][: self._buckets[number].nbytes]
+        timeout = max(deadline - time.monotonic(), 0.01)
+        return self.group.start_broadcast(buffer, self._buckets[number].source_rank, timeout)
+
+    def _received(self, number: int) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        return unpack(self._buckets[number], self._buffers[number % len(self._buffers)])
+
+    def _copy(self, number: int) -> None:
+        self._engine.touch()
+        for spec, tensor in self._received(number):
+            self._parameters[spec.name].copy_(tensor)

@@ -1,0 +1,268 @@
+"""The life of the rollout service: an engine per run, fed by the board, restarted when it dies."""
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from relaxd import telemetry
+from relaxd.board import Board, StageWorker, stages_for
+from relaxd.config import RunConfig
+from relaxd.data.models import resolve_model
+from relaxd.process.child import ChildError, ChildExit
+from relaxd.replica.gpus import Gpu, gpu_environment, memory_used, wait_until_steady
+from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.rpc.settings import ServiceSettings
+from relaxd.v1 import replica_pb2
+from relaxd.v1.coordinator_pb2 import Assignment
+from relaxd.weights.environment import NCCL_ENVIRONMENT
+from services.rollout.engines.load_progress import loaded_mebibytes
+from services.rollout.service.engine import ALL_MEMORY, AnyEngine, Engine
+from services.rollout.service.occupancy import Occupancy
+from services.rollout.service.stage import GroupGenerator
+
+if TYPE_CHECKING:
+    from services.rollout.engines.sglang_server.engine import ExternalEngine
+
+FIRST_RESTART_SECONDS = 0.5
+MOST_RESTART_SECONDS = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutService(ReplicaService):
+    """Owns the engine. It takes groups while the engine serves a committed version and the run is not paused."""
+
+    role = replica_pb2.ROLE_ROLLOUT
+    engine_ranks = 1
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._settings = settings
+        self._config: RunConfig | None = None
+        self._board: Board | None = None
+        self._worker: StageWorker | None = None
+        self._generator: GroupGenerator | None = None
+        self._engine: AnyEngine | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._gpus: tuple[Gpu, ...] = ()
+        self._environment: dict[str, str] = {}
+        """Of the engine: the GPUs that it may use, and how NCCL has to be set."""
+        self.occupancy = Occupancy()
+        """What of its time the engine works."""
+        self._detail = ""
+        self._run_id = ""
+        self._loading = False
+        self._run_paused = False
+        self._done_before = 0
+        self._process = psutil.Process()
+
+    @property
+    def engine(self) -> "AnyEngine | None":
+        """The engine, once its model is loaded; None while there is none."""
+        return self._engine if self._engine is not None and self._engine.alive else None
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the engine takes turns with a trainer."""
+        return self._config is not None and self._config.run.colocate
+
+    def weights_changed(self) -> None:
+        """The engine serves other weights, or none: take groups accordingly."""
+        self._open_or_close()
+
+    async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
+        """See ReplicaService."""
+        self._config, self._run_paused = config, False
+        self._run_id = assignment.run_id
+        rollout = config.rollout
+        self.engine_ranks = rollout.tensor_parallel
+        self._gpus = await self.lease_gpus(rollout.tensor_parallel if rollout.engine == "sglang" else 0)
+        self._environment = gpu_environment(self._gpus) | NCCL_ENVIRONMENT
+        self._engine = await self._start_engine(config)
+        self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
+        self._generator = generator = GroupGenerator(
+            config, self._board, lambda: self.engine, self._open_or_close, self.occupancy
+        )
+        worker = StageWorker(
+            self._board,
+            "rollout",
+            self._settings.replica_id,
+            generator.process,
+            concurrency=lambda: generator.room(worker.held),
+            on_failure=self.give_up,
+        )
+        worker.pause()  # until there are weights
+        self._worker = worker
+        await asyncio.to_thread(worker.start)
+        self._open_or_close()
+
+    async def stop_run(self) -> None:
+        """See ReplicaService."""
+        worker, engine, board, restarting = self._worker, self._engine, self._board, self._restarting
+        self._worker = self._engine = self._board = self._restarting = self._config = self._generator = None
+        self._detail = ""
+        if restarting is not None:
+            restarting.cancel()
+            await asyncio.wait({restarting})
+        if worker is not None:
+            await asyncio.to_thread(worker.stop)
+            self._done_before += worker.done
+        if engine is not None:
+            await engine.stop()
+        if board is not None:
+            await asyncio.to_thread(board.close)
+
+    async def pause_run(self) -> None:
+        """See ReplicaService."""
+        self._run_paused = True
+        self._open_or_close()
+
+    async def resume_run(self) -> None:
+        """See ReplicaService."""
+        self._run_paused = False
+        self._open_or_close()
+
+    async def drain(self, seconds: float) -> int:
+        """See ReplicaService. What isn't done in time goes back to the board, so nothing is held afterwards."""
+        worker = self._worker
+        if worker is None:
+            return 0
+        handed_back = await asyncio.to_thread(worker.drain, seconds)
+        if self._generator is not None:
+            self._generator.cancel()
+        if handed_back:
+            logger.info("%d groups were handed back unfinished", handed_back)
+        return worker.held
+
+    def status(self) -> ServiceStatus:
+        """See ReplicaService."""
+        worker, engine = self._worker, self.engine
+        state: replica_pb2.ReplicaState.ValueType | None = None
+        weights, detail = None, self._detail
+        if engine is None:
+            state = replica_pb2.REPLICA_STATE_STARTING
+        elif engine.quarantined:
+            state = replica_pb2.REPLICA_STATE_QUARANTINED
+            detail = "a weight synchronisation broke halfway: serving nothing until the next one succeeds"
+        elif engine.asleep == ALL_MEMORY:
+            detail = "asleep: the trainer has the device"
+        elif engine.weights is None or engine.asleep:
+            detail = "waiting for weights"
+        else:
+            weights = replica_pb2.WeightVersion(epoch=engine.weights.epoch, version=engine.weights.version)
+        gauges = dict(engine.gauges) if engine is not None else {}
+        done = self._done_before + (worker.done if worker else 0)
+        loaded = loaded_mebibytes(self._process) if self._loading else 0
+        return ServiceStatus(
+            held_groups=worker.held if worker else 0,
+            done_groups=done,
+            progress=done + (engine.tokens if engine is not None else 0) + loaded,
+            detail=detail,
+            state=state,
+            weights=weights,
+            awake=self.colocated and (self._loading or (engine is not None and engine.asleep != ALL_MEMORY)),
+            gauges={**gauges, **self.occupancy.gauges(), "rss_bytes": float(self._process.memory_info().rss)},
+        )
+
+    def _open_or_close(self) -> None:
+        worker, engine = self._worker, self.engine
+        if worker is None:
+            return
+        if engine is not None and engine.serving and not self._run_paused:
+            worker.resume()  # also wakes it up to see that there is room
+        else:
+            worker.pause()
+
+    async def _start_engine(self, config: RunConfig) -> AnyEngine:
+        folder = await asyncio.to_thread(resolve_model, config.model.path)
+        if config.run.colocate:
+            await self.take_turn(self._say)
+        if config.rollout.engine == "sglang_external":
+            return await self._connect_engine(folder, config)
+        self._loading = True
+        try:
+            if config.run.colocate and len(self._gpus) > 1:
+                await wait_until_steady(lambda: memory_used(self._gpus), self._say)
+            self._detail = f"loading {folder.name}"
+            engine = await self._load_engine(folder, config)
+        finally:
+            self._loading = False
+        self._detail = ""
+        logger.info("%s is loaded (process %d), waiting for weights", folder.name, engine.pid)
+        return engine
+
+    async def _load_engine(self, folder: Path, config: RunConfig) -> Engine:
+        return await Engine.start(
+            folder,
+            config.rollout,
+            environment=self._environment,
+            name=self._settings.replica_id,
+            log_level=self._settings.log_level,
+            python=self._settings.engine_python,
+            on_exit=lambda ended: self._engine_died(f"the engine {_how(ended)}: starting another"),
+            on_tokens=self._record_tokens,
+            colocate=config.run.colocate,
+        )
+
+    async def _connect_engine(self, folder: Path, config: RunConfig) -> "ExternalEngine":
+        from services.rollout.engines.sglang_server.engine import ExternalEngine  # an HTTP client is for such runs only
+
+        url = self._settings.sglang_url
+        if not url:
+            raise ChildError(
+                'rollout.engine is "sglang_external", but this replica has no server: start it with --sglang-url '
+                "(RELAXD_SGLANG_URL)"
+            )
+        self._detail = f"waiting for the SGLang server at {url}"
+        engine = await ExternalEngine.start(
+            url,
+            self._settings.sglang_key,
+            folder,
+            config.rollout,
+            on_exit=lambda why: self._engine_died(f"{why}: waiting for it"),
+            on_tokens=self._record_tokens,
+        )
+        self._detail = ""
+        logger.info("the SGLang server at %s fits, waiting for weights", url)
+        return engine
+
+    def _say(self, detail: str) -> None:
+        self._detail = detail
+
+    def _record_tokens(self, count: int, per_second: float) -> None:
+        telemetry.record("generate.tokens", count, {"relaxd.run_id": self._run_id})
+        telemetry.record("generate.tokens_per_second", per_second, {"relaxd.run_id": self._run_id})
+
+    def _engine_died(self, why: str) -> None:
+        if self._engine is None or self._config is None:
+            return  # it never finished loading: whoever waits for that is told
+        self._detail = why
+        logger.error("%s", self._detail)
+        self._engine = None
+        self._open_or_close()  # before its groups are released, or they would come straight back
+        self._restarting = asyncio.create_task(self._restart(self._config), name="restart the engine")
+
+    async def _restart(self, config: RunConfig) -> None:
+        """Start engines until one stays; the coordinator brings it weights when it sees that it has none."""
+        delay = FIRST_RESTART_SECONDS
+        while True:
+            try:
+                self._engine = await self._start_engine(config)
+                return
+            except (ChildError, OSError) as error:
+                self._detail = f"the engine can't be started: {error}"
+                logger.error("%s; trying again in %g s", self._detail, delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MOST_RESTART_SECONDS)
+
+    async def close(self) -> None:
+        """Leave nothing behind."""
+        with contextlib.suppress(ChildError):
+            await self.stop_run()
+
+
+def _how(ended: ChildExit) -> str:
+    return f"was killed by signal {-ended.exit_code}" if ended.exit_code < 0 else f"exited with {ended.exit_code}"

@@ -1,0 +1,135 @@
+"""The stage "rollout": from a group's prompt to its samples."""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from relaxd.board import ROUTED_EXPERTS, Board, Column, Delivery, Drop
+from relaxd.board.worker import Result
+from relaxd.config import RunConfig
+from services.rollout.engines.base import AnswerTooLarge, Output, Sampling
+from services.rollout.service.engine import AnyEngine
+from services.rollout.service.occupancy import Occupancy
+from services.rollout.service.requests import run_sampling
+
+logger = logging.getLogger(__name__)
+
+
+class GroupGenerator:
+    """Generates the groups of one run with whatever engine is there."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        board: Board,
+        engine: "Callable[[], AnyEngine | None]",
+        on_progress: Callable[[], None],
+        occupancy: Occupancy,
+    ) -> None:
+        """`on_progress` is called, in the event loop, whenever a sample has ended: there may be room for more."""
+        self._config = config
+        self._board = board
+        self._engine = engine
+        self._on_progress = on_progress
+        self._occupancy = occupancy
+        self._loop = asyncio.get_running_loop()
+        self._unfinished: dict[str, int] = {}
+        self._under_way: set[Future[Result]] = set()
+
+    def room(self, held: int) -> int:
+        """How many groups may be held, given that `held` are: the engine admits samples, not groups."""
+        per_group = self._config.rollout.samples_per_prompt
+        unfinished = list(self._unfinished.values())
+        samples = sum(unfinished) + per_group * max(0, held - len(unfinished))
+        free = self._config.rollout.max_running_samples - samples
+        return max(held + free // per_group, 1)
+
+    def process(self, delivery: Delivery, columns: dict[str, Column]) -> "Future[Result]":
+        """What the stage's worker does with a group. Called in its threads."""
+        prompt = columns["prompt_tokens"]
+        assert isinstance(prompt, np.ndarray)
+        tokens = tuple(map(int, prompt))
+        future = asyncio.run_coroutine_threadsafe(self._generate(delivery, tokens), self._loop)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
+
+    def cancel(self) -> None:
+        """Give up what is under way: it was handed back."""
+        for future in list(self._under_way):
+            future.cancel()
+
+    async def _generate(self, delivery: Delivery, prompt: tuple[int, ...]) -> Result:
+        n = self._config.rollout.samples_per_prompt
+        sampling = run_sampling(self._config.rollout, group_seed(self._config.run.seed, delivery.group_id))
+        try:
+            while True:
+                engine = self._engine()
+                weights = engine.weights if engine is not None else None
+                if engine is None or weights is None:
+                    raise asyncio.CancelledError  # taken just before the engine went: handed back, uncounted
+                if not prompt or max(prompt) >= engine.vocabulary or min(prompt) < 0:
+                    return Drop("bad_prompt")
+                if engine.context and len(prompt) + sampling.max_new_tokens > engine.context:
+                    return Drop("prompt_too_long")
+                # The engine may begin with later weights: then the board was told too early a version, which only
+                # holds a step back for longer than needed.
+                if not await asyncio.to_thread(self._board.begin, delivery, weights.version):
+                    raise asyncio.CancelledError  # another replica has it
+                self._unfinished[delivery.group_id] = n
+                try:
+                    samples = await self._samples(engine, delivery.group_id, prompt, sampling)
+                except AnswerTooLarge as error:
+                    logger.error("group %s is dropped: %s", delivery.group_id, error)
+                    return Drop("too_large")
+                # A pause in mode "abort" ended it: it begins anew, under the weights that come.
+                if all(sample.finish_reason != "abort" for sample in samples):
+                    return group_columns(samples, routed_experts=self._config.rollout.return_routed_experts)
+        finally:
+            self._unfinished.pop(delivery.group_id, None)
+
+    async def _samples(
+        self, engine: AnyEngine, group_id: str, prompt: tuple[int, ...], sampling: Sampling
+    ) -> list[Output]:
+        n = self._config.rollout.samples_per_prompt
+        samples: dict[int, Output] = {}
+        with self._occupancy.working():
+            async for output in engine.generate(prompt, n, sampling):
+                samples[output.sample] = output
+                self._unfinished[group_id] = n - len(samples)
+                self._on_progress()
+        return [samples[index] for index in range(n)]
+
+
+def group_seed(run_seed: int, group_id: str) -> int:
+    """The seed of a group's samples: the same whenever and wherever the group is generated."""
+    digest = hashlib.blake2b(f"{run_seed}/{group_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def group_columns(samples: Sequence[Output], *, routed_experts: bool = False) -> dict[str, Column]:
+    """The columns that the stage writes, from the n complete samples of a group.
+
+    Raises ValueError when the routed experts are asked for and a sample has none.
+    """
+    columns: dict[str, Column] = {}
+    if routed_experts:
+        found = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+        if len(found) < len(samples):
+            raise ValueError("rollout.return_routed_experts is true, but the engine returned none")
+        columns[ROUTED_EXPERTS] = np.concatenate(found)
+    tokens = np.concatenate([np.array(sample.tokens, dtype=np.int32) for sample in samples])
+    return columns | {
+        "tokens": tokens,
+        "lengths": np.array([len(sample.tokens) for sample in samples], dtype=np.int32),
+        "loss_mask": np.ones(len(tokens), dtype=np.uint8),
+        "rollout_logprobs": np.concatenate([np.array(sample.logprobs, dtype=np.float32) for sample in samples]),
+        "versions": np.concatenate([np.array(sample.versions, dtype=np.int64) for sample in samples]),
+        "finish": [sample.finish_reason for sample in samples],
+        "text": [sample.text for sample in samples],
+        "continued": np.array([sample.continued for sample in samples], dtype=np.uint8),
+    }

@@ -1,0 +1,142 @@
+"""A group as the trainer sees it: its columns checked, cut into samples."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxd.algorithms import Algorithm
+from services.trainer.batch.packing import TrainSample
+
+RESPONSE_COLUMNS = {
+    "tokens": "i",
+    "loss_mask": "iu",
+    "rollout_logprobs": "f",
+    "versions": "i",
+    "advantages": "f",
+}
+"""Columns with one value per response token [T], and the kinds of dtype that they may have."""
+SAMPLE_COLUMNS = {"lengths": "i", "continued": "iu", "reward": "f"}
+"""Columns with one value per sample [n]."""
+SAMPLE_LISTS = ("finish", "text")
+"""JSON columns with one value per sample."""
+TRAIN_COLUMNS = ("prompt_tokens", "prompt", *RESPONSE_COLUMNS, *SAMPLE_COLUMNS, *SAMPLE_LISTS, "reward_parts")
+"""Every column that the trainer reads, and keeps in step files."""
+
+
+class MalformedGroup(ValueError):
+    """A group's columns can't be trained on; the message names the column."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group whose columns were checked."""
+
+    group_id: str
+    """Its id."""
+    columns: Mapping[str, Any]
+    """The columns of `TRAIN_COLUMNS`."""
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Response tokens of each sample, [n]."""
+        return self.columns["lengths"]
+
+    @property
+    def sample_tokens(self) -> list[int]:
+        """Tokens of each sample with its prompt."""
+        return [len(self.columns["prompt_tokens"]) + int(length) for length in self.lengths]
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens whose mask is 1."""
+        return int(np.count_nonzero(self.columns["loss_mask"]))
+
+    @property
+    def trained_versions(self) -> NDArray[np.int64]:
+        """Versions that wrote the tokens whose mask is 1."""
+        return self.columns["versions"][self.columns["loss_mask"] != 0]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Oldest version that wrote a trained token; None if there is none."""
+        versions = self.trained_versions
+        return int(versions.min()) if versions.size else None
+
+    def bounds(self) -> NDArray[np.int64]:
+        """Where each sample begins in the per-token columns, and their end: [n + 1]."""
+        return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
+    def samples(
+        self, indices: Sequence[int], algorithm: Algorithm, temperature: float, version: int
+    ) -> list[TrainSample]:
+        """Some of the samples, ready to be packed.
+
+        Args:
+            indices: which of them.
+            algorithm: whose token weights they get.
+            temperature: they were drawn at it.
+            version: of the weights that will compute their log-probs; those of its own tokens are compared with the
+                engine's, unless the engine went on with a cache of other weights.
+        """
+        columns, bounds = self.columns, self.bounds()
+        weights = algorithm.token_weights(columns["loss_mask"], self.lengths)
+        chosen = []
+        for index in indices:
+            own = slice(int(bounds[index]), int(bounds[index + 1]))
+            chosen.append(
+                TrainSample.from_response(
+                    columns["prompt_tokens"],
+                    columns["tokens"][own],
+                    loss_mask=columns["loss_mask"][own],
+                    rollout_logprobs=columns["rollout_logprobs"][own],
+                    advantages=columns["advantages"][own],
+                    weight=weights[own],
+                    compared=(columns["versions"][own] == version) & (columns["continued"][index] == 0),
+                    temperature=temperature,
+                )
+            )
+        return chosen
+
+
+def check_group(group_id: str, columns: Mapping[str, Any]) -> Group:
+    """Make a Group of columns, if they fit together.
+
+    Raises:
+        MalformedGroup: a column is missing, of another kind or size than the others say, or holds NaN or infinity
+            where a token is trained.
+    """
+    for name in TRAIN_COLUMNS:
+        if name not in columns:
+            raise MalformedGroup(f"column {name} is missing")
+    prompt = _array(columns, "prompt_tokens", "i")
+    if prompt.size == 0:
+        raise MalformedGroup("prompt_tokens is empty: the first response token has nothing to be predicted from")
+    lengths = _array(columns, "lengths", "i")
+    if lengths.size == 0 or (lengths < 0).any():
+        raise MalformedGroup(f"lengths is {lengths.tolist()}: it must have a length for each sample, none negative")
+    for name, kinds in SAMPLE_COLUMNS.items():
+        if _array(columns, name, kinds).size != lengths.size:
+            raise MalformedGroup(f"{name} has {columns[name].size} values for {lengths.size} samples")
+    for name in SAMPLE_LISTS:
+        if not isinstance(columns[name], list) or len(columns[name]) != lengths.size:
+            raise MalformedGroup(f"{name} must be a list of {lengths.size} values, one for each sample")
+    total = int(lengths.sum())
+    for name, kinds in RESPONSE_COLUMNS.items():
+        if _array(columns, name, kinds).size != total:
+            raise MalformedGroup(f"{name} has {columns[name].size} values for {total} response tokens")
+    trained = columns["loss_mask"] != 0
+    for name in ("rollout_logprobs", "advantages"):
+        if not np.isfinite(columns[name][trained]).all():
+            raise MalformedGroup(f"{name} is NaN or infinite at a trained token")
+    return Group(group_id, {name: columns[name] for name in TRAIN_COLUMNS})
+
+
+def _array(columns: Mapping[str, Any], name: str, kinds: str) -> np.ndarray:
+    value = columns[name]
+    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in kinds:
+        what = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise MalformedGroup(f"{name} is {what}: it must be an array [values] of kind {' or '.join(kinds)}")
+    return value

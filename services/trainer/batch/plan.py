@@ -1,0 +1,178 @@
+"""The plan of a step: which groups, in which order, cut into which micro-batches, on which data-parallel ranks.
+
+A sum in floating point depends on the order of its terms, so the plan records the whole division: whoever has the
+groups' columns and the plan can repeat the step's arithmetic.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.trainer.batch.packing import assign_to_ranks
+
+OUTCOME = "skipped_updates"
+"""The field of a plan that is known only after the step."""
+
+
+class PlanError(ValueError):
+    """A recorded plan isn't one; the message says what is wrong."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some samples of one group, in one micro-batch."""
+
+    group_id: str
+    """The group."""
+    samples: tuple[int, ...]
+    """Which of its samples, in order."""
+
+
+MicroBatch = tuple[Piece, ...]
+"""Samples that go through the model packed into one sequence."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Micro-batches that all ranks work on at the same time."""
+
+    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    """By data-parallel rank. Every rank has the same number of them; some may be empty."""
+
+    def to_json(self) -> list[Any]:
+        """The round as lists: rank, micro-batch, [group id, [samples]]."""
+        return [
+            [[[piece.group_id, list(piece.samples)] for piece in micro_batch] for micro_batch in rank]
+            for rank in self.micro_batches
+        ]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> "Round":
+        """What `to_json` made."""
+        return cls(
+            tuple(
+                tuple(tuple(Piece(group, tuple(samples)) for group, samples in micro_batch) for micro_batch in rank)
+                for rank in value
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that determines a step's arithmetic, beside the groups' columns."""
+
+    step: int
+    """The step, counted from 1."""
+    epoch: int
+    """Epoch of the trainer that took it."""
+    seed: int
+    """What torch's generators were seeded with."""
+    groups: tuple[str, ...]
+    """The groups, in the order in which they were taken."""
+    rounds: tuple[Round, ...]
+    """The micro-batches, in order."""
+    samples: int
+    """Samples of all groups."""
+    trained_tokens: int
+    """Tokens of all groups whose mask is 1."""
+    normalizer: float
+    """What the summed loss is divided by."""
+    skipped_updates: tuple[int, ...] | None = None
+    """Indices of the step's updates that were skipped because their loss or gradient wasn't finite. None while that
+    isn't known: the ledger has it, a step file, which is written before the update, doesn't."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as the ledger and the step file keep it."""
+        outcome = {} if self.skipped_updates is None else {OUTCOME: list(self.skipped_updates)}
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "seed": self.seed,
+            "groups": list(self.groups),
+            "rounds": [entry.to_json() for entry in self.rounds],
+            "samples": self.samples,
+            "trained_tokens": self.trained_tokens,
+            "normalizer": self.normalizer,
+            **outcome,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Plan":
+        """What `to_json` made.
+
+        Raises:
+            PlanError: a field is missing or of another kind.
+        """
+        try:
+            return cls(
+                step=int(value["step"]),
+                epoch=int(value["epoch"]),
+                seed=int(value["seed"]),
+                groups=tuple(str(group) for group in value["groups"]),
+                rounds=tuple(Round.from_json(entry) for entry in value["rounds"]),
+                samples=int(value["samples"]),
+                trained_tokens=int(value["trained_tokens"]),
+                normalizer=float(value["normalizer"]),
+                skipped_updates=tuple(int(update) for update in value[OUTCOME]) if OUTCOME in value else None,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"not a step's plan: {error!r}") from error
+
+
+class Packer:
+    """Packs samples into micro-batches of a token budget, as they come.
+
+    A micro-batch is closed when the next sample doesn't fit. What is left when the step's last group is in is divided
+    anew, so that all ranks have about the same work.
+    """
+
+    def __init__(self, budget_tokens: int, data_ranks: int, per_rank: int = 1) -> None:
+        """Pack for `data_ranks` ranks, each of which takes `per_rank` micro-batches a round (one per stage)."""
+        self._budget = budget_tokens
+        self._ranks = data_ranks
+        self._per_rank = per_rank
+        self._full: deque[list[_Sample]] = deque()
+        self._open: list[_Sample] = []
+
+    def add(self, group_id: str, tokens: Sequence[int]) -> None:
+        """Add a group's samples; `tokens` are their lengths with the prompt, none above the budget."""
+        for sample, count in enumerate(tokens):
+            if self._open and sum(s.tokens for s in self._open) + count > self._budget:
+                self._full.append(self._open)
+                self._open = []
+            self._open.append(_Sample(group_id, sample, count))
+
+    def full_round(self) -> Round | None:
+        """A round for all ranks, if enough micro-batches are full."""
+        if len(self._full) < self._ranks * self._per_rank:
+            return None
+        return Round(
+            tuple(tuple(_micro_batch(self._full.popleft()) for _ in range(self._per_rank)) for _ in range(self._ranks))
+        )
+
+    def rest(self) -> Round | None:
+        """What is left, as one round; None if nothing is."""
+        samples = [sample for micro_batch in (*self._full, self._open) for sample in micro_batch]
+        self._full, self._open = deque(), []
+        if not samples:
+            return None
+        shares = assign_to_ranks([sample.tokens for sample in samples], self._budget, self._ranks)
+        return Round(tuple(tuple(_micro_batch([samples[i] for i in indices]) for indices in share) for share in shares))
+
+
+@dataclass(frozen=True)
+class _Sample:
+    group_id: str
+    index: int
+    tokens: int
+
+
+def _micro_batch(samples: Sequence[_Sample]) -> MicroBatch:
+    """Samples as pieces: neighbours of one group become one piece."""
+    pieces: list[tuple[str, list[int]]] = []
+    for sample in samples:
+        if not pieces or pieces[-1][0] != sample.group_id:
+            pieces.append((sample.group_id, []))
+        pieces[-1][1].append(sample.index)
+    return tuple(Piece(group_id, tuple(indices)) for group_id, indices in pieces)

@@ -1,0 +1,128 @@
+"""Step files: a step's plan and the columns of its groups, in one safetensors file beside the run's other files.
+
+A step is committed only when its file is durable. From then on the board may free the groups, and a trainer that
+starts anew replays the files to get its weights back.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from services.trainer.batch.durable import sync
+from services.trainer.batch.plan import Plan, PlanError
+
+JSON_SUFFIX = ":json"
+"""Ends the name of a tensor that holds a JSON value as UTF-8."""
+
+Columns = Mapping[str, Any]
+"""A group's columns: numpy arrays, or JSON values."""
+
+
+class StepFileError(Exception):
+    """A step file is missing, damaged, or of another step than the ledger says."""
+
+
+@dataclass(frozen=True)
+class StepFile:
+    """What a step file holds."""
+
+    plan: Plan
+    """The step's plan."""
+    groups: dict[str, dict[str, Any]]
+    """Columns by group id."""
+
+
+def step_file_path(run_folder: Path, step: int) -> Path:
+    """Where the file of a step is."""
+    return run_folder / "steps" / f"step-{step:06d}.safetensors"
+
+
+def write_step_file(path: Path, plan: Plan, groups: Mapping[str, Columns]) -> None:
+    """Write a step file, whole or not at all, and wait until it is on the disk.
+
+    Args:
+        path: where; an existing file (of a step that was never committed) is replaced.
+        plan: the step's plan.
+        groups: columns by group id, of every group in the plan.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for group_id in plan.groups:
+        for name, column in groups[group_id].items():
+            if isinstance(column, np.ndarray):
+                tensors[f"{group_id}/{name}"] = np.ascontiguousarray(column)
+            else:
+                text = json.dumps(column, ensure_ascii=False).encode()
+                tensors[f"{group_id}/{name}{JSON_SUFFIX}"] = np.frombuffer(text, np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The epoch in the name keeps a frozen trainer that wakes up from writing into its successor's file.
+    partial = path.with_name(f"{path.name}.{plan.epoch}.partial")
+    save_file(tensors, partial, metadata={"plan": json.dumps(plan.to_json())})
+    sync(partial)
+    os.replace(partial, path)
+    sync(path.parent)
+
+
+def read_step_file(path: Path, progress: Callable[[int], None] = lambda count: None) -> StepFile:
+    """Read a step file.
+
+    Args:
+        path: where it is.
+        progress: called with the bytes that have been read.
+
+    Raises:
+        StepFileError: it is missing or damaged.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    try:
+        with safe_open(path, "numpy") as file:
+            plan = Plan.from_json(json.loads(file.metadata()["plan"]))
+            for key in file.keys():  # noqa: SIM118  not a dict
+                group_id, _, name = key.rpartition("/")
+                value = file.get_tensor(key)
+                progress(value.nbytes)
+                if name.endswith(JSON_SUFFIX):
+                    name, value = name.removesuffix(JSON_SUFFIX), json.loads(value.tobytes())
+                groups.setdefault(group_id, {})[name] = value
+    except FileNotFoundError as error:
+        raise StepFileError(f"{path} is missing: the trainer's weights can't be brought back without it") from error
+    except (OSError, SafetensorError, PlanError, ValueError, KeyError, TypeError) as error:
+        raise StepFileError(f"{path} is damaged: {error}") from error
+    missing = [group for group in plan.groups if group not in groups]
+    if missing:
+        raise StepFileError(f"{path} is damaged: it has no columns of group {missing[0]}")
+    return StepFile(plan, groups)
+
+
+def read_committed(
+    run_folder: Path,
+    step: int,
+    ledger_plan: Mapping[str, Any],
+    progress: Callable[[int], None] = lambda count: None,
+) -> StepFile:
+    """Read the file of a committed step and make sure that it is the one that was committed.
+
+    Args:
+        run_folder: the run's folder.
+        step: the step.
+        ledger_plan: the plan that the board's ledger has for it. The returned plan says, as this one does, what became
+            of the updates.
+        progress: called with the bytes that have been read.
+
+    Raises:
+        StepFileError: it is missing, damaged, or has another plan.
+    """
+    path = step_file_path(run_folder, step)
+    found, committed = read_step_file(path, progress), Plan.from_json(ledger_plan)
+    if found.plan != replace(committed, skipped_updates=None):
+        raise StepFileError(f"{path} has another plan than the ledger has for step {step}: it isn't the committed one")
+    return StepFile(committed, found.groups)

@@ -1,0 +1,289 @@
+"""The checkpoints of a run, as rank 0 drives them: when one is taken, when it is complete, which one is loaded."""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from importlib.metadata import version
+from pathlib import Path
+
+from relaxd import __version__, telemetry
+from relaxd.board import Board, BoardUnavailable, LedgerEntry
+from relaxd.config import RunConfig
+from services.trainer.batch.step_file import step_file_path
+from services.trainer.checkpoints import folder as folders
+from services.trainer.checkpoints.folder import BoardState, CheckpointBroken, CheckpointState, Ledger
+from services.trainer.checkpoints.part import CheckpointPart
+from services.trainer.megatron.rank_channel import TICK_SECONDS, Crew
+
+logger = logging.getLogger(__name__)
+
+Answer = Future[tuple[str, int]]
+"""Resolved with the checkpoint's path and step, once it is on the disk."""
+
+
+class CheckpointFailed(Exception):
+    """A checkpoint could not be written; training goes on."""
+
+
+class Checkpoints:
+    """Takes, completes, removes and loads checkpoints. Used by rank 0's training thread only."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_id: str,
+        run_folder: Path,
+        epoch: int,
+        board: Board,
+        part: CheckpointPart,
+        crew: Crew,
+    ) -> None:
+        self._config = config
+        self._settings = config.trainer.checkpoint
+        self._run_id = run_id
+        self._run_folder = run_folder
+        self._epoch = epoch
+        self._board = board
+        self._part = part
+        self._crew = crew
+        self._wanted = False
+        self._waiting: list[Answer] = []
+        """Who asked for the next one."""
+        self._saving: _Saving | None = None
+        self._stalled = 0.0
+
+    # --- saving ---------------------------------------------------------------------------------------------------
+
+    def after_step(self, step: int) -> None:
+        """A step is committed: one may be due."""
+        if self._settings.every and step % self._settings.every == 0:
+            self._wanted = True
+
+    def request(self, answer: Answer) -> None:
+        """Take one as soon as possible."""
+        self._wanted = True
+        self._waiting.append(answer)
+
+    def poll(self, step: int) -> None:
+        """Begin one that is wanted; complete one that is written. Called whenever nothing else is under way.
+
+        Args:
+            step: the last committed step, whose weights the learner has.
+        """
+        if self._saving is not None:
+            self._look(self._saving)
+        if self._wanted and self._saving is None:
+            try:
+                self._begin(step)
+            except BoardUnavailable as error:
+                logger.debug("the checkpoint waits for the board: %s", error)
+
+    def let_copy(self) -> None:
+        """Wait until the weights may change, because a snapshot's copies are made; the learner keeps the deadline."""
+        if self._part.copied(0.0):
+            return
+        began = time.monotonic()
+        deadline = began + self._config.trainer.collective_timeout_seconds
+        while not self._part.copied(TICK_SECONDS) and time.monotonic() < deadline:
+            self._crew.tick()
+        self._stalled += time.monotonic() - began
+
+    def take_stall(self) -> float:
+        """Seconds for which training stood still for checkpoints since this was last asked."""
+        stalled, self._stalled = self._stalled, 0.0
+        return stalled
+
+    def _begin(self, step: int) -> None:
+        answers = self._waiting
+        final = folders.checkpoint_path(self._run_folder, step)
+        if final.exists():  # the weights haven't changed since
+            self._wanted, self._waiting = False, []
+            for answer in answers:
+                answer.set_result((str(final), step))
+            return
+        state = self._state(step)
+        self._wanted, self._waiting = False, []
+        began = time.monotonic()
+        partial = folders.partial_path(self._run_folder, step, self._epoch)
+        with self._crew.alone(f"making {partial}"):
+            problem = _make_anew(partial)
+        if problem:
+            self._fail(answers, f"{partial} can't be made: {problem}")
+            return
+        self._crew.send({"do": "begin_checkpoint", "folder": str(partial)})
+        state = state.model_copy(update={"weights_checksum": self._crew.add_up(self._part.checksum())})
+        self._part.begin(partial)
+        self._stalled += time.monotonic() - began
+        self._saving = _Saving(state, partial, final, answers, began)
+
+    def _look(self, saving: "_Saving") -> None:
+        """How far the writing is."""
+        try:
+            reports = folders.read_reports(saving.partial)
+        except (OSError, ValueError) as error:
+            self._give_up(saving, str(error))
+            return
+        errors = [str(report["error"]) for report in reports.values() if "error" in report]
+        if errors:
+            self._give_up(saving, "; ".join(errors))
+        elif len(reports) == self._crew.size:
+            self._complete(saving)
+        elif time.monotonic() - saving.began > self._settings.timeout_seconds:
+            late = sorted(set(range(self._crew.size)) - set(reports))
+            seconds = self._settings.timeout_seconds
+            self._give_up(saving, f"ranks {late} did not write within trainer.checkpoint.timeout_seconds = {seconds:g}")
+
+    def _complete(self, saving: "_Saving") -> None:
+        began = time.monotonic()
+        self._crew.send({"do": "end_checkpoint"})
+        self._part.end()
+        self._saving = None
+        step = saving.state.step
+        problem, oldest = "", None
+        with self._crew.alone(f"completing {saving.final}"):
+            try:
+                folders.seal(saving.partial, saving.final, saving.state)
+                oldest = folders.rotate(self._run_folder, self._settings.keep)
+                folders.remove_leaving(self._run_folder)
+            except OSError as error:
+                problem = str(error)
+            if oldest is not None and self._settings.keep_step_files == "until_checkpoint":
+                remove_step_files(self._run_folder, up_to=oldest)
+        if problem:
+            self._fail(saving.answers, problem)
+            return
+        self._stalled += time.monotonic() - began
+        seconds = time.monotonic() - saving.began
+        telemetry.record("checkpoint.seconds", seconds, {"relaxd.run_id": self._run_id})
+        logger.info("checkpoint of step %d is on the disk, %.1f s after it was begun", step, seconds)
+        for answer in saving.answers:
+            answer.set_result((str(saving.final), step))
+
+    def _give_up(self, saving: "_Saving", reason: str) -> None:
+        self._saving = None
+        self._crew.send({"do": "abandon_checkpoint"})
+        self._part.abandon()
+        with self._crew.alone(f"removing {saving.partial}"):
+            shutil.rmtree(saving.partial, ignore_errors=True)
+        self._fail(saving.answers, reason)
+
+    def _fail(self, answers: Sequence[Answer], reason: str) -> None:
+        logger.error("no checkpoint was written, the ones before stay: %s", reason)
+        for answer in answers:
+            answer.set_exception(CheckpointFailed(reason))
+
+    def _state(self, step: int) -> CheckpointState:
+        ledger = Ledger(step=0)
+        if step:
+            (entry,) = self._board.ledger(after_step=step - 1, limit=1)
+            ledger = Ledger(step=step, epoch=entry.epoch, plan_sha256=folders.plan_sha256(entry.plan))
+        # The cursor first: what is published meanwhile is then beyond it, whether it is open or not.
+        cursor = self._board.cursor()
+        waiting = [retry.group_id for retry in self._board.retries(limit=1_000_000)]
+        open_groups = sorted({*self._board.open_groups(), *waiting})
+        counts = self._board.counts()
+        return CheckpointState(
+            run_id=self._run_id,
+            step=step,
+            epoch=self._epoch,
+            ledger=ledger,
+            board=BoardState(
+                cursor=cursor,
+                open_groups=tuple(open_groups),
+                published=counts.published,
+                trained=counts.trained,
+                dropped=counts.dropped,
+                dropped_by_reason=counts.dropped_by_reason,
+            ),
+            trainer=self._config.trainer.model_dump(mode="json"),
+            algorithm=self._config.algorithm.model_dump(mode="json"),
+            versions={"relaxd": __version__, "torch": version("torch"), "megatron-core": version("megatron-core")},
+        )
+
+    # --- loading --------------------------------------------------------------------------------------------------
+
+    def restore(self, ledger: Sequence[LedgerEntry]) -> int:
+        """Load the newest checkpoint that is intact and that the ledger knows.
+
+        Args:
+            ledger: every committed step, in order.
+
+        Returns:
+            Its step; 0 when there is none, and the learner has the initial model.
+
+        Raises:
+            CheckpointError: it is intact, but not one of this model.
+        """
+        with self._crew.alone("removing unfinished checkpoints"):
+            folders.remove_partials(self._run_folder, self._epoch)
+        entries = {entry.step: entry for entry in ledger}
+        for step in folders.checkpoint_steps(self._run_folder):
+            path = folders.checkpoint_path(self._run_folder, step)
+            if step and step not in entries:
+                logger.error("checkpoint %s isn't used: the ledger ends before it, with step %d", path, len(entries))
+                continue
+            self._crew.send({"do": "verify_checkpoint", "folder": str(path)})
+            if not self._crew.agree(self._part.intact(path)):
+                self._put_aside(path)
+                continue
+            try:
+                state = folders.read_state(path)
+                if step and state.ledger.plan_sha256 != folders.plan_sha256(entries[step].plan):
+                    raise CheckpointBroken(f"{path} comes after another step {step} than the ledger has")
+            except CheckpointBroken as error:
+                logger.error("%s", error)
+                self._put_aside(path)
+                continue
+            same = same_layout(state, self._config)
+            if not same:
+                logger.warning("checkpoint %s is of ranks arranged otherwise: sums come in another order", path.name)
+            self._crew.send({"do": "restore", "folder": str(path), "step": step, "same_layout": same})
+            self._part.restore(path, step, same_layout=same)
+            logger.info("checkpoint %s is loaded", path.name)
+            return step
+        return 0
+
+    def _put_aside(self, path: Path) -> None:
+        with self._crew.alone(f"putting {path} aside"):
+            aside = folders.put_aside(path)
+        logger.error("checkpoint %s is broken and put aside as %s; trying the one before", path, aside)
+
+
+class _Saving:
+    """A checkpoint that is being written."""
+
+    def __init__(
+        self, state: CheckpointState, partial: Path, final: Path, answers: Sequence[Answer], began: float
+    ) -> None:
+        self.state = state
+        self.partial = partial
+        self.final = final
+        self.answers = answers
+        self.began = began
+
+
+def _make_anew(folder: Path) -> str:
+    """Make an empty folder; returns what went wrong."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def same_layout(state: CheckpointState, config: RunConfig) -> bool:
+    """Whether ranks are arranged as they were when a checkpoint was written."""
+    names = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+    return all(state.trainer.get(name) == getattr(config.trainer, name) for name in names)
+
+
+def remove_step_files(run_folder: Path, up_to: int) -> None:
+    """Remove the step files up to a step: checkpoints cover them."""
+    for path in step_file_path(run_folder, 1).parent.glob("step-*.safetensors"):
+        if int(path.name.removeprefix("step-").removesuffix(".safetensors")) <= up_to:
+            os.unlink(path)

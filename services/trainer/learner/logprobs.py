@@ -1,0 +1,207 @@
+"""Log-probs and entropies of given tokens, from hidden states, without ever holding all logits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.trainer.kernels.fusion import fused_kernels
+from services.trainer.kernels.gradients import add_product_
+
+CPU_CHUNK_TOKENS = 512
+"""Tokens whose logits are computed together on CPU."""
+CHUNK_BYTES = 1 << 30
+"""Logits that are computed together on a GPU."""
+CPU_KEPT_BYTES = 256 << 20
+"""Logits that a micro-batch keeps for its backward pass on CPU; the others are made anew there."""
+KEPT_SHARE = 1 / 24
+"""The same on a GPU, as a share of its memory."""
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The part of the vocabulary that this rank's output layer has."""
+
+    start: int
+    """First token id."""
+    size: int
+    """Token ids; rows of the output layer beyond them are padding."""
+    group: dist.ProcessGroup | None
+    """The ranks that share the vocabulary; None: this one has it all."""
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: Tensor,
+    shard: VocabShard,
+    chunk_tokens: int | None = None,
+    kept_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each token, and entropy of the distribution that it was drawn from.
+
+    log p(t) = z_t - log(sum_j exp z_j) and H = -sum_j p_j log p_j with z = hidden @ weight.T / temperature, in float32.
+    Logits exist chunk by chunk. The backward pass needs them again: the first chunks are kept, as far as that costs
+    little memory, the others are made anew. With a sharded vocabulary, the gradient that goes into `hidden` is this
+    shard's part: the caller's copy or gather of `hidden` over the ranks adds them up.
+
+    A weight with Megatron's gradient buffer (`main_grad`) gets its gradient there, in float32, and none in `grad`.
+
+    Args:
+        hidden: [N, hidden_size], the state that predicts each token.
+        weight: [rows, hidden_size], this rank's rows of the output layer.
+        tokens: int64 [N], the predicted tokens' ids (in the whole vocabulary).
+        temperature: float32 [N], the temperature that each token was sampled with.
+        shard: which ids this rank's rows are.
+        chunk_tokens: tokens per chunk; None: as fits the machine.
+        kept_bytes: most bytes of logits to keep; None: as fits the machine.
+
+    Returns:
+        Log-probs and entropies in nats, both float32 [N], differentiable, the same on all ranks of the shard's group.
+    """
+    width = shard.size * hidden.element_size()
+    if chunk_tokens is None:
+        chunk_tokens = max(CHUNK_BYTES // width // 256, 1) * 256 if hidden.is_cuda else CPU_CHUNK_TOKENS
+    if not torch.is_grad_enabled():
+        kept_bytes = 0
+    elif kept_bytes is None:
+        memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else 0
+        kept_bytes = int(memory * KEPT_SHARE) if hidden.is_cuda else CPU_KEPT_BYTES
+    chunks = _Chunks(chunk_tokens, kept_bytes // (chunk_tokens * width), shard)
+    return _TokenLogprobs.apply(hidden, weight, tokens, temperature, chunks)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    tokens: int
+    """Tokens of one chunk."""
+    kept: int
+    """How many chunks keep their logits."""
+    shard: VocabShard
+
+    def rows(self, count: int) -> list[slice]:
+        return [slice(begin, min(begin + self.tokens, count)) for begin in range(0, count, self.tokens)]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: Tensor, chunks: _Chunks
+    ) -> tuple[Tensor, Tensor]:
+        shard = chunks.shard
+        columns = tokens - shard.start
+        columns = columns.masked_fill((columns < 0) | (columns >= shard.size), -1)
+        fused = hidden.dtype == torch.bfloat16 and fused_kernels()
+        statistics = hidden.new_empty(4, hidden.shape[0], dtype=torch.float32)
+        kept: list[Tensor] = []
+        for rows in chunks.rows(hidden.shape[0]):
+            logits = hidden[rows] @ weight[: shard.size].t()
+            if fused:
+                from services.trainer.kernels.vocabulary_kernels import vocabulary_statistics
+
+                statistics[:, rows] = vocabulary_statistics(logits, temperature[rows], columns[rows])
+            else:
+                logits = _tempered(logits, temperature[rows])
+                statistics[:, rows] = _statistics(logits, columns[rows], keep=len(kept) < chunks.kept)
+            if len(kept) < chunks.kept:
+                kept.append(logits)
+            del logits  # or two chunks would be there at once
+        largest, sums, weighted, of_token = _over_shards(statistics, shard)
+        log_sums = sums.log()
+        entropies = log_sums - weighted / sums
+        ctx.save_for_backward(hidden, weight, columns, temperature, log_sums + largest, entropies)
+        ctx.chunks, ctx.kept, ctx.fused, ctx.main_grad = chunks, kept, fused, getattr(weight, "main_grad", None)
+        ctx.set_materialize_grads(False)
+        return of_token - largest - log_sums, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_logprobs, grad_entropies = grads
+        hidden, weight, columns, temperature, log_sums, entropies = ctx.saved_tensors
+        shard: VocabShard = ctx.chunks.shard
+        grad_logprobs = torch.zeros_like(log_sums) if grad_logprobs is None else grad_logprobs.contiguous()
+        grad_entropies = None if grad_entropies is None else grad_entropies.contiguous()
+        grad_hidden = torch.empty_like(hidden)
+        into: Tensor | None = ctx.main_grad
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if into is None else into
+        kept: list[Tensor] = ctx.kept[::-1]
+        ctx.kept = []
+        for rows in ctx.chunks.rows(hidden.shape[0]):
+            if kept:
+                logits = kept.pop()
+            else:
+                logits = hidden[rows] @ weight[: shard.size].t()
+                logits = logits if ctx.fused else _tempered(logits, temperature[rows])
+            arguments = (
+                logits,
+                temperature[rows],
+                columns[rows],
+                log_sums[rows],
+                entropies[rows],
+                grad_logprobs[rows],
+                None if grad_entropies is None else grad_entropies[rows],
+            )
+            if ctx.fused:
+                from services.trainer.kernels.vocabulary_kernels import vocabulary_gradient_
+
+                grad_logits = vocabulary_gradient_(*arguments)
+            else:
+                grad_logits = _gradient(*arguments).to(hidden.dtype)
+            torch.mm(grad_logits, weight[: shard.size], out=grad_hidden[rows])
+            add_product_(grad_weight[: shard.size], grad_logits, hidden[rows])
+            del logits, arguments, grad_logits
+        return grad_hidden, grad_weight.to(weight.dtype) if into is None else None, None, None, None
+
+
+def _over_shards(statistics: Tensor, shard: VocabShard) -> Tensor:
+    """Statistics [4, N] of this rank's ids to those of the whole vocabulary."""
+    if shard.group is None:
+        return statistics
+    largest, sums, weighted, of_token = statistics
+    overall = largest.clone()
+    dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=shard.group)
+    shift = largest - overall
+    scale = shift.exp()
+    added = torch.stack((scale * sums, scale * (weighted + shift * sums), of_token))
+    dist.all_reduce(added, group=shard.group)
+    return torch.cat((overall.unsqueeze(0), added))
+
+
+def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Logits [n, ids] in float32 under each token's temperature [n]."""
+    return logits.float().div_(temperature.unsqueeze(-1))
+
+
+def _statistics(logits: Tensor, columns: Tensor, *, keep: bool) -> Tensor:
+    """What `vocabulary_statistics` computes, of logits under their temperature already; changes them unless kept."""
+    largest = logits.amax(-1)
+    of_token = logits.gather(-1, columns.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (columns >= 0)
+    shifted = logits.sub(largest.unsqueeze(-1)) if keep else logits.sub_(largest.unsqueeze(-1))
+    exponentials = shifted.exp()
+    return torch.stack((largest, exponentials.sum(-1), shifted.mul_(exponentials).sum(-1), of_token))
+
+
+def _gradient(
+    logits: Tensor,
+    temperature: Tensor,
+    columns: Tensor,
+    log_sums: Tensor,
+    entropies: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropies: Tensor | None,
+) -> Tensor:
+    """What `vocabulary_gradient_` computes, of logits under their temperature already; changes them."""
+    logprobs = logits.sub_(log_sums.unsqueeze(-1))
+    # d logp_t / d z = onehot(t) - p and d H / d z = -p (log p + H), each divided by the temperature.
+    gradient = logprobs.exp()
+    if grad_entropies is None:
+        gradient.mul_(-grad_logprobs.unsqueeze(-1))
+    else:
+        factor = logprobs.add_(entropies.unsqueeze(-1)).mul_(grad_entropies.unsqueeze(-1))
+        gradient.mul_(factor.add_(grad_logprobs.unsqueeze(-1)).neg_())
+    inside = (columns >= 0).to(gradient.dtype)
+    gradient.scatter_add_(-1, columns.clamp(min=0).unsqueeze(-1), (grad_logprobs * inside).unsqueeze(-1))
+    return gradient.div_(temperature.unsqueeze(-1))

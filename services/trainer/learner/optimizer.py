@@ -1,0 +1,111 @@
+"""Megatron's distributed optimizer and learning-rate schedule, from the run's configuration."""
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+import torch
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_standard_config_overrides as no_decay_for_norms
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from relaxd.config import TrainerConfig
+from services.trainer.learner.data_parallel import DataParallel
+
+
+class NonFiniteGradients(ArithmeticError):
+    """An update that was done before can't be repeated: its loss or gradient isn't finite. Nothing has changed."""
+
+
+def build_optimizer(model: DataParallel, config: TrainerConfig) -> MegatronOptimizer:
+    """AdamW (arXiv 1711.05101), its state and main weights sharded over the data-parallel ranks.
+
+    Norms have no weight decay. With `cpu_offload` state and main weights are in the host's memory and the update is
+    computed there, parameter after parameter, while others travel.
+    """
+    settings = config.optimizer
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    megatron_config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.epsilon,
+        clip_grad=settings.clip_grad,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_distributed_optimizer=True,
+        optimizer_cpu_offload=settings.cpu_offload,
+        optimizer_offload_fraction=float(settings.cpu_offload),
+        overlap_cpu_optimizer_d2h_h2d=settings.cpu_offload,
+        pin_cpu_grads=torch.cuda.is_available(),
+    )
+    if settings.cpu_offload:
+        # The main weights are the offloaded optimizer's only, none on the GPU. Set afterwards, as the constructor asks
+        # for Transformer Engine's version, which this doesn't use.
+        megatron_config.use_precision_aware_optimizer = True
+        megatron_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        megatron_config.store_param_remainders = False
+    optimizer = get_megatron_optimizer(megatron_config, [model], config_overrides=no_decay_for_norms(megatron_config))
+    for group in optimizer.param_groups:
+        group["fused"] = True  # one pass over memory instead of a dozen
+    return optimizer
+
+
+def build_schedule(optimizer: MegatronOptimizer, config: TrainerConfig, steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up, then constant, linear or cosine decay to `min_lr` at the last step.
+
+    Step it before each update that is done: update s of 1..steps then warms up to s / warmup_steps, and the last has
+    min_lr. An update that is skipped doesn't count.
+
+    Raises:
+        ValueError: settings that contradict each other.
+    """
+    settings = config.optimizer
+    if settings.min_lr > settings.lr:
+        raise ValueError(f"trainer.optimizer.min_lr is {settings.min_lr}: it must not be above lr = {settings.lr}")
+    if settings.warmup_steps >= max(steps, 1) and settings.warmup_steps > 0:
+        raise ValueError(
+            f"trainer.optimizer.warmup_steps is {settings.warmup_steps}: it must be below run.steps = {steps}"
+        )
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(steps, 1),
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=max(steps, 1),
+        wd_incr_style="constant",
+    )
+
+
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """The norm of the gradients over all ranks, which is made ready for the update. All ranks call it together.
+
+    Every rank gets the same number: Megatron adds up the squares over the whole world, so that a NaN or an infinity in
+    any rank's share makes the norm of all ranks NaN or infinite. So does a sum that float32 can't hold.
+    """
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def clip_and_step(optimizer: MegatronOptimizer, clip_grad: float, norm: float) -> None:
+    """Clip the gradients and update the weights: what `MegatronOptimizer.step` does after the norm.
+
+    Args:
+        optimizer: Megatron's chained optimizer.
+        clip_grad: largest norm; 0 doesn't clip.
+        norm: what `gradient_norm` has returned, finite.
+    """
+    for one in optimizer.chained_optimizers:
+        parameters = one.get_parameters()
+        if clip_grad > 0 and parameters:
+            decoupled = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, clip_grad, norm, decoupled)
+    optimizer.step_with_ready_grads()

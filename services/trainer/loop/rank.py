@@ -1,0 +1,225 @@
+"""One rank of the Megatron world: the child process that the trainer service starts for it.
+
+Its place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, everything else from the parent's
+"start". Training runs in a thread of its own; requests are answered beside it.
+"""
+
+import logging
+import os
+import threading
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from google.protobuf.json_format import MessageToDict
+
+from relaxd import telemetry
+from relaxd.algorithms import create
+from relaxd.board import Board, stages_for
+from relaxd.config import RunConfig
+from relaxd.data.models import resolve_model
+from relaxd.process.child_server import ChildServer, HandlerError
+from relaxd.weights.group import WeightGroupError, host_store
+from relaxd.weights.manifest import to_proto
+from services.trainer.checkpoints.checkpoints import Answer, CheckpointFailed, Checkpoints
+from services.trainer.checkpoints.part import CheckpointPart
+from services.trainer.learner.learner import Learner
+from services.trainer.loop.broadcast import Broadcaster, result_to_json, weight_buckets
+from services.trainer.loop.following import follow
+from services.trainer.loop.intake import Intake
+from services.trainer.loop.rounds import RoundRunner
+from services.trainer.loop.sleeping import TurnRequest
+from services.trainer.loop.training import Controls, Training
+from services.trainer.loop.weight_read_lock import HoldRefused, WeightsHold
+from services.trainer.megatron.host_memory import settle
+from services.trainer.megatron.rank_channel import Crew
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Rank:
+    """This process: what it was told, and the threads that work on it."""
+
+    def __init__(self) -> None:
+        self._number = int(os.environ.get("RANK", "0"))
+        self._controls = Controls(paused=False)
+        self._broadcaster: Broadcaster | None = None
+        self._weights: WeightsHold | None = None
+        self._server = ChildServer(
+            {
+                "start": self._start,
+                "pause": lambda _: self._controls.paused.set(),
+                "resume": lambda _: self._controls.paused.clear(),
+                "drain": self._drain,
+                "hold": self._hold,
+                "release": self._release,
+                "join_group": self._join_group,
+                "leave_group": self._leave_group,
+                "broadcast": self._broadcast,
+                "export": self._export,
+                "checkpoint": self._checkpoint,
+                "sleep": lambda params: self._turn(TurnRequest(asleep=True), params["seconds"]),
+                "wake": lambda params: self._turn(TurnRequest(False, params["metrics"]), params["seconds"]),
+            }
+        )
+
+    def serve(self) -> None:
+        """Answer the parent until it is gone."""
+        self._server.serve()
+
+    def _start(self, params: dict[str, Any]) -> None:
+        if params["paused"]:
+            self._controls.paused.set()
+        telemetry.setup_logging(f"{params['replica_id']}/rank{self._number}", params["log_level"])
+        logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
+        telemetry.setup("trainer", params["replica_id"])
+        threading.Thread(target=self._work, args=(params,), name="training", daemon=True).start()
+
+    def _work(self, params: dict[str, Any]) -> None:
+        """The training thread. Whatever goes wrong ends the process: the parent starts the world anew."""
+        try:
+            self._train(params)
+        except BaseException as error:
+            logger.exception("rank %d ends", self._number)
+            self._server.emit("failed", {"reason": f"{type(error).__name__}: {error}"})
+            telemetry.shutdown()
+            os._exit(1)
+
+    def _train(self, params: dict[str, Any]) -> None:
+        config = RunConfig.model_validate_json(params["config"])
+        run_folder = Path(params["folder"])
+        learner = Learner(
+            resolve_model(config.model.path),
+            config.trainer,
+            config.algorithm,
+            steps=config.run.steps,
+            seed=config.run.seed,
+            tell=self._tell_loading if self._number == 0 else None,
+        )
+        settle()
+        crew = Crew(config.trainer.collective_timeout_seconds, learner.world.disk)
+        algorithm = create(config.algorithm)
+        buckets = weight_buckets(learner, config.weights.bucket_bytes)
+        self._broadcaster = Broadcaster(learner, buckets, config.rollout.engine)
+        board = Board(params["redis"], params["run_id"], stages_for(config), config.board)
+        gather = learner.world.gather
+        has_part = gather.dense is not None or gather.experts is not None
+        self._server.emit("loaded", {"source": gather.source, "stage": learner.world.stage, "gathers": has_part})
+        if self._number != 0:
+            runner = RoundRunner(learner, algorithm, config.rollout.temperature)
+            patience = config.trainer.collective_timeout_seconds / 2
+            follow(
+                crew=crew, learner=learner, runner=runner, board=board, run_folder=run_folder, patience_seconds=patience
+            )
+        store = host_store(params["store_host"])
+        epoch = board.new_trainer_epoch()
+        self._weights = WeightsHold(epoch)
+        manifest = MessageToDict(to_proto(buckets))
+        self._server.emit(
+            "epoch",
+            {"epoch": epoch, "manifest": manifest, "source_ranks": learner.world.stages, "store_port": store.port},
+        )
+        intake = Intake(
+            board,
+            params["replica_id"],
+            groups_per_step=config.trainer.groups_per_step,
+            max_staleness=config.board.max_staleness,
+            max_sample_tokens=config.trainer.micro_batch_tokens,
+            lease_seconds=config.board.lease_seconds,
+        )
+        Training(
+            config=config,
+            run_id=params["run_id"],
+            run_folder=run_folder,
+            epoch=epoch,
+            board=board,
+            intake=intake,
+            learner=learner,
+            algorithm=algorithm,
+            crew=crew,
+            weights=self._weights,
+            checkpoints=Checkpoints(
+                config=config,
+                run_id=params["run_id"],
+                run_folder=run_folder,
+                epoch=epoch,
+                board=board,
+                part=CheckpointPart(learner),
+                crew=crew,
+            ),
+            controls=self._controls,
+            emit=self._server.emit,
+        ).run()
+
+    def _tell_loading(self, detail: str) -> None:
+        """Tell the parent how far the loading is; later `Training` tells."""
+        self._server.emit("progress", {"detail": detail, "held": 0, "done": 0, "turns": 0})
+
+    def _drain(self, params: dict[str, Any]) -> bool:
+        self._controls.draining.set()
+        drained = self._controls.drained.wait(params["seconds"])
+        telemetry.flush()  # what ends a run kills the ranks next
+        return drained
+
+    def _hold(self, params: dict[str, Any]) -> int:
+        if self._weights is None:
+            raise HandlerError("the trainer has no weights yet", kind="HoldRefused")
+        try:
+            return self._weights.acquire(params["epoch"], params["version"], params["seconds"])
+        except HoldRefused as error:
+            raise HandlerError(str(error), kind="HoldRefused") from error
+
+    def _release(self, params: dict[str, Any]) -> bool:
+        return self._weights is not None and self._weights.release(params["hold"])
+
+    def _join_group(self, params: dict[str, Any]) -> None:
+        try:
+            self._sender().join(**params)
+        except WeightGroupError as error:
+            raise HandlerError(str(error), kind="WeightGroupError") from error
+
+    def _leave_group(self, params: dict[str, Any]) -> None:
+        self._sender().leave(params["name"])
+
+    def _broadcast(self, params: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return result_to_json(self._sender().broadcast(**params))
+        except WeightGroupError as error:
+            raise HandlerError(str(error), kind="WeightGroupError") from error
+
+    def _export(self, params: dict[str, Any]) -> int:
+        answer: Future[int] = Future()
+        self._controls.exports.put((Path(params["folder"]), answer))
+        return self._in_time(answer, params["seconds"])
+
+    def _checkpoint(self, params: dict[str, Any]) -> dict[str, Any]:
+        answer: Answer = Future()
+        self._controls.checkpoints.put(answer)
+        try:
+            path, step = self._in_time(answer, params["seconds"])
+        except CheckpointFailed as error:
+            raise HandlerError(str(error), kind="CheckpointFailed") from error
+        return {"path": path, "step": step}
+
+    def _turn(self, request: TurnRequest, seconds: float) -> dict[str, Any]:
+        self._controls.turns.put(request)
+        return asdict(self._in_time(request.answer, seconds))
+
+    def _in_time(self, answer: "Future[T]", seconds: float) -> T:
+        """What the training thread answers. Raises HandlerError: not in time."""
+        try:
+            return answer.result(seconds)
+        except TimeoutError as error:
+            raise HandlerError(f"the training thread did not get to it within {seconds:g} s", kind="Late") from error
+
+    def _sender(self) -> Broadcaster:
+        if self._broadcaster is None:
+            raise HandlerError("this rank has no model yet", kind="WeightGroupError")
+        return self._broadcaster
+
+
+if __name__ == "__main__":
+    Rank().serve()

@@ -1,0 +1,84 @@
+"""The step that is being filled: its groups, its rounds so far, its spans and its clock."""
+
+import time
+from collections.abc import Sequence
+
+from opentelemetry.trace import Span
+
+from relaxd import telemetry
+from relaxd.algorithms import Algorithm
+from relaxd.board import GroupTimes, StageTime, microseconds
+from services.trainer.batch.groups import Group
+from services.trainer.batch.plan import Packer, Plan, Round
+from services.trainer.loop.intake import STAGE, Taken
+
+
+class OpenStep:
+    """What a step has so far."""
+
+    def __init__(self, number: int, packer: Packer, carrier: dict[str, str]) -> None:
+        """`carrier` is the step's trace, to which the train span of each group is linked."""
+        self.number = number
+        self.packer = packer
+        self.members: dict[str, Taken] = {}
+        self.rounds: list[Round] = []
+        self.waited = 0.0
+        """Seconds spent on waiting for groups."""
+        self.worked = 0.0
+        """Seconds spent in forward and backward, and in the optimizer."""
+        self.held_back = 0.0
+        """Seconds for which the optimizer waited for a weight broadcast."""
+        self.wrote = 0.0
+        """Seconds for which the step file was written."""
+        self.started = time.monotonic()
+        self.begun: dict[str, int] = {}
+        """When it took each group, in microseconds of Unix time."""
+        self.times: dict[str, GroupTimes] = {}
+        """What the stages before took, by group; known when the step closes."""
+        self._carrier = carrier
+        self._spans: list[Span] = []
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """Columns by group id."""
+        return {group_id: taken.group for group_id, taken in self.members.items()}
+
+    def add(self, chosen: Sequence[Taken]) -> None:
+        """Take groups into the step."""
+        now = microseconds()
+        for taken in chosen:
+            self.members[taken.group.group_id] = taken
+            self.begun[taken.group.group_id] = now
+            self.packer.add(taken.group.group_id, taken.group.sample_tokens)
+            self._spans.append(
+                telemetry.open_stage_span(
+                    STAGE,
+                    taken.delivery.trace,
+                    waited_seconds=StageTime(taken.delivery.offered, now, now).queue_seconds,
+                    begun=now,
+                    attributes={"relaxd.group_id": taken.group.group_id, "relaxd.step": self.number},
+                    links=[self._carrier],
+                )
+            )
+
+    def plan(self, epoch: int, seed: int, algorithm: Algorithm) -> Plan:
+        """The plan, once all rounds are there."""
+        groups = list(self.groups.values())
+        samples = sum(len(group.lengths) for group in groups)
+        trained_tokens = sum(group.trained_tokens for group in groups)
+        return Plan(
+            step=self.number,
+            epoch=epoch,
+            seed=seed,
+            groups=tuple(self.members),
+            rounds=tuple(self.rounds),
+            samples=samples,
+            trained_tokens=trained_tokens,
+            normalizer=algorithm.normalizer(trained_tokens, samples),
+        )
+
+    def end_spans(self, ended: int | None = None) -> None:
+        """The groups' part in the step is over, since `ended` (microseconds of Unix time) or now."""
+        for span in self._spans:
+            span.end(None if ended is None else ended * 1000)
+        self._spans.clear()

@@ -1,0 +1,83 @@
+"""The numbers of a step, from its groups, the learner's statistics and the clock."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from relaxd import telemetry
+from services.trainer.batch.groups import Group
+
+
+def group_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """What a step's groups say about themselves.
+
+    Args:
+        groups: the step's groups, at least one.
+        step: the step; the staleness of a token is (step - 1) - its version.
+    """
+    rewards = np.concatenate([group.columns["reward"] for group in groups])
+    lengths = np.concatenate([group.lengths for group in groups])
+    staleness = step - 1 - np.concatenate([group.trained_versions for group in groups])
+    metrics = {
+        "reward_mean": float(rewards.mean()),
+        "response_length_mean": float(lengths.mean()),
+        "staleness_mean": float(staleness.mean()) if staleness.size else 0.0,
+        "staleness_max": float(staleness.max()) if staleness.size else 0.0,
+        "tokens": float(sum(sum(group.sample_tokens) for group in groups)),
+        "samples": float(len(rewards)),
+        "groups": float(len(groups)),
+    }
+    parts: dict[str, list[float]] = {}
+    for group in groups:
+        for name, values in (group.columns["reward_parts"] or {}).items():
+            parts.setdefault(name, []).extend(values)
+    return metrics | {f"reward_{name}": float(np.mean(values)) for name, values in parts.items()}
+
+
+def record_samples(run_id: str, groups: Sequence[Group], step: int) -> None:
+    """Export histograms of reward, response length and staleness, by sample."""
+    if not telemetry.enabled():
+        return
+    attributes = {"relaxd.run_id": run_id}
+    for group in groups:
+        bounds = group.bounds()
+        for index, length in enumerate(group.lengths):
+            telemetry.record("reward", float(group.columns["reward"][index]), attributes)
+            telemetry.record("response_length", int(length), attributes)
+            if length:
+                oldest = int(group.columns["versions"][bounds[index] : bounds[index + 1]].min())
+                telemetry.record("staleness", step - 1 - oldest, attributes)
+
+
+def shown_samples(groups: Sequence[Group], step: int, limit: int) -> list[dict[str, Any]]:
+    """Some samples to show, the first of each group first, with the fields of TrainedSample in coordinator.proto.
+
+    Args:
+        groups: the step's groups.
+        step: the step.
+        limit: most samples.
+    """
+    places = [
+        (index, place) for place, group in enumerate(groups) for index in range(len(group.lengths))
+    ]  # every group's sample 0, then every group's sample 1 ...
+    return [_shown(groups[place], index, step) for index, place in sorted(places)[:limit]]
+
+
+def _shown(group: Group, index: int, step: int) -> dict[str, Any]:
+    columns, bounds = group.columns, group.bounds()
+    own = slice(int(bounds[index]), int(bounds[index + 1]))
+    length = int(group.lengths[index])
+    prompt = columns["prompt"] or {}
+    return {
+        "group_id": group.group_id,
+        "step": step,
+        "prompt": str(prompt.get("text", "")),
+        "answer": str(prompt.get("answer", "")),
+        "response": str(columns["text"][index]),
+        "reward": float(columns["reward"][index]),
+        "advantage": float(columns["advantages"][own].mean()) if length else 0.0,
+        "version": int(columns["versions"][own].min()) if length else 0,
+        "length": length,
+        "finish_reason": str(columns["finish"][index]),
+    }

@@ -1,0 +1,327 @@
+"""Rank 0's training thread: take, accumulate, close, finish, commit, announce."""
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from relaxd import telemetry
+from relaxd.algorithms import Algorithm
+from relaxd.board import Board, BoardUnavailable, LedgerEntry, microseconds
+from relaxd.config import RunConfig
+from services.trainer.batch.plan import OUTCOME, Packer, Plan, Round
+from services.trainer.batch.step_file import read_committed, step_file_path, write_step_file
+from services.trainer.checkpoints.checkpoints import Answer, Checkpoints
+from services.trainer.learner.learner import Learner, StepStats
+from services.trainer.loop.intake import Intake
+from services.trainer.loop.rounds import RoundRunner
+from services.trainer.loop.skipped_updates import SkippedUpdates, TooManySkippedUpdates
+from services.trainer.loop.sleeping import Sleeping, TurnRequest
+from services.trainer.loop.step_builder import OpenStep
+from services.trainer.loop.step_metrics import group_metrics, record_samples, shown_samples
+from services.trainer.loop.step_times import group_times, trainer_times
+from services.trainer.loop.weight_read_lock import WeightsHold
+from services.trainer.megatron.rank_channel import TICK_SECONDS, Crew
+
+logger = logging.getLogger(__name__)
+
+Emit = Callable[[str, dict[str, Any]], None]
+
+IDLE_SECONDS = 0.02
+"""How often the training thread looks whether it is asked for anything while it may not train."""
+
+
+class Controls:
+    """What other threads ask of the training thread."""
+
+    def __init__(self, paused: bool) -> None:
+        self.paused = threading.Event()
+        self.draining = threading.Event()
+        self.drained = threading.Event()
+        self.exports: queue.SimpleQueue[tuple[Path, Future[int]]] = queue.SimpleQueue()
+        self.checkpoints: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self.turns: queue.SimpleQueue[TurnRequest] = queue.SimpleQueue()
+        if paused:
+            self.paused.set()
+
+
+class Training:
+    """Drives the world through the steps of a run. Made and run by rank 0; the other ranks follow its commands."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_id: str,
+        run_folder: Path,
+        epoch: int,
+        board: Board,
+        intake: Intake,
+        learner: Learner,
+        algorithm: Algorithm,
+        crew: Crew,
+        weights: WeightsHold,
+        checkpoints: Checkpoints,
+        controls: Controls,
+        emit: Emit,
+    ) -> None:
+        """`emit` tells the parent: "progress" (detail, held, done, turns), "version" (epoch, version, trace)."""
+        self._config = config
+        self._run_id = run_id
+        self._run_folder = run_folder
+        self._epoch = epoch
+        self._board = board
+        self._intake = intake
+        self._learner = learner
+        self._algorithm = algorithm
+        self._runner = RoundRunner(learner, algorithm, config.rollout.temperature)
+        self._crew = crew
+        self._weights = weights
+        self._checkpoints = checkpoints
+        self._weights_checksum = 0
+        self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
+        self._controls = controls
+        self._sleeping = Sleeping(learner, crew, weights, controls.turns)
+        self._emit = emit
+        # In a colocated run every wait of this thread delays who has the next turn.
+        self._patience = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
+        learner.world.disk.tell = self._tell
+        self._told: dict[str, Any] = {}
+        self._done_groups = 0
+        self._turns = 0
+        self._told_at = 0.0
+        self._last_end = time.monotonic()
+
+    def run(self) -> None:
+        """Bring the weights back, train every step of the run, then only serve. Never returns."""
+        self._replay()
+        self._announce({})
+        while self._learner.step < self._config.run.steps:
+            with telemetry.root_span("step", attributes={"relaxd.step": self._learner.step + 1}) as span:
+                opened = self._fill(OpenStep(self._learner.step + 1, self._packer(), telemetry.inject(span)))
+                if opened is None:
+                    continue
+                plan = opened.plan(self._epoch, self._config.run.seed, self._algorithm)
+                columns = {group_id: group.columns for group_id, group in opened.groups.items()}
+                began = time.monotonic()
+                path = step_file_path(self._run_folder, plan.step)
+                with self._crew.alone(f"writing {path}"):
+                    write_step_file(path, plan, columns)
+                opened.wrote = time.monotonic() - began
+                self._checkpoints.let_copy()
+                began = time.monotonic()
+                stats, opened.held_back = self._finish(opened, plan)
+                opened.worked += time.monotonic() - began - opened.held_back
+                self._commit(opened, plan, stats)
+                self._announce(telemetry.inject(span))
+                self._checkpoints.after_step(plan.step)
+        while True:
+            self._between_rounds(f"all {self._config.run.steps} steps are done")
+            time.sleep(IDLE_SECONDS)
+
+    def _fill(self, opened: OpenStep) -> OpenStep | None:
+        """Take groups and train on them as they come, until the step may close. None: it was given up."""
+        away = False
+        while True:
+            if not self._between_rounds(f"step {opened.number}: {len(opened.members)} groups"):
+                self._discard(opened)
+                return None
+            try:
+                selection = self._intake.select(opened.number, opened.members)
+                opened.add(selection.chosen)
+                while (entry := opened.packer.full_round()) is not None:
+                    self._accumulate(opened, entry)
+                if selection.may_close:
+                    if (entry := opened.packer.rest()) is not None:
+                        self._accumulate(opened, entry)
+                    if self._controls.paused.is_set():
+                        continue
+                    if lost := self._intake.lost(opened.members):
+                        logger.warning("step %d begins anew: %s was closed", opened.number, ", ".join(lost))
+                        self._intake.forget(lost)
+                        self._discard(opened)
+                        return None
+                    opened.times = self._board.times(list(opened.members))
+                    return opened
+                began = time.monotonic()
+                self._intake.take(self._patience)
+                opened.waited += time.monotonic() - began
+                away = False
+            except BoardUnavailable as error:
+                if not away:
+                    logger.warning("the board is away; waiting for it: %s", error)
+                away = True
+                time.sleep(TICK_SECONDS)
+
+    def _accumulate(self, opened: OpenStep, entry: Round) -> None:
+        """Forward and backward of one round, on all ranks."""
+        self._tell(f"step {opened.number}: {len(opened.members)} groups")
+        began = time.monotonic()
+        needed = {piece.group_id for rank in entry.micro_batches for micro_batch in rank for piece in micro_batch}
+        deliveries = [asdict(opened.members[group_id].delivery) for group_id in sorted(needed)]
+        self._crew.send({"do": "round", "round": entry.to_json(), "deliveries": deliveries})
+        self._runner.run(entry, opened.groups)
+        opened.rounds.append(entry)
+        opened.worked += time.monotonic() - began
+
+    def _finish(self, opened: OpenStep, plan: Plan) -> tuple[StepStats, float]:
+        """Update the weights on all ranks, once no broadcast reads them. Returns also the seconds that this waited."""
+
+        def waiting() -> None:
+            self._tell(f"step {opened.number}: waiting for a weight broadcast to end")
+            self._crew.tick()
+
+        with self._weights.changing(waiting, TICK_SECONDS) as held_back:
+            self._crew.send({"do": "finish", "normalizer": plan.normalizer})
+            stats = self._learner.finish(plan.normalizer)
+            self._weights_checksum = self._crew.add_up(self._learner.checksum())
+        if stats.skipped:
+            logger.warning(
+                "the update of step %d is skipped: its loss is %g, its gradient norm %g; its groups are %s",
+                *(plan.step, stats.loss, stats.grad_norm, ", ".join(plan.groups)),
+            )
+            self._give_up_on_too_many(opened, plan)
+        return stats, held_back
+
+    def _give_up_on_too_many(self, opened: OpenStep, plan: Plan) -> None:
+        """Raise TooManySkippedUpdates if this step's update was one too many. It is not committed then."""
+        try:
+            self._skipped.check(plan.step, plan.groups)
+        except TooManySkippedUpdates:
+            # A board that is restored from the run's folder must not take the step for one that was done.
+            step_file_path(self._run_folder, plan.step).unlink(missing_ok=True)
+            for taken in opened.members.values():
+                self._board.drop(taken.delivery, reason="non_finite_gradients")
+            raise
+
+    def _commit(self, opened: OpenStep, plan: Plan, stats: StepStats) -> None:
+        """Enter the step into the ledger, with what became of its update."""
+        plan = replace(plan, skipped_updates=(0,) if stats.skipped else ())
+        groups = list(opened.groups.values())
+        now, ended = time.monotonic(), microseconds()
+        seconds, self._last_end = now - self._last_end, now
+        metrics = group_metrics(groups, plan.step)
+        metrics |= {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, **stats.metrics}
+        metrics |= {"skipped_updates": float(stats.skipped)}
+        metrics |= {
+            **trainer_times(opened, seconds, self._checkpoints.take_stall()),
+            **group_times(opened, ended),
+            "tokens_per_second": metrics["tokens"] / max(seconds, 1e-9),
+            "weights_checksum": float(self._weights_checksum),
+            **self._sleeping.take_metrics(),
+        }
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no others
+        samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step)
+        while True:
+            try:
+                self._board.commit_step(
+                    epoch=self._epoch, step=plan.step, plan=plan.to_json(), metrics=metrics, samples=samples
+                )
+                break
+            except BoardUnavailable as error:
+                logger.warning("step %d can't be committed yet: %s", plan.step, error)
+                self._crew.tick()
+                time.sleep(TICK_SECONDS)
+        self._skipped.record(plan.step, plan.groups, skipped=stats.skipped)
+        opened.end_spans(ended)
+        self._intake.forget(plan.groups)
+        self._done_groups += len(groups)
+        record_samples(self._run_id, groups, plan.step)
+        logger.info(
+            "step %d: reward %.3f, loss %.4g, gradient norm %.3g, %d groups in %.1f s",
+            *(plan.step, metrics["reward_mean"], stats.loss, stats.grad_norm, len(groups), seconds),
+        )
+
+    def _announce(self, trace: dict[str, str]) -> None:
+        """The version is there: it may be sent, and the coordinator is told."""
+        self._weights.publish(self._learner.step)
+        self._emit("version", {"epoch": self._epoch, "version": self._learner.step, "trace": trace})
+
+    def _replay(self) -> None:
+        """Load the newest checkpoint, and repeat the steps that the ledger has after it, from their files."""
+        self._tell("looking for a checkpoint")
+        ledger = self._board.ledger()
+        done = self._checkpoints.restore(ledger)
+        for entry in ledger:
+            if entry.step > done:
+                self._repeat(entry)
+            self._skipped.record(entry.step, entry.plan["groups"], skipped=bool(entry.plan.get(OUTCOME)))
+        self._last_end = time.monotonic()
+
+    def _repeat(self, entry: LedgerEntry) -> None:
+        """Replay one step of the ledger on all ranks."""
+        self._tell(f"replaying step {entry.step}")
+        skipped = entry.plan.get(OUTCOME)
+        self._crew.send({"do": "replay", "step": entry.step, "skipped_updates": skipped})
+        with self._crew.disk.together(f"reading the file of step {entry.step}") as progress:
+            file = read_committed(self._run_folder, entry.step, entry.plan, progress)
+        stats = self._runner.replay(file, skipped)
+        checksum = float(self._crew.add_up(self._learner.checksum()))
+        was = entry.metrics.get("grad_norm")
+        if was is not None and abs(stats.grad_norm - was) > 1e-3 * abs(was):
+            logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, stats.grad_norm, was)
+        elif checksum != entry.metrics.get("weights_checksum", checksum):
+            logger.info("replayed step %d: the weights are not the same to the bit", entry.step)
+
+    def _between_rounds(self, detail: str) -> bool:
+        """Do what others ask; wait while paused or draining. Returns whether the step that is open may go on."""
+        go_on = True
+        while True:
+            self._tell(detail)
+            self._crew.tick()
+            self._sleeping.follow(self._crew.tick)
+            asleep = self._sleeping.asleep
+            if not asleep:
+                self._export()
+            while not asleep and not self._controls.checkpoints.empty():
+                self._checkpoints.request(self._controls.checkpoints.get())
+            self._checkpoints.poll(self._learner.step)
+            if self._controls.draining.is_set():
+                if not self._controls.drained.is_set():
+                    self._intake.release_all()
+                    self._controls.drained.set()
+                    self._tell("drained")
+                go_on = False
+            elif asleep:
+                self._tell("asleep: the engines have the devices")
+            elif not self._controls.paused.is_set():
+                return go_on
+            else:
+                self._tell("paused")
+            time.sleep(IDLE_SECONDS)
+
+    def _export(self) -> None:
+        """Write the model where somebody asked for it."""
+        while not self._controls.exports.empty():
+            folder, answer = self._controls.exports.get()
+            try:
+                self._crew.send({"do": "save", "folder": str(folder)})
+                self._learner.save_hf(folder)
+                answer.set_result(self._learner.step)
+            except Exception as error:
+                answer.set_exception(error)
+                raise  # the other ranks give up as well
+
+    def _discard(self, opened: OpenStep) -> None:
+        """Forget what the step has; its groups are taken again."""
+        opened.end_spans()
+        self._crew.send({"do": "discard"})
+        self._learner.discard()
+
+    def _packer(self) -> Packer:
+        trainer = self._config.trainer
+        return Packer(trainer.micro_batch_tokens, trainer.data_parallel, trainer.pipeline_parallel)
+
+    def _tell(self, detail: str) -> None:
+        """Tell the parent how things are, if that changed, and in any case that this thread is alive, every second."""
+        self._turns += 1
+        told, now = time.monotonic(), {"detail": detail, "held": self._intake.held, "done": self._done_groups}
+        if now != self._told or told - self._told_at > 1.0:
+            self._told, self._told_at = now, told
+            self._emit("progress", {**now, "turns": self._turns})

@@ -1,0 +1,248 @@
+"""Weights from and to Hugging Face: loading a folder, gathering full tensors, writing a folder."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.trainer.megatron.parallel import GatherGroups, World
+from services.trainer.model.architecture import Architecture, ModelError
+from services.trainer.model.mapping import Entry, Replicated, entries
+
+MAX_FILE_BYTES = 4 << 30
+"""A written safetensors file is closed when it has reached this size."""
+
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json", ".onnx")
+
+
+@dataclass(frozen=True)
+class HFTensorSpec:
+    """One tensor as it is exported."""
+
+    name: str
+    """Hugging Face's name."""
+    dtype: torch.dtype
+    """Element type."""
+    shape: tuple[int, ...]
+    """Full shape."""
+    stage: int
+    """The pipeline stage whose source rank has it."""
+
+
+def hf_tensor_specs(shape: Architecture, dtype: torch.dtype, stages: int, expert_ranks: int) -> list[HFTensorSpec]:
+    """Every exported tensor, stage after stage, in the order in which `gather_hf_tensors` yields them."""
+    return [
+        HFTensorSpec(part.name, dtype, part.shape, stage)
+        for stage in range(stages)
+        for entry in entries(shape, stage, stages, expert_ranks)
+        if entry.exported
+        for parts in entry.parts
+        for part in parts
+    ]
+
+
+class HFFolder:
+    """The safetensors files of a model folder, opened as tensors are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        self._folder = folder
+        self._files: dict[str, safe_open] = {}
+        if index.exists():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif single.exists():
+            self._file_of = dict.fromkeys(self._open(single.name).keys(), single.name)
+        else:
+            raise ModelError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            ModelError: it isn't there, its file isn't, or it has another shape.
+        """
+        if name not in self._file_of:
+            raise ModelError(f"{self._folder} has no tensor {name}, which config.json's architecture needs")
+        tensor = self._open(self._file_of[name]).get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self._folder}: {name} is {list(tensor.shape)}, but config.json makes it {list(shape)}")
+        return tensor
+
+    def _open(self, file: str) -> safe_open:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(self._folder / file, "pt")
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{self._folder / file} can't be read: {error}") from error
+        return self._files[file]
+
+
+@torch.no_grad()
+def load_hf(model: torch.nn.Module, folder: Path, shape: Architecture, world: World) -> None:
+    """Load this rank's part of a model folder, one tensor at a time. All ranks call it together.
+
+    Raises:
+        ModelError: the folder doesn't hold what the architecture needs.
+        DiskWorkFailed, DiskStalled: another rank couldn't load its part.
+    """
+    with world.disk.together(f"reading {folder}") as progress:
+        source = HFFolder(folder)
+        parameters = dict(model.named_parameters())
+        for entry in entries(shape, world.stage, world.stages, world.expert_size):
+            mine = entry.parts[world.expert_rank if entry.expert else 0]
+            dense, expert = (world.tensor_rank, world.tensor_size), (world.expert_tensor_rank, world.expert_tensor_size)
+            rank, size = expert if entry.expert else dense
+            tensors = [source.read(part.name, part.shape) for part in mine]
+            parameter = parameters.pop(entry.megatron)
+            parameter.copy_(entry.layout.shard(tensors, rank, size, shape))
+            progress(parameter.nbytes)
+        if parameters:
+            raise AssertionError(f"no rule of the mapping loads {sorted(parameters)}")
+
+
+Exported = list[tuple[Entry, torch.nn.Parameter]]
+"""What this rank exports, in order."""
+
+
+def exported_parameters(model: torch.nn.Module, shape: Architecture, world: World) -> Exported:
+    """What `gather_hf_tensors` goes through. It stays the same for the model's life: find it once."""
+    parameters = dict(model.named_parameters())
+    return [
+        (entry, parameters[entry.megatron])
+        for entry in entries(shape, world.stage, world.stages, world.expert_size)
+        if entry.exported
+    ]
+
+
+@torch.no_grad()
+def gather_hf_tensors(
+    exported: Exported, shape: Architecture, world: World, groups: GatherGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """Gather this stage's tensors, one at a time, on its source rank.
+
+    Ranks of the first data-parallel replica call it together; other ranks have nothing to do and yield nothing, nor do
+    ranks that only contribute. It uses these groups and no other: `world.gather_in_training` in the training thread,
+    `world.gather` in a thread beside it, as long as nobody changes the weights. A yielded tensor may be a view of the
+    parameter: don't change it. On a GPU everything is enqueued on the current stream, and nothing waited for.
+
+    Yields:
+        (Hugging Face name, full tensor) in the order of `hf_tensor_specs`, on the source rank.
+    """
+    for entry, whole in exported:
+        group = groups.experts if entry.expert else groups.dense
+        if group is None:
+            continue
+        parameter = whole.detach()
+        if entry.layout is Replicated or group.size() == 1:
+            shards = [parameter]
+        else:
+            shards = [torch.empty_like(parameter) for _ in range(group.size())] if groups.source else []
+            dist.gather(parameter, shards or None, group=group, group_dst=0)
+        if not groups.source:
+            continue
+        each = world.expert_tensor_size if entry.expert else len(shards)
+        for i, parts in enumerate(entry.parts):
+            merged = entry.layout.merge(shards[i * each : (i + 1) * each], [part.shape for part in parts], shape)
+            yield from zip((part.name for part in parts), merged, strict=True)
+
+
+def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Architecture, world: World) -> None:
+    """Write the model as a Hugging Face folder that transformers loads. All ranks call it together.
+
+    It is written under another name first, so that `folder` is either absent, as it was, or complete. Ranks gather the
+    tensors of one file after another, and wait outside of any collective while the source ranks write them.
+
+    Args:
+        model: this rank's stage.
+        folder: the folder to make, on storage that all ranks see; an existing one is replaced.
+        original: the folder the model came from; config, tokenizer and other small files are copied from there.
+        shape: the model.
+        world: this rank's place.
+
+    Raises:
+        OSError: this rank can't write its part.
+        DiskWorkFailed, DiskStalled: another rank can't.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    what = f"writing {folder}"
+    with world.disk.together(what):
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+    dtype = next(model.parameters()).dtype
+    parameters = exported_parameters(model, shape, world)
+    numbers = [_file_numbers(shape, stage, world, dtype) for stage in range(world.stages)]
+    written: dict[str, str] = {}
+    total = 0
+    for number in range(max(map(max, numbers)) + 1):
+        file = [pair for pair, one in zip(parameters, numbers[world.stage], strict=True) if one == number]
+        gathered = gather_hf_tensors(file, shape, world, world.gather_in_training)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in gathered}
+        with world.disk.together(what) as progress:
+            if tensors:
+                name = f"model-{world.stage:03d}-{number:05d}.safetensors"
+                save_file(tensors, partial / name, metadata={"format": "pt"})
+                written |= dict.fromkeys(tensors, name)
+                size = sum(tensor.nbytes for tensor in tensors.values())
+                total += size
+                progress(size)
+    all_written: list[tuple[dict[str, str], int]] = [(written, total)] * world.size
+    dist.all_gather_object(all_written, (written, total))
+    with world.disk.together(what):
+        if world.rank == 0:
+            weight_map = {name: file for files, _ in all_written for name, file in files.items()}
+            _write_index(partial, weight_map, sum(size for _, size in all_written))
+            _copy_small_files(original, partial, dtype)
+            old = folder.with_name(folder.name + ".old")
+            shutil.rmtree(old, ignore_errors=True)
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(partial, folder)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _file_numbers(shape: Architecture, stage: int, world: World, dtype: torch.dtype) -> list[int]:
+    """The file of each of a stage's `exported_parameters`, from 0; one is closed when it has MAX_FILE_BYTES."""
+    numbers, number, size = [], 0, 0
+    for entry in entries(shape, stage, world.stages, world.expert_size):
+        if entry.exported:
+            if size >= MAX_FILE_BYTES:
+                number, size = number + 1, 0
+            numbers.append(number)
+            size += sum(math.prod(part.shape) for parts in entry.parts for part in parts) * dtype.itemsize
+    return numbers
+
+
+def _write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:
+    files = sorted(set(weight_map.values()))
+    if len(files) == 1:
+        os.replace(folder / files[0], folder / "model.safetensors")
+        return
+    final = {file: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files)}
+    for file in files:
+        os.replace(folder / file, folder / final[file])
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": {k: final[v] for k, v in weight_map.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _copy_small_files(original: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copy everything but weights; config.json gets the element type that was written."""
+    for path in sorted(original.iterdir()):
+        if path.is_file() and not path.name.endswith(_NOT_COPIED):
+            shutil.copyfile(path, folder / path.name)
+    config = json.loads((original / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

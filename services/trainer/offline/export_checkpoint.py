@@ -1,0 +1,65 @@
+"""Write a checkpoint as a Hugging Face folder: `relaxd export` starts this program.
+
+One process does it, however many ranks wrote the checkpoint, and loads the model only, not the optimizer.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from relaxd.data.errors import DataError
+from relaxd.data.models import resolve_model
+from services.trainer.checkpoints.folder import checkpoint_path, checkpoint_steps
+from services.trainer.learner.checkpoint import CheckpointError, load_model
+from services.trainer.model.architecture import ModelError
+from services.trainer.offline.run_folder import OfflineError, answer, newest_intact, read_config
+
+ALONE = dict.fromkeys(("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"), 1)
+
+
+def export_checkpoint(run_folder: Path, step: int | None, out: Path) -> dict[str, Any]:
+    """Write a checkpoint's model, by default the newest's. Returns its path and step.
+
+    Raises:
+        OfflineError: there is no such checkpoint, or `out` is something else than a model.
+        CheckpointError: it isn't one of this model.
+    """
+    from services.trainer.megatron.parallel import initialize
+    from services.trainer.model.architecture import read_architecture
+    from services.trainer.model.hf_weights import save_hf
+    from services.trainer.model.model import build_model, transformer_config
+
+    config = read_config(run_folder)
+    found = newest_intact(run_folder, sys.maxsize if step is None else step)
+    if found is None or (step is not None and found != step):
+        there = ", ".join(str(step) for step in reversed(checkpoint_steps(run_folder))) or "none"
+        wanted = "no intact checkpoint" if step is None else f"no intact checkpoint of step {step}"
+        raise OfflineError(f"{run_folder} has {wanted}; there are those of steps: {there}")
+    if out.exists() and not (out / "config.json").is_file():
+        raise OfflineError(f"{out} exists and isn't a model: it will not be replaced")
+    trainer = config.trainer.model_copy(update=ALONE)
+    original = resolve_model(config.model.path)
+    shape = read_architecture(original)
+    megatron_config = transformer_config(shape, trainer)
+    world = initialize(trainer, config.run.seed)
+    model = build_model(shape, megatron_config, world)
+    load_model(model, checkpoint_path(run_folder, found), world)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_hf(model, out, original, shape, world)
+    return {"path": str(out), "step": found}
+
+
+def main() -> int:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    expected = (OfflineError, CheckpointError, ModelError, DataError, OSError)
+    return answer(lambda: export_checkpoint(given.run_folder, given.step, given.out), expected)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

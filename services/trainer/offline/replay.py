@@ -1,0 +1,165 @@
+"""Repeat a step that a run recorded, without services: `relaxd replay` starts this program.
+
+It starts from the nearest intact checkpoint before the step (or the initial model), repeats the steps up to it from
+their files, and compares what comes out with what was recorded. The world is arranged as the run's: this program starts
+its ranks itself.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from relaxd.config import RunConfig
+from relaxd.data.errors import DataError
+from relaxd.data.models import resolve_model
+from services.trainer.batch.plan import OUTCOME
+from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
+from services.trainer.checkpoints.folder import CheckpointBroken, checkpoint_path, read_state
+from services.trainer.learner.checkpoint import CheckpointError
+from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed
+from services.trainer.model.architecture import ModelError
+from services.trainer.offline.run_folder import OfflineError, answer, newest_intact, read_config
+
+LOOK_SECONDS, LAST_WORD_SECONDS = 0.1, 5.0
+"""How often ranks are looked at; how long rank 0 may take to end after another one has failed."""
+COMPARED = ("loss", "grad_norm", "lr", "weights_checksum")
+
+
+def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
+    """Repeat a step on this rank. Returns the comparison on rank 0.
+
+    Args:
+        run_folder: the run's folder.
+        step: the step.
+        start: the step of the intact checkpoint to start from; 0 starts from the initial model.
+
+    Raises:
+        OfflineError, StepFileError: what it needs isn't there.
+        CheckpointError: the checkpoint isn't one of this model.
+    """
+    from relaxd.algorithms import create
+    from services.trainer.checkpoints.checkpoints import same_layout
+    from services.trainer.learner.learner import Learner
+    from services.trainer.loop.rounds import RoundRunner
+    from services.trainer.megatron.rank_channel import Crew
+
+    config = read_config(run_folder)
+    files = {}
+    for number in range(start + 1, step + 1):  # all must be there before the long work begins
+        files[number] = step_file_path(run_folder, number)
+        if not files[number].is_file():
+            raise OfflineError(
+                f"{files[number]} is missing, which step {step} needs: it was removed when checkpoints covered it "
+                '(trainer.checkpoint.keep_step_files = "always" keeps all)'
+            )
+    learner = Learner(
+        resolve_model(config.model.path), config.trainer, config.algorithm, steps=config.run.steps, seed=config.run.seed
+    )
+    disk = learner.world.disk
+    crew = Crew(config.trainer.collective_timeout_seconds, disk)
+    if start:
+        path = checkpoint_path(run_folder, start)
+        learner.restore(path, start, same_layout=same_layout(read_state(path), config))
+    runner = RoundRunner(learner, create(config.algorithm), config.rollout.temperature)
+    skipped = skipped_updates(run_folder)
+    for number, file in files.items():
+        with disk.together(f"reading {file}") as progress:
+            recorded_step = read_step_file(file, progress)
+        stats = runner.replay(recorded_step, skipped.get(number))
+        if learner.world.rank == 0:
+            print(f"step {number}: loss {stats.loss:.6g}, gradient norm {stats.grad_norm:.6g}", file=sys.stderr)
+    checksum = crew.add_up(learner.checksum())
+    if learner.world.rank != 0:
+        return None
+    found = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "weights_checksum": float(checksum)}
+    recorded = recorded_metrics(run_folder, step)
+    return {
+        "step": step,
+        "start": f"the checkpoint of step {start}" if start else "the initial model",
+        "numbers": {name: {"recorded": recorded.get(name), "replayed": found[name]} for name in COMPARED},
+    }
+
+
+def recorded_metrics(run_folder: Path, step: int) -> dict[str, Any]:
+    """What the run recorded of a step: its line of metrics.jsonl, {} without one."""
+    return next((line for line in _lines(run_folder / "metrics.jsonl") if line.get("step") == step), {})
+
+
+def skipped_updates(run_folder: Path) -> dict[int, list[int]]:
+    """Which updates were skipped, by step, as far as ledger.jsonl has the steps."""
+    lines = _lines(run_folder / "ledger.jsonl")
+    return {line["step"]: line["plan"][OUTCOME] for line in lines if OUTCOME in line["plan"]}
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:  # half a line at the end: the coordinator died while it wrote
+            continue
+
+
+def start_ranks(config: RunConfig, words: list[str]) -> int:
+    """Run this program once per rank; what rank 0 prints is what this prints. Returns the exit code.
+
+    When a rank fails, the others are ended: they would wait for it.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(config.trainer.ranks)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "services.trainer.offline.replay", *words],
+            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=None if rank == 0 else subprocess.DEVNULL,
+        )
+        for rank in range(config.trainer.ranks)
+    ]
+    try:
+        while not any(rank.poll() for rank in ranks) and any(rank.poll() is None for rank in ranks):
+            time.sleep(LOOK_SECONDS)
+        codes = [rank.poll() or 0 for rank in ranks]
+        failed = next((f"rank {number} ended with code {code}" for number, code in enumerate(codes) if code), "")
+        try:
+            ranks[0].wait(LAST_WORD_SECONDS)  # it may be about to say why another one has failed
+        except subprocess.TimeoutExpired:
+            print(json.dumps({"error": failed}), flush=True)
+        return max(map(abs, codes))
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def main() -> int:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--step", type=int, required=True)
+    parser.add_argument("--start", type=int, help="the step of the checkpoint to start from; default: it is looked for")
+    given = parser.parse_args()
+    broken = (OfflineError, StepFileError, CheckpointError, CheckpointBroken, ModelError, DataError, ValueError)
+    expected = (*broken, DiskWorkFailed, DiskStalled)
+    start = given.start
+    if start is None:  # once, and not by every rank: all of the checkpoint is read
+        start = newest_intact(given.run_folder, given.step - 1) or 0
+    if "RANK" not in os.environ:
+        try:
+            config = read_config(given.run_folder)
+        except OfflineError as error:
+            print(json.dumps({"error": str(error)}))
+            return 1
+        if config.trainer.ranks > 1:
+            return start_ranks(config, [*sys.argv[1:], "--start", str(start)])
+    return answer(lambda: replay(given.run_folder, given.step, start), expected)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

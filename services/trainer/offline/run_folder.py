@@ -1,0 +1,62 @@
+"""What programs share that work on a run's folder without any service: configuration, checkpoints, their result."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from relaxd.config import RunConfig
+from services.trainer.checkpoints.folder import CheckpointBroken, checkpoint_path, checkpoint_steps, verify
+
+logger = logging.getLogger(__name__)
+
+
+class OfflineError(Exception):
+    """What was asked for can't be done; the message says why."""
+
+
+def read_config(run_folder: Path) -> RunConfig:
+    """The configuration of a run.
+
+    Raises:
+        OfflineError: the folder isn't one of a run.
+    """
+    try:
+        return RunConfig.model_validate_json((run_folder / "config.json").read_bytes())
+    except (OSError, ValidationError) as error:
+        raise OfflineError(f"{run_folder} is not the folder of a run: {error}") from error
+
+
+def newest_intact(run_folder: Path, up_to: int) -> int | None:
+    """The newest checkpoint of a step or an earlier one whose files are as they were written; None without one."""
+    for step in checkpoint_steps(run_folder):
+        if step <= up_to:
+            try:
+                verify(checkpoint_path(run_folder, step))
+            except CheckpointBroken as error:
+                logger.error("%s; trying the one before", error)
+            else:
+                return step
+    return None
+
+
+def answer(work: Callable[[], dict[str, Any] | None], expected: tuple[type[Exception], ...]) -> int:
+    """Do the work and print its result as a line of JSON; an error that was to be expected as {"error": ...}.
+
+    Returns:
+        The exit code.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    try:
+        result = work()
+    except expected as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 1
+    if result is not None:
+        print(json.dumps(result), flush=True)
+    return 0

@@ -1,0 +1,234 @@
+"""Keeping one Megatron world alive for a run: start it, hear it, start it anew when a rank dies, announce versions."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import ParseDict
+
+from relaxd.process.child import ChildError
+from relaxd.rpc.client import channel
+from relaxd.rpc.errors import Unavailable, explain
+from relaxd.rpc.settings import ServiceSettings
+from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2, weights_pb2
+from services.trainer.service.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY_SECONDS, MOST_DELAY_SECONDS = 0.5, 30.0
+"""Wait before the world is started anew: doubled with each failure in a row, without a version announced between."""
+FAILED_AFTER = 3
+"""Failures in a row after which the replica counts as failed; it still tries again."""
+DRAIN_MARGIN_SECONDS = 5.0
+"""For the answer to a drain, beyond the time that the drain may take: rank 0 also sends its last traces and metrics."""
+ANNOUNCE_SECONDS = 10.0
+"""Deadline of one announcement."""
+ANNOUNCE_AGAIN_SECONDS = 0.5
+"""Wait before an announcement is repeated."""
+
+
+class World:
+    """The ranks of one run, over all their lives."""
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        start: Mapping[str, Any],
+        environment: Mapping[str, str],
+        take_turn: Callable[[Callable[[str], None]], Awaitable[None]] | None = None,
+    ) -> None:
+        """`start` is what ranks are told at their start, `environment` is set on top of this process's. `take_turn` is
+        awaited before each start (ReplicaService.take_turn)."""
+        self._settings = settings
+        self._environment = environment
+        self._take_turn = take_turn
+        self.awake = False
+        """Whether the ranks have the devices' memory, in a colocated run."""
+        self._start = dict(start)
+        self._count: int = start["ranks"]
+        self._ranks: Ranks | None = None
+        self._failures = 0
+        self._facts: dict[int, dict[str, Any]] = {}
+        self._announcement = asyncio.Event()
+        self._telling: asyncio.Task[None] | None = None
+        self.epoch = 0
+        self.version: int | None = None
+        """Newest committed version; None before the first one of this epoch."""
+        self.step_trace: dict[str, str] = {}
+        """Carrier of the step that made it."""
+        self.detail = "starting the ranks"
+        self.held_groups = 0
+        self.done_groups = 0
+        self._done_before = 0
+        self.turns = 0
+        """Turns of the training loop, by rank 0's last word."""
+        self.manifest = weights_pb2.WeightManifest()
+        self.source_ranks = 0
+        self.store_port = 0
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the ranks take turns with engines."""
+        return self._take_turn is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are weights."""
+        return self.version is not None
+
+    @property
+    def state(self) -> replica_pb2.ReplicaState.ValueType:
+        """How the world is."""
+        if self.ready:
+            return replica_pb2.REPLICA_STATE_READY
+        failed = self._failures >= FAILED_AFTER
+        return replica_pb2.REPLICA_STATE_FAILED if failed else replica_pb2.REPLICA_STATE_STARTING
+
+    @property
+    def weights(self) -> replica_pb2.WeightVersion:
+        """The newest committed weights."""
+        return replica_pb2.WeightVersion(epoch=self.epoch, version=self.version or 0)
+
+    @property
+    def senders(self) -> list[int]:
+        """Ranks that connect with the engines, by pipeline stage."""
+        sources = [rank for rank, facts in self._facts.items() if facts["source"]]
+        return sorted(sources, key=lambda rank: self._facts[rank]["stage"])
+
+    @property
+    def gatherers(self) -> list[int]:
+        """Ranks that take part in a broadcast: the senders, and those that hold parts of what they send."""
+        return sorted(rank for rank, facts in self._facts.items() if facts["gathers"])
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return self._ranks.pids if self._ranks else []
+
+    async def live(self) -> None:
+        """Run the world, and run it again when it fails, until cancelled."""
+        async with channel(
+            self._settings.coordinator, token=self._settings.token, tls=self._settings.tls
+        ) as to_coordinator:
+            announcing = asyncio.create_task(self._announce(coordinator_pb2_grpc.CoordinatorStub(to_coordinator)))
+            try:
+                while True:
+                    if self._take_turn is not None:
+                        await self._take_turn(self._say)
+                        self.awake = True
+                    reason = await self._one_life()
+                    delay = min(FIRST_DELAY_SECONDS * 2**self._failures, MOST_DELAY_SECONDS)
+                    self._failures += 1
+                    self.detail = f"the ranks are started anew in {delay:g} s, because {reason}"
+                    logger.error("%s", self.detail)
+                    await asyncio.sleep(delay)
+                    self.detail = f"the ranks are started anew, because {reason}"
+            finally:
+                announcing.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await announcing
+
+    async def request(self, rank: int, method: str, params: Mapping[str, Any], timeout: float) -> Any:
+        """Ask one rank.
+
+        Raises:
+            Unavailable: there are no ranks now.
+            ChildError: see `Child.request`.
+        """
+        if self._ranks is None:
+            raise Unavailable(f"the trainer has no ranks now: {self.detail}")
+        return await self._ranks.request(rank, method, params, timeout)
+
+    async def set_paused(self, paused: bool) -> None:
+        """Pause or resume, now and in every later life."""
+        self._start["paused"] = paused
+        if 0 in self._facts:
+            await self._tell_paused()
+
+    async def change_turn(self, *, asleep: bool, metrics: Mapping[str, float], seconds: float) -> dict[str, Any]:
+        """Have the ranks sleep or wake up; returns before and after (bytes in use) and seconds. See `request`."""
+        if not asleep:
+            self.awake = True
+        params = {"seconds": seconds, "metrics": dict(metrics)}
+        change: dict[str, Any] = await self.request(0, "sleep" if asleep else "wake", params, seconds)
+        self.awake = not asleep
+        return change
+
+    async def drain(self, seconds: float) -> int:
+        """Take no new groups and hand back those that are held. Returns how many are still held."""
+        if self._ranks is None or 0 not in self._facts or self.epoch == 0:
+            return 0
+        with contextlib.suppress(ChildError, Unavailable):
+            if await self.request(0, "drain", {"seconds": seconds}, seconds + DRAIN_MARGIN_SECONDS):
+                self.held_groups = 0
+        return self.held_groups
+
+    async def _one_life(self) -> str:
+        """Run the world until it fails; say why."""
+        self._facts.clear()
+        ranks = Ranks(self._count, self._heard, self._environment)
+        self._ranks = ranks
+        try:
+            await ranks.start(self._start)
+            return await ranks.failed()
+        except ChildError as error:
+            return str(error)
+        finally:
+            self._ranks, self.version = None, None
+            self.epoch, self.held_groups = 0, 0
+            self._done_before = self.done_groups
+            self._announcement.clear()
+            await ranks.kill()
+            self.awake = False  # not before: dying ranks still have the devices' memory
+
+    def _heard(self, rank: int, event: str, values: dict[str, Any]) -> None:
+        match event:
+            case "loaded":
+                self._facts[rank] = values
+                if rank == 0:  # what was said before it could listen
+                    self._telling = asyncio.create_task(self._tell_paused())
+            case "epoch":
+                self.epoch = values["epoch"]
+                self.manifest = ParseDict(values["manifest"], weights_pb2.WeightManifest())
+                self.source_ranks, self.store_port = values["source_ranks"], values["store_port"]
+            case "progress":
+                self.detail, self.held_groups = values["detail"], values["held"]
+                self.done_groups = self._done_before + values["done"]
+                self.turns = values["turns"]
+            case "version":
+                if self.version is not None:
+                    self._failures = 0
+                self.version, self.step_trace = values["version"], values["trace"]
+                self._announcement.set()
+
+    def _say(self, detail: str) -> None:
+        self.detail = detail
+
+    async def _tell_paused(self) -> None:
+        with contextlib.suppress(ChildError, Unavailable):  # the next life is told at its start
+            await self.request(0, "pause" if self._start["paused"] else "resume", {}, 10.0)
+
+    async def _announce(self, coordinator: coordinator_pb2_grpc.CoordinatorStub) -> None:
+        """Tell the coordinator of each version, until it has heard of the newest."""
+        last_complaint = 0.0
+        while True:
+            await self._announcement.wait()
+            self._announcement.clear()
+            if self.version is None:
+                continue
+            request = coordinator_pb2.AnnounceVersionRequest(
+                run_id=self._start["run_id"], replica_id=self._settings.replica_id, weights=self.weights
+            )
+            try:
+                trace = tuple(self.step_trace.items())
+                await coordinator.AnnounceVersion(request, timeout=ANNOUNCE_SECONDS, metadata=trace)
+            except grpc.aio.AioRpcError as error:
+                if time.monotonic() - last_complaint > 10:
+                    last_complaint = time.monotonic()
+                    logger.warning("version %d can't be announced yet: %s", request.weights.version, explain(error))
+                await asyncio.sleep(ANNOUNCE_AGAIN_SECONDS)
+                self._announcement.set()
