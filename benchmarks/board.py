@@ -109,8 +109,8 @@ def in_processes(roles: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> fl
 def make_board(redis_url: str, stages: list[Stage], total: int) -> Board:
     limits = BoardConfig(lease_seconds=300, high_water_bytes=64 << 30)
     board = Board(redis_url, "benchmark", stages, limits, timeout_seconds=30)
-    board.create(epoch=1, groups_per_step=total, steps=1)
-    board.set_gate(epoch=1, oldest_version=0, open=True)
+    board.create(term=1, groups_per_step=total, steps=1)
+    board.set_gate(term=1, oldest_version=0, open=True)
     return board
 
 
@@ -119,7 +119,7 @@ def board_publish(clock: Clock, redis_url: str, stages: list[Stage], total: int,
     groups = [NewGroup(f"g{i}", {"of_publish": data}) for i in range(total)]
     clock.wait()
     for first in range(0, total, batch):
-        board.publish(epoch=1, groups=groups[first : first + batch], cursor=first)
+        board.publish(term=1, groups=groups[first : first + batch], cursor=first)
 
 
 def board_stage(
@@ -144,7 +144,7 @@ def board_stage(
 def board_train(clock: Clock, redis_url: str, stages: list[Stage], total: int, batch: int) -> None:
     board = make_board(redis_url, stages, total)
     stage = stages[-1]
-    epoch = board.new_trainer_epoch()
+    term = board.new_trainer_term()
     clock.wait()
     trained: list[str] = []
     while len(trained) < total:
@@ -153,7 +153,7 @@ def board_train(clock: Clock, redis_url: str, stages: list[Stage], total: int, b
         trained += [d.group_id for d, found in zip(deliveries, columns, strict=True) if found is not None]
     if len(stages) == 1:
         clock.stop()  # a hop ends with the columns in hand, as TransferQueue's get does
-    board.commit_step(epoch=epoch, step=1, plan={"groups": trained}, metrics={})
+    board.commit_step(term=term, step=1, plan={"groups": trained}, metrics={})
     if len(stages) > 1:
         clock.stop()
 
@@ -261,7 +261,7 @@ def latency_producer(clock: Clock, redis_url: str, stages: list[Stage], total: i
     """Commit one group at a time, each after the last has arrived."""
     board = make_board(redis_url, stages, total)
     data = payload(4)
-    board.publish(epoch=1, groups=[NewGroup(f"g{i}", {"of_publish": data}) for i in range(total)])
+    board.publish(term=1, groups=[NewGroup(f"g{i}", {"of_publish": data}) for i in range(total)])
     deliveries = board.take("one", "worker", count=total, block_seconds=5)
     clock.wait()
     for delivery in deliveries:

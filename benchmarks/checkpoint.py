@@ -34,7 +34,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from benchmarks.gpu_models import SHAPES, count_parameters, make_batch, prepare_model
 from benchmarks.reporting import report
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from services.trainer.batch.packing import MicroBatch
+from services.trainer.batch.packing import PackedMicroBatch
 from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
 from services.trainer.checkpoints.part import CheckpointPart
@@ -63,7 +63,7 @@ def smollm2(folder: Path, layers: int) -> Path:
 class Bench:
     """A learner, and what a run's trainer would do with it."""
 
-    def __init__(self, learner: Learner, batches: Sequence[MicroBatch], folder: Path) -> None:
+    def __init__(self, learner: Learner, batches: Sequence[PackedMicroBatch], folder: Path) -> None:
         self.learner = learner
         self.part = CheckpointPart(learner)
         self.folder = folder
@@ -138,7 +138,7 @@ def make_state(step: int) -> CheckpointState:
     board = BoardState(cursor=0, open_groups=(), published=0, trained=0, dropped=0, dropped_by_reason={})
     sections: dict[str, Any] = {"trainer": {}, "algorithm": {}, "versions": {}}
     return CheckpointState(
-        run_id="benchmark", step=step, epoch=1, ledger=Ledger(step=step), board=board, **sections
+        run_id="benchmark", step=step, term=1, ledger=Ledger(step=step), board=board, **sections
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting import machine, report
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from tests.compose.conftest import CONFIG, REWARD
 from tests.compose.stack import ROOT, SERVICES, Stack, docker, running, wait_until
 from tests.models import make_tiny_model
@@ -100,7 +100,7 @@ def one_run(folder: Path, number: int) -> dict[str, float]:
         started = time.monotonic()
         words = ("cli", "run", "examples/tiny.toml", "--run.steps", "5000")
         command = stack.start("run", "--rm", "--no-deps", "--no-TTY", *words)
-        with Coordinator(stack.address) as coordinator:
+        with CoordinatorClient(stack.address) as coordinator:
             wait_until(lambda: [run for run in coordinator.runs() if run.step], "the first step", 180)
         found["command_to_first_step"] = time.monotonic() - started
         found["up_to_first_step"] = found["up_to_healthy"] + found["command_to_first_step"]

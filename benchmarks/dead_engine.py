@@ -33,7 +33,7 @@ import grpc
 import psutil
 
 from benchmarks.reporting import machine, report
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.local import stack
 from relaxd.local.state import StateFolder
 from relaxd.rpc.client import sync_channel
@@ -238,7 +238,7 @@ def main() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         stack.up(folder, plan, print)
         try:
-            with Coordinator(plan.coordinator) as coordinator, sync_channel(plan.coordinator) as channel:
+            with CoordinatorClient(plan.coordinator) as coordinator, sync_channel(plan.coordinator) as channel:
                 coordinator.start_run(CONFIG.format(folder=name, timeout=options.timeout), "dead-engine")
                 bench = Bench(folder, CoordinatorStub(channel), options.seed)
                 until("both engines", bench.both_serve, 0.1)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from relaxd.algorithms import Drop, create
+from relaxd.algorithms import Filtered, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from relaxd.data.addition import addition
 from relaxd.data.tokens import PromptTokenizer
@@ -186,7 +186,7 @@ def train_step(learner: Learner, algorithm: AlgorithmConfig, groups: list[Group]
     for group in groups:
         lengths = np.array([len(tokens) for tokens in group.responses], np.int32)
         advantages = made.advantages(group.rewards, lengths)
-        if isinstance(advantages, Drop):
+        if isinstance(advantages, Filtered):
             continue
         weights = made.token_weights(np.ones(int(lengths.sum()), np.uint8), lengths)
         begin = 0
@@ -201,7 +201,7 @@ def train_step(learner: Learner, algorithm: AlgorithmConfig, groups: list[Group]
                     rollout_logprobs=logprobs,
                     advantages=advantages.values[own],
                     weight=weights[own],
-                    compared=group.version == learner.step,
+                    logprobs_comparable=group.version == learner.step,
                 )
             )
     for batch in assign([len(sample.tokens) for sample in samples], 16384):

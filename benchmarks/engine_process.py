@@ -13,7 +13,7 @@ class UntrainedProcess(SGLangProcess):
 
     def receive(self, params: dict[str, Any]) -> dict[str, Any]:
         """Commit what is there."""
-        with self._loaded().update(Version(params["epoch"], params["version"])):
+        with self._loaded().update(Version(params["term"], params["version"])):
             pass
         return {"seconds": 0.0, "checksums": {}}
 

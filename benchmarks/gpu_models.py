@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from services.trainer.batch.packing import MicroBatch, TrainSample, pack
+from services.trainer.batch.packing import PackedMicroBatch, TrainSample, pack
 from services.trainer.learner.learner import Learner
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
@@ -54,7 +54,7 @@ def make_learner(folder: Path, ranks: int, settings: dict[str, object]) -> Learn
     return Learner(folder, config, AlgorithmConfig(), steps=1000)
 
 
-def make_batch(vocabulary: int, tokens: int, sequences: int, seed: int = 0, prompt: int = 0) -> MicroBatch:
+def make_batch(vocabulary: int, tokens: int, sequences: int, seed: int = 0, prompt: int = 0) -> PackedMicroBatch:
     """Random sequences of equal length, of `tokens` in all, each of which is trained but the first of a sequence.
 
     With `prompt` > 0 they share a prompt of so many tokens, which is packed once and not trained.
@@ -86,7 +86,7 @@ def count_parameters(learner: Learner) -> int:
     return sum(int(np.prod(spec.shape)) for spec in learner.hf_tensor_specs())
 
 
-def flops(config: PretrainedConfig, parameters: int, batch: MicroBatch) -> float:
+def flops(config: PretrainedConfig, parameters: int, batch: PackedMicroBatch) -> float:
     """Model FLOPs of forward and backward of a micro-batch.
 
     6 x parameters for each of its tokens, and 12 x layers x heads x head size for each pair of tokens of which one

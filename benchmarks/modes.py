@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting import report
-from relaxd.client.coordinator import ENDED, Coordinator
+from relaxd.client.coordinator import ENDED, CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local import stack
 from relaxd.local.state import StateFolder
@@ -191,12 +191,12 @@ class UtilisationWatch(threading.Thread):
 
 
 @contextlib.contextmanager
-def services(state: StateFolder, engines: int) -> Iterator[Coordinator]:
+def services(state: StateFolder, engines: int) -> Iterator[CoordinatorClient]:
     """The stack of one run; what it logged is shown where the run fails."""
     plan = stack.make_plan(state, port=0, replicas={"rollout": engines}, stop_with_parent=True, grace_seconds=2)
     stack.up(state, plan, lambda text: print(f"  {text}", flush=True))
     try:
-        with Coordinator(plan.coordinator) as coordinator:
+        with CoordinatorClient(plan.coordinator) as coordinator:
             yield coordinator
     except BaseException:
         for log in sorted(state.logs.glob("*.log")):

@@ -20,7 +20,7 @@ from benchmarks.reporting import machine, report
 from benchmarks.scaling import until
 from relaxd.cli.scale import ENDED as SCALED
 from relaxd.cli.scale import scale_to
-from relaxd.client.coordinator import ENDED, Coordinator
+from relaxd.client.coordinator import ENDED, CoordinatorClient
 from relaxd.local import stack
 from relaxd.local.state import StateFolder
 from relaxd.rewards.base import RewardInput
@@ -68,7 +68,7 @@ def judge(sample: RewardInput) -> float:
     return float(len(sample.response) % 2)
 
 
-def samples_per_second(coordinator: Coordinator, seconds: float) -> float:
+def samples_per_second(coordinator: CoordinatorClient, seconds: float) -> float:
     """Trained samples per second over at least `seconds`, from one committed step to another."""
 
     def next_step(after: int) -> tuple[int, float]:
@@ -90,7 +90,7 @@ def measure(role: str, reward: str, new_tokens: int, counts: list[int], seconds:
         plan = stack.make_plan(folder, port=0, stop_with_parent=True)
         stack.up(folder, plan, print)
         try:
-            with Coordinator(plan.coordinator) as coordinator:
+            with CoordinatorClient(plan.coordinator) as coordinator:
                 text = CONFIG.format(folder=name, reward=reward, new_tokens=new_tokens)
                 coordinator.start_run(text, "replicas")
                 until("a first step", lambda: coordinator.run().step, 0.2)

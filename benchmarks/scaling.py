@@ -18,7 +18,7 @@ from benchmarks.reporting import machine, report
 from relaxd.board import Board, stages_for
 from relaxd.cli.scale import ENDED, GOOD
 from relaxd.client.coordinator import ENDED as RUN_ENDED
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.config import RunConfig
 from relaxd.local import stack
 from relaxd.local.state import StateFolder
@@ -57,21 +57,21 @@ threads = 1
 [trainer.checkpoint]
 every = 0
 """
-LONGEST_SECONDS = 120.0
+MAX_SECONDS = 120.0
 
 
 def until(what: str, condition: Callable[[], object], tick: float = 0.02) -> None:
-    deadline = time.monotonic() + LONGEST_SECONDS
+    deadline = time.monotonic() + MAX_SECONDS
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {LONGEST_SECONDS:.0f} s: {what}")
+            raise TimeoutError(f"not within {MAX_SECONDS:.0f} s: {what}")
         time.sleep(tick)
 
 
 class Figures:
     """Seconds of everything that was done."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: CoordinatorClient) -> None:
         self.coordinator = coordinator
         self.active: list[float] = []
         self.first_group: list[float] = []
@@ -160,7 +160,7 @@ def main() -> None:
         plan = stack.make_plan(folder, port=0, stop_with_parent=True)
         stack.up(folder, plan, print)
         try:
-            with Coordinator(plan.coordinator) as coordinator:
+            with CoordinatorClient(plan.coordinator) as coordinator:
                 coordinator.start_run(CONFIG.format(folder=name), "scaling")
                 until("a first step", lambda: coordinator.run().step, 0.2)
                 figures = Figures(coordinator)

@@ -107,7 +107,7 @@ request, and it removes only containers that it made. They bear Compose's labels
 `docker compose up --scale` leaves them alone, `down --remove-orphans` removes them. Give the launcher's address to nobody
 but the coordinator: it has no port on the host, and wants the token where there is one.
 
-A launcher obeys the current coordinator only: requests carry the coordinator's epoch, and the launcher compares it with the one
+A launcher obeys the current coordinator only: requests carry the coordinator's term, and the launcher compares it with the one
 in Redis (`RELAXD_REDIS`, the coordinator's). An older one is refused with `FAILED_PRECONDITION`, one that no coordinator has
 taken yet with `INVALID_ARGUMENT`; neither changes anything for the coordinator.
 

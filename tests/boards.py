@@ -21,11 +21,11 @@ LARGE = 20_000
 
 
 def make_board(url: str, *, run_id: str = "run", groups_per_step: int = 4, steps: int = 100, **settings: Any) -> Board:
-    """A board that was created by epoch 1, its gate open for version 0."""
+    """A board that was created by term 1, its gate open for version 0."""
     timing = {name: settings.pop(name) for name in ("timeout_seconds", "retry_seconds") if name in settings}
     board = Board(url, run_id, STAGES, BoardConfig(**settings), **timing)
-    board.create(epoch=1, groups_per_step=groups_per_step, steps=steps)
-    board.set_gate(epoch=1, oldest_version=0, open=True)
+    board.create(term=1, groups_per_step=groups_per_step, steps=steps)
+    board.set_gate(term=1, oldest_version=0, open=True)
     return board
 
 

@@ -44,7 +44,7 @@ class Answer:
 
     @property
     def continued(self) -> bool:
-        return self.last is not None and self.last.continued
+        return self.last is not None and self.last.spans_weight_update
 
 
 class Asked:
@@ -135,7 +135,7 @@ class EngineRunner:
 
     def next_version(self) -> Version:
         assert self.engine.weights is not None
-        return Version(self.engine.weights.epoch, self.engine.weights.version + 1)
+        return Version(self.engine.weights.term, self.engine.weights.version + 1)
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
         """Start something that goes on while something else is awaited."""

@@ -1,10 +1,10 @@
 """Algorithms: one file each, its advantage estimator and its loss side by side."""
 
-from relaxd.algorithms.base import Advantages, Algorithm, Drop, LossInputs, LossOutput
+from relaxd.algorithms.base import Advantages, Algorithm, Filtered, LossInputs, LossOutput
 from relaxd.algorithms.grpo import GRPO
 from relaxd.config import AlgorithmConfig
 
-__all__ = ["GRPO", "Advantages", "Algorithm", "Drop", "LossInputs", "LossOutput", "create"]
+__all__ = ["GRPO", "Advantages", "Algorithm", "Filtered", "LossInputs", "LossOutput", "create"]
 
 ALGORITHMS = {"grpo": GRPO}
 """Every algorithm by the `name` of its configuration."""

@@ -27,7 +27,7 @@ class Advantages:
 
 
 @dataclass(frozen=True)
-class Drop:
+class Filtered:
     """The group must not be trained on."""
 
     reason: str
@@ -90,7 +90,7 @@ class Algorithm(Protocol):
     def needs_entropy(self) -> bool:
         """Whether `loss` needs `entropy` with its gradient."""
 
-    def advantages(self, rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Advantages | Drop:
+    def advantages(self, rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Advantages | Filtered:
         """Advantages of one group.
 
         Args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.algorithms.base import Advantages, Drop, LossInputs, LossOutput, check_group, rewards_equal
+from relaxd.algorithms.base import Advantages, Filtered, LossInputs, LossOutput, check_group, rewards_equal
 from relaxd.algorithms.correction import MAX_LOG_RATIO, correction_weights
 from relaxd.algorithms.kl import kl_divergence
 from relaxd.config import GRPOConfig
@@ -41,7 +41,7 @@ class GRPO:
         """Whether the entropy bonus is on."""
         return self.config.entropy_coef > 0
 
-    def advantages(self, rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Advantages | Drop:
+    def advantages(self, rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Advantages | Filtered:
         """A_i = (R_i - mean(R)) / (std(R) + std_epsilon), the same for each token of sample i.
 
         std has n - 1 in its divisor, as in verl and slime. A group of one sample has nothing to be relative to: its
@@ -60,7 +60,7 @@ class GRPO:
             per_sample = rewards
         elif rewards_equal(rewards):
             if self.config.drop_zero_variance:
-                return Drop("zero_variance")
+                return Filtered("zero_variance")
             per_sample = np.zeros_like(rewards)
         else:
             per_sample = rewards - rewards.mean()

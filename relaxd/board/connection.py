@@ -46,7 +46,7 @@ PASSING = {
 }
 """Errors that pass without anybody's doing anything to this process, by their first word: what Redis is then."""
 FIRST_PAUSE_SECONDS = 0.02
-LONGEST_PAUSE_SECONDS = 1.0
+MAX_PAUSE_SECONDS = 1.0
 
 
 @cache
@@ -84,7 +84,7 @@ def passing(error: redis.RedisError) -> str:
     return ""
 
 
-class Connection:
+class RedisConnection:
     """A thread-safe connection pool that runs operations and repeats them while Redis is away.
 
     Every operation must be idempotent: when a reply is lost, it runs again. `timeout_seconds` limits connecting and
@@ -126,7 +126,7 @@ class Connection:
                 if time.monotonic() + pause > deadline:
                     raise BoardUnavailable(f"Redis at {self._address()} {why}") from error
                 time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     def script(self, name: str, prefix: str, *arguments: Any) -> Any:
         """Run one script."""

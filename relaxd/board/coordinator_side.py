@@ -1,4 +1,4 @@
-"""What the coordinator does on the board. Writes carry its epoch: a coordinator that was replaced changes nothing."""
+"""What the coordinator does on the board. Writes carry its term: a coordinator that was replaced changes nothing."""
 
 import json
 import re
@@ -21,11 +21,11 @@ GROUP_ID = re.compile(r"[^\s,|]+")
 class CoordinatorSide(BoardCore):
     """Creating a run, publishing its prompts through the gate, deleting it."""
 
-    def create(self, *, epoch: int, groups_per_step: int, steps: int) -> None:
-        """Make the run on the board, gate shut. Doing it again finds the run as it is (and takes the epoch over).
+    def create(self, *, term: int, groups_per_step: int, steps: int) -> None:
+        """Make the run on the board, gate shut. Doing it again finds the run as it is (and takes the term over).
 
         `groups_per_step` and `steps` are for the gate. Raises RunExists when the run is there with other stages or
-        another groups_per_step, Fenced when a later epoch coordinates.
+        another groups_per_step, Fenced when a later term coordinates.
         """
         settings = json.dumps({"groups_per_step": groups_per_step, "stages": [stage.name for stage in self.stages]})
         gate = {
@@ -37,10 +37,10 @@ class CoordinatorSide(BoardCore):
         }
         names = json.dumps([stage.name for stage in self.stages])
         fields = [part for item in gate.items() for part in item]
-        self._connection.script("create", self.prefix, epoch, settings, names, *fields)
+        self._connection.script("create", self.prefix, term, settings, names, *fields)
 
     def restore(
-        self, *, ledger: Sequence[LedgerEntry], cursor: JSON, dropped: Mapping[str, int], trainer_epoch: int
+        self, *, ledger: Sequence[LedgerEntry], cursor: JSON, dropped: Mapping[str, int], trainer_term: int
     ) -> None:
         """Give a run that was just made the past that it has had on a board that was lost. No group is open then.
 
@@ -48,7 +48,7 @@ class CoordinatorSide(BoardCore):
             ledger: every committed step, from the first.
             cursor: the data cursor.
             dropped: groups that were dropped, by reason.
-            trainer_epoch: an epoch that no trainer of the run has had above.
+            trainer_term: an term that no trainer of the run has had above.
 
         Raises BoardError: something has happened in the run already.
         """
@@ -62,14 +62,14 @@ class CoordinatorSide(BoardCore):
             "trained": trained,
             "dropped": all_dropped,
             "last_step": len(ledger),
-            "trainer_epoch": trainer_epoch,
+            "trainer_term": trainer_term,
             "cursor": json.dumps(cursor),
         }
 
         def commands(pipe: redis.client.Pipeline) -> None:
             for entry in ledger:
                 texts = {"plan": json.dumps(entry.plan, sort_keys=True), "metrics": json.dumps(entry.metrics)}
-                fields = {"time": f"{entry.time:.6f}", "epoch": entry.epoch, **texts}
+                fields = {"time": f"{entry.time:.6f}", "term": entry.term, **texts}
                 pipe.xadd(f"{self.prefix}ledger", fields, id=f"{entry.step}-0")  # type: ignore[arg-type]
             if drops:
                 pipe.hset(f"{self.prefix}drops", mapping=drops)
@@ -79,13 +79,13 @@ class CoordinatorSide(BoardCore):
             raise BoardError(f"{self.prefix} has published groups already: it isn't a new run")
         self._connection.pipeline(commands, atomic=True)
 
-    def set_gate(self, *, epoch: int, oldest_version: int | None, open: bool) -> None:
+    def set_gate(self, *, term: int, oldest_version: int | None, open: bool) -> None:
         """Open or shut the gate; say the oldest version on any engine that takes prompts (None: no engine has weights).
 
         Raises Fenced, RunMissing.
         """
         version = "" if oldest_version is None else oldest_version
-        self._connection.script("gate", self.prefix, epoch, int(open), version)
+        self._connection.script("gate", self.prefix, term, int(open), version)
 
     def admission(self, worst_bytes: int) -> Admission:
         """What the gate (lua/admission.lua) lets in now, of groups that can become `worst_bytes` large.
@@ -100,14 +100,14 @@ class CoordinatorSide(BoardCore):
         used, most, high_water, policy = self._connection.script("memory", self.prefix, self.limits.high_water_bytes)
         return RedisMemory(int(used), int(most), int(high_water), policy.decode())
 
-    def relieve(self, *, epoch: int) -> int:
+    def relieve(self, *, term: int) -> int:
         """Where Redis is full: drop surplus groups, the newest first; their prompts wait to be tried again.
 
         Groups that the open step needs stay. Returns how many were dropped. Raises Fenced, RunMissing.
         """
-        return int(self._connection.script("relieve", self.prefix, epoch))
+        return int(self._connection.script("relieve", self.prefix, term))
 
-    def publish(self, *, epoch: int, groups: Sequence[NewGroup], cursor: JSON = None) -> list[str]:
+    def publish(self, *, term: int, groups: Sequence[NewGroup], cursor: JSON = None) -> list[str]:
         """Publish groups, all or none, and advance the data cursor (None leaves it) in the same breath.
 
         Saying the same again (same ids, the last thing published) does nothing. Returns the ids. Raises GateClosed,
@@ -130,7 +130,7 @@ class CoordinatorSide(BoardCore):
             raise ValueError("groups is empty: there is nothing to publish")
         cursor_json = "" if cursor is None else json.dumps(cursor)
         try:
-            self._write_and_run(attempts, "publish", epoch, self._routes, cursor_json, *arguments)
+            self._write_and_run(attempts, "publish", term, self._routes, cursor_json, *arguments)
         except GateClosed:
             keys = [key for attempt in attempts for key, _ in attempt.large]
             if keys:
@@ -138,15 +138,15 @@ class CoordinatorSide(BoardCore):
             raise
         return [group.group_id for group in groups]
 
-    def reclaim(self, *, epoch: int, consumer: str) -> int:
+    def reclaim(self, *, term: int, consumer: str) -> int:
         """Free what a replica that is gone holds, so that others get it at once. Returns how many groups that were.
 
         Should it not be gone after all, its holds are over, and what it commits late changes nothing. Each delivery
-        counts towards limits.max_deliveries. The trainer's holds stay: its successor's epoch frees them. Raises Fenced,
+        counts towards limits.max_deliveries. The trainer's holds stay: its successor's term frees them. Raises Fenced,
         RunMissing.
         """
         stages = [stage.name for stage in self.stages if stage.name != TRAIN]
-        settings = (epoch, consumer, self.limits.max_deliveries)
+        settings = (term, consumer, self.limits.max_deliveries)
         return int(self._connection.script("reclaim", self.prefix, *settings, *stages))
 
     def cursor(self) -> JSON:
@@ -160,9 +160,9 @@ class CoordinatorSide(BoardCore):
         waiting = [Retry(id.decode(), int(value.split(b"|", 1)[0])) for id, value in found.items()]
         return sorted(waiting, key=lambda retry: retry.group_id)[:limit]
 
-    def purge(self, *, epoch: int) -> None:
+    def purge(self, *, term: int) -> None:
         """Free what only a run that goes on needs. Raises Fenced, RunMissing."""
-        self._connection.script("purge", self.prefix, epoch)
+        self._connection.script("purge", self.prefix, term)
 
     def measure(self) -> int:
         """The bytes that the run takes in Redis."""

@@ -10,7 +10,7 @@ import redis
 
 from relaxd.board import payloads
 from relaxd.board.columns import decode_columns
-from relaxd.board.connection import Connection, script_hash
+from relaxd.board.connection import RedisConnection, script_hash
 from relaxd.board.errors import BoardError, ColumnsTooLarge, RunMissing
 from relaxd.board.stages import PUBLISH, Stage, producers
 from relaxd.board.types import Counts, DroppedGroup, QueueDepth
@@ -52,7 +52,7 @@ class BoardCore:
         self.stages = tuple(stages)
         self.limits = limits
         self.orphan_seconds = orphan_seconds
-        self._connection = Connection(redis_url, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds)
+        self._connection = RedisConnection(redis_url, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds)
         self._by_name = {stage.name: stage for stage in self.stages}
         self._producers = producers(self.stages)
         self._routes = json.dumps([[stage.name, self._writers(stage)] for stage in self.stages])

@@ -14,7 +14,7 @@ class ColumnsTooLarge(ColumnError):
 
 
 class Fenced(BoardError):
-    """The caller's epoch is over: another process has taken its place. It must stop writing."""
+    """The caller's term is over: another process has taken its place. It must stop writing."""
 
 
 class StepConflict(BoardError):

@@ -16,7 +16,7 @@ from relaxd.board.errors import BoardError
 from relaxd.board.stages import PUBLISH, VERSIONS
 from relaxd.board.types import Column, Delivery, DropKind
 
-LONGEST_CLAIM_INTERVAL = 5.0
+MAX_CLAIM_INTERVAL = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class StageSide(BoardCore):
         """
         deadline = time.monotonic() + block_seconds
         stream = self._stream(stage)
-        interval = min(self.limits.lease_seconds / 4, LONGEST_CLAIM_INTERVAL)
+        interval = min(self.limits.lease_seconds / 4, MAX_CLAIM_INTERVAL)
         while True:
             taken: list[Delivery] = []
             now = time.monotonic()

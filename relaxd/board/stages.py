@@ -27,7 +27,7 @@ class Stage:
 ROUTED_EXPERTS = "routed_experts"
 """The column with the experts that each token was sent to, where rollout.return_routed_experts asks for it."""
 
-GENERATED = ("tokens", "lengths", "loss_mask", "rollout_logprobs", VERSIONS, "finish", "text", "continued")
+GENERATED = ("tokens", "lengths", "loss_mask", "rollout_logprobs", VERSIONS, "finish", "text", "spans_weight_update")
 """What the rollout stage writes, and the trainer needs all of."""
 
 STAGES: dict[str, Stage] = {

@@ -1,4 +1,4 @@
-"""What the trainer does on the board. Its writes carry its epoch: a trainer that was replaced commits nothing."""
+"""What the trainer does on the board. Its writes carry its term: a trainer that was replaced commits nothing."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,16 @@ from relaxd.board.types import LedgerEntry
 class TrainerSide(BoardCore):
     """The step ledger, and what the trainer must know to close a step."""
 
-    def new_trainer_epoch(self) -> int:
-        """Take the trainer's place: the next epoch (from 1). What the last one held is free again.
+    def new_trainer_term(self) -> int:
+        """Take the trainer's place: the next term (from 1). What the last one held is free again.
 
         Raises RunMissing.
         """
         return int(self._connection.script("trainer", self.prefix, TRAIN, self.limits.max_deliveries))
 
-    def trainer_epoch(self) -> int:
-        """The epoch of the trainer that may commit; 0 before the first. Raises RunMissing."""
-        return int(self._state("trainer_epoch"))
+    def trainer_term(self) -> int:
+        """The term of the trainer that may commit; 0 before the first. Raises RunMissing."""
+        return int(self._state("trainer_term"))
 
     def open_versions(self) -> dict[str, int]:
         """Id -> oldest weight version, of the open groups whose generation has begun.
@@ -52,7 +52,7 @@ class TrainerSide(BoardCore):
     def commit_step(
         self,
         *,
-        epoch: int,
+        term: int,
         step: int,
         plan: Mapping[str, Any],
         metrics: Mapping[str, float],
@@ -61,14 +61,14 @@ class TrainerSide(BoardCore):
         """Enter a step into the ledger, close its groups as trained and free their columns, all at once.
 
         `plan["groups"]` lists the groups' ids in order; `plan` and `metrics` must be JSON. Saying the same again (same
-        epoch, step and plan) does nothing. Raises Fenced when another trainer has taken over, StepConflict when the
+        term, step and plan) does nothing. Raises Fenced when another trainer has taken over, StepConflict when the
         step is not the last plus one or a group is not open.
         """
         groups = list(plan["groups"])
         self._connection.script(
             "commit_step",
             self.prefix,
-            epoch,
+            term,
             step,
             json.dumps(plan, sort_keys=True),
             json.dumps(metrics),
@@ -90,7 +90,7 @@ class TrainerSide(BoardCore):
                 LedgerEntry(
                     step=int(entry_id.split(b"-")[0]),
                     time=float(fields[b"time"]),
-                    epoch=int(fields[b"epoch"]),
+                    term=int(fields[b"term"]),
                     plan=json.loads(fields[b"plan"]),
                     metrics=json.loads(fields[b"metrics"]),
                 )

@@ -82,8 +82,8 @@ class LedgerEntry:
     step: int
     time: float
     """Seconds since the epoch of Unix, by Redis's clock."""
-    epoch: int
-    """The trainer epoch that committed it."""
+    term: int
+    """The trainer term that committed it."""
     plan: dict[str, Any]
     metrics: dict[str, float]
 

@@ -26,7 +26,7 @@ TAKE_SECONDS = 0.5
 BATCH = 256
 """Most groups in one commit."""
 OUTAGE_PAUSE_SECONDS = 0.5
-MOST_THREADS = 256
+MAX_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class StageWorker:
         self._stop = threading.Event()
         self._outage = False
         self._done = 0
-        most = concurrency if isinstance(concurrency, int) else MOST_THREADS
+        most = concurrency if isinstance(concurrency, int) else MAX_THREADS
         self._pool = ThreadPoolExecutor(most, thread_name_prefix=stage)
         self._threads = {
             name: threading.Thread(target=self._guarded, args=(loop,), name=f"{stage}-{name}", daemon=True)

@@ -17,7 +17,7 @@ from rich.text import Text
 from relaxd.cli.check import check
 from relaxd.cli.follow import follow
 from relaxd.cli.options import DEFAULT_STATE
-from relaxd.client.coordinator import AWAY_SECONDS, ENDED, Coordinator
+from relaxd.client.coordinator import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, dump
@@ -31,9 +31,9 @@ from relaxd.report.report import read_result, save_samples, write_report
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
 REPORT_SAMPLES = 64
-Begin = Callable[[Coordinator], Run]
+Begin = Callable[[CoordinatorClient], Run]
 """Starts a run, or goes on with one."""
-LONGEST_PAUSE_SECONDS = 600.0
+MAX_PAUSE_SECONDS = 600.0
 """How long services of a run's own are kept up for a paused run that nobody is looking at. The run can go on later."""
 
 
@@ -58,7 +58,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     say = _sayer(console)
     if where.address is not None and (where.elsewhere or not where.address.startswith((LOOPBACK, "localhost"))):
         # Paths are those of the coordinator's machine, and so is the run's folder.
-        with Coordinator(where.address) as coordinator:
+        with CoordinatorClient(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
     prepare_model(config, say)
     problems = check(config)
@@ -68,7 +68,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
         raise ConfigError(problems)
     config = _with_shared_cores(_with_absolute_paths(config), _engines(where))
     if where.address is not None:
-        with Coordinator(where.address) as coordinator:
+        with CoordinatorClient(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
     return _on_own_services(_starting(config, run_id), run_id, config.run.folder / run_id, where, console)
 
@@ -80,7 +80,7 @@ def execute_again(run_id: str, run_folder: Path, where: Where, console: Console)
     Raises CliError: there is no such run, or it has ended.
     """
 
-    def begin(coordinator: Coordinator) -> Run:
+    def begin(coordinator: CoordinatorClient) -> Run:
         known = {run.run_id: run for run in coordinator.runs()}
         if run_id not in known:
             _sayer(console)(f"Redis doesn't know run {run_id}: restoring it from {run_folder}")
@@ -120,7 +120,7 @@ def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, 
         say("starting Redis and the services")
         state = stack.up(folder, plan, say)
         say(f"up: {', '.join(f'{service.name} ({service.pid})' for service in state.services)}")
-        with Coordinator(plan.coordinator) as coordinator:
+        with CoordinatorClient(plan.coordinator) as coordinator:
             found = _train(coordinator, begin, where, console)
         stay = where.keep_up
         return found
@@ -160,7 +160,7 @@ def _again(run_id: str, run_folder: Path, where: Where) -> str:
     return shlex.join(words)
 
 
-def _train(coordinator: Coordinator, begin: Begin, where: Where, console: Console) -> Path:
+def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: Console) -> Path:
     ours = where.address is None
 
     def healthy() -> None:
@@ -178,7 +178,7 @@ def _train(coordinator: Coordinator, begin: Begin, where: Where, console: Consol
             console,
             healthy=healthy,
             # A person at a terminal sees it, and has the services for what they want to look at meanwhile.
-            longest_pause=LONGEST_PAUSE_SECONDS if ours and not console.is_terminal else float("inf"),
+            max_pause=MAX_PAUSE_SECONDS if ours and not console.is_terminal else float("inf"),
             # Our own coordinator is brought back, or `healthy` says that it is not.
             away_seconds=float("inf") if ours else AWAY_SECONDS,
         )

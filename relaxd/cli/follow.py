@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 
 from relaxd.cli.view import RunView, evaluation_line, event_line, render, step_line
-from relaxd.client.coordinator import AWAY_SECONDS, Coordinator, state_name
+from relaxd.client.coordinator import AWAY_SECONDS, CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
@@ -26,12 +26,12 @@ class RunPaused(CliError):
 
 
 def follow(
-    coordinator: Coordinator,
+    coordinator: CoordinatorClient,
     run_id: str,
     console: Console,
     *,
     healthy: Callable[[], None] = lambda: None,
-    longest_pause: float = float("inf"),
+    max_pause: float = float("inf"),
     away_seconds: float = AWAY_SECONDS,
 ) -> RunView:
     """Show a run until it ends, however long that takes; live on a terminal, a line a step elsewhere.
@@ -41,7 +41,7 @@ def follow(
         run_id: the run.
         console: where to show it.
         healthy: called about once a second; raises CliError when there is no point in going on.
-        longest_pause: seconds for which a paused run is waited for.
+        max_pause: seconds for which a paused run is waited for.
         away_seconds: for how long a coordinator that doesn't answer is waited for.
 
     Raises RunPaused, and CliError: the run failed, or the coordinator is gone.
@@ -51,10 +51,10 @@ def follow(
         live = Live(render(view), console=console, refresh_per_second=4, transient=False)
         follower = _Follower(coordinator, run_id, view, console, lambda: live.update(render(view)), healthy)
         with live:
-            follower.run(longest_pause, away_seconds)
+            follower.run(max_pause, away_seconds)
     else:
         lines = _Lines(view, console)
-        _Follower(coordinator, run_id, view, console, lines.print_news, healthy).run(longest_pause, away_seconds)
+        _Follower(coordinator, run_id, view, console, lines.print_news, healthy).run(max_pause, away_seconds)
     if view.run.state == pb.RUN_STATE_FAILED:
         raise CliError(f"run {view.run.run_id} failed: {view.run.reason}")
     return view
@@ -65,7 +65,7 @@ class _Follower:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: CoordinatorClient,
         run_id: str,
         view: RunView,
         console: Console,
@@ -81,7 +81,7 @@ class _Follower:
         self._quiet = Quiet(time.monotonic())
         self._paused_since: float | None = None
 
-    def run(self, longest_pause: float, away_seconds: float) -> None:
+    def run(self, max_pause: float, away_seconds: float) -> None:
         """Follow it to its end."""
         with _interrupts() as interrupted:
             for response in self._coordinator.watch(self._run_id, self._while_away, away_seconds):
@@ -94,13 +94,13 @@ class _Follower:
                 self._healthy()
                 now = time.monotonic()
                 self._say(self._quiet.look(response.run, now))
-                self._look_at_pause(response.run, now, longest_pause)
+                self._look_at_pause(response.run, now, max_pause)
 
     def _while_away(self) -> None:
         self._healthy()
         self._say(self._quiet.nobody_answers(time.monotonic()))
 
-    def _look_at_pause(self, run: pb.Run, now: float, longest_pause: float) -> None:
+    def _look_at_pause(self, run: pb.Run, now: float, max_pause: float) -> None:
         rebuilding = any(one.state == HEALTH_STATE_REBUILDING for one in run.health)  # which ends by itself
         if run.state != pb.RUN_STATE_PAUSED or rebuilding:
             self._paused_since = None
@@ -108,8 +108,8 @@ class _Follower:
         if self._paused_since is None:
             self._paused_since = now
             self._say(f"relaxd resume {run.run_id} goes on with it, relaxd stop {run.run_id} ends it")
-        if now - self._paused_since > longest_pause:
-            raise RunPaused(f"run {run.run_id} has been paused for {longest_pause:.0f} s: {run.reason}")
+        if now - self._paused_since > max_pause:
+            raise RunPaused(f"run {run.run_id} has been paused for {max_pause:.0f} s: {run.reason}")
 
     def _say(self, text: str) -> None:
         if text:

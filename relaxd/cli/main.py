@@ -31,7 +31,7 @@ from relaxd.cli.options import (
 from relaxd.cli.report_command import report
 from relaxd.cli.scale import scale_to, wait_for
 from relaxd.cli.status import print_status
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, dump, load_file
@@ -200,7 +200,7 @@ def status(state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = 
     """Show the services, the runs and the lines before each stage."""
     stack_state = StateFolder(state).read()
     containers = compose.read(StateFolder(state)) if coordinator is None else None
-    with Coordinator(_address(state, coordinator)) as client:
+    with CoordinatorClient(_address(state, coordinator)) as client:
         print_status(client, stack_state, new_console(), compose.containers(containers) if containers else None)
 
 
@@ -229,7 +229,7 @@ def scale(
     if bool(target) == cancel:
         raise CliError("expected what to scale, or --cancel", "relaxd scale rollout=3 --wait")
     console = new_console()
-    with Coordinator(_address(state, coordinator)) as client:
+    with CoordinatorClient(_address(state, coordinator)) as client:
         if cancel:
             request = client.cancel_scaling()
         else:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from relaxd.cli.options import FolderOption, RunNameArgument, new_console
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local.environment import python_path
 
@@ -50,7 +50,7 @@ def run_folder(run_id: str, folder: Path | None) -> Path:
     return found
 
 
-def lost_run(client: Coordinator, run_id: str) -> Path | None:
+def lost_run(client: CoordinatorClient, run_id: str) -> Path | None:
     """The folder of a run that is here, and that the coordinator doesn't know (any more)."""
     folder = Path("runs") / run_id
     known = not run_id or run_id in {run.run_id for run in client.runs()}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from relaxd.cli.execute import REPORT_SAMPLES
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local.address import coordinator_address
 from relaxd.report.report import SUMMARY, read_result, save_samples, write_report
@@ -22,7 +22,7 @@ def report(
     found = _local_folder(run_id, folder)
     if found is None or not (found / SUMMARY).is_file():  # it goes on, or is known to the coordinator only
         try:
-            with Coordinator(coordinator_address(state, coordinator)) as client:
+            with CoordinatorClient(coordinator_address(state, coordinator)) as client:
                 run = client.run(found.name if found is not None else run_id)
                 samples = client.samples(run.run_id, limit=REPORT_SAMPLES)
         except CliError as error:

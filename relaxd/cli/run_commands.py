@@ -23,7 +23,7 @@ from relaxd.cli.options import (
     new_console,
 )
 from relaxd.cli.view import samples_table
-from relaxd.client.coordinator import Coordinator, state_name
+from relaxd.client.coordinator import CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.local.address import coordinator_address
 from relaxd.local.state import StateFolder
@@ -33,7 +33,7 @@ from relaxd.v1 import coordinator_pb2 as pb
 
 def watch(run_id: RunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
     """Watch a run until it ends; Ctrl-C only stops watching."""
-    with Coordinator(coordinator_address(state, coordinator)) as client:
+    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         try:
             follow(client, run_id, new_console())
         except KeyboardInterrupt:
@@ -47,7 +47,7 @@ def pause(
     coordinator: CoordinatorOption = None,
 ) -> None:
     """Pause a run: no more prompts, and no step ends, until `relaxd resume`."""
-    with Coordinator(coordinator_address(state, coordinator)) as client:
+    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         print(_told(client.pause_run(run_id, reason)))
 
 
@@ -69,7 +69,7 @@ def resume(
         where = Where(state_folder, replicas=replicas)
         execute_again(run_id, recovery.run_folder(run_id, folder), where, new_console())
         return
-    with Coordinator(coordinator_address(state, coordinator)) as client:
+    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         lost = folder or recovery.lost_run(client, run_id)
         if lost is not None:
             print(_told(client.restore_run(lost.resolve())))
@@ -81,7 +81,7 @@ def checkpoint(
     run_id: ActiveRunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None
 ) -> None:
     """Let the trainer take a checkpoint now; training goes on meanwhile."""
-    with Coordinator(coordinator_address(state, coordinator)) as client:
+    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         saved = client.save_checkpoint(run_id)
     print(f"step {saved.weights.version}: {saved.path}")
 
@@ -93,13 +93,13 @@ def stop(
     coordinator: CoordinatorOption = None,
 ) -> None:
     """End a run early: what is open is dropped, the model is evaluated and exported. The services stay up."""
-    with Coordinator(coordinator_address(state, coordinator)) as client:
+    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         print(_told(client.stop_run(run_id, reason)))
 
 
 def delete(run_id: RunNameArgument, state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
     """Make Redis forget a run that has ended, samples and ledger included; its folder stays."""
-    with Coordinator(coordinator_address(state, coordinator)) as client:
+    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         client.delete_run(run_id)
     print(f"Redis has forgotten run {run_id}")
 
@@ -113,7 +113,7 @@ def samples(
     coordinator: CoordinatorOption = None,
 ) -> None:
     """Show what the model wrote, with reward, advantage and weight version of each sample."""
-    with Coordinator(coordinator_address(state, coordinator)) as client:
+    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         found = client.samples(run_id, step, limit)
     if as_json:
         for sample in found:

@@ -8,7 +8,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.v1 import scaling_pb2 as pb
 from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING, Role
@@ -25,7 +25,9 @@ STYLES = {
 }
 
 
-def scale_to(coordinator: Coordinator, target: str, *, drain_seconds: float, timeout_seconds: float) -> pb.ScaleRequest:
+def scale_to(
+    coordinator: CoordinatorClient, target: str, *, drain_seconds: float, timeout_seconds: float
+) -> pb.ScaleRequest:
     """Ask for what `target` says, such as "rollout=3". Raises CliError."""
     name, _, number = target.partition("=")
     if name not in SCALABLE or not number.isdigit() or int(number) < 1:
@@ -43,7 +45,7 @@ def scale_to(coordinator: Coordinator, target: str, *, drain_seconds: float, tim
     return coordinator.scale_out(pb.ScaleOutRequest(role=role, replicas=wanted, timeout_seconds=timeout_seconds))
 
 
-def wait_for(coordinator: Coordinator, request: pb.ScaleRequest, console: Console, *, wait: bool) -> bool:
+def wait_for(coordinator: CoordinatorClient, request: pb.ScaleRequest, console: Console, *, wait: bool) -> bool:
     """Show a request, with `wait` until it has ended. Returns whether nothing went wrong so far."""
     if not wait or request.state in ENDED:
         console.print(request_line(request))

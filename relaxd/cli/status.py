@@ -8,7 +8,7 @@ from rich.text import Text
 
 from relaxd.cli.scale import ENDED, request_line, scaled_table
 from relaxd.cli.view import role_name
-from relaxd.client.coordinator import Coordinator, state_name
+from relaxd.client.coordinator import CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.local.compose import Container
 from relaxd.local.state import StackState
@@ -18,7 +18,7 @@ from relaxd.v1.replica_pb2 import ReplicaState, Role
 
 
 def print_status(
-    coordinator: Coordinator,
+    coordinator: CoordinatorClient,
     stack: StackState | None,
     console: Console,
     containers: Sequence[Container] | None = None,

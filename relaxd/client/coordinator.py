@@ -31,7 +31,7 @@ def state_name(state: "pb.RunState.ValueType") -> str:
     return pb.RunState.Name(state).removeprefix("RUN_STATE_").lower()
 
 
-class Coordinator:
+class CoordinatorClient:
     """The coordinator at one address. A context manager."""
 
     def __init__(self, address: str) -> None:

@@ -4,9 +4,9 @@ import numpy as np
 
 from relaxd.data.examples import Example
 
-MOST_PAIRS = 65_536
+MAX_PAIRS = 65_536
 """Numbers of three digits and more have more pairs than anyone trains on: this many are drawn."""
-MOST_HELD_OUT = 1_000
+MAX_HELD_OUT = 1_000
 SPLIT_SEED = 20_250_101
 """Which pairs are held out never depends on the run's seed, or seeds could not be compared."""
 
@@ -19,9 +19,9 @@ def addition(digits: int) -> tuple[list[Example], list[Example]]:
     low = 0 if digits == 1 else 10 ** (digits - 1)
     numbers = 10**digits - low
     rng = np.random.default_rng(SPLIT_SEED)
-    drawn = rng.choice(numbers * numbers, size=min(numbers * numbers, MOST_PAIRS), replace=False)
+    drawn = rng.choice(numbers * numbers, size=min(numbers * numbers, MAX_PAIRS), replace=False)
     pairs = [(low + int(code) // numbers, low + int(code) % numbers) for code in drawn]
-    held_out = pairs[-min(len(pairs) // 5, MOST_HELD_OUT) :]
+    held_out = pairs[-min(len(pairs) // 5, MAX_HELD_OUT) :]
     unseen = {frozenset(pair) for pair in held_out}
     train = [pair for pair in pairs if frozenset(pair) not in unseen]
     return [_example(a, b) for a, b in train], [_example(a, b) for a, b in held_out]

@@ -7,7 +7,7 @@ from typing import Any
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example, Message
 
-MOST_PROBLEMS_SHOWN = 5
+MAX_PROBLEMS_SHOWN = 5
 
 
 def read_jsonl(path: Path, field: str) -> list[Example]:
@@ -30,8 +30,8 @@ def read_jsonl(path: Path, field: str) -> list[Example]:
         except ValueError as error:
             problems.append(f"line {number}: {error}")
     if problems:
-        shown = "; ".join(problems[:MOST_PROBLEMS_SHOWN])
-        more = f"; and {len(problems) - MOST_PROBLEMS_SHOWN} more" if len(problems) > MOST_PROBLEMS_SHOWN else ""
+        shown = "; ".join(problems[:MAX_PROBLEMS_SHOWN])
+        more = f"; and {len(problems) - MAX_PROBLEMS_SHOWN} more" if len(problems) > MAX_PROBLEMS_SHOWN else ""
         raise DataError(field, f"{path} has {len(problems)} broken lines: {shown}{more}")
     if not examples:
         raise DataError(field, f'{path} is empty: it needs at least one line such as {{"prompt": "..."}}')

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from relaxd.local.state import LaunchWish, LaunchWishes, RestartWish, ServiceState, StateFolder
-from relaxd.local.supervisor import Plan
+from relaxd.local.supervisor import StackPlan
 from relaxd.replica.launcher import run_launcher
 from relaxd.rpc.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
 from relaxd.rpc.settings import parse_settings
@@ -28,7 +28,7 @@ class LocalHost:
     """This machine, by way of the supervisor."""
 
     def __init__(self, folder: StateFolder) -> None:
-        plan = Plan.model_validate_json(folder.plan.read_bytes())
+        plan = StackPlan.model_validate_json(folder.plan.read_bytes())
         self.roles = frozenset(plan.templates)
         self._reserved = {spec.name for spec in plan.services}
         self._folder = folder

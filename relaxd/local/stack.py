@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local import embedded_redis
 from relaxd.local.environment import python_path
 from relaxd.local.ports import LOOPBACK, free_port, is_free
 from relaxd.local.redis_address import without_password, write_private
 from relaxd.local.state import StackState, StateFolder
-from relaxd.local.supervisor import Plan, ServiceSpec
+from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.v1.replica_pb2 import Role
 
 COORDINATOR_PORT = 50050
@@ -37,7 +37,7 @@ def make_plan(
     redis_data: Path | None = None,
     stop_with_parent: bool = False,
     grace_seconds: float = 20.0,
-) -> Plan:
+) -> StackPlan:
     """Plan Redis (unless REDIS_URL names one), the coordinator and `replicas` of each other role, by default one.
 
     `port` is the coordinator's; 0 takes a free one. Raises CliError: the port is taken, or there is no Redis.
@@ -87,7 +87,7 @@ def make_plan(
             name = role if count == 1 else f"{role}-{number}"
             services.append(ServiceSpec(name=name, role=role, command=command, environment=environment))
     templates = {spec.role: spec for spec in services if spec.role in SCALABLE}
-    return Plan(
+    return StackPlan(
         state_folder=folder.path,
         coordinator=coordinator,
         redis=redis_url,
@@ -99,7 +99,7 @@ def make_plan(
     )
 
 
-def up(folder: StateFolder, plan: Plan, say: Callable[[str], None]) -> StackState:
+def up(folder: StateFolder, plan: StackPlan, say: Callable[[str], None]) -> StackState:
     """Start the supervisor and return once every service has registered. Raises CliError, with everything stopped."""
     if folder.is_up():
         raise CliError(
@@ -129,12 +129,12 @@ def up(folder: StateFolder, plan: Plan, say: Callable[[str], None]) -> StackStat
 
 
 def _await_registration(
-    folder: StateFolder, plan: Plan, supervisor: "subprocess.Popen[bytes]", say: Callable[[str], None]
+    folder: StateFolder, plan: StackPlan, supervisor: "subprocess.Popen[bytes]", say: Callable[[str], None]
 ) -> StackState:
     wanted = Counter(spec.role for spec in plan.services if spec.role in ROLES)
     missing: list[str] = []
     deadline = time.monotonic() + READY_SECONDS
-    with Coordinator(plan.coordinator) as coordinator:
+    with CoordinatorClient(plan.coordinator) as coordinator:
         while time.monotonic() < deadline:
             if supervisor.poll() is not None:
                 raise failure(folder, "supervisor", "the services could not be started")
@@ -155,7 +155,7 @@ def _await_registration(
     raise failure(folder, "supervisor", f"{late} did not come up in {READY_SECONDS:.0f} s")
 
 
-def _registered(coordinator: Coordinator) -> Counter[str]:
+def _registered(coordinator: CoordinatorClient) -> Counter[str]:
     try:
         replicas = coordinator.replicas()
     except CliError:

@@ -41,7 +41,7 @@ class ServiceSpec(BaseModel):
     """Set on top of the supervisor's own environment."""
 
 
-class Plan(RedisAddress):
+class StackPlan(RedisAddress):
     """What a supervisor is to run."""
 
     state_folder: Path
@@ -62,7 +62,7 @@ class Plan(RedisAddress):
     """Pause before the first restart; doubles with each further one."""
 
 
-class Child:
+class SupervisedProcess:
     """One service: its process, and when it died."""
 
     def __init__(self, spec: ServiceSpec, log: Path, *, launched: bool = False) -> None:
@@ -132,10 +132,10 @@ class Child:
 class Supervisor:
     """Runs one plan until it is told to stop."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: StackPlan) -> None:
         self.plan = plan
         self.folder = StateFolder(plan.state_folder)
-        self.children = [Child(spec, self.folder.log(spec.name)) for spec in plan.services]
+        self.children = [SupervisedProcess(spec, self.folder.log(spec.name)) for spec in plan.services]
         self.started = time.time()
         self.stopping = False
         self._stop_signals = 0
@@ -170,7 +170,7 @@ class Supervisor:
                 child.set_phase("running")
                 self._write()
 
-    def _await_redis(self, child: Child) -> None:
+    def _await_redis(self, child: SupervisedProcess) -> None:
         def ended() -> bool:
             return child.process is None or child.process.poll() is not None or self.stopping
 
@@ -216,7 +216,7 @@ class Supervisor:
                 self._restart(child, restart.replica_id, now)
                 self._write()
 
-    def _restart(self, child: Child, replica_id: str, now: float) -> None:
+    def _restart(self, child: SupervisedProcess, replica_id: str, now: float) -> None:
         """Kill a process, whatever state it is in, and start the next one."""
         if child.kill_at is not None:
             return  # it is to end for good
@@ -236,18 +236,18 @@ class Supervisor:
         if wish.gpu_uuids:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(wish.gpu_uuids)
         spec = template.model_copy(update={"name": launch_id, "environment": environment})
-        child = Child(spec, self.folder.log(launch_id), launched=True)
+        child = SupervisedProcess(spec, self.folder.log(launch_id), launched=True)
         child.start()
         self.children.append(child)
         self._say(f"launched {launch_id} (pid {child.state.pid})")
         self._write()
 
-    def _forget(self, child: Child) -> None:
+    def _forget(self, child: SupervisedProcess) -> None:
         self.children.remove(child)
         self._say(f"removed {child.spec.name}")
         self._write()
 
-    def _after_death(self, child: Child, now: float) -> None:
+    def _after_death(self, child: SupervisedProcess, now: float) -> None:
         if child.kill_at is not None:
             self._forget(child)
             return
@@ -280,7 +280,7 @@ class Supervisor:
             self._stop_children([child for child in self.children if last.get(child.spec.role, 0) == turn])
         self._say("stopped")
 
-    def _stop_children(self, children: Sequence[Child]) -> None:
+    def _stop_children(self, children: Sequence[SupervisedProcess]) -> None:
         for child in children:
             child.restart_at = None
             child.signal(signal.SIGTERM)
@@ -354,7 +354,7 @@ def _describe_exit(code: int | None) -> str:
 
 def main() -> None:
     """Run the plan named on the command line."""
-    plan = Plan.model_validate_json(Path(sys.argv[1]).read_bytes())
+    plan = StackPlan.model_validate_json(Path(sys.argv[1]).read_bytes())
     try:
         Supervisor(plan).run()
     except CliError as error:

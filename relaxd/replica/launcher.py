@@ -2,9 +2,9 @@
 
 What starting and removing means is a Host: local processes (relaxd.local.launcher), containers (services.launcher).
 
-A coordinator that was replaced must not start or kill anything any more, so requests carry their coordinator's epoch.
+A coordinator that was replaced must not start or kill anything any more, so requests carry their coordinator's term.
 Redis has the current one: each coordinator that starts increments it. The launcher reads it for every request and
-refuses all others. It keeps no epoch of its own, because the largest one that it has heard could be wrong: a single
+refuses all others. It keeps no term of its own, because the largest one that it has heard could be wrong: a single
 mistyped or malicious call would lock the coordinator out, a launcher that restarts would forget it, and one that kept
 it on disk would refuse the coordinators of a Redis that started empty.
 """
@@ -14,11 +14,11 @@ import logging
 import re
 from typing import Any, Protocol
 
-from relaxd.rpc.epochs import Epochs
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, ServerError, Violations
 from relaxd.rpc.server import Service, start_service
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
+from relaxd.rpc.terms import Terms
 from relaxd.telemetry import setup_logging
 from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1.launcher_pb2_grpc import LauncherServicer as Servicer
@@ -26,8 +26,8 @@ from relaxd.v1.launcher_pb2_grpc import add_LauncherServicer_to_server
 
 LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
-MOST_GPUS = 1024
-MOST_GRACE_SECONDS = 600.0
+MAX_GPUS = 1024
+MAX_GRACE_SECONDS = 600.0
 _NAME_RULE = "must be 1 to 100 letters, digits, dots, dashes and underscores, the first one a letter or digit"
 
 _log = logging.getLogger(__name__)
@@ -55,9 +55,9 @@ class Host(Protocol):
 class LauncherServicer(Servicer):
     """relaxd.v1.Launcher over a host."""
 
-    def __init__(self, host: Host, epochs: Epochs) -> None:
+    def __init__(self, host: Host, terms: Terms) -> None:
         self._host = host
-        self._epochs = epochs
+        self._terms = terms
         self._launching = asyncio.Lock()
 
     async def Launch(self, request: pb.LaunchRequest, context: Any) -> pb.LaunchResponse:
@@ -66,14 +66,14 @@ class LauncherServicer(Servicer):
         _check_launch_id(request.launch_id, violations)
         roles = ", ".join(sorted(self._host.roles))
         violations.check(request.role in self._host.roles, "role", f"is {request.role!r}: it must be one of {roles}")
-        violations.check(len(request.gpu_uuids) <= MOST_GPUS, "gpu_uuids", f"must be at most {MOST_GPUS}")
-        for index, uuid in enumerate(request.gpu_uuids[:MOST_GPUS]):
+        violations.check(len(request.gpu_uuids) <= MAX_GPUS, "gpu_uuids", f"must be at most {MAX_GPUS}")
+        for index, uuid in enumerate(request.gpu_uuids[:MAX_GPUS]):
             violations.check(
                 GPU_UUID.fullmatch(uuid), f"gpu_uuids[{index}]", f"is {uuid!r}: it must be GPU-... or MIG-..."
             )
         violations.raise_if_any()
         async with self._launching:
-            await self._check_epoch(request.epoch)
+            await self._check_term(request.term)
             gpus = tuple(request.gpu_uuids)
             instance = await asyncio.to_thread(self._host.launch, request.launch_id, request.role, gpus)
         _log.info("launched %s: %s", request.launch_id, instance.detail)
@@ -83,10 +83,10 @@ class LauncherServicer(Servicer):
         """See the proto."""
         violations = Violations()
         _check_launch_id(request.launch_id, violations)
-        in_range = 0 <= request.grace_seconds <= MOST_GRACE_SECONDS
-        violations.check(in_range, "grace_seconds", f"must be 0 to {MOST_GRACE_SECONDS:g}")
+        in_range = 0 <= request.grace_seconds <= MAX_GRACE_SECONDS
+        violations.check(in_range, "grace_seconds", f"must be 0 to {MAX_GRACE_SECONDS:g}")
         violations.raise_if_any()
-        await self._check_epoch(request.epoch)
+        await self._check_term(request.term)
         await asyncio.to_thread(self._host.remove, request.launch_id, request.grace_seconds)
         _log.info("removed %s", request.launch_id)
         return pb.RemoveResponse()
@@ -97,7 +97,7 @@ class LauncherServicer(Servicer):
         violations.check(LAUNCH_ID.fullmatch(request.instance), "instance", _NAME_RULE)
         violations.check(len(request.replica_id) <= 128, "replica_id", "must be a replica's id, or empty")
         violations.raise_if_any()
-        await self._check_epoch(request.epoch)
+        await self._check_term(request.term)
         detail = await asyncio.to_thread(self._host.restart, request.instance, request.replica_id)
         _log.info("restarted %s: %s", request.instance, detail)
         return pb.LauncherRestartResponse(detail=detail)
@@ -107,20 +107,20 @@ class LauncherServicer(Servicer):
         instances = await asyncio.to_thread(self._host.instances)
         return pb.ListResponse(instances=sorted(instances, key=lambda instance: instance.launch_id))
 
-    async def _check_epoch(self, epoch: int) -> None:
-        newest = await asyncio.to_thread(self._epochs.newest)
-        if epoch > newest:
-            problem = f"is {epoch}: it must be {newest}, the newest one on the launcher's Redis (0: there is none)"
-            raise InvalidArgument(f"epoch {problem}", [("epoch", problem)])
-        if epoch < newest:
-            raise FailedPrecondition(f"the coordinator of epoch {epoch} was replaced: the newest has {newest}")
+    async def _check_term(self, term: int) -> None:
+        newest = await asyncio.to_thread(self._terms.newest)
+        if term > newest:
+            problem = f"is {term}: it must be {newest}, the newest one on the launcher's Redis (0: there is none)"
+            raise InvalidArgument(f"term {problem}", [("term", problem)])
+        if term < newest:
+            raise FailedPrecondition(f"the coordinator of term {term} was replaced: the newest has {newest}")
 
 
 async def run_launcher(host: Host, settings: ServiceSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises SystemExit(1), the reason being logged, when the port is taken."""
     setup_logging(settings.replica_id, settings.log_level)
     stop = stop_signals()
-    servicer = LauncherServicer(host, Epochs(settings.redis))
+    servicer = LauncherServicer(host, Terms(settings.redis))
     service = Service(add_LauncherServicer_to_server, servicer, "relaxd.v1.Launcher")
     try:
         server = await start_service([service], settings, serving=True)

@@ -49,7 +49,7 @@ from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 __all__ = ["ReplicaService", "ReplicaServicer", "ServiceStatus", "run_replica"]
 
-LONGEST_LAUNCH_ID = 300
+MAX_LAUNCH_ID = 300
 ANSWER_SECONDS = 0.5
 """Drain answers this long before its caller's deadline."""
 RESTART_SECONDS = 5.0
@@ -86,9 +86,9 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
     async def Join(self, request: replica_pb2.JoinRequest, context: Any) -> replica_pb2.JoinResponse:
         """See the proto."""
         join, _ = self._asked()
-        if len(request.launch_id) > LONGEST_LAUNCH_ID:
+        if len(request.launch_id) > MAX_LAUNCH_ID:
             # The coordinator would refuse it, and a replica that is refused ends.
-            problem = f"has {len(request.launch_id)} characters: at most {LONGEST_LAUNCH_ID} are allowed"
+            problem = f"has {len(request.launch_id)} characters: at most {MAX_LAUNCH_ID} are allowed"
             raise InvalidArgument(f"launch_id {problem}", [("launch_id", problem)])
         join(request.launch_id)
         status = self._status()

@@ -4,7 +4,7 @@ import time
 
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 
-MOST_AHEAD_SECONDS = 24 * 3600.0
+MAX_AHEAD_SECONDS = 24 * 3600.0
 """How far the coordinator's clock may be ahead of this machine's."""
 
 
@@ -22,7 +22,7 @@ class SyncIds:
         """A call of this synchronisation came. Raises FailedPrecondition: it is over; InvalidArgument: it can't be."""
         if sync_id < self._last:
             raise FailedPrecondition(f"sync_id is {sync_id}, but {self._last} was seen: it is over")
-        if sync_id > (time.time() + MOST_AHEAD_SECONDS) * 1000:
+        if sync_id > (time.time() + MAX_AHEAD_SECONDS) * 1000:
             problem = f"is {sync_id}: ids are Unix milliseconds, and that is more than a day ahead"
             raise InvalidArgument(f"sync_id {problem}", [("sync_id", problem)])
         self._last = sync_id

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from relaxd.report.step_times import GROUP, SHARES, TRAINER, Steps, mean_rows, part_seconds, share_rows
 
-MOST_BARS = 120
+MAX_BARS = 120
 
 
 def render_times(steps: Steps, wall_seconds: float | None) -> str:
@@ -48,7 +48,7 @@ def _table(head: Sequence[str], rows: Sequence[str]) -> str:
 def draw_times(steps: Steps) -> bytes | None:
     """Bars of each step's parts, one above the other, and the shares below, as PNG; None where no step tells its time.
 
-    Steps beyond MOST_BARS are put together, neighbours with neighbours: their bars show means.
+    Steps beyond MAX_BARS are put together, neighbours with neighbours: their bars show means.
     """
     if not mean_rows(steps, TRAINER):
         return None
@@ -92,9 +92,9 @@ def draw_times(steps: Steps) -> bytes | None:
 
 
 def _together(steps: Steps) -> list[tuple[float, Steps]]:
-    """The steps in at most MOST_BARS bars: the middle of each, and its steps."""
+    """The steps in at most MAX_BARS bars: the middle of each, and its steps."""
     told = [step for step in steps if step.get("step_seconds")]
-    size = -(-len(told) // MOST_BARS)
+    size = -(-len(told) // MAX_BARS)
     bars = [told[start : start + size] for start in range(0, len(told), size)]
     return [((bar[0]["step"] + bar[-1]["step"]) / 2, bar) for bar in bars]
 

@@ -15,12 +15,12 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata key in which gRPC carries a serialized google.rpc.Status."""
-MOST_SECONDS = 86400.0
+MAX_SECONDS = 86400.0
 """Longest time that a caller may give anything."""
-MOST_VIOLATIONS = 16
+MAX_VIOLATIONS = 16
 """Violations that are named one by one; of more, the number is told."""
-LONGEST_DESCRIPTION, LONGEST_FIELD = 400, 100
-LONGEST_MESSAGE, LONGEST_DETAILS = 2500, 2500
+MAX_DESCRIPTION, MAX_FIELD = 400, 100
+MAX_MESSAGE, MAX_DETAILS = 2500, 2500
 """Of an error on the wire, in bytes (of the message: as gRPC escapes it). It travels in HTTP/2 trailers, and gRPC's
 clients refuse trailers above 8 KiB."""
 
@@ -45,17 +45,17 @@ class RpcError(Exception):
     @property
     def short_message(self) -> str:
         """The message, shortened if it is too long for the wire."""
-        return shortened(self.message, LONGEST_MESSAGE)
+        return shortened(self.message, MAX_MESSAGE)
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
         """The google.rpc.Status of this error as trailing metadata; empty when there are no details, or too many."""
         if not self.details:
             return ()
-        status = status_pb2.Status(code=self.code.value[0], message=shortened(self.message, LONGEST_DETAILS // 5))
+        status = status_pb2.Status(code=self.code.value[0], message=shortened(self.message, MAX_DETAILS // 5))
         for detail in self.details:
             packed = any_pb2.Any()
             packed.Pack(detail)
-            if status.ByteSize() + packed.ByteSize() <= LONGEST_DETAILS:
+            if status.ByteSize() + packed.ByteSize() <= MAX_DETAILS:
                 status.details.append(packed)
         return ((STATUS_DETAILS_KEY, status.SerializeToString()),) if status.details else ()
 
@@ -70,9 +70,9 @@ class InvalidArgument(RpcError):
         bad = error_details_pb2.BadRequest()
         for field, description in violations:
             named = error_details_pb2.BadRequest.FieldViolation(
-                field=shortened(field, LONGEST_FIELD), description=shortened(description, LONGEST_DESCRIPTION)
+                field=shortened(field, MAX_FIELD), description=shortened(description, MAX_DESCRIPTION)
             )
-            if bad.ByteSize() + named.ByteSize() <= LONGEST_DETAILS * 3 // 4:
+            if bad.ByteSize() + named.ByteSize() <= MAX_DETAILS * 3 // 4:
                 bad.field_violations.append(named)
         super().__init__(message, [bad] if violations else [])
 
@@ -151,13 +151,13 @@ class Violations:
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []
-        """The first MOST_VIOLATIONS of them: a list of a million wrong things is not answered in full."""
+        """The first MAX_VIOLATIONS of them: a list of a million wrong things is not answered in full."""
         self._count = 0
 
     def add(self, field: str, description: str) -> None:
         """Note that `field` is wrong; the description says what it is and what would be right."""
         self._count += 1
-        if self._count <= MOST_VIOLATIONS:
+        if self._count <= MAX_VIOLATIONS:
             self.found.append((field, description))
 
     def check(self, condition: object, field: str, description: str) -> bool:
@@ -167,16 +167,16 @@ class Violations:
         return bool(condition)
 
     def check_seconds(self, seconds: float, field: str) -> bool:
-        """Note the violation unless `seconds` is a time that something may be given: positive, at most MOST_SECONDS."""
+        """Note the violation unless `seconds` is a time that something may be given: positive, at most MAX_SECONDS."""
         return self.check(
-            0 < seconds <= MOST_SECONDS, field, f"is {seconds:g}: it must be positive, and at most {MOST_SECONDS:g}"
+            0 < seconds <= MAX_SECONDS, field, f"is {seconds:g}: it must be positive, and at most {MAX_SECONDS:g}"
         )
 
     def error(self) -> InvalidArgument:
         """What was found so far, as an error."""
-        told = [f"{field}: {shortened(text, LONGEST_DESCRIPTION)}" for field, text in self.found]
-        if self._count > MOST_VIOLATIONS:
-            told.append(f"and {self._count - MOST_VIOLATIONS} more")
+        told = [f"{field}: {shortened(text, MAX_DESCRIPTION)}" for field, text in self.found]
+        if self._count > MAX_VIOLATIONS:
+            told.append(f"and {self._count - MAX_VIOLATIONS} more")
         return InvalidArgument("; ".join(told), self.found)
 
     def raise_if_any(self) -> None:
@@ -185,15 +185,15 @@ class Violations:
             raise self.error()
 
 
-def shortened(text: str, most_bytes: int) -> str:
+def shortened(text: str, max_bytes: int) -> str:
     """The beginning of a text that may have come from anybody, with a word about what is left out.
 
     Bytes are counted as gRPC escapes them: three for each that is no printable ASCII.
     """
     count = 0
-    for place, character in enumerate(text[: most_bytes + 1]):
+    for place, character in enumerate(text[: max_bytes + 1]):
         count += 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode(errors="replace"))
-        if count > most_bytes:
+        if count > max_bytes:
             return f"{text[:place]}... ({len(text)} characters)"
     return text
 

@@ -1359,7 +1359,7 @@ class AnnounceVersionRequest(_message.Message):
     """The trainer."""
     @_builtins.property
     def weights(self) -> _replica_pb2.WeightVersion:
-        """The trainer's epoch and the committed step. An older epoch is refused with FAILED_PRECONDITION."""
+        """The trainer's term and the committed step. An older term is refused with FAILED_PRECONDITION."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/replica.proto\x12\trelaxd.v1\"/\n\rWeightVersion\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\x12\n\x10GetStatusRequest\"\xcb\x03\n\x11GetStatusResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.relaxd.v1.Role\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.relaxd.v1.ReplicaState\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0bheld_groups\x18\x06 \x01(\x03\x12\x13\n\x0b\x64one_groups\x18\x07 \x01(\x03\x12)\n\x07weights\x18\x08 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x16\n\x0euptime_seconds\x18\t \x01(\x01\x12\x17\n\x0fpackage_version\x18\n \x01(\t\x12\x18\n\x10protocol_version\x18\x0b \x01(\x05\x12\x38\n\x06gauges\x18\x0c \x03(\x0b\x32(.relaxd.v1.GetStatusResponse.GaugesEntry\x12\x11\n\tgpu_uuids\x18\r \x03(\t\x12\x10\n\x08progress\x18\x0e \x01(\x03\x12\r\n\x05\x61wake\x18\x0f \x01(\x08\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x0e\n\x0c\x44rainRequest\"$\n\rDrainResponse\x12\x13\n\x0bheld_groups\x18\x01 \x01(\x03\" \n\x0bJoinRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\"A\n\x0cJoinResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.relaxd.v1.Role\"!\n\x0cLeaveRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\"\x0f\n\rLeaveResponse\"4\n\x0eRestartRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x11\n\x0fRestartResponse*{\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10ROLE_COORDINATOR\x10\x01\x12\x10\n\x0cROLE_ROLLOUT\x10\x02\x12\x0f\n\x0bROLE_REWARD\x10\x03\x12\x12\n\x0eROLE_ADVANTAGE\x10\x04\x12\x10\n\x0cROLE_TRAINER\x10\x05*\xcf\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLICA_STATE_IDLE\x10\x01\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x02\x12\x17\n\x13REPLICA_STATE_READY\x10\x03\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x04\x12\x1d\n\x19REPLICA_STATE_QUARANTINED\x10\x05\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x06\x32\xc4\x02\n\x07Replica\x12\x46\n\tGetStatus\x12\x1b.relaxd.v1.GetStatusRequest\x1a\x1c.relaxd.v1.GetStatusResponse\x12:\n\x05\x44rain\x12\x17.relaxd.v1.DrainRequest\x1a\x18.relaxd.v1.DrainResponse\x12\x37\n\x04Join\x12\x16.relaxd.v1.JoinRequest\x1a\x17.relaxd.v1.JoinResponse\x12:\n\x05Leave\x12\x17.relaxd.v1.LeaveRequest\x1a\x18.relaxd.v1.LeaveResponse\x12@\n\x07Restart\x12\x19.relaxd.v1.RestartRequest\x1a\x1a.relaxd.v1.RestartResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/replica.proto\x12\trelaxd.v1\".\n\rWeightVersion\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\x12\n\x10GetStatusRequest\"\xcb\x03\n\x11GetStatusResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.relaxd.v1.Role\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.relaxd.v1.ReplicaState\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0bheld_groups\x18\x06 \x01(\x03\x12\x13\n\x0b\x64one_groups\x18\x07 \x01(\x03\x12)\n\x07weights\x18\x08 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x16\n\x0euptime_seconds\x18\t \x01(\x01\x12\x17\n\x0fpackage_version\x18\n \x01(\t\x12\x18\n\x10protocol_version\x18\x0b \x01(\x05\x12\x38\n\x06gauges\x18\x0c \x03(\x0b\x32(.relaxd.v1.GetStatusResponse.GaugesEntry\x12\x11\n\tgpu_uuids\x18\r \x03(\t\x12\x10\n\x08progress\x18\x0e \x01(\x03\x12\r\n\x05\x61wake\x18\x0f \x01(\x08\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x0e\n\x0c\x44rainRequest\"$\n\rDrainResponse\x12\x13\n\x0bheld_groups\x18\x01 \x01(\x03\" \n\x0bJoinRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\"A\n\x0cJoinResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.relaxd.v1.Role\"!\n\x0cLeaveRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\"\x0f\n\rLeaveResponse\"4\n\x0eRestartRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x11\n\x0fRestartResponse*{\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10ROLE_COORDINATOR\x10\x01\x12\x10\n\x0cROLE_ROLLOUT\x10\x02\x12\x0f\n\x0bROLE_REWARD\x10\x03\x12\x12\n\x0eROLE_ADVANTAGE\x10\x04\x12\x10\n\x0cROLE_TRAINER\x10\x05*\xcf\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLICA_STATE_IDLE\x10\x01\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x02\x12\x17\n\x13REPLICA_STATE_READY\x10\x03\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x04\x12\x1d\n\x19REPLICA_STATE_QUARANTINED\x10\x05\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x06\x32\xc4\x02\n\x07Replica\x12\x46\n\tGetStatus\x12\x1b.relaxd.v1.GetStatusRequest\x1a\x1c.relaxd.v1.GetStatusResponse\x12:\n\x05\x44rain\x12\x17.relaxd.v1.DrainRequest\x1a\x18.relaxd.v1.DrainResponse\x12\x37\n\x04Join\x12\x16.relaxd.v1.JoinRequest\x1a\x17.relaxd.v1.JoinResponse\x12:\n\x05Leave\x12\x17.relaxd.v1.LeaveRequest\x1a\x18.relaxd.v1.LeaveResponse\x12@\n\x07Restart\x12\x19.relaxd.v1.RestartRequest\x1a\x1a.relaxd.v1.RestartResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,34 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSTATUSRESPONSE_GAUGESENTRY']._loaded_options = None
   _globals['_GETSTATUSRESPONSE_GAUGESENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=849
-  _globals['_ROLE']._serialized_end=972
-  _globals['_REPLICASTATE']._serialized_start=975
-  _globals['_REPLICASTATE']._serialized_end=1182
+  _globals['_ROLE']._serialized_start=848
+  _globals['_ROLE']._serialized_end=971
+  _globals['_REPLICASTATE']._serialized_start=974
+  _globals['_REPLICASTATE']._serialized_end=1181
   _globals['_WEIGHTVERSION']._serialized_start=38
-  _globals['_WEIGHTVERSION']._serialized_end=85
-  _globals['_GETSTATUSREQUEST']._serialized_start=87
-  _globals['_GETSTATUSREQUEST']._serialized_end=105
-  _globals['_GETSTATUSRESPONSE']._serialized_start=108
-  _globals['_GETSTATUSRESPONSE']._serialized_end=567
-  _globals['_GETSTATUSRESPONSE_GAUGESENTRY']._serialized_start=522
-  _globals['_GETSTATUSRESPONSE_GAUGESENTRY']._serialized_end=567
-  _globals['_DRAINREQUEST']._serialized_start=569
-  _globals['_DRAINREQUEST']._serialized_end=583
-  _globals['_DRAINRESPONSE']._serialized_start=585
-  _globals['_DRAINRESPONSE']._serialized_end=621
-  _globals['_JOINREQUEST']._serialized_start=623
-  _globals['_JOINREQUEST']._serialized_end=655
-  _globals['_JOINRESPONSE']._serialized_start=657
-  _globals['_JOINRESPONSE']._serialized_end=722
-  _globals['_LEAVEREQUEST']._serialized_start=724
-  _globals['_LEAVEREQUEST']._serialized_end=757
-  _globals['_LEAVERESPONSE']._serialized_start=759
-  _globals['_LEAVERESPONSE']._serialized_end=774
-  _globals['_RESTARTREQUEST']._serialized_start=776
-  _globals['_RESTARTREQUEST']._serialized_end=828
-  _globals['_RESTARTRESPONSE']._serialized_start=830
-  _globals['_RESTARTRESPONSE']._serialized_end=847
-  _globals['_REPLICA']._serialized_start=1185
-  _globals['_REPLICA']._serialized_end=1509
+  _globals['_WEIGHTVERSION']._serialized_end=84
+  _globals['_GETSTATUSREQUEST']._serialized_start=86
+  _globals['_GETSTATUSREQUEST']._serialized_end=104
+  _globals['_GETSTATUSRESPONSE']._serialized_start=107
+  _globals['_GETSTATUSRESPONSE']._serialized_end=566
+  _globals['_GETSTATUSRESPONSE_GAUGESENTRY']._serialized_start=521
+  _globals['_GETSTATUSRESPONSE_GAUGESENTRY']._serialized_end=566
+  _globals['_DRAINREQUEST']._serialized_start=568
+  _globals['_DRAINREQUEST']._serialized_end=582
+  _globals['_DRAINRESPONSE']._serialized_start=584
+  _globals['_DRAINRESPONSE']._serialized_end=620
+  _globals['_JOINREQUEST']._serialized_start=622
+  _globals['_JOINREQUEST']._serialized_end=654
+  _globals['_JOINRESPONSE']._serialized_start=656
+  _globals['_JOINRESPONSE']._serialized_end=721
+  _globals['_LEAVEREQUEST']._serialized_start=723
+  _globals['_LEAVEREQUEST']._serialized_end=756
+  _globals['_LEAVERESPONSE']._serialized_start=758
+  _globals['_LEAVERESPONSE']._serialized_end=773
+  _globals['_RESTARTREQUEST']._serialized_start=775
+  _globals['_RESTARTREQUEST']._serialized_end=827
+  _globals['_RESTARTRESPONSE']._serialized_start=829
+  _globals['_RESTARTRESPONSE']._serialized_end=846
+  _globals['_REPLICA']._serialized_start=1184
+  _globals['_REPLICA']._serialized_end=1508
 # @@protoc_insertion_point(module_scope)

@@ -97,25 +97,25 @@ Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 @_typing.final
 class WeightVersion(_message.Message):
-    """A weight version: version v is the model after step v, as trained under one trainer epoch."""
+    """A weight version: version v is the model after step v, as trained under one trainer term."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    EPOCH_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    epoch: _builtins.int
-    """The trainer's fencing epoch; 0 where no trainer has registered yet."""
+    term: _builtins.int
+    """The trainer's fencing term; 0 where no trainer has registered yet."""
     version: _builtins.int
     """The optimizer step that made these weights; 0 is the initial model."""
     def __init__(
         self,
         *,
-        epoch: _builtins.int = ...,
+        term: _builtins.int = ...,
         version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["term", b"term", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ class IpcError(RuntimeError):
     """A broadcast did not end well; neither will any other of the connection."""
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in what a device does."""
 
     def query(self) -> bool:
@@ -52,7 +52,7 @@ class SharedMemory(Protocol):
     def mark(self) -> Any:
         """What copies come after."""
 
-    def copy(self, parts: Sequence[tuple[int, int, int]], after: Any) -> Event:
+    def copy(self, parts: Sequence[tuple[int, int, int]], after: Any) -> DeviceEvent:
         """Enqueue copies, each (to, from, bytes)."""
 
 

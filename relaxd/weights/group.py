@@ -58,7 +58,7 @@ def host_store(host: str = "127.0.0.1", port: int = 0, seconds: float = _STORE_S
     )
 
 
-class Connection(Protocol):
+class Broadcaster(Protocol):
     """The members' connection, once there is one."""
 
     def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> "Pending":
@@ -148,7 +148,7 @@ class WeightGroup:
         self._device = device
         self._lock = threading.Lock()
         self._store: dist.Store | None = None
-        self._connection: Connection | None = None
+        self._connection: Broadcaster | None = None
 
     def connect(self, timeout: float) -> None:
         """Meet the other members; returns when all are connected. Raises WeightGroupError after `timeout` seconds."""
@@ -226,7 +226,7 @@ class WeightGroup:
                     f"weight group {self.name}: ranks {missing} of {self.world_size} did not come within {timeout:g} s"
                 )
 
-    def _build(self, store: dist.PrefixStore, timeout: float) -> Connection:
+    def _build(self, store: dist.PrefixStore, timeout: float) -> Broadcaster:
         if self.transport != "gloo" and self._device is None:
             raise WeightGroupError(f"weight group {self.name}: {self.transport} needs a GPU, none was given")
         if self.transport == "cuda_ipc":

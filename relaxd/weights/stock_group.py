@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from relaxd.weights.gloo import GlooConnection
-from relaxd.weights.group import Connection, WeightGroup, WeightGroupError, address_towards
+from relaxd.weights.group import Broadcaster, WeightGroup, WeightGroupError, address_towards
 from relaxd.weights.nccl import Broadcast, NcclConnection, UniqueId
 
 
@@ -29,7 +29,7 @@ class StockWeightGroup(WeightGroup):
                 f"weight group {self.name}: stock SGLang servers receive from rank 0 only, this is rank {self.rank}"
             )
 
-    def _build(self, store: dist.PrefixStore, timeout: float) -> Connection:
+    def _build(self, store: dist.PrefixStore, timeout: float) -> Broadcaster:
         device_type = "cuda" if self.transport == "nccl" else "cpu"
         # The first prefix is init_custom_process_group's, the others are those of torch's _new_process_group_helper.
         theirs = dist.PrefixStore(self.name, store.underlying_store)

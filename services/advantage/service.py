@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from relaxd.algorithms import Algorithm, Drop, create
-from relaxd.board import Column, Delivery
-from relaxd.board import Drop as DropGroup
+from relaxd.algorithms import Algorithm, Filtered, create
+from relaxd.board import Column, Delivery, Drop
 from relaxd.board.worker import Process, Result
 from relaxd.config import AlgorithmConfig, RunConfig
 from relaxd.config.load import explain
@@ -41,7 +40,7 @@ class AdvantageService(StageReplica, advantage_pb2_grpc.AdvantageServicer):
             result = algorithm.advantages(rewards, lengths)
         except ValueError as error:
             raise InvalidArgument(f"rewards: {error}", [("rewards", str(error))]) from error
-        if isinstance(result, Drop):
+        if isinstance(result, Filtered):
             return advantage_pb2.ComputeResponse(drop_reason=result.reason)
         per_sample = np.split(result.values, np.cumsum(lengths)[:-1])
         return advantage_pb2.ComputeResponse(
@@ -54,8 +53,8 @@ class AdvantageService(StageReplica, advantage_pb2_grpc.AdvantageServicer):
 
         def process(delivery: Delivery, columns: dict[str, Column]) -> Result:
             result = algorithm.advantages(np.asarray(columns["reward"]), np.asarray(columns["lengths"]))
-            if isinstance(result, Drop):
-                return DropGroup(result.reason, filtered=True)
+            if isinstance(result, Filtered):
+                return Drop(result.reason, filtered=True)
             return {"advantages": result.values}
 
         return process, CONCURRENCY

@@ -11,7 +11,7 @@ from relaxd import telemetry
 from relaxd.board import Fenced
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.settings import ServiceSettings, parse_settings
-from services.coordinator.service import Coordinator
+from services.coordinator.service import CoordinatorProcess
 from services.coordinator.state.store import Store, StoreUnavailable, Superseded
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class CannotStart(Exception):
 
 
 def connect(redis_url: str) -> Store:
-    """Wait for Redis, and begin this coordinator's epoch. Raises CannotStart."""
+    """Wait for Redis, and begin this coordinator's term. Raises CannotStart."""
     store = Store(redis_url)
     deadline = time.monotonic() + REDIS_WAIT_SECONDS
     where = redis_url.rpartition("@")[2].partition("?")[0]  # without the password, and what else is nobody's business
@@ -58,7 +58,7 @@ def connect(redis_url: str) -> Store:
 async def serve(settings: ServiceSettings) -> None:
     """Run until SIGTERM or SIGINT."""
     store = await asyncio.to_thread(connect, settings.redis)
-    coordinator = Coordinator(settings, store)
+    coordinator = CoordinatorProcess(settings, store)
     await coordinator.run()
 
 

@@ -33,7 +33,7 @@ TIDY_SECONDS = 60.0
 """How often runs that ended long ago are looked for."""
 
 
-class Coordinator:
+class CoordinatorProcess:
     """One coordinator process."""
 
     def __init__(self, settings: ServiceSettings, store: Store) -> None:
@@ -84,7 +84,7 @@ class Coordinator:
             await self._manager.take_up()
             await self._scaler.take_up()
             server = await start_service(services, self._settings)
-            logger.info("coordinator %s, epoch %d, on %s:%d", __version__, self._store.epoch, server.host, server.port)
+            logger.info("coordinator %s, term %d, on %s:%d", __version__, self._store.term, server.host, server.port)
             await server.set_serving(True)
             done, _ = await asyncio.wait([*tasks, self._failed], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -141,7 +141,7 @@ class Coordinator:
             role=ROLE_COORDINATOR,
             state=REPLICA_STATE_READY,
             run_id=active.record.run_id if active else "",
-            detail=f"epoch {self._store.epoch}",
+            detail=f"term {self._store.term}",
             uptime_seconds=asyncio.get_running_loop().time() - self._started,
             package_version=__version__,
             protocol_version=PROTOCOL_VERSION,

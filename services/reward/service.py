@@ -25,7 +25,7 @@ DEFAULT_TIMEOUT_SECONDS = 10.0
 """Deadline of a sample while there is no run; then it is reward.timeout_seconds."""
 DEEPEST = 100
 """Levels of a prompt's metadata: the workers get it as JSON, whose reader and writer recurse."""
-MOST_RESPONSES = 4096
+MAX_RESPONSES = 4096
 """Most responses of one Score call: others wait for the same workers."""
 
 _log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def parse_score_request(request: reward_pb2.ScoreRequest) -> list[RewardInput]:
     except UnknownRewardError as error:
         violations.add("reward", str(error))
     count = len(request.responses)
-    violations.check(0 < count <= MOST_RESPONSES, "responses", f"has {count} entries: give 1 to {MOST_RESPONSES}")
+    violations.check(0 < count <= MAX_RESPONSES, "responses", f"has {count} entries: give 1 to {MAX_RESPONSES}")
     reasons = list(request.finish_reasons) or [""] * len(request.responses)
     violations.check(
         len(reasons) == len(request.responses),

@@ -10,7 +10,7 @@ from typing import Any
 from relaxd.process.child_server import ChildServer
 from relaxd.rewards import BadRewardError, Reward, RewardInput, UnknownRewardError, check_output, resolve
 
-LONGEST_REASON = 2000
+MAX_REASON = 2000
 """Longest reason of a failure that is passed on, in characters."""
 
 
@@ -51,8 +51,8 @@ class Rewards:
 def _reason(error: BaseException) -> str:
     """What went wrong, in one line; for an exception of the reward's own, where."""
     if isinstance(error, BadRewardError | UnknownRewardError):
-        return str(error)[:LONGEST_REASON]
-    text = f"{type(error).__name__}: {error}".strip(": ")[:LONGEST_REASON]
+        return str(error)[:MAX_REASON]
+    text = f"{type(error).__name__}: {error}".strip(": ")[:MAX_REASON]
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{text} ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})"
 

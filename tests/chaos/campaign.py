@@ -21,7 +21,7 @@ RECOVERY_SECONDS = 120.0
 TICK_SECONDS = 0.05
 RECENT_STEPS = 100
 """More than are committed between two looks."""
-MOST_VIOLATED = 3
+MAX_VIOLATED = 3
 """So many faults in a row with a violation end the campaign: it would only go on failing."""
 
 
@@ -77,8 +77,8 @@ class Campaign:
             self._tell(outcome)
             if outcome.violations:
                 self._keep_logs(outcome)
-            if all(past.violations for past in self.outcomes[-MOST_VIOLATED:]) and len(self.outcomes) >= MOST_VIOLATED:
-                self.say(f"{MOST_VIOLATED} violated faults in a row: giving up")
+            if all(past.violations for past in self.outcomes[-MAX_VIOLATED:]) and len(self.outcomes) >= MAX_VIOLATED:
+                self.say(f"{MAX_VIOLATED} violated faults in a row: giving up")
                 return
             time.sleep(self.pause_seconds)
 

@@ -38,7 +38,7 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
     (
         "the trainer, or one of its ranks",
         ("kill trainer*", "kill a rank*"),
-        "a new epoch: newest intact checkpoint, the steps since from their files, then a forced synchronisation; the "
+        "a new term: newest intact checkpoint, the steps since from their files, then a forced synchronisation; the "
         "step that was open begins anew",
     ),
     (
@@ -55,7 +55,7 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
     (
         "the coordinator",
         ("kill coordinator", "restart coordinator"),
-        "its supervisor starts another, which takes the next epoch and goes on from Redis; stages and trainer work on "
+        "its supervisor starts another, which takes the next term and goes on from Redis; stages and trainer work on "
         "with what is published",
     ),
     (

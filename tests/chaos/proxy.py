@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 CHUNK = 1 << 16
-MOST_QUEUED = 256
+MAX_QUEUED = 256
 """Chunks on their way in one direction before the sender has to wait."""
 CONNECT_SECONDS = 5.0
 HOST = "127.0.0.1"
@@ -122,7 +122,7 @@ class Link:
         self, connection: "_Connection", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Pass on what comes, each chunk at its time, until one end is gone."""
-        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MOST_QUEUED)
+        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_QUEUED)
         loop = asyncio.get_running_loop()
 
         async def deliver() -> None:

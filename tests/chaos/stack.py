@@ -13,7 +13,7 @@ import grpc
 import psutil
 import redis
 
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local import stack
 from relaxd.local.state import StackState, StateFolder
@@ -150,7 +150,7 @@ class ChaosStack:
                     "RELAXD_ADVERTISE": f"127.0.0.1:{self._link('coordinator', spec.name, behind)}",
                 }
         state = stack.up(self.state, plan, lambda text: None)
-        self.coordinator = Coordinator(state.coordinator)
+        self.coordinator = CoordinatorClient(state.coordinator)
         self._channel = sync_channel(state.coordinator)
         self._weights = CoordinatorStub(self._channel)
         self.redis: redis.Redis = redis.Redis.from_url(state.redis, socket_timeout=5.0)
@@ -268,10 +268,10 @@ class ChaosStack:
         }
         if wanted != ready:
             return f"not ready: {', '.join(sorted(wanted - ready))}; not gone: {', '.join(sorted(ready - wanted))}"
-        epoch = int(self.redis.hget(f"relaxd:{RUN}:state", "trainer_epoch") or 0)
-        serving = [engine for engine in weights.engines if engine.weights.epoch == epoch]
+        term = int(self.redis.hget(f"relaxd:{RUN}:state", "trainer_term") or 0)
+        serving = [engine for engine in weights.engines if engine.weights.term == term]
         if len(serving) < REPLICAS["rollout"]:
-            return f"{len(serving)} engines serve weights of the trainer's epoch {epoch}"
+            return f"{len(serving)} engines serve weights of the trainer's term {term}"
         return ""
 
 

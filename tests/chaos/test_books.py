@@ -22,7 +22,7 @@ def train(board: Board, step: int, folder: Path, staleness: float = 0.0, *, skip
     deliveries = take(board, "train", "trainer", 2)
     ids = [delivery.group_id for delivery in deliveries]
     board.commit_step(
-        epoch=board.trainer_epoch(),
+        term=board.trainer_term(),
         step=step,
         plan={"groups": ids, "skipped_updates": [0] if skipped else []},
         metrics={"staleness_max": staleness, "step_seconds": 0.5, "skipped_updates": float(skipped)},
@@ -36,9 +36,9 @@ def train(board: Board, step: int, folder: Path, staleness: float = 0.0, *, skip
 @pytest.fixture
 def board(redis_url: str) -> Iterator[Board]:
     board = make_board(redis_url, groups_per_step=2, max_staleness=8)
-    board.new_trainer_epoch()
+    board.new_trainer_term()
     places = [f"0-{position:06d}" for position in range(8)]
-    board.publish(epoch=1, groups=[group(place) for place in places], cursor={"epoch": 0, "position": 8})
+    board.publish(term=1, groups=[group(place) for place in places], cursor={"term": 0, "position": 8})
     yield board
     board.close()
 
@@ -56,7 +56,7 @@ def books(board: Board, redis_url: str, tmp_path: Path) -> Books:
 
 def test_good_books(board: Board, books: Books) -> None:
     assert books.audit() == []
-    board.publish(epoch=1, groups=[group("0-000004~1", retry_of="0-000004")], cursor={"epoch": 0, "position": 8})
+    board.publish(term=1, groups=[group("0-000004~1", retry_of="0-000004")], cursor={"term": 0, "position": 8})
     train(board, 3, books.run_folder)
     assert books.audit() == []
     assert [step.number for step in books.steps] == [1, 2, 3]
@@ -105,12 +105,12 @@ def reopen(client: redis.Redis) -> None:
 
 
 def train_twice(client: redis.Redis) -> None:
-    fields = {"time": 1, "epoch": 1, "plan": json.dumps({"groups": ["0-000000", "0-000007"]})}
+    fields = {"time": 1, "term": 1, "plan": json.dumps({"groups": ["0-000000", "0-000007"]})}
     client.xadd(f"{PREFIX}ledger", fields | {"metrics": '{"staleness_max": 0, "step_seconds": 1}'}, id="3-0")
 
 
 def train_old(client: redis.Redis) -> None:
-    fields = {"time": 1, "epoch": 1, "plan": json.dumps({"groups": ["0-000006", "0-000007"]})}
+    fields = {"time": 1, "term": 1, "plan": json.dumps({"groups": ["0-000006", "0-000007"]})}
     client.xadd(f"{PREFIX}ledger", fields | {"metrics": '{"staleness_max": 2, "step_seconds": 1}'}, id="3-0")
 
 
@@ -124,7 +124,7 @@ def forget_a_retry(client: redis.Redis) -> None:
 
 
 def skip_a_step(client: redis.Redis) -> None:
-    fields = {"time": 1, "epoch": 1, "plan": json.dumps({"groups": ["0-000006", "0-000007"]})}
+    fields = {"time": 1, "term": 1, "plan": json.dumps({"groups": ["0-000006", "0-000007"]})}
     client.xadd(f"{PREFIX}ledger", fields | {"metrics": '{"staleness_max": 0, "step_seconds": 1}'}, id="4-0")
 
 
@@ -136,7 +136,7 @@ def skip_an_update(client: redis.Redis, checksum: float = 7.0, skipped: float = 
     """The steps before have no checksum: the weights seem to have changed."""
     plan = {"groups": ["0-000006", "0-000007"], "skipped_updates": [0]}
     metrics = {"staleness_max": 0, "step_seconds": 1, "skipped_updates": skipped, "weights_checksum": checksum}
-    fields = {"time": 1, "epoch": 1, "plan": json.dumps(plan), "metrics": json.dumps(metrics)}
+    fields = {"time": 1, "term": 1, "plan": json.dumps(plan), "metrics": json.dumps(metrics)}
     client.xadd(f"{PREFIX}ledger", fields, id="3-0")
 
 
@@ -152,7 +152,7 @@ def miscount(client: redis.Redis) -> None:
     ("damage", "said"),
     [
         (lose, "published = open"),
-        (lose_and_hide, "1 groups of epoch 0 are lost"),
+        (lose_and_hide, "1 groups of term 0 are lost"),
         (strand, "is at no stage"),
         (reopen, "both trained and open"),
         (train_twice, "0-000000 was trained in step 1 and in step 3"),

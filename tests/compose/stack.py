@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import Role
 from tests.conftest import free_port
@@ -109,12 +109,12 @@ class Stack:
 
     def replicas(self, role: str) -> list[pb.ReplicaInfo]:
         """The replicas of a role that the coordinator knows."""
-        with Coordinator(self.address) as coordinator:
+        with CoordinatorClient(self.address) as coordinator:
             return [one for one in coordinator.replicas() if Role.Name(one.registration.role) == f"ROLE_{role.upper()}"]
 
     def run(self) -> pb.Run:
         """The newest run."""
-        with Coordinator(self.address) as coordinator:
+        with CoordinatorClient(self.address) as coordinator:
             return coordinator.run()
 
     def token(self) -> str:

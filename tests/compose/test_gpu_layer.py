@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED
 from tests.compose.stack import Stack, docker, running, wait_until
 
@@ -51,7 +51,7 @@ def test_with_the_hosts_name_replicas_are_restarted_and_drain(stack: Stack, tmp_
         "ROLLOUT_GPU_GRACE_SECONDS": str(ROLLOUT_GRACE_SECONDS),
     }
     docker("compose", "build", "launcher", timeout=600, environment=settings)
-    with running(stack, settings), Coordinator(stack.address) as coordinator:
+    with running(stack, settings), CoordinatorClient(stack.address) as coordinator:
         for role in ("trainer", "rollout"):
             containers = stack.containers(role)
             assert {one["HostConfig"]["UTSMode"] for one in containers} == {"host"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED
@@ -183,7 +183,7 @@ def test_scaling_by_request(stack: Stack, tmp_path: Path) -> None:
         "DOCKER_GROUP": str(os.stat(engine_socket).st_gid),
     }
     docker("compose", "build", "launcher", timeout=600, environment=settings)
-    with running(stack, settings), Coordinator(stack.address) as coordinator:
+    with running(stack, settings), CoordinatorClient(stack.address) as coordinator:
         mounts = {one["Config"]["Labels"]["com.docker.compose.service"]: one["Mounts"] for one in stack.containers()}
         assert [s for s, ms in mounts.items() if any(m["Source"] == engine_socket for m in ms)] == ["launcher"]
         stack.compose("cp", str(tmp_path / "tiny"), "coordinator:/models/")

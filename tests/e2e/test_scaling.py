@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from relaxd.board import Board, stages_for
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.config import RunConfig
 from relaxd.local.state import StateFolder
 from relaxd.v1 import coordinator_pb2 as pb
@@ -17,7 +17,7 @@ from relaxd.v1.replica_pb2 import ROLE_ROLLOUT
 from tests.e2e.conftest import Workplace
 
 
-def engines(coordinator: Coordinator) -> dict[str, pb.ReplicaInfo]:
+def engines(coordinator: CoordinatorClient) -> dict[str, pb.ReplicaInfo]:
     found = [replica for replica in coordinator.replicas() if replica.registration.role == ROLE_ROLLOUT]
     return {replica.registration.replica_id: replica for replica in found}
 
@@ -41,7 +41,7 @@ def test_one_engine_then_three_then_one(workplace: Workplace) -> None:
     assert code == 0, output
     assert re.search(r"rollout out to 3: creating \(2 creating\)", output)
     assert re.search(r"rollout out to 3: active \(2 active\)", output)
-    with Coordinator(state.coordinator) as coordinator:
+    with CoordinatorClient(state.coordinator) as coordinator:
         grown = engines(coordinator)
         assert len(grown) == 3
         new = {name: one.registration.address for name, one in grown.items() if one.registration.launch_id}

@@ -21,8 +21,8 @@ from tests.fuzz.fleet import Fleet, fleet
 
 WARM_UP = 3000
 """Messages after which memory and files are counted from: caches fill, workers start."""
-MOST_GROWTH_BYTES = 128 << 20
-MOST_NEW_FILES = 24
+MAX_GROWTH_BYTES = 128 << 20
+MAX_NEW_FILES = 24
 
 
 def leaks(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, int, int]]) -> list[str]:
@@ -30,9 +30,9 @@ def leaks(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, i
     found = []
     for name, (rss, files, children) in after.items():
         old_rss, old_files, old_children = before[name]
-        if rss - old_rss > MOST_GROWTH_BYTES:
+        if rss - old_rss > MAX_GROWTH_BYTES:
             found.append(f"{name}: memory grew from {old_rss >> 20} to {rss >> 20} MiB")
-        if files - old_files > MOST_NEW_FILES:
+        if files - old_files > MAX_NEW_FILES:
             found.append(f"{name}: open files grew from {old_files} to {files}")
         if children > old_children + 2:
             found.append(f"{name}: {children} processes below it, where there were {old_children}")

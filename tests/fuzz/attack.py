@@ -25,7 +25,7 @@ TOGETHER = 8
 """Calls under way at a time, to each target."""
 DEADLINE_SECONDS = 10.0
 SLOW_DEADLINE_SECONDS = 0.4
-MOST_ANSWERS = 20
+MAX_ANSWERS = 20
 """Answers of a stream that are read before it is left."""
 LEFT_OUT = {
     "/relaxd.v1.Replica/Restart": "ends the process, as it is asked to",
@@ -149,7 +149,7 @@ async def _send(
             call = channel.unary_stream(path)(data, timeout=deadline)
             async for answer in call:
                 answers.append(answer)
-                if len(answers) >= MOST_ANSWERS:
+                if len(answers) >= MAX_ANSWERS:
                     call.cancel()
                     break
         else:

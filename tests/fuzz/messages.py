@@ -75,7 +75,7 @@ class Fuzzer:
     """Makes messages. The same seed makes the same ones.
 
     `hints` are values that fields of a name may well have; `tame` are the only ones that fields of a name get, where
-    an extreme one (an epoch, say) would close the door to everything after it.
+    an extreme one (an term, say) would close the door to everything after it.
     """
 
     def __init__(self, seed: int | str, hints: Hints, tame: Hints) -> None:

@@ -28,7 +28,7 @@ def tame(now: int) -> Mapping[str, tuple[Any, ...]]:
     refused from then on. `now` is the id of a synchronisation that would begin now."""
     return {
         "sync_id": (0, -1, 1, now, now, now, 2**63 - 1),
-        "epoch": (0, -1, 1, 1, 3),
+        "term": (0, -1, 1, 1, 3),
         "quarantine": (False,) * 9 + (True,),
     }
 
@@ -106,7 +106,7 @@ def hints(fleet: Fleet) -> dict[str, tuple[Any, ...]]:
 
 def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]:
     """A good request by method, as "/package.Service/Method"; each gets a number of its own. `now` as in `tame`."""
-    version = replica_pb2.WeightVersion(epoch=1, version=1)
+    version = replica_pb2.WeightVersion(term=1, version=1)
     manifest = weights_pb2.WeightManifest(
         buckets=[
             weights_pb2.WeightBucket(
@@ -185,9 +185,9 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
             algorithm_json='{"name": "grpo"}', rewards=[0.0, 1.0], lengths=[2, 3]
         ),
         "/relaxd.v1.Launcher/Launch": lambda i: launcher_pb2.LaunchRequest(
-            launch_id=f"launched-{i % 5}", role="reward", gpu_uuids=["GPU-1"], epoch=1
+            launch_id=f"launched-{i % 5}", role="reward", gpu_uuids=["GPU-1"], term=1
         ),
-        "/relaxd.v1.Launcher/Remove": lambda i: launcher_pb2.RemoveRequest(launch_id=f"launched-{i % 5}", epoch=1),
+        "/relaxd.v1.Launcher/Remove": lambda i: launcher_pb2.RemoveRequest(launch_id=f"launched-{i % 5}", term=1),
         "/relaxd.v1.Replica/Join": lambda i: replica_pb2.JoinRequest(launch_id="launched-1"),
         "/relaxd.v1.Replica/Leave": lambda i: replica_pb2.LeaveRequest(launch_id="launched-1"),
     }

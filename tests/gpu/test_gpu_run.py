@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.local.state import StateFolder
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER
 from tests.e2e.conftest import REWARD, Workplace
@@ -112,7 +112,7 @@ def test_a_run_with_an_sglang_engine(workplace: Workplace, facts: Callable[[str,
         if re.match(rf"step +2/{STEPS}", line):
             stack = state.read()
             assert stack is not None
-            with Coordinator(stack.coordinator) as coordinator:
+            with CoordinatorClient(stack.coordinator) as coordinator:
                 replicas = coordinator.replicas()
             gpus = {r.registration.role: list(r.leased_gpu_uuids) for r in replicas}
             gauges = {r.registration.role: dict(r.status.gauges) for r in replicas}

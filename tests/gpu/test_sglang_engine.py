@@ -88,8 +88,8 @@ def test_logprobs_are_those_of_transformers(
     assert worst.max() < TOLERANCE
 
 
-@pytest.mark.parametrize(("mode", "continued"), [("in_place", True), ("retract", False)])
-def test_an_update_between_two_tokens(engine: EngineRunner, mode: str, continued: bool) -> None:
+@pytest.mark.parametrize(("mode", "spans"), [("in_place", True), ("retract", False)])
+def test_an_update_between_two_tokens(engine: EngineRunner, mode: str, spans: bool) -> None:
     assert engine.engine.weights is not None
     before = engine.engine.weights.version
     asked = [engine.ask(prompt, 4, stream=True, max_new_tokens=LONG, ignore_eos=True) for prompt in PROMPTS]
@@ -100,7 +100,7 @@ def test_an_update_between_two_tokens(engine: EngineRunner, mode: str, continued
             assert len(answer.tokens) == len(answer.versions) == len(answer.logprobs) == LONG
             assert answer.versions == sorted(answer.versions)
             assert set(answer.versions) == {before, before + 1}
-            assert answer.continued == continued
+            assert answer.spans_weight_update == spans
 
 
 def test_abort_ends_requests_with_what_they_have(engine: EngineRunner) -> None:

@@ -44,7 +44,7 @@ def start(redis_url):
 
 
 def publish(board, count):
-    board.publish(epoch=1, groups=[group(f"g{i}") for i in range(count)])
+    board.publish(term=1, groups=[group(f"g{i}") for i in range(count)])
 
 
 def waiting(board, stage):
@@ -171,7 +171,7 @@ def test_a_paused_worker_takes_nothing(redis_url, start):
     until(lambda: worker.done == 2)
     worker.pause()
     time.sleep(0.6)  # the read that was under way is over
-    board.publish(epoch=1, groups=[group("later")])
+    board.publish(term=1, groups=[group("later")])
     time.sleep(0.2)
     assert waiting(board, "rollout") == 1
 
@@ -303,7 +303,7 @@ def test_killed_and_stalled_processes_lose_and_double_nothing(redis_url):
         for process in processes:
             assert process.stdout.readline() == b"up\n"
         publish(board, groups)
-        epoch, trained = board.new_trainer_epoch(), 0
+        term, trained = board.new_trainer_term(), 0
         for step in range(1, steps + 1):
             victim = step % len(stages)
             processes[victim].kill()
@@ -318,7 +318,7 @@ def test_killed_and_stalled_processes_lose_and_double_nothing(redis_url):
                 taken += [d for d in found if d.group_id not in {t.group_id for t in taken}]
                 board.renew("train", "trainer", taken)
             plan = {"groups": [d.group_id for d in taken]}
-            board.commit_step(epoch=epoch, step=step, plan=plan, metrics={})
+            board.commit_step(term=term, step=step, plan=plan, metrics={})
             trained += len(taken)
             stalled.send_signal(signal.SIGCONT)
             processes.append(launch(stages[victim], 100 + step))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaxd.algorithms import Advantages, Drop, LossInputs, create
+from relaxd.algorithms import Advantages, Filtered, LossInputs, create
 from relaxd.algorithms.correction import correction_weights
 from relaxd.config import GRPOConfig
 
@@ -24,7 +24,7 @@ def advantages(rewards, lengths=None, **settings_) -> np.ndarray | str:
     rewards = np.asarray(rewards, dtype=np.float64)
     lengths = np.ones(rewards.size, dtype=np.int32) if lengths is None else np.asarray(lengths, dtype=np.int32)
     result = create(GRPOConfig(**settings_)).advantages(rewards, lengths)
-    return result.reason if isinstance(result, Drop) else result.values
+    return result.reason if isinstance(result, Filtered) else result.values
 
 
 # --- advantages ---------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from relaxd.v1 import replica_pb2 as pb
 from relaxd.v1.coordinator_pb2 import RegisterRequest
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health import signs as health_signs
-from services.coordinator.health.health_update import Draft, Way, next_restart
-from services.coordinator.health.role_reconciler import RoleSigns, SecondTier
+from services.coordinator.health.health_update import HealthUpdate, Way, next_restart
+from services.coordinator.health.role_reconciler import RoleReconciler, RoleSigns
 from services.coordinator.health.signs import Signs
 from services.coordinator.state.health_records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth
 
@@ -141,7 +141,7 @@ def test_restarts_keep_their_distance() -> None:
 
 def test_a_draft_counts_tries_until_something_is_done() -> None:
     one = ReplicaHealth(instance="rollout-1", role="ROLLOUT", replica_id="rollout-1", seen_working=True, tries=2)
-    draft = Draft(HealthRecord(replicas={"rollout-1": one}))
+    draft = HealthUpdate(HealthRecord(replicas={"rollout-1": one}))
     draft.restart(one, "it is stuck")
     draft.restart(draft.replicas["rollout-1"], "it is stuck", Way.INSIST)
     after = draft.result().replicas["rollout-1"]
@@ -156,12 +156,12 @@ def test_a_draft_counts_tries_until_something_is_done() -> None:
 
 
 def test_a_role_that_is_rebuilt_twice_is_one_pause() -> None:
-    tier = SecondTier(HealthConfig(first_backoff_seconds=0.0, max_rebuilds=3))
+    tier = RoleReconciler(HealthConfig(first_backoff_seconds=0.0, max_rebuilds=3))
     gone = ReplicaHealth(instance="one", role="REWARD", replica_id="one", state=Health.FAILED, reason="it died")
     record = HealthRecord(replicas={"one": gone})
     seen = []
     for missing in (("reward",), ("reward",), (), ("reward",)):
-        draft = Draft(record)
+        draft = HealthUpdate(record)
         tier.look(draft, "REWARD", {}, RoleSigns(missing, last_step=3))
         record = draft.result()
         role = record.roles["REWARD"]

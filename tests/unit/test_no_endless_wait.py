@@ -56,7 +56,7 @@ WITHOUT_DEADLINE = {
             "SGLangProcess._launch",
         ),  # schedulers end with the thread
         ("services/trainer/loop/sleeping.py", "Sleeping.follow"),
-        ("services/trainer/service/world.py", "World._announce"),
+        ("services/trainer/service/rank_supervisor.py", "World._announce"),
     },
     ENDS: {
         ("relaxd/board/worker.py", "StageWorker.stop"),  # its threads look at the stop between waits of 0.5 s

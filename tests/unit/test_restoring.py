@@ -11,15 +11,15 @@ from relaxd.board import LedgerEntry
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from services.coordinator.runs.restoring import read_ledger, read_run
 from services.coordinator.state.records import RunRecord
-from services.trainer.batch.plan import Piece, Plan, Round
+from services.trainer.batch.plan import MicroBatchRound, SampleSlice, StepPlan
 from services.trainer.batch.step_file import step_file_path, write_step_file
 from tests.unit.rollout.configs import run_config
 
 
-def plan(step: int) -> Plan:
+def plan(step: int) -> StepPlan:
     group = f"0-{step:06d}"
-    rounds = (Round((((Piece(group, (0, 1)),),),)),)
-    return Plan(step, 3, 0, (group,), rounds, samples=2, trained_tokens=5, normalizer=5.0)
+    rounds = (MicroBatchRound((((SampleSlice(group, (0, 1)),),),)),)
+    return StepPlan(step, 3, 0, (group,), rounds, samples=2, trained_tokens=5, normalizer=5.0)
 
 
 def write_ledger(folder: Path, steps: list[int]) -> list[LedgerEntry]:
@@ -35,8 +35,8 @@ def test_steps_after_the_last_line_come_from_their_files(tmp_path: Path) -> None
         write_step_file(step_file_path(tmp_path, step), plan(step), {f"0-{step:06d}": {"reward": np.zeros(2)}})
     found = read_ledger(tmp_path)
     assert found[:2] == written
-    assert [(entry.step, entry.epoch, entry.metrics) for entry in found[2:]] == [(3, 3, {}), (4, 3, {})]
-    assert [Plan.from_json(entry.plan) for entry in found[2:]] == [plan(3), plan(4)]
+    assert [(entry.step, entry.term, entry.metrics) for entry in found[2:]] == [(3, 3, {}), (4, 3, {})]
+    assert [StepPlan.from_json(entry.plan) for entry in found[2:]] == [plan(3), plan(4)]
     path = step_file_path(tmp_path, 3)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(FailedPrecondition, match=r"step-000003.safetensors is damaged"):

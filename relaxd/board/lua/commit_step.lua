@@ -1,10 +1,10 @@
--- Commit a step. ARGV: epoch, step, plan (JSON), metrics (JSON), number of groups, their ids, then samples (JSON each).
+-- Commit a step. ARGV: term, step, plan (JSON), metrics (JSON), number of groups, their ids, then samples (JSON each).
 local KEPT_SAMPLES, KEPT_SAMPLE_BYTES = 4096, 16777216
 
-local epoch, step, count = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[5])
-local state = call('HMGET', STATE, 'trainer_epoch', 'last_step')
+local term, step, count = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[5])
+local state = call('HMGET', STATE, 'trainer_term', 'last_step')
 if not state[1] then return fail('RUNMISSING the run is not on the board') end
-if epoch ~= tonumber(state[1]) then return fail('FENCED trainer epoch ' .. epoch .. ' is over: ' .. state[1] .. ' trains') end
+if term ~= tonumber(state[1]) then return fail('FENCED trainer term ' .. term .. ' is over: ' .. state[1] .. ' trains') end
 local last = tonumber(state[2])
 if step ~= last + 1 then
   local entry = step == last and call('XRANGE', P .. 'ledger', step .. '-0', step .. '-0')[1]
@@ -20,7 +20,7 @@ for i = 1, count do
   seen[id] = true
 end
 local time = call('TIME')
-call('XADD', P .. 'ledger', step .. '-0', 'time', time[1] .. '.' .. string.format('%06d', time[2]), 'epoch', ARGV[1],
+call('XADD', P .. 'ledger', step .. '-0', 'time', time[1] .. '.' .. string.format('%06d', time[2]), 'term', ARGV[1],
   'plan', ARGV[3], 'metrics', ARGV[4])
 for i = 1, count do close(ARGV[5 + i], groups[i]) end
 local samples = P .. 'samples'

@@ -1,6 +1,6 @@
 -- What every script starts with. KEYS[1] is the prefix of the run's keys, "relaxd:<run>:".
 --
---   state            hash: counters, epochs, gate, data cursor, bytes that open groups take and may yet take
+--   state            hash: counters, terms, gate, data cursor, bytes that open groups take and may yet take
 --   open             set: ids of the groups that are neither trained nor dropped
 --   begun            hash: group id -> oldest weight version in it, once its generation has begun
 --   group:<id>       hash of an open group:

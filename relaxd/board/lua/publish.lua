@@ -1,11 +1,11 @@
 -- Publish groups, all or none: gate, data cursor, counters, entries.
--- ARGV: epoch, stages (JSON), cursor (JSON, or empty: leave it), then for each group: id, pointer, trace, worst-case bytes,
+-- ARGV: term, stages (JSON), cursor (JSON, or empty: leave it), then for each group: id, pointer, trace, worst-case bytes,
 -- retry_of, the payload of its small columns.
-local epoch = tonumber(ARGV[1])
-local state = call('HMGET', STATE, 'coordinator_epoch', 'last_publish')
+local term = tonumber(ARGV[1])
+local state = call('HMGET', STATE, 'coordinator_term', 'last_publish')
 if not state[1] then return fail('RUNMISSING the run is not on the board') end
-if epoch < tonumber(state[1]) then return fail('FENCED epoch ' .. epoch .. ' is over: ' .. state[1] .. ' coordinates') end
-call('HSET', STATE, 'coordinator_epoch', epoch)
+if term < tonumber(state[1]) then return fail('FENCED term ' .. term .. ' is over: ' .. state[1] .. ' coordinates') end
+call('HSET', STATE, 'coordinator_term', term)
 
 local ids, worst = {}, 0
 for i = 4, #ARGV, 6 do

@@ -1,9 +1,9 @@
--- Free what a consumer that is gone holds, and forget the consumer. ARGV: coordinator's epoch, consumer, max_deliveries, then the stages. The
+-- Free what a consumer that is gone holds, and forget the consumer. ARGV: coordinator's term, consumer, max_deliveries, then the stages. The
 -- delivery counts. Answers how many groups that were.
-local epoch = tonumber(ARGV[1])
-local current = call('HGET', STATE, 'coordinator_epoch')
+local term = tonumber(ARGV[1])
+local current = call('HGET', STATE, 'coordinator_term')
 if not current then return fail('RUNMISSING the run is not on the board') end
-if epoch < tonumber(current) then return fail('FENCED epoch ' .. epoch .. ' is over: ' .. current .. ' coordinates') end
+if term < tonumber(current) then return fail('FENCED term ' .. term .. ' is over: ' .. current .. ' coordinates') end
 local freed = 0
 for i = 4, #ARGV do
   local stage = ARGV[i]

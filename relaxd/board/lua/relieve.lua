@@ -1,10 +1,10 @@
 -- Make room when Redis takes no more writes: drop surplus groups, the newest first, until what they have stored comes to a
 -- twentieth of what Redis may use. Their prompts wait to be tried again. Groups that the open step needs, and those that the
--- trainer has taken, stay. ARGV: coordinator's epoch. Answers how many were dropped.
-local epoch = tonumber(ARGV[1])
-local current = call('HGET', STATE, 'coordinator_epoch')
+-- trainer has taken, stay. ARGV: coordinator's term. Answers how many were dropped.
+local term = tonumber(ARGV[1])
+local current = call('HGET', STATE, 'coordinator_term')
 if not current then return fail('RUNMISSING the run is not on the board') end
-if epoch < tonumber(current) then return fail('FENCED epoch ' .. epoch .. ' is over: ' .. current .. ' coordinates') end
+if term < tonumber(current) then return fail('FENCED term ' .. term .. ' is over: ' .. current .. ' coordinates') end
 local used, most = memory(tonumber(call('HGET', STATE, 'high_water_bytes')))
 if used < most then return 0 end
 local open = call('SMEMBERS', OPEN)

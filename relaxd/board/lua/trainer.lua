@@ -1,4 +1,4 @@
--- A new trainer takes the place of the last one: it gets the next epoch, and what the last one held is free again.
+-- A new trainer takes the place of the last one: it gets the next term, and what the last one held is free again.
 -- ARGV: name of the train stage, max_deliveries.
 if call('EXISTS', STATE) == 0 then return fail('RUNMISSING the run is not on the board') end
 local stage = ARGV[1]
@@ -20,4 +20,4 @@ for _, consumer in ipairs(call('XINFO', 'CONSUMERS', stream_key(stage), WORKERS)
   for i = 1, #consumer, 2 do fields[consumer[i]] = consumer[i + 1] end
   if fields.pending == 0 then call('XGROUP', 'DELCONSUMER', stream_key(stage), WORKERS, fields.name) end
 end
-return call('HINCRBY', STATE, 'trainer_epoch', 1)
+return call('HINCRBY', STATE, 'trainer_term', 1)

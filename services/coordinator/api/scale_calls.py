@@ -14,11 +14,11 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ADDRESS = re.compile(r"[A-Za-z0-9.\[\]:_-]{1,200}:[0-9]{1,5}")
 GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
 SCALABLE = (ROLE_ROLLOUT, ROLE_REWARD, ROLE_ADVANTAGE)
-MOST_REPLICAS = 256
+MAX_REPLICAS = 256
 TIMEOUT_SECONDS = 600.0
-MOST_TIMEOUT_SECONDS = 7200.0
+MAX_TIMEOUT_SECONDS = 7200.0
 DRAIN_SECONDS = 30.0
-MOST_DRAIN_SECONDS = 3600.0
+MAX_DRAIN_SECONDS = 3600.0
 
 
 class ScalingCalls:
@@ -39,7 +39,7 @@ class ScalingCalls:
             "gpu_uuids",
             "must be empty with addresses: those services run already",
         )
-        _check_seconds("timeout_seconds", request.timeout_seconds, MOST_TIMEOUT_SECONDS, violations)
+        _check_seconds("timeout_seconds", request.timeout_seconds, MAX_TIMEOUT_SECONDS, violations)
         violations.raise_if_any()
         wish = Wish(
             direction=Direction.OUT,
@@ -57,7 +57,7 @@ class ScalingCalls:
         _check_common(request.request_id, request.role, request.replicas, violations)
         _check_either("replicas", request.replicas, "replica_ids", request.replica_ids, violations)
         _check_list("replica_ids", request.replica_ids, re.compile(r".{1,128}"), "must be a replica's id", violations)
-        _check_seconds("drain_seconds", request.drain_seconds, MOST_DRAIN_SECONDS, violations)
+        _check_seconds("drain_seconds", request.drain_seconds, MAX_DRAIN_SECONDS, violations)
         violations.raise_if_any()
         wish = Wish(
             direction=Direction.IN,
@@ -125,7 +125,7 @@ def _check_common(request_id: str, role: "Role.ValueType", replicas: int, violat
     )
     known = role in (ROLE_UNSPECIFIED, *SCALABLE)
     violations.check(known, "role", "must be ROLE_ROLLOUT, ROLE_REWARD or ROLE_ADVANTAGE: no other can be scaled")
-    violations.check(0 <= replicas <= MOST_REPLICAS, "replicas", f"is {replicas}: it must be 1 to {MOST_REPLICAS}")
+    violations.check(0 <= replicas <= MAX_REPLICAS, "replicas", f"is {replicas}: it must be 1 to {MAX_REPLICAS}")
 
 
 def _check_either(name: str, count: int, other: str, values: Sequence[str], violations: Violations) -> None:
@@ -136,10 +136,10 @@ def _check_either(name: str, count: int, other: str, values: Sequence[str], viol
 def _check_list(
     name: str, values: Sequence[str], pattern: re.Pattern[str], description: str, violations: Violations
 ) -> None:
-    for index, value in enumerate(values[:MOST_REPLICAS]):
+    for index, value in enumerate(values[:MAX_REPLICAS]):
         violations.check(pattern.fullmatch(value), f"{name}[{index}]", f"is {value!r}: it {description}")
     violations.check(len(set(values)) == len(values), name, "names one twice")
-    violations.check(len(values) <= MOST_REPLICAS, name, f"has {len(values)}: at most {MOST_REPLICAS}")
+    violations.check(len(values) <= MAX_REPLICAS, name, f"has {len(values)}: at most {MAX_REPLICAS}")
 
 
 def _check_seconds(name: str, seconds: float, most: float, violations: Violations) -> None:

@@ -34,13 +34,13 @@ from services.coordinator.state.records import Announcement
 REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ADDRESS = re.compile(r"[A-Za-z0-9.\[\]:_-]{1,200}:[0-9]{1,5}")
 GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
-LONGEST_LAUNCH_ID = 300
-LONGEST_NAME = 300
-MOST_STATUS_BYTES = 1 << 18
-LONGEST_REASON = 2000
-MOST_SAMPLES = 1000
-MOST_RANKS = 4096
-MOST_GPUS = 1024
+MAX_LAUNCH_ID = 300
+MAX_NAME = 300
+MAX_STATUS_BYTES = 1 << 18
+MAX_REASON = 2000
+MAX_SAMPLES = 1000
+MAX_RANKS = 4096
+MAX_GPUS = 1024
 """Of one replica."""
 DRAIN_SECONDS = 25.0
 
@@ -78,7 +78,7 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
     async def PauseRun(self, request: pb.PauseRunRequest, context: Any) -> pb.PauseRunResponse:
         """Pause the active run."""
         active = self._manager.require_active(_checked_run_id(request.run_id))
-        await active.pause(shortened(request.reason, LONGEST_REASON))
+        await active.pause(shortened(request.reason, MAX_REASON))
         return pb.PauseRunResponse(run=await self._manager.message(active.record))
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: Any) -> pb.ResumeRunResponse:
@@ -90,7 +90,7 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
     async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
         """End the active run early."""
         active = self._manager.require_active(_checked_run_id(request.run_id))
-        await active.stop(shortened(request.reason, LONGEST_REASON))
+        await active.stop(shortened(request.reason, MAX_REASON))
         return pb.StopRunResponse(run=await self._manager.message(active.record))
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:
@@ -105,7 +105,7 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         """Show what the model wrote."""
         violations = Violations()
         check_run_id(request.run_id, violations)
-        violations.check(0 <= request.limit <= MOST_SAMPLES, "limit", f"must be 0 to {MOST_SAMPLES}; 0 means 16")
+        violations.check(0 <= request.limit <= MAX_SAMPLES, "limit", f"must be 0 to {MAX_SAMPLES}; 0 means 16")
         violations.check(request.step >= 0, "step", "must not be negative; 0 means the newest samples")
         violations.raise_if_any()
         board = self._manager.board(await self._manager.record(request.run_id))
@@ -125,12 +125,12 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         known = request.role in Role.values() and request.role not in (ROLE_UNSPECIFIED, ROLE_COORDINATOR)
         violations.check(known, "role", "must be rollout, reward, advantage or trainer")
         violations.check(ADDRESS.fullmatch(request.address), "address", "must be host:port")
-        violations.check(0 <= request.engine_ranks <= MOST_RANKS, "engine_ranks", f"must be 0 to {MOST_RANKS}")
-        violations.check(len(request.gpu_uuids) <= MOST_GPUS, "gpu_uuids", f"must be at most {MOST_GPUS}")
+        violations.check(0 <= request.engine_ranks <= MAX_RANKS, "engine_ranks", f"must be 0 to {MAX_RANKS}")
+        violations.check(len(request.gpu_uuids) <= MAX_GPUS, "gpu_uuids", f"must be at most {MAX_GPUS}")
         longest = max(map(len, (*request.gpu_uuids, request.package_version)), default=0)
-        wanted = f"and package_version must be at most {LONGEST_NAME} characters long"
-        violations.check(longest <= LONGEST_NAME, "gpu_uuids", wanted)
-        violations.check(len(request.launch_id) <= LONGEST_LAUNCH_ID, "launch_id", "must be one that was launched")
+        wanted = f"and package_version must be at most {MAX_NAME} characters long"
+        violations.check(longest <= MAX_NAME, "gpu_uuids", wanted)
+        violations.check(len(request.launch_id) <= MAX_LAUNCH_ID, "launch_id", "must be one that was launched")
         violations.raise_if_any()
         if request.protocol_version != PROTOCOL_VERSION:
             raise FailedPrecondition(
@@ -149,8 +149,8 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
         """Renew a lease."""
         size = request.status.ByteSize()
-        if size > MOST_STATUS_BYTES:
-            problem = f"has {size} bytes: at most {MOST_STATUS_BYTES} are kept"
+        if size > MAX_STATUS_BYTES:
+            problem = f"has {size} bytes: at most {MAX_STATUS_BYTES} are kept"
             raise InvalidArgument(f"status {problem}", [("status", problem)])
         replica = self._registry.heartbeat(request.replica_id, request.status)
         if replica is None:
@@ -203,8 +203,8 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         violations = Violations()
         violations.check(REPLICA_ID.fullmatch(request.replica_id), "replica_id", "must be the replica's id")
         violations.check(request.count >= 0, "count", f"is {request.count}: it must not be negative")
-        violations.check(len(candidates) <= MOST_GPUS, "candidate_uuids", f"must be at most {MOST_GPUS}")
-        for index, uuid in enumerate(candidates[:MOST_GPUS]):
+        violations.check(len(candidates) <= MAX_GPUS, "candidate_uuids", f"must be at most {MAX_GPUS}")
+        for index, uuid in enumerate(candidates[:MAX_GPUS]):
             violations.check(
                 GPU_UUID.fullmatch(uuid), f"candidate_uuids[{index}]", f"is {uuid!r}: it must be GPU-... or MIG-..."
             )
@@ -232,21 +232,21 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         violations = Violations()
         check_run_id(request.run_id, violations, optional=False)
         violations.check(REPLICA_ID.fullmatch(request.replica_id), "replica_id", "must be the trainer's id")
-        violations.check(request.weights.epoch > 0, "weights.epoch", "must be the trainer's epoch, at least 1")
+        violations.check(request.weights.term > 0, "weights.term", "must be the trainer's term, at least 1")
         violations.check(request.weights.version >= 0, "weights.version", "must not be negative")
         violations.raise_if_any()
         sync = self._manager.require_active(request.run_id).sync
         before, weights = sync.announced, request.weights
-        if before is not None and (weights.epoch, weights.version) < (before.epoch, before.version):
+        if before is not None and (weights.term, weights.version) < (before.term, before.version):
             raise FailedPrecondition(
-                f"version {weights.version} of epoch {weights.epoch} is older than what was announced last: version "
-                f"{before.version} of epoch {before.epoch}"
+                f"version {weights.version} of term {weights.term} is older than what was announced last: version "
+                f"{before.version} of term {before.term}"
             )
         await sync.announce(
             Announcement(
                 run_id=request.run_id,
                 replica_id=request.replica_id,
-                epoch=weights.epoch,
+                term=weights.term,
                 version=weights.version,
             )
         )
@@ -266,7 +266,7 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
             await self._registry.changed.wait(0.5)
         announced = active.sync.announced
         return pb.SyncWeightsResponse(
-            weights=WeightVersion(epoch=announced.epoch, version=announced.version),
+            weights=WeightVersion(term=announced.term, version=announced.version),
             seconds=time.monotonic() - started,
             replica_ids=[engine.replica_id for engine in active.fleet.engines()],
         )
@@ -279,11 +279,11 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
             last_sync_id=sync.record.last_sync_id, last_sync_seconds=sync.record.last_sync_seconds
         )
         if sync.announced is not None:
-            response.announced.epoch, response.announced.version = sync.announced.epoch, sync.announced.version
+            response.announced.term, response.announced.version = sync.announced.term, sync.announced.version
         for engine in active.fleet.engines():
             served = response.engines.add(replica_id=engine.replica_id)
             if engine.version is not None:
-                served.weights.epoch, served.weights.version = engine.version
+                served.weights.term, served.weights.version = engine.version
         return response
 
 

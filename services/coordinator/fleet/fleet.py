@@ -50,19 +50,19 @@ class Fleet:
         """The reward replicas that can score."""
         return [r for r in self._of(ROLE_REWARD) if r.status.state == REPLICA_STATE_READY and not r.draining]
 
-    def serving(self, epoch: int) -> list[Replica]:
-        """The engines that take prompts under a trainer's epoch."""
+    def serving(self, term: int) -> list[Replica]:
+        """The engines that take prompts under a trainer's term."""
         return [
             r
             for r in self.engines()
-            if r.version is not None and r.version[0] == epoch and r.replica_id not in self.set_aside
+            if r.version is not None and r.version[0] == term and r.replica_id not in self.set_aside
         ]
 
     def devices(self) -> list[Replica]:
         """The replicas that compute: the trainer, and the engines, whether they serve or not."""
         return [*self._of(ROLE_TRAINER), *self._of(ROLE_ROLLOUT)]
 
-    def oldest_version(self, epoch: int) -> int | None:
+    def oldest_version(self, term: int) -> int | None:
         """The oldest version on any engine that takes prompts.
 
         None without such an engine, and while one that an earlier coordinator knew has not been heard of: it may be
@@ -70,7 +70,7 @@ class Fleet:
         """
         if any(replica.unheard for replica in self.registry.of_role(ROLE_ROLLOUT)):
             return None
-        return min((r.version[1] for r in self.serving(epoch) if r.version is not None), default=None)
+        return min((r.version[1] for r in self.serving(term) if r.version is not None), default=None)
 
     def missing(self) -> list[str]:
         """Names of the roles without a replica that is ready for the run."""

@@ -24,7 +24,7 @@ from services.coordinator.state.store import Store, StoreUnavailable
 logger = logging.getLogger(__name__)
 
 Version = tuple[int, int]
-"""(epoch, version)."""
+"""(term, version)."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Replica:
         if self.status.state != REPLICA_STATE_READY or self.serves_nothing:
             return None
         weights = self.status.weights
-        told = (weights.epoch, weights.version) if weights.epoch else None
+        told = (weights.term, weights.version) if weights.term else None
         if self.synced is not None:
             return max(told, self.synced) if told else self.synced
         return told

@@ -1,7 +1,7 @@
 """The health manager of a run: notices replicas that are dead or stuck, and brings them back, or gives the run up.
 
 Every half second it compares what the registry has with its record, which is in Redis: what it decides is saved there
-first, under the coordinator's epoch, and then done. So another coordinator goes on where this one ended.
+first, under the coordinator's term, and then done. So another coordinator goes on where this one ended.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ from services.coordinator.fleet.fleet import NEEDED, Fleet
 from services.coordinator.fleet.patience import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Replica
-from services.coordinator.health.health_update import Ask, Draft
-from services.coordinator.health.replica_reconciler import FirstTier
-from services.coordinator.health.restarter import Asker
-from services.coordinator.health.role_reconciler import RoleSigns, SecondTier
+from services.coordinator.health.health_update import Ask, HealthUpdate
+from services.coordinator.health.replica_reconciler import ReplicaReconciler
+from services.coordinator.health.restarter import Restarter
+from services.coordinator.health.role_reconciler import RoleReconciler, RoleSigns
 from services.coordinator.health.signs import Signs
 from services.coordinator.state.health_records import Health, HealthRecord
 from services.coordinator.state.records import Phase, RunRecord
@@ -73,9 +73,9 @@ class HealthManager:
         self._registry = registry
         self._peers = peers
         self._signs = Signs(config, registry.heartbeat_seconds, sync.failures)
-        self._asker = Asker(peers, launcher, store.epoch)
-        self._replicas = FirstTier(self._run_id, config.health, self._signs, self._asker.troubles)
-        self._roles = SecondTier(config.health)
+        self._restarter = Restarter(peers, launcher, store.term)
+        self._replicas = ReplicaReconciler(self._run_id, config.health, self._signs, self._restarter.troubles)
+        self._roles = RoleReconciler(config.health)
         self._tasks: set[asyncio.Task[None]] = set()
         self._unknown: set[str] = set()
         """Instances that the launcher doesn't know: they were removed."""
@@ -127,7 +127,7 @@ class HealthManager:
             return
         last_step = await asyncio.to_thread(self._board.last_step)  # also tells whether Redis is there
         live = self._live()
-        draft = Draft(self.record)
+        draft = HealthUpdate(self.record)
         for instance in self._unknown & set(draft.replicas):
             del draft.replicas[instance]
         self._unknown.clear()
@@ -147,7 +147,7 @@ class HealthManager:
             self._go(self._ask(ask))
         await self._follow_rebuilds(draft)
         while self._to_free:
-            freed = await asyncio.to_thread(self._board.reclaim, epoch=self._store.epoch, consumer=self._to_free[-1])
+            freed = await asyncio.to_thread(self._board.reclaim, term=self._store.term, consumer=self._to_free[-1])
             if freed:
                 logger.warning("%d groups that %s held are free again", freed, self._to_free[-1])
             self._to_free.pop()
@@ -157,7 +157,7 @@ class HealthManager:
         replicas = (one for one in self._registry.all() if one.registration.role in NEEDED.values())
         return {one.instance: one for one in sorted(replicas, key=lambda one: one.registered_at)}
 
-    def _tell(self, draft: Draft) -> None:
+    def _tell(self, draft: HealthUpdate) -> None:
         """Tell people what was decided."""
         for event in draft.new_events:
             level = LEVELS.get(event.state, logging.WARNING)
@@ -174,10 +174,10 @@ class HealthManager:
             telemetry.record("health.unwell", unwell, labels)
 
     async def _ask(self, ask: Ask) -> None:
-        if not await self._asker.ask(ask):
+        if not await self._restarter.ask(ask):
             self._unknown.add(ask.instance)
 
-    async def _follow_rebuilds(self, draft: Draft) -> None:
+    async def _follow_rebuilds(self, draft: HealthUpdate) -> None:
         """Pause the run while a role is rebuilt, and end that pause, whichever coordinator began it."""
         paused = self._run.record.paused
         rebuilding = [role for role in draft.roles.values() if role.state == Health.REBUILDING]

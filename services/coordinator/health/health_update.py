@@ -42,7 +42,7 @@ class Ask:
     way: Way
 
 
-class Draft:
+class HealthUpdate:
     """A record with changes."""
 
     def __init__(self, record: HealthRecord) -> None:

@@ -14,8 +14,8 @@ from relaxd.v1.replica_pb2 import (
     Role,
 )
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.health.health_update import DOWN, Draft, Way, next_restart
-from services.coordinator.health.signs import Complaint, Signs
+from services.coordinator.health.health_update import DOWN, HealthUpdate, Way, next_restart
+from services.coordinator.health.signs import HealthIssue, Signs
 from services.coordinator.state.health_records import Health, ReplicaHealth
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ CHANGED_ITS_MIND_SECONDS = 10.0
 """A process that was told to go and is there after this is still at work."""
 
 
-class FirstTier:
+class ReplicaReconciler:
     """Looks after the replicas of one run, one by one."""
 
     def __init__(self, run_id: str, config: HealthConfig, signs: Signs, troubles: Mapping[str, str]) -> None:
@@ -36,7 +36,7 @@ class FirstTier:
         self._leaving: dict[str, str] = {}
         """Replica ids, by instance, of those that are drained: that they go is as it should be."""
 
-    def look(self, draft: Draft, live: Mapping[str, Replica]) -> None:
+    def look(self, draft: HealthUpdate, live: Mapping[str, Replica]) -> None:
         """Bring the draft up to date with the newest replica of each instance that is registered."""
         for instance, replica in live.items():
             one = draft.replicas.get(instance)
@@ -57,7 +57,7 @@ class FirstTier:
         for instance in [instance for instance in draft.replicas if instance not in live]:
             self._missing(draft, draft.replicas[instance])
 
-    def _new(self, draft: Draft, replica: Replica) -> ReplicaHealth:
+    def _new(self, draft: HealthUpdate, replica: Replica) -> ReplicaHealth:
         registration = replica.registration
         one = ReplicaHealth(
             instance=replica.instance,
@@ -69,7 +69,7 @@ class FirstTier:
         )
         return draft.set_replica(one)
 
-    def _successor(self, draft: Draft, one: ReplicaHealth, replica: Replica) -> ReplicaHealth:
+    def _successor(self, draft: HealthUpdate, one: ReplicaHealth, replica: Replica) -> ReplicaHealth:
         """Another process has taken the place of the one that was known."""
         draft.gone.append(one.replica_id)
         changes = {"replica_id": replica.replica_id, "address": replica.registration.address, "seen_working": False}
@@ -80,7 +80,7 @@ class FirstTier:
         tries = 1 if one.seen_working else one.tries + 1
         return draft.set_replica(one, **changes, state=Health.RESTARTING, reason=text, tries=tries)
 
-    def _judge(self, draft: Draft, one: ReplicaHealth, replica: Replica) -> None:
+    def _judge(self, draft: HealthUpdate, one: ReplicaHealth, replica: Replica) -> None:
         """A replica that is there."""
         complaint = self._signs.complaint(replica)
         if one.state in DOWN and replica.replica_id == one.told_id:
@@ -104,13 +104,13 @@ class FirstTier:
             if any(getattr(one, name) != value for name, value in changes.items()):
                 draft.set_replica(one, **changes)
 
-    def _works(self, draft: Draft, one: ReplicaHealth, text: str) -> None:
+    def _works(self, draft: HealthUpdate, one: ReplicaHealth, text: str) -> None:
         draft.tell(one.role, one.instance, Health.HEALTHY, text)
         labels = {"relaxd.run_id": self._run_id, "relaxd.role": one.role.lower()}
         telemetry.record("health.recovery_seconds", time.time() - one.down_since, labels)
         draft.set_replica(one, state=Health.HEALTHY, reason="", told_id="")
 
-    def _restart(self, draft: Draft, one: ReplicaHealth, complaint: Complaint) -> None:
+    def _restart(self, draft: HealthUpdate, one: ReplicaHealth, complaint: HealthIssue) -> None:
         """A replica that is there and has to go, if it may."""
         allowed_at = next_restart(one.restarts, self._config)
         reason = complaint.text
@@ -128,7 +128,7 @@ class FirstTier:
         if state != one.state or _shape(reason) != _shape(one.reason):
             draft.set_replica(one, state=state, reason=reason)
 
-    def _missing(self, draft: Draft, one: ReplicaHealth) -> None:
+    def _missing(self, draft: HealthUpdate, one: ReplicaHealth) -> None:
         """A replica that is not registered any more."""
         if one.state in DOWN:
             self._waiting(draft, one)
@@ -140,7 +140,7 @@ class FirstTier:
         else:
             draft.restart(one, "no heartbeat came any more", Way.PROBE)
 
-    def _waiting(self, draft: Draft, one: ReplicaHealth) -> None:
+    def _waiting(self, draft: HealthUpdate, one: ReplicaHealth) -> None:
         """A replica whose next process is awaited."""
         waited = time.time() - one.since
         if one.state == Health.FAILED:
@@ -165,7 +165,7 @@ class FirstTier:
         """Whether it was given up so long ago that it is tried once more."""
         return one.state == Health.FAILED and time.time() - one.since > self._config.restart_window_seconds
 
-    def _give_up(self, draft: Draft, one: ReplicaHealth, why: str) -> None:
+    def _give_up(self, draft: HealthUpdate, one: ReplicaHealth, why: str) -> None:
         if one.state == Health.FAILED:
             return
         text = f"{one.replica_id} is given up after {one.tries} tries: {why}"

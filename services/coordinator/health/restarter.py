@@ -19,14 +19,14 @@ PROBES = 2
 LAUNCHER_SECONDS = 40.0
 
 
-class Asker:
+class Restarter:
     """Asks for restarts, of one run's replicas."""
 
-    def __init__(self, peers: Peers, launcher: str, epoch: int) -> None:
+    def __init__(self, peers: Peers, launcher: str, term: int) -> None:
         """`launcher`: its address; empty: there is none."""
         self._peers = peers
         self._launcher = launcher
-        self._epoch = epoch
+        self._term = term
         self.troubles: dict[str, str] = {}
         """Why nothing came of the last time, by instance."""
 
@@ -42,7 +42,7 @@ class Asker:
             return True
         # Where another process runs by now, only one that was insisted on goes.
         request = LauncherRestartRequest(
-            instance=ask.instance, replica_id="" if ask.way == Way.INSIST else ask.replica_id, epoch=self._epoch
+            instance=ask.instance, replica_id="" if ask.way == Way.INSIST else ask.replica_id, term=self._term
         )
         try:
             answer = await self._peers.launcher(self._launcher).Restart(request, timeout=LAUNCHER_SECONDS)

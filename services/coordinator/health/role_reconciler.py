@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from relaxd.config import HealthConfig
 from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_FAILED
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.health.health_update import DOWN, Draft, Way
+from services.coordinator.health.health_update import DOWN, HealthUpdate, Way
 from services.coordinator.state.health_records import Health, RoleHealth
 
 
@@ -21,7 +21,7 @@ class RoleSigns:
     """Steps that are committed."""
 
 
-class SecondTier:
+class RoleReconciler:
     """Looks after the roles of one run. `failure` says why the run can't go on, once it can't."""
 
     def __init__(self, config: HealthConfig) -> None:
@@ -34,7 +34,7 @@ class SecondTier:
         """Begin all waits anew."""
         self._hope.clear()
 
-    def look(self, draft: Draft, role: str, live: Mapping[str, Replica], signs: RoleSigns) -> None:
+    def look(self, draft: HealthUpdate, role: str, live: Mapping[str, Replica], signs: RoleSigns) -> None:
         """Bring the draft up to date with a role; `live` are the replicas of it that are registered."""
         one = draft.roles.get(role) or draft.set_role(RoleHealth(role=role, since=time.time()))
         places = [replica for replica in draft.replicas.values() if replica.role == role]
@@ -60,7 +60,7 @@ class SecondTier:
         elif exhausted or (absent > self._config.role_timeout_seconds and (places or one.state != Health.REBUILDING)):
             self._rebuild_or_fail(draft, one, why, signs)
 
-    def _works(self, draft: Draft, one: RoleHealth, signs: RoleSigns) -> None:
+    def _works(self, draft: HealthUpdate, one: RoleHealth, signs: RoleSigns) -> None:
         if one.state == Health.REBUILDING:
             draft.tell(one.role, "", Health.HEALTHY, f"rebuilt after {time.time() - one.since:.1f} s")
         if one.state != Health.HEALTHY:
@@ -68,7 +68,7 @@ class SecondTier:
         if one.rebuilds and signs.last_step > one.rebuilt_at_step:
             draft.set_role(one, rebuilds=0)
 
-    def _rebuild_or_fail(self, draft: Draft, one: RoleHealth, why: str, signs: RoleSigns) -> None:
+    def _rebuild_or_fail(self, draft: HealthUpdate, one: RoleHealth, why: str, signs: RoleSigns) -> None:
         config, name = self._config, one.role.lower()
         if one.rebuilds >= config.max_rebuilds:
             self.failure = f"{name} could not be brought back: {why} (rebuilt {one.rebuilds} times)"

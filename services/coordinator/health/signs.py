@@ -21,7 +21,7 @@ TRAINER_PATIENCE = 3
 
 
 @dataclass(frozen=True)
-class Complaint:
+class HealthIssue:
     """What is wrong with a replica."""
 
     text: str
@@ -68,7 +68,7 @@ class Signs:
         }
         return config.health.stuck_seconds + own.get(role, 0.0)
 
-    def complaint(self, replica: Replica) -> Complaint | None:
+    def complaint(self, replica: Replica) -> HealthIssue | None:
         """What is wrong with a replica, if anything is. Call it often."""
         if replica.unheard or not replica.status.state or replica.draining:
             return None
@@ -76,10 +76,10 @@ class Signs:
         watch = self._watched(replica, now)
         health, status = self._config.health, replica.status
         if now - replica.seen > self._late_seconds:
-            return Complaint(f"no heartbeat for {now - replica.seen:.1f} s", due=False)
+            return HealthIssue(f"no heartbeat for {now - replica.seen:.1f} s", due=False)
         if status.state == REPLICA_STATE_FAILED and watch.failing is not None:
             what = f"it has failed: {status.detail or 'no reason given'}"
-            return Complaint(what, due=now - watch.failing > health.failed_seconds)
+            return HealthIssue(what, due=now - watch.failing > health.failed_seconds)
         if status.state == REPLICA_STATE_STARTING:
             what = f"it has been starting for {now - watch.spoke:.0f} s: {status.detail or 'no detail given'}"
             return _after(now - watch.spoke, health.start_seconds, what)
@@ -88,7 +88,7 @@ class Signs:
         # An engine that is left out of synchronisations may be stuck as well, and its groups are waited for.
         return next((one for one in complaints if one.due), next(iter(complaints), None))
 
-    def _of_synchronisations(self, replica: Replica) -> Complaint | None:
+    def _of_synchronisations(self, replica: Replica) -> HealthIssue | None:
         """What weight synchronisations say of a replica."""
         failures = self._sync_failures(replica)
         most = self._config.health.max_sync_failures
@@ -96,9 +96,9 @@ class Signs:
             failures, most = failures - 1, most * TRAINER_PATIENCE  # one may be the trace of its own restart
         if failures <= 0:
             return None
-        return Complaint(f"{failures} weight synchronisations in a row failed with it", due=failures >= most)
+        return HealthIssue(f"{failures} weight synchronisations in a row failed with it", due=failures >= most)
 
-    def _of_progress(self, replica: Replica, watch: _Watch, now: float) -> Complaint | None:
+    def _of_progress(self, replica: Replica, watch: _Watch, now: float) -> HealthIssue | None:
         """What comes of a replica's work."""
         status = replica.status
         if status.state != REPLICA_STATE_READY:
@@ -130,6 +130,6 @@ class Signs:
         return watch
 
 
-def _after(seconds: float, limit: float, what: str) -> Complaint | None:
+def _after(seconds: float, limit: float, what: str) -> HealthIssue | None:
     """A complaint from half of a limit on, due after all of it."""
-    return Complaint(what, due=seconds > limit) if seconds > limit / 2 else None
+    return HealthIssue(what, due=seconds > limit) if seconds > limit / 2 else None

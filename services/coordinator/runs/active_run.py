@@ -25,7 +25,7 @@ from services.coordinator.fleet.registry import Registry, Version
 from services.coordinator.runs.retention import Retention
 from services.coordinator.runs.run_files import RunFiles, summarise
 from services.coordinator.state.store import Store, StoreUnavailable
-from services.coordinator.weights.gpu_handoff import Turns
+from services.coordinator.weights.gpu_handoff import GpuHandoff
 from services.coordinator.runs.usage import Usage
 from services.coordinator.weights.weight_sync import WeightSync
 
@@ -61,11 +61,11 @@ def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
     most = board.max_consecutive_drops or max(64, 2 * per_step)
     if failed > most:
         return f"{failed} groups in a row failed without a trained step (board.max_consecutive_drops allows {most})"
-    most_filtered = board.max_filtered_steps * per_step
-    if 0 < most_filtered < filtered:
+    max_filtered = board.max_filtered_steps * per_step
+    if 0 < max_filtered < filtered:
         return (
             f"the algorithm filtered {filtered} groups in a row without a trained step (board.max_filtered_steps = "
-            f"{board.max_filtered_steps} allows {most_filtered}): is the task too easy or too hard for the model?"
+            f"{board.max_filtered_steps} allows {max_filtered}): is the task too easy or too hard for the model?"
         )
     return ""
 
@@ -83,10 +83,10 @@ class ActiveRun:
         self.fleet = Fleet(context.registry, record.run_id)
         self.sync = WeightSync(context.store, context.store.weights(), self.fleet, context.peers, config.weights)
         self._evaluator = Evaluator(config, data, self.fleet, context.peers)
-        self.turns: Turns | None = None
+        self.turns: GpuHandoff | None = None
         """Who has the devices; None: trainer and engines have devices of their own."""
         if config.run.colocate:
-            self.turns = Turns(
+            self.turns = GpuHandoff(
                 config,
                 self.board,
                 self.fleet,
@@ -98,7 +98,7 @@ class ActiveRun:
         self._publisher = Publisher(
             self.board,
             record.run_id,
-            context.store.epoch,
+            context.store.term,
             config,
             data,
             oldest_version=self.oldest_version,
@@ -129,7 +129,7 @@ class ActiveRun:
     def oldest_version(self) -> int | None:
         """The oldest version on any engine that takes prompts."""
         announced = self.sync.announced
-        return self.fleet.oldest_version(announced.epoch) if announced else None
+        return self.fleet.oldest_version(announced.term) if announced else None
 
     @property
     def waiting_for(self) -> str:
@@ -161,7 +161,7 @@ class ActiveRun:
         """Do the whole run; returns once its end is recorded. Raises Superseded, Fenced."""
         await self._patiently(
             self.board.create,
-            epoch=self._context.store.epoch,
+            term=self._context.store.term,
             groups_per_step=self.config.trainer.groups_per_step,
             steps=self.config.run.steps,
         )
@@ -312,7 +312,7 @@ class ActiveRun:
         announced = self.sync.announced
         if announced is None or announced.version != step:
             raise EvaluationFailed(f"version {step} is not on the engines")
-        await self._keep_evaluation(step, await self._evaluator.evaluate((announced.epoch, step)))
+        await self._keep_evaluation(step, await self._evaluator.evaluate((announced.term, step)))
 
     def _begin_evaluation(self) -> None:
         """Begin an evaluation beside training, where eval.interval wants one and none is under way."""
@@ -325,7 +325,7 @@ class ActiveRun:
         announced = self.sync.announced
         if announced is not None and version // interval > max(last, self._evaluated) // interval:
             self._evaluated = version
-            self._evaluation = asyncio.create_task(self._evaluate_beside((announced.epoch, version)))
+            self._evaluation = asyncio.create_task(self._evaluate_beside((announced.term, version)))
 
     async def _evaluate_beside(self, version: Version) -> None:
         try:
@@ -389,10 +389,10 @@ class ActiveRun:
         await self._drop_open("run_ended")
 
     async def _drop_open(self, reason: str) -> None:
-        await self._patiently(self.board.set_gate, epoch=self._context.store.epoch, oldest_version=None, open=False)
+        await self._patiently(self.board.set_gate, term=self._context.store.term, oldest_version=None, open=False)
         for group_id in await self._patiently(self.board.open_groups):
             await self._patiently(self.board.drop, group_id, reason=reason, counts="")
-        await self._patiently(self.board.purge, epoch=self._context.store.epoch)
+        await self._patiently(self.board.purge, term=self._context.store.term)
 
     # --- keeping and telling --------------------------------------------------------------------------------------
 

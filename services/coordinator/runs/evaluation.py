@@ -146,14 +146,14 @@ class _Evaluation:
             self._asked[asyncio.create_task(self._judge(question.prompt, engine))] = question
 
     def _engines(self) -> list[Replica]:
-        """The engines that serve the weights: under a later epoch of the trainer they are the same."""
-        epoch, version = self._version
+        """The engines that serve the weights: under a later term of the trainer they are the same."""
+        term, version = self._version
         return [
             engine
             for engine in self._fleet.engines()
             if engine.replica_id not in self._fleet.set_aside
             and engine.version is not None
-            and engine.version[0] >= epoch
+            and engine.version[0] >= term
             and (engine.version[1] == version or (self._or_later and engine.version[1] > version))
         ]
 

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-MOST_ENDED_RUNS = 1000
+MAX_ENDED_RUNS = 1000
 """Runs that have ended that aren't read from the board again."""
-MOST_BOARDS = 8
+MAX_BOARDS = 8
 """Boards of runs that aren't active that are kept open."""
 
 
@@ -103,7 +103,7 @@ class RunManager:
             def fill() -> None:
                 active.board.delete()  # what an attempt that didn't end well left
                 active.board.create(
-                    epoch=self._context.store.epoch,
+                    term=self._context.store.term,
                     groups_per_step=found.config.trainer.groups_per_step,
                     steps=found.config.run.steps,
                 )
@@ -111,7 +111,7 @@ class RunManager:
                     ledger=found.ledger,
                     cursor=found.cursor.to_json(),
                     dropped=found.dropped,
-                    trainer_epoch=found.trainer_epoch,
+                    trainer_term=found.trainer_term,
                 )
                 self._context.store.create_run(found.record)
 
@@ -246,7 +246,7 @@ class RunManager:
     def _close_boards(self) -> None:
         """Let go of the boards of runs that nobody has looked at lately: each has connections to Redis."""
         active = self.active.record.run_id if self.active else None
-        for run_id in [run_id for run_id in self._boards if run_id != active][:-MOST_BOARDS]:
+        for run_id in [run_id for run_id in self._boards if run_id != active][:-MAX_BOARDS]:
             self._boards.pop(run_id).close()  # who reads from it just now connects again
 
     async def message(self, record: RunRecord) -> pb.Run:
@@ -261,7 +261,7 @@ class RunManager:
             run.waiting_for = active.waiting_for
             run.health.extend(health_messages(active.health.record, active.config.health))
         elif record.phase.ended:
-            if len(self._ended_runs) >= MOST_ENDED_RUNS:
+            if len(self._ended_runs) >= MAX_ENDED_RUNS:
                 self._ended_runs.pop(next(iter(self._ended_runs)))
             self._ended_runs[record.run_id] = run
         return run

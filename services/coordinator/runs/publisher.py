@@ -40,7 +40,7 @@ class Publisher:
         self,
         board: Board,
         run_id: str,
-        epoch: int,
+        term: int,
         config: RunConfig,
         data: RunData,
         *,
@@ -51,7 +51,7 @@ class Publisher:
         """`oldest_version`: on any engine that takes prompts. `wanted`: whether the run takes groups now."""
         self._board = board
         self._run_id = run_id
-        self._epoch = epoch
+        self._term = term
         self._config = config
         self._prompts = data.train
         self._expert_bytes = data.expert_bytes
@@ -80,7 +80,7 @@ class Publisher:
 
     def _publish(self, oldest_version: int | None, wanted: bool) -> int:
         """Set the gate and publish one batch through it; returns how many groups that were."""
-        self._board.set_gate(epoch=self._epoch, oldest_version=oldest_version, open=wanted)
+        self._board.set_gate(term=self._term, oldest_version=oldest_version, open=wanted)
         if not wanted or oldest_version is None:
             self.waiting_for = ""
             return 0
@@ -97,7 +97,7 @@ class Publisher:
                 groups.append(self._group(spans, cursor))
                 cursor = self._prompts.after(cursor)
             try:
-                self._board.publish(epoch=self._epoch, groups=groups, cursor=cursor.to_json())
+                self._board.publish(term=self._term, groups=groups, cursor=cursor.to_json())
             except GateClosed as error:  # something was published or used memory since then
                 self._tell(0, error.limit, error.detail)
                 return 0
@@ -117,7 +117,7 @@ class Publisher:
         self._full_since = now if self._full_since is None else self._full_since
         if now - self._full_since > RELIEVE_SECONDS:
             self._full_since = now
-            if dropped := self._board.relieve(epoch=self._epoch):
+            if dropped := self._board.relieve(term=self._term):
                 logger.warning("Redis is full: %d surplus groups are dropped, to be tried again later", dropped)
 
     def _group(self, spans: ExitStack, cursor: Cursor) -> NewGroup:

@@ -24,8 +24,8 @@ from services.coordinator.state.records import RunRecord
 from services.coordinator.runs.run_files import LEDGER, RECORD, RunFiles
 from services.coordinator.runs.starting import RUN_ID_RULE, check_run_id
 
-TRAINER_EPOCHS_LEFT_OUT = 16
-"""Room for the epochs of trainers that have left nothing in the folder: none of them may commit again."""
+TRAINER_TERMS_LEFT_OUT = 16
+"""Room for the terms of trainers that have left nothing in the folder: none of them may commit again."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Restored:
     ledger: list[LedgerEntry]
     cursor: Cursor
     dropped: dict[str, int]
-    trainer_epoch: int
+    trainer_term: int
 
 
 def read_run(folder_name: str) -> Restored:
@@ -80,7 +80,7 @@ def read_run(folder_name: str) -> Restored:
     ledger = read_ledger(folder)
     checkpoint = _newest_checkpoint(folder, len(ledger))
     board = checkpoint.get("board", {})
-    epochs = [entry.epoch for entry in ledger] + [int(checkpoint.get("epoch", 0))]
+    terms = [entry.term for entry in ledger] + [int(checkpoint.get("term", 0))]
     return Restored(
         record=record.model_copy(update={"folder": str(folder.resolve())}),
         config=config,
@@ -89,7 +89,7 @@ def read_run(folder_name: str) -> Restored:
         ledger=ledger,
         cursor=_cursor(data.train, board, ledger[int(checkpoint.get("step", 0)) :]),
         dropped={str(reason): int(count) for reason, count in board.get("dropped_by_reason", {}).items()},
-        trainer_epoch=max(epochs) + TRAINER_EPOCHS_LEFT_OUT,
+        trainer_term=max(terms) + TRAINER_TERMS_LEFT_OUT,
     )
 
 
@@ -122,7 +122,7 @@ def read_ledger(folder: Path) -> list[LedgerEntry]:
     while (file := folder / "steps" / f"step-{len(entries) + 1:06d}.safetensors").is_file():
         plan = _plan_of(file)
         time = file.stat().st_mtime
-        entries.append(LedgerEntry(step=len(entries) + 1, time=time, epoch=plan["epoch"], plan=plan, metrics={}))
+        entries.append(LedgerEntry(step=len(entries) + 1, time=time, term=plan["term"], plan=plan, metrics={}))
     return entries
 
 
@@ -133,7 +133,7 @@ def _plan_of(step_file: Path) -> dict[str, Any]:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(length, 1 << 30)))
         plan: dict[str, Any] = json.loads(header["__metadata__"]["plan"])
-        if not isinstance(plan["groups"], list) or not isinstance(plan["epoch"], int):
+        if not isinstance(plan["groups"], list) or not isinstance(plan["term"], int):
             raise ValueError("its plan has no groups")
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise FailedPrecondition(f"{step_file} is damaged: {error}") from error

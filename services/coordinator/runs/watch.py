@@ -13,7 +13,7 @@ from services.coordinator.runs.starting import check_run_id
 from services.coordinator.runs.view import step_messages
 
 TOKEN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
-MOST_SECONDS = 300.0
+MAX_SECONDS = 300.0
 DEFAULT_SECONDS = 60.0
 TICK_SECONDS = 0.25
 SILENCE_SECONDS = 1.0
@@ -34,7 +34,7 @@ async def watch(
     token = request.resume_token
     known = not token or TOKEN.fullmatch(token)
     violations.check(known, "resume_token", "must be empty, or come from an earlier message")
-    violations.check(0 <= request.max_seconds <= MOST_SECONDS, "max_seconds", f"must be 0 to {MOST_SECONDS:.0f}")
+    violations.check(0 <= request.max_seconds <= MAX_SECONDS, "max_seconds", f"must be 0 to {MAX_SECONDS:.0f}")
     violations.raise_if_any()
     record = await manager.record(request.run_id)
     board = manager.board(record)

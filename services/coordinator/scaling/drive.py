@@ -154,7 +154,7 @@ class ReplicaDrive:
             ready = status.state == REPLICA_STATE_READY
             return (ScaleState.ACTIVE, "") if ready else (ScaleState.CREATING, status.detail)
         announced = active.sync.announced
-        if announced is not None and replica in active.fleet.serving(announced.epoch):
+        if announced is not None and replica in active.fleet.serving(announced.term):
             return ScaleState.ACTIVE, ""
         if status.state == REPLICA_STATE_READY:
             return ScaleState.SYNCING, active.sync.last_failure or "it waits for weights"

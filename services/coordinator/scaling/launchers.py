@@ -39,10 +39,10 @@ class LauncherError(Exception):
 class Launchers:
     """The coordinator's launcher, if it has one, and the replicas that are given by address."""
 
-    def __init__(self, peers: Peers, address: str, epoch: int) -> None:
+    def __init__(self, peers: Peers, address: str, term: int) -> None:
         """`address` of the launcher; empty: there is none."""
         self._peers = peers
-        self._epoch = epoch
+        self._term = term
         self.address = address
 
     async def create(self, replica: ScaledReplica, role: str) -> None:
@@ -53,7 +53,7 @@ class Launchers:
             else:
                 self._require_launcher()
                 request = LaunchRequest(
-                    launch_id=replica.launch_id, role=role.lower(), gpu_uuids=replica.gpu_uuids, epoch=self._epoch
+                    launch_id=replica.launch_id, role=role.lower(), gpu_uuids=replica.gpu_uuids, term=self._term
                 )
                 await self._peers.launcher(self.address).Launch(request, timeout=LAUNCH_SECONDS)
         except grpc.aio.AioRpcError as error:
@@ -82,7 +82,7 @@ class Launchers:
                 await self._peers.replica(address).Leave(leave, timeout=seconds)
             else:
                 self._require_launcher()
-                remove = RemoveRequest(launch_id=replica.launch_id, grace_seconds=grace_seconds, epoch=self._epoch)
+                remove = RemoveRequest(launch_id=replica.launch_id, grace_seconds=grace_seconds, term=self._term)
                 await self._peers.launcher(self.address).Remove(remove, timeout=seconds)
         except grpc.aio.AioRpcError as error:
             raise self._explained("could not be removed", replica, error) from error

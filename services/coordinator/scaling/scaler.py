@@ -40,7 +40,7 @@ class Scaler:
         self._registry = registry
         self._runs = runs
         self._peers = peers
-        self._launchers = Launchers(peers, launcher, store.epoch)
+        self._launchers = Launchers(peers, launcher, store.term)
         self._on_error = on_error
         self._records: dict[str, ScaleRecord] = {}
         """By id, oldest first."""

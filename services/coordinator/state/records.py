@@ -82,7 +82,7 @@ class Announcement(Record):
     run_id: str
     replica_id: str
     """The trainer."""
-    epoch: int
+    term: int
     version: int
 
 

@@ -1,4 +1,4 @@
-"""The coordinator's state in Redis. Every write carries the coordinator's epoch: an older coordinator that wakes up
+"""The coordinator's state in Redis. Every write carries the coordinator's term: an older coordinator that wakes up
 again changes nothing."""
 
 import json
@@ -10,8 +10,8 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from relaxd.board import passing
-from relaxd.rpc.epochs import EPOCH_KEY
 from relaxd.rpc.errors import Unavailable
+from relaxd.rpc.terms import TERM_KEY
 from services.coordinator.state.health_records import HealthRecord
 from services.coordinator.state.records import ReplicaRecord, RunRecord, WeightsRecord
 from services.coordinator.state.scale_records import ScaleRecord
@@ -31,14 +31,14 @@ _TAKE_OVER = """#!lua flags=allow-oom
 return redis.call('INCR', KEYS[1])
 """
 
-# KEYS: epoch. ARGV: the writer's epoch, commands as JSON.
+# KEYS: term. ARGV: the writer's term, commands as JSON.
 _GUARDED = """#!lua flags=allow-oom
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'FENCED' end
 for _, command in ipairs(cjson.decode(ARGV[2])) do redis.call(unpack(command)) end
 return 'OK'
 """
 
-# KEYS: epoch, the run, active, runs. ARGV: the writer's epoch, run id, record, creation time.
+# KEYS: term, the run, active, runs. ARGV: the writer's term, run id, record, creation time.
 _CREATE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'FENCED' end
 if redis.call('EXISTS', KEYS[2]) == 1 then return 'EXISTS' end
@@ -92,14 +92,14 @@ class Store:
         self._take_over = self._redis.register_script(_TAKE_OVER)
         self._guarded = self._redis.register_script(_GUARDED)
         self._create = self._redis.register_script(_CREATE)
-        self.epoch = 0
+        self.term = 0
         self.superseded = False
         """A newer coordinator works on this Redis."""
 
     def take_over(self) -> int:
-        """Begin a new epoch: from now on every older coordinator is refused."""
-        self.epoch = int(self._call(lambda: self._take_over(keys=[EPOCH_KEY])))
-        return self.epoch
+        """Begin a new term: from now on every older coordinator is refused."""
+        self.term = int(self._call(lambda: self._take_over(keys=[TERM_KEY])))
+        return self.term
 
     def check(self) -> None:
         """Raise Superseded: a newer coordinator works on this Redis."""
@@ -107,8 +107,8 @@ class Store:
 
     def create_run(self, run: RunRecord) -> None:
         """Make a run known and active. Raises RunIdTaken, AnotherRunActive."""
-        keys = [EPOCH_KEY, run_key(run.run_id), ACTIVE, RUNS]
-        arguments: list[str | float] = [self.epoch, run.run_id, run.model_dump_json(), run.create_time.timestamp()]
+        keys = [TERM_KEY, run_key(run.run_id), ACTIVE, RUNS]
+        arguments: list[str | float] = [self.term, run.run_id, run.model_dump_json(), run.create_time.timestamp()]
         answer = self._call(lambda: self._create(keys=keys, args=arguments))
         if answer == "EXISTS":
             raise RunIdTaken(run.run_id)
@@ -208,12 +208,12 @@ class Store:
         self._redis.close()
 
     def _write(self, commands: list[list[str]]) -> None:
-        self._check(self._call(lambda: self._guarded(keys=[EPOCH_KEY], args=[self.epoch, json.dumps(commands)])))
+        self._check(self._call(lambda: self._guarded(keys=[TERM_KEY], args=[self.term, json.dumps(commands)])))
 
     def _check(self, answer: str) -> None:
         if answer != "OK":
             self.superseded = True
-            raise Superseded(f"a newer coordinator works on this Redis (this one has epoch {self.epoch})")
+            raise Superseded(f"a newer coordinator works on this Redis (this one has term {self.term})")
 
     @staticmethod
     def _call(operation: Callable[[], Any]) -> Any:

@@ -5,8 +5,8 @@ ready for it. The engines sleep, the trainer wakes up, trains the step and annou
 memory for weights and receive them, the trainer sleeps, the engines take memory for keys and values: generate.
 
 Nothing of this is kept: who is awake is what replicas say, and what comes next follows from that and from the board
-(`turn_moves`). So the death of an engine, a trainer or a coordinator in any phase needs no rules of its own. Whoever
-starts asks for its turn first (`take_turn`).
+(`gpu_handoff_rules`). So the death of an engine, a trainer or a coordinator in any phase needs no rules of its own. A
+replica asks for its turn before it starts (`take_turn`).
 """
 
 import asyncio
@@ -44,14 +44,14 @@ MARGIN_SECONDS = 5.0
 """A call's deadline beyond the deadline that its callee keeps by itself."""
 WAITING_SECONDS = 2.0
 """A replica waits for its turn if it has asked within this time; it asks several times a second."""
-MOST_RETRY_SECONDS = 2.0
+MAX_RETRY_SECONDS = 2.0
 
 
 class TurnFailed(Exception):
     """A replica did not sleep or wake up."""
 
 
-class Turns:
+class GpuHandoff:
     """Gives and takes turns for one run, in the coordinator's event loop."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Turns:
                 self.last_failure, delay = "", 0.0
             except (TurnFailed, BoardUnavailable) as error:
                 self.last_failure = str(error)
-                delay = min(MOST_RETRY_SECONDS, 2 * delay + 0.1)
+                delay = min(MAX_RETRY_SECONDS, 2 * delay + 0.1)
                 logger.warning("turns: %s; trying again in %.1f s", error, delay)
                 await asyncio.sleep(delay)
             finally:
@@ -145,7 +145,7 @@ class Turns:
         current = announced is not None and (
             trainer is not None and announced.replica_id == trainer.replica_id and announced.version == counts.last_step
         )
-        serving = announced is not None and any(e.version == (announced.epoch, announced.version) for e in engines)
+        serving = announced is not None and any(e.version == (announced.term, announced.version) for e in engines)
         waiting = any(map(_waits, trainers))
         situation = Situation(
             trainer="ready" if trainer else "waiting" if waiting else "starting" if _any_awake(trainers) else "absent",

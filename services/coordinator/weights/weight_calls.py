@@ -140,7 +140,7 @@ class WeightCalls:
             await self._together(
                 "drain", group.engines, lambda e: self._rollout(e).PauseGeneration(pause, timeout=wait)
             )
-        weights = WeightVersion(epoch=version[0], version=version[1])
+        weights = WeightVersion(term=version[0], version=version[1])
         seconds = self._config.timeout_seconds
         send = trainer_pb2.BroadcastWeightsRequest(
             sync_id=sync_id,

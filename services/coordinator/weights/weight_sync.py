@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 SET_ASIDE_SECONDS = 5.0
 """How long an engine is left out after its first failure; doubles with each further one."""
-MOST_SET_ASIDE_SECONDS = 60.0
+MAX_SET_ASIDE_SECONDS = 60.0
 IDLE_SECONDS = 0.5
-MOST_RETRY_SECONDS = 2.0
+MAX_RETRY_SECONDS = 2.0
 
 
 class WeightSync:
@@ -71,7 +71,7 @@ class WeightSync:
         engines = [engine for engine in self._fleet.engines() if engine.replica_id not in self._fleet.set_aside]
         if announced is None or not engines:
             return False
-        return all(engine.version == (announced.epoch, announced.version) for engine in engines)
+        return all(engine.version == (announced.term, announced.version) for engine in engines)
 
     def failures(self, replica: Replica) -> int:
         """Synchronisations in a row that failed because of a replica, as far as one can tell."""
@@ -148,7 +148,7 @@ class WeightSync:
         logger.warning("weight synchronisation %d failed: %s", self.record.last_sync_id, self.last_failure)
         self._blame_for(blamed)
         # Without those to blame the next attempt is another one, so it can begin at once.
-        return 0.0 if blamed else min(MOST_RETRY_SECONDS, 2 * delay + 0.1)
+        return 0.0 if blamed else min(MAX_RETRY_SECONDS, 2 * delay + 0.1)
 
     async def _synchronise(
         self,
@@ -158,7 +158,7 @@ class WeightSync:
         then: Callable[[], Awaitable[None]] | None,
     ) -> None:
         started = time.monotonic()
-        sync_id, version = self.next_id(), (announced.epoch, announced.version)
+        sync_id, version = self.next_id(), (announced.term, announced.version)
         # Engines may pause meanwhile, which ends by itself; more than that happens only once it is on record.
         recording = asyncio.create_task(self._save(last_sync_id=sync_id, running=True))
         attributes = {"relaxd.sync_id": sync_id, "relaxd.version": announced.version, "relaxd.engines": len(engines)}
@@ -218,7 +218,7 @@ class WeightSync:
         if old is not None:
             await self._calls.leave(sync_id, old)
         manifest = await self._calls.manifest(trainer)
-        name = f"{self._fleet.run_id}-{self._store.epoch}-{sync_id}"
+        name = f"{self._fleet.run_id}-{self._store.term}-{sync_id}"
         group = GroupRecord(name=name, trainer=trainer, engines=tuple(engines))
         await self._save(group=group)
         await self._calls.join(sync_id, group, manifest)
@@ -251,7 +251,7 @@ class WeightSync:
     def _blame_for(self, members: Iterable[Member]) -> None:
         for member in members:
             failures = self._blame.get(member, (0, 0.0))[0] + 1
-            seconds = min(SET_ASIDE_SECONDS * 2 ** (failures - 1), MOST_SET_ASIDE_SECONDS)
+            seconds = min(SET_ASIDE_SECONDS * 2 ** (failures - 1), MAX_SET_ASIDE_SECONDS)
             self._blame[member] = (failures, time.monotonic() + seconds)
             logger.warning("%s is left out of weight synchronisation for %.0f s", member.replica_id, seconds)
         self._blame = {member: value for member, value in self._blame.items() if self._registry.holds(member)}

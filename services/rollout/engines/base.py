@@ -67,7 +67,7 @@ class Output:
     """Set with the sample's last output."""
     text: str = ""
     """The whole text, with the last output."""
-    continued: bool = False
+    spans_weight_update: bool = False
     """With the last output: whether the sample went on in place across a weight update."""
     routed_experts: "np.ndarray[Any, Any] | None" = None
     """With the last output, where the run asks for it: the experts that each token was sent to, int32
@@ -76,9 +76,9 @@ class Output:
 
 @dataclass(frozen=True)
 class Version:
-    """Weights: those after step `version`, as trained under the trainer's `epoch`."""
+    """Weights: those after step `version`, as trained under the trainer's `term`."""
 
-    epoch: int
+    term: int
     version: int
 
 

@@ -20,14 +20,18 @@ def encode_output(output: Output) -> Words:
         words["logprobs"] = _text(np.array(output.logprobs, dtype=np.float32))
         words["versions"] = [[version, len(list(run))] for version, run in groupby(output.versions)]
     if output.finish_reason is not None:
-        words["finish_reason"], words["text"], words["continued"] = output.finish_reason, output.text, output.continued
+        words["finish_reason"], words["text"], words["spans_weight_update"] = (
+            output.finish_reason,
+            output.text,
+            output.spans_weight_update,
+        )
     if output.routed_experts is not None:
         words["routed_experts"] = [list(output.routed_experts.shape), _text(output.routed_experts)]
     return words
 
 
-def batches(outputs: dict[str, list[Words]], most_bytes: int) -> tuple[list[dict[str, list[Words]]], dict[str, int]]:
-    """Divide outputs by request into messages of at most `most_bytes`, in order.
+def batches(outputs: dict[str, list[Words]], max_bytes: int) -> tuple[list[dict[str, list[Words]]], dict[str, int]]:
+    """Divide outputs by request into messages of at most `max_bytes`, in order.
 
     Returns the messages, and the size of what is too large for any, by request.
     """
@@ -37,12 +41,12 @@ def batches(outputs: dict[str, list[Words]], most_bytes: int) -> tuple[list[dict
     for request_id, each in outputs.items():
         for words in each:
             size = _size(words)
-            if size > most_bytes:
+            if size > max_bytes:
                 too_large[request_id] = size
                 continue
             if size > room:
                 messages.append({})
-                room = most_bytes
+                room = max_bytes
             messages[-1].setdefault(request_id, []).append(words)
             room -= size
     return messages, too_large
@@ -62,7 +66,7 @@ def decode_output(words: Words) -> Output:
         words["sample"],
         finish_reason=words.get("finish_reason"),
         text=words.get("text", ""),
-        continued=words.get("continued", False),
+        spans_weight_update=words.get("spans_weight_update", False),
     )
     if "tokens" in words:
         output.tokens = np.frombuffer(b64decode(words["tokens"]), dtype=np.int32).tolist()

@@ -20,7 +20,7 @@ MEMORY_PARTS: dict[int, MemoryPart] = {
 
 TEMPERATURES = (1e-3, 1e3)
 """Logits divided by less are infinite, and would fail every request in the batch."""
-MOST_SAMPLES = 4096
+MAX_SAMPLES = 4096
 """Most samples of one request."""
 
 
@@ -38,7 +38,7 @@ def parse_generate(
         if not 0 <= token < vocabulary:
             violations.add(f"prompt_tokens[{place}]", f"is {token}: the model's token ids are 0 to {vocabulary - 1}")
             break  # one is enough: a wrong tokenizer makes thousands
-    violations.check(1 <= request.n <= MOST_SAMPLES, "n", f"is {request.n}: it must be 1 to {MOST_SAMPLES}")
+    violations.check(1 <= request.n <= MAX_SAMPLES, "n", f"is {request.n}: it must be 1 to {MAX_SAMPLES}")
     new = asked.max_new_tokens
     if violations.check(new >= 1, "sampling.max_new_tokens", f"is {new}: it must be at least 1") and context:
         violations.check(

@@ -74,7 +74,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         if weights is None:
             return rollout_pb2.ResumeGenerationResponse()
         return rollout_pb2.ResumeGenerationResponse(
-            weights=replica_pb2.WeightVersion(epoch=weights.epoch, version=weights.version)
+            weights=replica_pb2.WeightVersion(term=weights.term, version=weights.version)
         )
 
     async def JoinWeightGroup(
@@ -121,19 +121,19 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     ) -> rollout_pb2.ReceiveWeightsResponse:
         """See the proto."""
         timeout = request.timeout_seconds
-        weights = Version(request.weights.epoch, request.weights.version)
+        weights = Version(request.weights.term, request.weights.version)
         violations = Violations()
         violations.check_seconds(timeout, "timeout_seconds")
-        violations.check(weights.epoch >= 1, "weights.epoch", f"is {weights.epoch}: a trainer's epoch is at least 1")
+        violations.check(weights.term >= 1, "weights.term", f"is {weights.term}: a trainer's term is at least 1")
         violations.check(weights.version >= 0, "weights.version", f"is {weights.version}: it must not be negative")
         if request.HasField("pause"):
             _check_pause(request.pause, "pause.", violations)
         violations.raise_if_any()
         engine = self._engine()
         self._sync_ids.take(request.sync_id)
-        if engine.weights is not None and weights.epoch < engine.weights.epoch:
+        if engine.weights is not None and weights.term < engine.weights.term:
             raise FailedPrecondition(
-                f"weights of epoch {weights.epoch} are offered, but those of epoch {engine.weights.epoch} are served"
+                f"weights of term {weights.term} are offered, but those of term {engine.weights.term} are served"
             )
         if request.HasField("pause"):
             await self._pause(engine, request.pause, request.pause_timeout_seconds)

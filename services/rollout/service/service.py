@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from services.rollout.engines.sglang_server.engine import ExternalEngine
 
 FIRST_RESTART_SECONDS = 0.5
-MOST_RESTART_SECONDS = 30.0
+MAX_RESTART_SECONDS = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class RolloutService(ReplicaService):
         elif engine.weights is None or engine.asleep:
             detail = "waiting for weights"
         else:
-            weights = replica_pb2.WeightVersion(epoch=engine.weights.epoch, version=engine.weights.version)
+            weights = replica_pb2.WeightVersion(term=engine.weights.term, version=engine.weights.version)
         gauges = dict(engine.gauges) if engine is not None else {}
         done = self._done_before + (worker.done if worker else 0)
         loaded = loaded_mebibytes(self._process) if self._loading else 0
@@ -256,7 +256,7 @@ class RolloutService(ReplicaService):
                 self._detail = f"the engine can't be started: {error}"
                 logger.error("%s; trying again in %g s", self._detail, delay)
             await asyncio.sleep(delay)
-            delay = min(2 * delay, MOST_RESTART_SECONDS)
+            delay = min(2 * delay, MAX_RESTART_SECONDS)
 
     async def close(self) -> None:
         """Leave nothing behind."""

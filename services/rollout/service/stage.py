@@ -131,5 +131,5 @@ def group_columns(samples: Sequence[Output], *, routed_experts: bool = False) ->
         "versions": np.concatenate([np.array(sample.versions, dtype=np.int64) for sample in samples]),
         "finish": [sample.finish_reason for sample in samples],
         "text": [sample.text for sample in samples],
-        "continued": np.array([sample.continued for sample in samples], dtype=np.uint8),
+        "spans_weight_update": np.array([sample.spans_weight_update for sample in samples], dtype=np.uint8),
     }

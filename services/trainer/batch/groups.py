@@ -18,7 +18,7 @@ RESPONSE_COLUMNS = {
     "advantages": "f",
 }
 """Columns with one value per response token [T], and the kinds of dtype that they may have."""
-SAMPLE_COLUMNS = {"lengths": "i", "continued": "iu", "reward": "f"}
+SAMPLE_COLUMNS = {"lengths": "i", "spans_weight_update": "iu", "reward": "f"}
 """Columns with one value per sample [n]."""
 SAMPLE_LISTS = ("finish", "text")
 """JSON columns with one value per sample."""
@@ -94,7 +94,8 @@ class Group:
                     rollout_logprobs=columns["rollout_logprobs"][own],
                     advantages=columns["advantages"][own],
                     weight=weights[own],
-                    compared=(columns["versions"][own] == version) & (columns["continued"][index] == 0),
+                    logprobs_comparable=(columns["versions"][own] == version)
+                    & (columns["spans_weight_update"][index] == 0),
                     temperature=temperature,
                 )
             )

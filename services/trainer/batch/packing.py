@@ -26,7 +26,7 @@ class TrainSample:
     """float32 [L]: advantages."""
     weight: NDArray[np.float32]
     """float32 [L]: aggregation weight, from `Algorithm.token_weights`."""
-    compared: NDArray[np.uint8]
+    logprobs_comparable: NDArray[np.uint8]
     """uint8 [L]: 1 for trained tokens whose log-prob may be compared with the engine's."""
     temperature: float = 1.0
     """Sampling temperature."""
@@ -43,7 +43,7 @@ class TrainSample:
         rollout_logprobs: NDArray[np.float32],
         advantages: NDArray[np.float32],
         weight: NDArray[np.float32],
-        compared: NDArray[np.bool_] | bool = True,
+        logprobs_comparable: NDArray[np.bool_] | bool = True,
         temperature: float = 1.0,
     ) -> Self:
         """Make a sample from columns that begin after the prompt, as the board has them.
@@ -55,8 +55,8 @@ class TrainSample:
             rollout_logprobs: float32 [R].
             advantages: float32 [R].
             weight: float32 [R].
-            compared: [R] or one for all: whether the log-prob may be compared with the engine's, because it had the
-                same weights and a cache that they wrote.
+            logprobs_comparable: [R] or one for all: whether the log-prob may be compared with the engine's, because
+                the engine had the same weights, and a cache that they wrote.
             temperature: sampling temperature, > 0.
 
         Raises:
@@ -71,7 +71,7 @@ class TrainSample:
             "rollout_logprobs": (rollout_logprobs, np.float32),
             "advantages": (advantages, np.float32),
             "weight": (weight, np.float32),
-            "compared": (loss_mask * np.broadcast_to(compared, len(response)), np.uint8),
+            "logprobs_comparable": (loss_mask * np.broadcast_to(logprobs_comparable, len(response)), np.uint8),
         }
         padded: dict[str, NDArray[Any]] = {}
         for name, (column, dtype) in columns.items():
@@ -87,7 +87,7 @@ class TrainSample:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class PackedMicroBatch:
     """Some samples as one row of T tokens, one after the other. Arrays are aligned as in `TrainSample`.
 
     A prompt that neighbours share is there once, as the beginning of the first of them; the others are their responses.
@@ -111,7 +111,7 @@ class MicroBatch:
     """float32 [T]."""
     weight: NDArray[np.float32]
     """float32 [T]."""
-    compared: NDArray[np.uint8]
+    logprobs_comparable: NDArray[np.uint8]
     """uint8 [T]."""
     temperature: NDArray[np.float32]
     """float32 [T]."""
@@ -119,7 +119,7 @@ class MicroBatch:
     """float32 [T]: log-probs under the reference. None: the learner computes them where the algorithm needs them."""
 
 
-def pack(samples: Sequence[TrainSample], *, share_prompts: bool = True) -> MicroBatch:
+def pack(samples: Sequence[TrainSample], *, share_prompts: bool = True) -> PackedMicroBatch:
     """Put samples into one micro-batch, in this order.
 
     The samples of a group begin with the same prompt. Causal attention makes its hidden states the same for all of
@@ -156,7 +156,7 @@ def pack(samples: Sequence[TrainSample], *, share_prompts: bool = True) -> Micro
         for field in fields(TrainSample)
         if field.name not in ("temperature", "prompt_length")
     }
-    return MicroBatch(
+    return PackedMicroBatch(
         positions=np.concatenate(positions),
         cu_seqlens=np.array(starts, np.int32),
         prefixes=np.array(prefixes, np.int32),
@@ -166,14 +166,14 @@ def pack(samples: Sequence[TrainSample], *, share_prompts: bool = True) -> Micro
     )
 
 
-def empty_micro_batch() -> MicroBatch:
+def empty_micro_batch() -> PackedMicroBatch:
     """A micro-batch that adds nothing, for ranks that have fewer than the others."""
     zeros = np.zeros(1, np.float32)
     mask = np.zeros(1, np.uint8)
     return pack([TrainSample(np.zeros(1, np.int64), mask, zeros, zeros, zeros, mask)])
 
 
-def with_padding(batch: MicroBatch, multiple: int) -> MicroBatch:
+def with_padding(batch: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
     """Add an untrained sequence at the end, so that T is a multiple of `multiple`."""
     missing = -len(batch.tokens) % multiple
     if missing == 0:

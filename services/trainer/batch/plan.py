@@ -20,7 +20,7 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class SampleSlice:
     """Some samples of one group, in one micro-batch."""
 
     group_id: str
@@ -29,15 +29,15 @@ class Piece:
     """Which of its samples, in order."""
 
 
-MicroBatch = tuple[Piece, ...]
+MicroBatchSlices = tuple[SampleSlice, ...]
 """Samples that go through the model packed into one sequence."""
 
 
 @dataclass(frozen=True)
-class Round:
+class MicroBatchRound:
     """Micro-batches that all ranks work on at the same time."""
 
-    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    micro_batches: tuple[tuple[MicroBatchSlices, ...], ...]
     """By data-parallel rank. Every rank has the same number of them; some may be empty."""
 
     def to_json(self) -> list[Any]:
@@ -48,29 +48,31 @@ class Round:
         ]
 
     @classmethod
-    def from_json(cls, value: list[Any]) -> "Round":
+    def from_json(cls, value: list[Any]) -> "MicroBatchRound":
         """What `to_json` made."""
         return cls(
             tuple(
-                tuple(tuple(Piece(group, tuple(samples)) for group, samples in micro_batch) for micro_batch in rank)
+                tuple(
+                    tuple(SampleSlice(group, tuple(samples)) for group, samples in micro_batch) for micro_batch in rank
+                )
                 for rank in value
             )
         )
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """Everything that determines a step's arithmetic, beside the groups' columns."""
 
     step: int
     """The step, counted from 1."""
-    epoch: int
-    """Epoch of the trainer that took it."""
+    term: int
+    """Term of the trainer that took it."""
     seed: int
     """What torch's generators were seeded with."""
     groups: tuple[str, ...]
     """The groups, in the order in which they were taken."""
-    rounds: tuple[Round, ...]
+    rounds: tuple[MicroBatchRound, ...]
     """The micro-batches, in order."""
     samples: int
     """Samples of all groups."""
@@ -87,7 +89,7 @@ class Plan:
         outcome = {} if self.skipped_updates is None else {OUTCOME: list(self.skipped_updates)}
         return {
             "step": self.step,
-            "epoch": self.epoch,
+            "term": self.term,
             "seed": self.seed,
             "groups": list(self.groups),
             "rounds": [entry.to_json() for entry in self.rounds],
@@ -98,7 +100,7 @@ class Plan:
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Plan":
+    def from_json(cls, value: Mapping[str, Any]) -> "StepPlan":
         """What `to_json` made.
 
         Raises:
@@ -107,10 +109,10 @@ class Plan:
         try:
             return cls(
                 step=int(value["step"]),
-                epoch=int(value["epoch"]),
+                term=int(value["term"]),
                 seed=int(value["seed"]),
                 groups=tuple(str(group) for group in value["groups"]),
-                rounds=tuple(Round.from_json(entry) for entry in value["rounds"]),
+                rounds=tuple(MicroBatchRound.from_json(entry) for entry in value["rounds"]),
                 samples=int(value["samples"]),
                 trained_tokens=int(value["trained_tokens"]),
                 normalizer=float(value["normalizer"]),
@@ -143,22 +145,24 @@ class Packer:
                 self._open = []
             self._open.append(_Sample(group_id, sample, count))
 
-    def full_round(self) -> Round | None:
+    def full_round(self) -> MicroBatchRound | None:
         """A round for all ranks, if enough micro-batches are full."""
         if len(self._full) < self._ranks * self._per_rank:
             return None
-        return Round(
+        return MicroBatchRound(
             tuple(tuple(_micro_batch(self._full.popleft()) for _ in range(self._per_rank)) for _ in range(self._ranks))
         )
 
-    def rest(self) -> Round | None:
+    def rest(self) -> MicroBatchRound | None:
         """What is left, as one round; None if nothing is."""
         samples = [sample for micro_batch in (*self._full, self._open) for sample in micro_batch]
         self._full, self._open = deque(), []
         if not samples:
             return None
         shares = assign_to_ranks([sample.tokens for sample in samples], self._budget, self._ranks)
-        return Round(tuple(tuple(_micro_batch([samples[i] for i in indices]) for indices in share) for share in shares))
+        return MicroBatchRound(
+            tuple(tuple(_micro_batch([samples[i] for i in indices]) for indices in share) for share in shares)
+        )
 
 
 @dataclass(frozen=True)
@@ -168,11 +172,11 @@ class _Sample:
     tokens: int
 
 
-def _micro_batch(samples: Sequence[_Sample]) -> MicroBatch:
+def _micro_batch(samples: Sequence[_Sample]) -> MicroBatchSlices:
     """Samples as pieces: neighbours of one group become one piece."""
     pieces: list[tuple[str, list[int]]] = []
     for sample in samples:
         if not pieces or pieces[-1][0] != sample.group_id:
             pieces.append((sample.group_id, []))
         pieces[-1][1].append(sample.index)
-    return tuple(Piece(group_id, tuple(indices)) for group_id, indices in pieces)
+    return tuple(SampleSlice(group_id, tuple(indices)) for group_id, indices in pieces)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from services.trainer.batch.durable import sync
-from services.trainer.batch.plan import Plan, PlanError
+from services.trainer.batch.plan import PlanError, StepPlan
 
 JSON_SUFFIX = ":json"
 """Ends the name of a tensor that holds a JSON value as UTF-8."""
@@ -33,7 +33,7 @@ class StepFileError(Exception):
 class StepFile:
     """What a step file holds."""
 
-    plan: Plan
+    plan: StepPlan
     """The step's plan."""
     groups: dict[str, dict[str, Any]]
     """Columns by group id."""
@@ -44,7 +44,7 @@ def step_file_path(run_folder: Path, step: int) -> Path:
     return run_folder / "steps" / f"step-{step:06d}.safetensors"
 
 
-def write_step_file(path: Path, plan: Plan, groups: Mapping[str, Columns]) -> None:
+def write_step_file(path: Path, plan: StepPlan, groups: Mapping[str, Columns]) -> None:
     """Write a step file, whole or not at all, and wait until it is on the disk.
 
     Args:
@@ -64,8 +64,8 @@ def write_step_file(path: Path, plan: Plan, groups: Mapping[str, Columns]) -> No
                 text = json.dumps(column, ensure_ascii=False).encode()
                 tensors[f"{group_id}/{name}{JSON_SUFFIX}"] = np.frombuffer(text, np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The epoch in the name keeps a frozen trainer that wakes up from writing into its successor's file.
-    partial = path.with_name(f"{path.name}.{plan.epoch}.partial")
+    # The term in the name keeps a frozen trainer that wakes up from writing into its successor's file.
+    partial = path.with_name(f"{path.name}.{plan.term}.partial")
     save_file(tensors, partial, metadata={"plan": json.dumps(plan.to_json())})
     sync(partial)
     os.replace(partial, path)
@@ -85,7 +85,7 @@ def read_step_file(path: Path, progress: Callable[[int], None] = lambda count: N
     groups: dict[str, dict[str, Any]] = {}
     try:
         with safe_open(path, "numpy") as file:
-            plan = Plan.from_json(json.loads(file.metadata()["plan"]))
+            plan = StepPlan.from_json(json.loads(file.metadata()["plan"]))
             for key in file.keys():  # noqa: SIM118  not a dict
                 group_id, _, name = key.rpartition("/")
                 value = file.get_tensor(key)
@@ -122,7 +122,7 @@ def read_committed(
         StepFileError: it is missing, damaged, or has another plan.
     """
     path = step_file_path(run_folder, step)
-    found, committed = read_step_file(path, progress), Plan.from_json(ledger_plan)
+    found, committed = read_step_file(path, progress), StepPlan.from_json(ledger_plan)
     if found.plan != replace(committed, skipped_updates=None):
         raise StepFileError(f"{path} has another plan than the ledger has for step {step}: it isn't the committed one")
     return StepFile(committed, found.groups)

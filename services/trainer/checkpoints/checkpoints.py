@@ -16,7 +16,7 @@ from services.trainer.batch.step_file import step_file_path
 from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointBroken, CheckpointState, Ledger
 from services.trainer.checkpoints.part import CheckpointPart
-from services.trainer.megatron.rank_channel import TICK_SECONDS, Crew
+from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +37,19 @@ class Checkpoints:
         config: RunConfig,
         run_id: str,
         run_folder: Path,
-        epoch: int,
+        term: int,
         board: Board,
         part: CheckpointPart,
-        crew: Crew,
+        channel: RankChannel,
     ) -> None:
         self._config = config
         self._settings = config.trainer.checkpoint
         self._run_id = run_id
         self._run_folder = run_folder
-        self._epoch = epoch
+        self._term = term
         self._board = board
         self._part = part
-        self._crew = crew
+        self._channel = channel
         self._wanted = False
         self._waiting: list[Answer] = []
         """Who asked for the next one."""
@@ -89,7 +89,7 @@ class Checkpoints:
         began = time.monotonic()
         deadline = began + self._config.trainer.collective_timeout_seconds
         while not self._part.copied(TICK_SECONDS) and time.monotonic() < deadline:
-            self._crew.tick()
+            self._channel.tick()
         self._stalled += time.monotonic() - began
 
     def take_stall(self) -> float:
@@ -108,14 +108,14 @@ class Checkpoints:
         state = self._state(step)
         self._wanted, self._waiting = False, []
         began = time.monotonic()
-        partial = folders.partial_path(self._run_folder, step, self._epoch)
-        with self._crew.alone(f"making {partial}"):
+        partial = folders.partial_path(self._run_folder, step, self._term)
+        with self._channel.alone(f"making {partial}"):
             problem = _make_anew(partial)
         if problem:
             self._fail(answers, f"{partial} can't be made: {problem}")
             return
-        self._crew.send({"do": "begin_checkpoint", "folder": str(partial)})
-        state = state.model_copy(update={"weights_checksum": self._crew.add_up(self._part.checksum())})
+        self._channel.send({"do": "begin_checkpoint", "folder": str(partial)})
+        state = state.model_copy(update={"weights_checksum": self._channel.add_up(self._part.checksum())})
         self._part.begin(partial)
         self._stalled += time.monotonic() - began
         self._saving = _Saving(state, partial, final, answers, began)
@@ -130,21 +130,21 @@ class Checkpoints:
         errors = [str(report["error"]) for report in reports.values() if "error" in report]
         if errors:
             self._give_up(saving, "; ".join(errors))
-        elif len(reports) == self._crew.size:
+        elif len(reports) == self._channel.size:
             self._complete(saving)
         elif time.monotonic() - saving.began > self._settings.timeout_seconds:
-            late = sorted(set(range(self._crew.size)) - set(reports))
+            late = sorted(set(range(self._channel.size)) - set(reports))
             seconds = self._settings.timeout_seconds
             self._give_up(saving, f"ranks {late} did not write within trainer.checkpoint.timeout_seconds = {seconds:g}")
 
     def _complete(self, saving: "_Saving") -> None:
         began = time.monotonic()
-        self._crew.send({"do": "end_checkpoint"})
+        self._channel.send({"do": "end_checkpoint"})
         self._part.end()
         self._saving = None
         step = saving.state.step
         problem, oldest = "", None
-        with self._crew.alone(f"completing {saving.final}"):
+        with self._channel.alone(f"completing {saving.final}"):
             try:
                 folders.seal(saving.partial, saving.final, saving.state)
                 oldest = folders.rotate(self._run_folder, self._settings.keep)
@@ -165,9 +165,9 @@ class Checkpoints:
 
     def _give_up(self, saving: "_Saving", reason: str) -> None:
         self._saving = None
-        self._crew.send({"do": "abandon_checkpoint"})
+        self._channel.send({"do": "abandon_checkpoint"})
         self._part.abandon()
-        with self._crew.alone(f"removing {saving.partial}"):
+        with self._channel.alone(f"removing {saving.partial}"):
             shutil.rmtree(saving.partial, ignore_errors=True)
         self._fail(saving.answers, reason)
 
@@ -180,7 +180,7 @@ class Checkpoints:
         ledger = Ledger(step=0)
         if step:
             (entry,) = self._board.ledger(after_step=step - 1, limit=1)
-            ledger = Ledger(step=step, epoch=entry.epoch, plan_sha256=folders.plan_sha256(entry.plan))
+            ledger = Ledger(step=step, term=entry.term, plan_sha256=folders.plan_sha256(entry.plan))
         # The cursor first: what is published meanwhile is then beyond it, whether it is open or not.
         cursor = self._board.cursor()
         waiting = [retry.group_id for retry in self._board.retries(limit=1_000_000)]
@@ -189,7 +189,7 @@ class Checkpoints:
         return CheckpointState(
             run_id=self._run_id,
             step=step,
-            epoch=self._epoch,
+            term=self._term,
             ledger=ledger,
             board=BoardState(
                 cursor=cursor,
@@ -218,16 +218,16 @@ class Checkpoints:
         Raises:
             CheckpointError: it is intact, but not one of this model.
         """
-        with self._crew.alone("removing unfinished checkpoints"):
-            folders.remove_partials(self._run_folder, self._epoch)
+        with self._channel.alone("removing unfinished checkpoints"):
+            folders.remove_partials(self._run_folder, self._term)
         entries = {entry.step: entry for entry in ledger}
         for step in folders.checkpoint_steps(self._run_folder):
             path = folders.checkpoint_path(self._run_folder, step)
             if step and step not in entries:
                 logger.error("checkpoint %s isn't used: the ledger ends before it, with step %d", path, len(entries))
                 continue
-            self._crew.send({"do": "verify_checkpoint", "folder": str(path)})
-            if not self._crew.agree(self._part.intact(path)):
+            self._channel.send({"do": "verify_checkpoint", "folder": str(path)})
+            if not self._channel.agree(self._part.intact(path)):
                 self._put_aside(path)
                 continue
             try:
@@ -241,14 +241,14 @@ class Checkpoints:
             same = same_layout(state, self._config)
             if not same:
                 logger.warning("checkpoint %s is of ranks arranged otherwise: sums come in another order", path.name)
-            self._crew.send({"do": "restore", "folder": str(path), "step": step, "same_layout": same})
+            self._channel.send({"do": "restore", "folder": str(path), "step": step, "same_layout": same})
             self._part.restore(path, step, same_layout=same)
             logger.info("checkpoint %s is loaded", path.name)
             return step
         return 0
 
     def _put_aside(self, path: Path) -> None:
-        with self._crew.alone(f"putting {path} aside"):
+        with self._channel.alone(f"putting {path} aside"):
             aside = folders.put_aside(path)
         logger.error("checkpoint %s is broken and put aside as %s; trying the one before", path, aside)
 

@@ -4,7 +4,7 @@ checkpoints/step-000020/           complete: it got this name only once everythi
     manifest.json                  size and SHA-256 of every other file
     state.json                     what isn't a tensor: step, ledger, data cursor, configuration
     common.pt .metadata metadata.json __0_0.distcp ...    Megatron's
-checkpoints/.step-000040.3.partial being written by the trainer of epoch 3
+checkpoints/.step-000040.3.partial being written by the trainer of term 3
 checkpoints/step-000040.broken     found damaged, put aside
 """
 
@@ -26,8 +26,8 @@ from services.trainer.batch.plan import OUTCOME
 MANIFEST, STATE = "manifest.json", "state.json"
 CHUNK_BYTES = 1 << 20
 """Read at once for a checksum."""
-LEAVING_EPOCH = 0
-"""In the place of a trainer's epoch: of checkpoints that are being removed."""
+LEAVING_TERM = 0
+"""In the place of a trainer's term: of checkpoints that are being removed."""
 NAME = re.compile(r"step-(\d{6,})")
 REPORT = re.compile(r"written-(\d+)\.json")
 
@@ -43,8 +43,8 @@ class Ledger(BaseModel):
 
     step: int
     """0 before the first."""
-    epoch: int = 0
-    """Epoch of the trainer that took it."""
+    term: int = 0
+    """Term of the trainer that took it."""
     plan_sha256: str = ""
     """`plan_sha256` of its plan."""
 
@@ -73,8 +73,8 @@ class CheckpointState(BaseModel):
     run_id: str
     step: int
     """The weights' version."""
-    epoch: int
-    """Epoch of the trainer that wrote it."""
+    term: int
+    """Term of the trainer that wrote it."""
     ledger: Ledger
     board: BoardState
     trainer: dict[str, Any]
@@ -97,9 +97,9 @@ def checkpoint_path(run_folder: Path, step: int) -> Path:
     return checkpoints_folder(run_folder) / f"step-{step:06d}"
 
 
-def partial_path(run_folder: Path, step: int, epoch: int) -> Path:
-    """Where it is written first. The epoch keeps a frozen trainer that wakes up out of its successor's files."""
-    return checkpoints_folder(run_folder) / f".step-{step:06d}.{epoch}.partial"
+def partial_path(run_folder: Path, step: int, term: int) -> Path:
+    """Where it is written first. The term keeps a frozen trainer that wakes up out of its successor's files."""
+    return checkpoints_folder(run_folder) / f".step-{step:06d}.{term}.partial"
 
 
 def checkpoint_steps(run_folder: Path) -> list[int]:
@@ -209,16 +209,16 @@ def put_aside(path: Path) -> Path:
     return aside
 
 
-def remove_partials(run_folder: Path, before_epoch: int) -> None:
-    """Remove what trainers of earlier epochs did not finish."""
+def remove_partials(run_folder: Path, before_term: int) -> None:
+    """Remove what trainers of earlier terms did not finish."""
     for path in checkpoints_folder(run_folder).glob(".step-*.partial"):
-        if int(path.name.split(".")[2]) < before_epoch:
+        if int(path.name.split(".")[2]) < before_term:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_leaving(run_folder: Path) -> threading.Thread:
     """Remove what `rotate` put out of sight, in the thread that is returned; what is left, the next trainer removes."""
-    arguments = (run_folder, LEAVING_EPOCH + 1)
+    arguments = (run_folder, LEAVING_TERM + 1)
     thread = threading.Thread(target=remove_partials, args=arguments, name="remove-checkpoints")
     thread.start()
     return thread
@@ -235,7 +235,7 @@ def rotate(run_folder: Path, keep: int) -> int | None:
     for step in steps[keep:]:
         # Out of sight at once: a checkpoint that is half removed must not be taken for one.
         path = checkpoint_path(run_folder, step)
-        os.rename(path, path.with_name(f".{path.name}.{LEAVING_EPOCH}.partial"))
+        os.rename(path, path.with_name(f".{path.name}.{LEAVING_TERM}.partial"))
     for path in checkpoints_folder(run_folder).glob("step-*.broken"):
         if steps and int(path.name.split("-")[1].split(".")[0]) < steps[:keep][-1]:
             shutil.rmtree(path, ignore_errors=True)

@@ -66,7 +66,7 @@ class Snapshot:
     the optimizer's state must not change before `copies` are made."""
 
     def __init__(self, state: Stateful, folder: Path) -> None:
-        """Plan the files and begin to copy the state. All ranks make it together; `folder` exists and is empty."""
+        """StepPlan the files and begin to copy the state. All ranks make it together; `folder` exists and is empty."""
         self.copies = HostCopies(state.world.device)
         _fill_optimizer(state.optimizer)
         model = state.model.sharded_state_dict(metadata=dict(SHARDING))

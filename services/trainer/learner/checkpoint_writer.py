@@ -83,7 +83,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
         """What this rank's file gets, once it is planned."""
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
-        """Plan. The request's function writes; `finish` is for all ranks together, once all have written."""
+        """StepPlan. The request's function writes; `finish` is for all ranks together, once all have written."""
         with self._disk.together(f"writing {checkpoint_dir}"):
             pass  # rank 0 has just written common.pt
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from relaxd.algorithms import LossInputs, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from services.trainer.batch.packing import MicroBatch, with_padding
+from services.trainer.batch.packing import PackedMicroBatch, with_padding
 from services.trainer.learner import mismatch
 from services.trainer.learner.checkpoint import Snapshot, Stateful, load_snapshot
 from services.trainer.learner.checkpoint_copies import HostCopies
@@ -52,7 +52,7 @@ from services.trainer.model.hf_weights import (
 from services.trainer.model.model import PolicyModel, build_model, padded_vocab, transformer_config
 from services.trainer.model.sequence_layout import SequenceLayout, sequence_layout, to_device
 
-COLUMNS = ("rollout_logprobs", "advantages", "weight", "compared", "temperature", "ref_logprobs")
+COLUMNS = ("rollout_logprobs", "advantages", "weight", "logprobs_comparable", "temperature", "ref_logprobs")
 """What the loss needs of each trained token."""
 
 
@@ -157,7 +157,7 @@ class Learner:
         """Optimizer steps done: the version of the weights."""
         return self._step
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def accumulate(self, micro_batches: Sequence[PackedMicroBatch]) -> None:
         """Run forward and backward and add the gradients of the summed loss to those that are already there.
 
         May be called any number of times before `finish`. Every data-parallel rank gives the same number of
@@ -237,7 +237,7 @@ class Learner:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
+    def log_probs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
         """Log-probs of the tokens with loss_mask 1 under the current weights.
 
         Returns:
@@ -324,12 +324,12 @@ class Learner:
         load_hf(reference, self._folder, self._shape, self.world)
         return reference.requires_grad_(False)
 
-    def _with_reference(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def _with_reference(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
         missing = [batch for batch in micro_batches if batch.ref_logprobs is None]
         computed = iter(self._log_probs(self._reference, missing) if missing else [])
         return [b if b.ref_logprobs is not None else replace(b, ref_logprobs=next(computed)) for b in micro_batches]
 
-    def _log_probs(self, model: Any, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
+    def _log_probs(self, model: Any, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
         results = [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
         if not micro_batches:
             return results
@@ -353,7 +353,7 @@ class Learner:
         return results
 
     def _run(
-        self, model: Any, micro_batches: Sequence[MicroBatch], last: Any, *, forward_only: bool
+        self, model: Any, micro_batches: Sequence[PackedMicroBatch], last: Any, *, forward_only: bool
     ) -> list[dict[str, Any]]:
         """Run Megatron's schedule.
 
@@ -377,7 +377,7 @@ class Learner:
             forward_only=forward_only,
         )
 
-    def _inputs(self, batch: MicroBatch) -> _Inputs:
+    def _inputs(self, batch: PackedMicroBatch) -> _Inputs:
         batch = with_padding(batch, self.world.tensor_size * self.world.context_size)
         device = self.world.device
         share = len(batch.tokens) // self.world.context_size
@@ -429,5 +429,5 @@ class Learner:
         sums = {"loss": output.loss.detach(), **output.sums}
         reported = {name: value.double() for name, value in sums.items()}
         reported["tokens"] = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
-        reported["mismatch"] = mismatch.measure(logprobs, columns["rollout_logprobs"], columns["compared"])
+        reported["mismatch"] = mismatch.measure(logprobs, columns["rollout_logprobs"], columns["logprobs_comparable"])
         return output.loss, torch.zeros((), dtype=torch.int), reported

@@ -20,7 +20,7 @@ MAX_LOG_RATIO = 20.0
 """k3 is that of log-ratios clamped to ±this, as in verl: one token cannot make it infinite."""
 
 
-def measure(logprobs: Tensor, rollout_logprobs: Tensor, compared: Tensor) -> Tensor:
+def measure(logprobs: Tensor, rollout_logprobs: Tensor, logprobs_comparable: Tensor) -> Tensor:
     """The measure of some trained tokens, on their device and without waiting for it.
 
     k3 = exp(l) - 1 - l estimates KL(engine || trainer) from the engine's samples (Schulman 2020, "Approximating KL
@@ -29,7 +29,7 @@ def measure(logprobs: Tensor, rollout_logprobs: Tensor, compared: Tensor) -> Ten
     Args:
         logprobs: float32 [N], the trainer's.
         rollout_logprobs: float32 [N], the engine's.
-        compared: [N], not 0 where the trainer has the weights that the engine had.
+        logprobs_comparable: [N], not 0 where the trainer has the weights that the engine had.
     """
     log_ratio = (logprobs.detach() - rollout_logprobs).double()
     size = log_ratio.abs()
@@ -39,7 +39,7 @@ def measure(logprobs: Tensor, rollout_logprobs: Tensor, compared: Tensor) -> Ten
     bins = ((size.clamp(min=SMALLEST / 2) / SMALLEST).log2() * PER_OCTAVE).floor().long().clamp(-1, BINS - 2) + 1
     ones = torch.ones_like(size)
     rows = []
-    for chosen in ((compared != 0).double(), ones):
+    for chosen in ((logprobs_comparable != 0).double(), ones):
         of_chosen = size * chosen
         # `max` of no tokens is an error: one more, of 0.
         largest = torch.cat([of_chosen, of_chosen.new_zeros(1)]).max()

@@ -1,7 +1,7 @@
 """Sending the weights: which buckets there are, joining a weight group, one pipelined broadcast.
 
-This runs in threads beside training, on process groups of its own. It may read the weights because `WeightsHold` keeps
-the optimizer away meanwhile.
+This runs in threads beside training, on process groups of its own. `WeightReadLock` keeps the optimizer away from the
+weights meanwhile.
 """
 
 import logging

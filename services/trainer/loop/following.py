@@ -5,21 +5,27 @@ from pathlib import Path
 
 from relaxd.board import Board, BoardUnavailable, Delivery
 from services.trainer.batch.groups import TRAIN_COLUMNS, Group, check_group
-from services.trainer.batch.plan import Round
+from services.trainer.batch.plan import MicroBatchRound
 from services.trainer.batch.step_file import read_step_file, step_file_path
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.rounds import RoundRunner
-from services.trainer.megatron.rank_channel import TICK_SECONDS, Crew
+from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 
 
 def follow(
-    *, crew: Crew, learner: Learner, runner: RoundRunner, board: Board, run_folder: Path, patience_seconds: float
+    *,
+    channel: RankChannel,
+    learner: Learner,
+    runner: RoundRunner,
+    board: Board,
+    run_folder: Path,
+    patience_seconds: float,
 ) -> None:
     """Do what rank 0 says, for ever.
 
     Args:
-        crew: the control channel.
+        channel: the control channel.
         learner: this rank's.
         runner: this rank's.
         board: where this rank fetches the columns of its groups.
@@ -33,34 +39,34 @@ def follow(
     groups: dict[str, Group] = {}
     part = CheckpointPart(learner)
     while True:
-        command = crew.receive()
+        command = channel.receive()
         match command["do"]:
             case "round":
-                entry = Round.from_json(command["round"])
+                entry = MicroBatchRound.from_json(command["round"])
                 missing = {group_id for group_id in runner.own_groups(entry) if group_id not in groups}
                 deliveries = [Delivery(**value) for value in command["deliveries"] if value["group_id"] in missing]
                 groups |= _load(board, deliveries, patience_seconds)
                 runner.run(entry, groups)
             case "finish":
                 learner.finish(command["normalizer"])
-                crew.add_up(learner.checksum())
+                channel.add_up(learner.checksum())
                 groups.clear()
             case "discard":
                 learner.discard()
                 groups.clear()
             case "replay":
                 path = step_file_path(run_folder, command["step"])
-                with crew.disk.together(f"reading {path}") as progress:
+                with channel.disk.together(f"reading {path}") as progress:
                     file = read_step_file(path, progress)
                 runner.replay(file, command["skipped_updates"])
-                crew.add_up(learner.checksum())
+                channel.add_up(learner.checksum())
             case "wait":
-                with crew.disk.together(command["what"]):
+                with channel.disk.together(command["what"]):
                     pass
             case "save":
                 learner.save_hf(Path(command["folder"]))
             case "begin_checkpoint":
-                crew.add_up(learner.checksum())
+                channel.add_up(learner.checksum())
                 part.begin(Path(command["folder"]))
             case "end_checkpoint":
                 part.end()
@@ -68,10 +74,10 @@ def follow(
                 part.abandon()
             case "offload" | "onload" as move:
                 before, after = learner.offload() if move == "offload" else learner.onload()
-                crew.add_up(before)
-                crew.add_up(after)
+                channel.add_up(before)
+                channel.add_up(after)
             case "verify_checkpoint":
-                crew.agree(part.intact(Path(command["folder"])))
+                channel.agree(part.intact(Path(command["folder"])))
             case "restore":
                 part.restore(Path(command["folder"]), command["step"], same_layout=command["same_layout"])
             case unknown:

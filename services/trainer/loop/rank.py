@@ -31,9 +31,9 @@ from services.trainer.loop.intake import Intake
 from services.trainer.loop.rounds import RoundRunner
 from services.trainer.loop.sleeping import TurnRequest
 from services.trainer.loop.training import Controls, Training
-from services.trainer.loop.weight_read_lock import HoldRefused, WeightsHold
+from services.trainer.loop.weight_read_lock import HoldRefused, WeightReadLock
 from services.trainer.megatron.host_memory import settle
-from services.trainer.megatron.rank_channel import Crew
+from services.trainer.megatron.rank_channel import RankChannel
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Rank:
         self._number = int(os.environ.get("RANK", "0"))
         self._controls = Controls(paused=False)
         self._broadcaster: Broadcaster | None = None
-        self._weights: WeightsHold | None = None
+        self._weights: WeightReadLock | None = None
         self._server = ChildServer(
             {
                 "start": self._start,
@@ -100,7 +100,7 @@ class Rank:
             tell=self._tell_loading if self._number == 0 else None,
         )
         settle()
-        crew = Crew(config.trainer.collective_timeout_seconds, learner.world.disk)
+        channel = RankChannel(config.trainer.collective_timeout_seconds, learner.world.disk)
         algorithm = create(config.algorithm)
         buckets = weight_buckets(learner, config.weights.bucket_bytes)
         self._broadcaster = Broadcaster(learner, buckets, config.rollout.engine)
@@ -112,15 +112,20 @@ class Rank:
             runner = RoundRunner(learner, algorithm, config.rollout.temperature)
             patience = config.trainer.collective_timeout_seconds / 2
             follow(
-                crew=crew, learner=learner, runner=runner, board=board, run_folder=run_folder, patience_seconds=patience
+                channel=channel,
+                learner=learner,
+                runner=runner,
+                board=board,
+                run_folder=run_folder,
+                patience_seconds=patience,
             )
         store = host_store(params["store_host"])
-        epoch = board.new_trainer_epoch()
-        self._weights = WeightsHold(epoch)
+        term = board.new_trainer_term()
+        self._weights = WeightReadLock(term)
         manifest = MessageToDict(to_proto(buckets))
         self._server.emit(
-            "epoch",
-            {"epoch": epoch, "manifest": manifest, "source_ranks": learner.world.stages, "store_port": store.port},
+            "term",
+            {"term": term, "manifest": manifest, "source_ranks": learner.world.stages, "store_port": store.port},
         )
         intake = Intake(
             board,
@@ -134,21 +139,21 @@ class Rank:
             config=config,
             run_id=params["run_id"],
             run_folder=run_folder,
-            epoch=epoch,
+            term=term,
             board=board,
             intake=intake,
             learner=learner,
             algorithm=algorithm,
-            crew=crew,
+            channel=channel,
             weights=self._weights,
             checkpoints=Checkpoints(
                 config=config,
                 run_id=params["run_id"],
                 run_folder=run_folder,
-                epoch=epoch,
+                term=term,
                 board=board,
                 part=CheckpointPart(learner),
-                crew=crew,
+                channel=channel,
             ),
             controls=self._controls,
             emit=self._server.emit,
@@ -168,7 +173,7 @@ class Rank:
         if self._weights is None:
             raise HandlerError("the trainer has no weights yet", kind="HoldRefused")
         try:
-            return self._weights.acquire(params["epoch"], params["version"], params["seconds"])
+            return self._weights.acquire(params["term"], params["version"], params["seconds"])
         except HoldRefused as error:
             raise HandlerError(str(error), kind="HoldRefused") from error
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.offload import memory_in_use
-from services.trainer.loop.weight_read_lock import WeightsHold
-from services.trainer.megatron.rank_channel import TICK_SECONDS, Crew
+from services.trainer.loop.weight_read_lock import WeightReadLock
+from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,14 @@ class Sleeping:
     """Whether the world sleeps. Used by the training thread."""
 
     def __init__(
-        self, learner: Learner, crew: Crew, weights: WeightsHold, requests: "queue.SimpleQueue[TurnRequest]"
+        self,
+        learner: Learner,
+        channel: RankChannel,
+        weights: WeightReadLock,
+        requests: "queue.SimpleQueue[TurnRequest]",
     ) -> None:
         self._learner = learner
-        self._crew = crew
+        self._channel = channel
         self._weights = weights
         self._metrics: dict[str, float] = {}
         self.asleep = False
@@ -53,7 +57,7 @@ class Sleeping:
     def follow(self, waiting: Callable[[], None]) -> None:
         """Do what was asked, between two rounds. `waiting` is called now and then while a broadcast is waited for.
 
-        Weights that are away can't be sent: `WeightsHold` says so.
+        Weights that are away can't be sent: `WeightReadLock` says so.
         """
         while not self._requests.empty():
             request = self._requests.get()
@@ -102,6 +106,6 @@ class Sleeping:
 
     def _move(self, what: str) -> tuple[int, int]:
         """On all ranks."""
-        self._crew.send({"do": what})
+        self._channel.send({"do": what})
         before, after = self._learner.offload() if what == "offload" else self._learner.onload()
-        return self._crew.add_up(before), self._crew.add_up(after)
+        return self._channel.add_up(before), self._channel.add_up(after)

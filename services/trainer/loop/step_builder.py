@@ -9,11 +9,11 @@ from relaxd import telemetry
 from relaxd.algorithms import Algorithm
 from relaxd.board import GroupTimes, StageTime, microseconds
 from services.trainer.batch.groups import Group
-from services.trainer.batch.plan import Packer, Plan, Round
+from services.trainer.batch.plan import MicroBatchRound, Packer, StepPlan
 from services.trainer.loop.intake import STAGE, Taken
 
 
-class OpenStep:
+class StepBuilder:
     """What a step has so far."""
 
     def __init__(self, number: int, packer: Packer, carrier: dict[str, str]) -> None:
@@ -21,7 +21,7 @@ class OpenStep:
         self.number = number
         self.packer = packer
         self.members: dict[str, Taken] = {}
-        self.rounds: list[Round] = []
+        self.rounds: list[MicroBatchRound] = []
         self.waited = 0.0
         """Seconds spent on waiting for groups."""
         self.worked = 0.0
@@ -61,14 +61,14 @@ class OpenStep:
                 )
             )
 
-    def plan(self, epoch: int, seed: int, algorithm: Algorithm) -> Plan:
+    def plan(self, term: int, seed: int, algorithm: Algorithm) -> StepPlan:
         """The plan, once all rounds are there."""
         groups = list(self.groups.values())
         samples = sum(len(group.lengths) for group in groups)
         trained_tokens = sum(group.trained_tokens for group in groups)
-        return Plan(
+        return StepPlan(
             step=self.number,
-            epoch=epoch,
+            term=term,
             seed=seed,
             groups=tuple(self.members),
             rounds=tuple(self.rounds),

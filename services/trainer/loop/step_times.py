@@ -6,10 +6,10 @@ from relaxd.board import StageTime
 from relaxd.board.times import MICROSECONDS
 from relaxd.telemetry.spans import SPAN_NAMES
 from services.trainer.loop.intake import STAGE
-from services.trainer.loop.step_builder import OpenStep
+from services.trainer.loop.step_builder import StepBuilder
 
 
-def group_times(opened: OpenStep, ended: int) -> dict[str, float]:
+def group_times(opened: StepBuilder, ended: int) -> dict[str, float]:
     """The ways of a step's groups, each the mean over the groups, in seconds.
 
     Args:
@@ -42,7 +42,7 @@ def group_times(opened: OpenStep, ended: int) -> dict[str, float]:
     return result
 
 
-def trainer_times(opened: OpenStep, step_seconds: float, checkpoint_seconds: float) -> dict[str, float]:
+def trainer_times(opened: StepBuilder, step_seconds: float, checkpoint_seconds: float) -> dict[str, float]:
     """What the trainer did in a step, in seconds of its own clock.
 
     Args:

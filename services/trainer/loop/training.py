@@ -15,7 +15,7 @@ from relaxd import telemetry
 from relaxd.algorithms import Algorithm
 from relaxd.board import Board, BoardUnavailable, LedgerEntry, microseconds
 from relaxd.config import RunConfig
-from services.trainer.batch.plan import OUTCOME, Packer, Plan, Round
+from services.trainer.batch.plan import OUTCOME, MicroBatchRound, Packer, StepPlan
 from services.trainer.batch.step_file import read_committed, step_file_path, write_step_file
 from services.trainer.checkpoints.checkpoints import Answer, Checkpoints
 from services.trainer.learner.learner import Learner, StepStats
@@ -23,11 +23,11 @@ from services.trainer.loop.intake import Intake
 from services.trainer.loop.rounds import RoundRunner
 from services.trainer.loop.skipped_updates import SkippedUpdates, TooManySkippedUpdates
 from services.trainer.loop.sleeping import Sleeping, TurnRequest
-from services.trainer.loop.step_builder import OpenStep
+from services.trainer.loop.step_builder import StepBuilder
 from services.trainer.loop.step_metrics import group_metrics, record_samples, shown_samples
 from services.trainer.loop.step_times import group_times, trainer_times
-from services.trainer.loop.weight_read_lock import WeightsHold
-from services.trainer.megatron.rank_channel import TICK_SECONDS, Crew
+from services.trainer.loop.weight_read_lock import WeightReadLock
+from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 
 logger = logging.getLogger(__name__)
 
@@ -60,34 +60,34 @@ class Training:
         config: RunConfig,
         run_id: str,
         run_folder: Path,
-        epoch: int,
+        term: int,
         board: Board,
         intake: Intake,
         learner: Learner,
         algorithm: Algorithm,
-        crew: Crew,
-        weights: WeightsHold,
+        channel: RankChannel,
+        weights: WeightReadLock,
         checkpoints: Checkpoints,
         controls: Controls,
         emit: Emit,
     ) -> None:
-        """`emit` tells the parent: "progress" (detail, held, done, turns), "version" (epoch, version, trace)."""
+        """`emit` tells the parent: "progress" (detail, held, done, turns), "version" (term, version, trace)."""
         self._config = config
         self._run_id = run_id
         self._run_folder = run_folder
-        self._epoch = epoch
+        self._term = term
         self._board = board
         self._intake = intake
         self._learner = learner
         self._algorithm = algorithm
         self._runner = RoundRunner(learner, algorithm, config.rollout.temperature)
-        self._crew = crew
+        self._channel = channel
         self._weights = weights
         self._checkpoints = checkpoints
         self._weights_checksum = 0
         self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
         self._controls = controls
-        self._sleeping = Sleeping(learner, crew, weights, controls.turns)
+        self._sleeping = Sleeping(learner, channel, weights, controls.turns)
         self._emit = emit
         # In a colocated run every wait of this thread delays who has the next turn.
         self._patience = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
@@ -104,14 +104,14 @@ class Training:
         self._announce({})
         while self._learner.step < self._config.run.steps:
             with telemetry.root_span("step", attributes={"relaxd.step": self._learner.step + 1}) as span:
-                opened = self._fill(OpenStep(self._learner.step + 1, self._packer(), telemetry.inject(span)))
+                opened = self._fill(StepBuilder(self._learner.step + 1, self._packer(), telemetry.inject(span)))
                 if opened is None:
                     continue
-                plan = opened.plan(self._epoch, self._config.run.seed, self._algorithm)
+                plan = opened.plan(self._term, self._config.run.seed, self._algorithm)
                 columns = {group_id: group.columns for group_id, group in opened.groups.items()}
                 began = time.monotonic()
                 path = step_file_path(self._run_folder, plan.step)
-                with self._crew.alone(f"writing {path}"):
+                with self._channel.alone(f"writing {path}"):
                     write_step_file(path, plan, columns)
                 opened.wrote = time.monotonic() - began
                 self._checkpoints.let_copy()
@@ -125,7 +125,7 @@ class Training:
             self._between_rounds(f"all {self._config.run.steps} steps are done")
             time.sleep(IDLE_SECONDS)
 
-    def _fill(self, opened: OpenStep) -> OpenStep | None:
+    def _fill(self, opened: StepBuilder) -> StepBuilder | None:
         """Take groups and train on them as they come, until the step may close. None: it was given up."""
         away = False
         while True:
@@ -159,28 +159,28 @@ class Training:
                 away = True
                 time.sleep(TICK_SECONDS)
 
-    def _accumulate(self, opened: OpenStep, entry: Round) -> None:
+    def _accumulate(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
         """Forward and backward of one round, on all ranks."""
         self._tell(f"step {opened.number}: {len(opened.members)} groups")
         began = time.monotonic()
         needed = {piece.group_id for rank in entry.micro_batches for micro_batch in rank for piece in micro_batch}
         deliveries = [asdict(opened.members[group_id].delivery) for group_id in sorted(needed)]
-        self._crew.send({"do": "round", "round": entry.to_json(), "deliveries": deliveries})
+        self._channel.send({"do": "round", "round": entry.to_json(), "deliveries": deliveries})
         self._runner.run(entry, opened.groups)
         opened.rounds.append(entry)
         opened.worked += time.monotonic() - began
 
-    def _finish(self, opened: OpenStep, plan: Plan) -> tuple[StepStats, float]:
+    def _finish(self, opened: StepBuilder, plan: StepPlan) -> tuple[StepStats, float]:
         """Update the weights on all ranks, once no broadcast reads them. Returns also the seconds that this waited."""
 
         def waiting() -> None:
             self._tell(f"step {opened.number}: waiting for a weight broadcast to end")
-            self._crew.tick()
+            self._channel.tick()
 
         with self._weights.changing(waiting, TICK_SECONDS) as held_back:
-            self._crew.send({"do": "finish", "normalizer": plan.normalizer})
+            self._channel.send({"do": "finish", "normalizer": plan.normalizer})
             stats = self._learner.finish(plan.normalizer)
-            self._weights_checksum = self._crew.add_up(self._learner.checksum())
+            self._weights_checksum = self._channel.add_up(self._learner.checksum())
         if stats.skipped:
             logger.warning(
                 "the update of step %d is skipped: its loss is %g, its gradient norm %g; its groups are %s",
@@ -189,7 +189,7 @@ class Training:
             self._give_up_on_too_many(opened, plan)
         return stats, held_back
 
-    def _give_up_on_too_many(self, opened: OpenStep, plan: Plan) -> None:
+    def _give_up_on_too_many(self, opened: StepBuilder, plan: StepPlan) -> None:
         """Raise TooManySkippedUpdates if this step's update was one too many. It is not committed then."""
         try:
             self._skipped.check(plan.step, plan.groups)
@@ -200,7 +200,7 @@ class Training:
                 self._board.drop(taken.delivery, reason="non_finite_gradients")
             raise
 
-    def _commit(self, opened: OpenStep, plan: Plan, stats: StepStats) -> None:
+    def _commit(self, opened: StepBuilder, plan: StepPlan, stats: StepStats) -> None:
         """Enter the step into the ledger, with what became of its update."""
         plan = replace(plan, skipped_updates=(0,) if stats.skipped else ())
         groups = list(opened.groups.values())
@@ -221,12 +221,12 @@ class Training:
         while True:
             try:
                 self._board.commit_step(
-                    epoch=self._epoch, step=plan.step, plan=plan.to_json(), metrics=metrics, samples=samples
+                    term=self._term, step=plan.step, plan=plan.to_json(), metrics=metrics, samples=samples
                 )
                 break
             except BoardUnavailable as error:
                 logger.warning("step %d can't be committed yet: %s", plan.step, error)
-                self._crew.tick()
+                self._channel.tick()
                 time.sleep(TICK_SECONDS)
         self._skipped.record(plan.step, plan.groups, skipped=stats.skipped)
         opened.end_spans(ended)
@@ -241,7 +241,7 @@ class Training:
     def _announce(self, trace: dict[str, str]) -> None:
         """The version is there: it may be sent, and the coordinator is told."""
         self._weights.publish(self._learner.step)
-        self._emit("version", {"epoch": self._epoch, "version": self._learner.step, "trace": trace})
+        self._emit("version", {"term": self._term, "version": self._learner.step, "trace": trace})
 
     def _replay(self) -> None:
         """Load the newest checkpoint, and repeat the steps that the ledger has after it, from their files."""
@@ -258,11 +258,11 @@ class Training:
         """Replay one step of the ledger on all ranks."""
         self._tell(f"replaying step {entry.step}")
         skipped = entry.plan.get(OUTCOME)
-        self._crew.send({"do": "replay", "step": entry.step, "skipped_updates": skipped})
-        with self._crew.disk.together(f"reading the file of step {entry.step}") as progress:
+        self._channel.send({"do": "replay", "step": entry.step, "skipped_updates": skipped})
+        with self._channel.disk.together(f"reading the file of step {entry.step}") as progress:
             file = read_committed(self._run_folder, entry.step, entry.plan, progress)
         stats = self._runner.replay(file, skipped)
-        checksum = float(self._crew.add_up(self._learner.checksum()))
+        checksum = float(self._channel.add_up(self._learner.checksum()))
         was = entry.metrics.get("grad_norm")
         if was is not None and abs(stats.grad_norm - was) > 1e-3 * abs(was):
             logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, stats.grad_norm, was)
@@ -274,8 +274,8 @@ class Training:
         go_on = True
         while True:
             self._tell(detail)
-            self._crew.tick()
-            self._sleeping.follow(self._crew.tick)
+            self._channel.tick()
+            self._sleeping.follow(self._channel.tick)
             asleep = self._sleeping.asleep
             if not asleep:
                 self._export()
@@ -301,17 +301,17 @@ class Training:
         while not self._controls.exports.empty():
             folder, answer = self._controls.exports.get()
             try:
-                self._crew.send({"do": "save", "folder": str(folder)})
+                self._channel.send({"do": "save", "folder": str(folder)})
                 self._learner.save_hf(folder)
                 answer.set_result(self._learner.step)
             except Exception as error:
                 answer.set_exception(error)
                 raise  # the other ranks give up as well
 
-    def _discard(self, opened: OpenStep) -> None:
+    def _discard(self, opened: StepBuilder) -> None:
         """Forget what the step has; its groups are taken again."""
         opened.end_spans()
-        self._crew.send({"do": "discard"})
+        self._channel.send({"do": "discard"})
         self._learner.discard()
 
     def _packer(self) -> Packer:

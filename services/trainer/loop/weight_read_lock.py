@@ -10,14 +10,14 @@ class HoldRefused(Exception):
     """The weights can't be held; the message says why."""
 
 
-class WeightsHold:
+class WeightReadLock:
     """Keeps the optimizer from changing the weights while a broadcast sends them, for a bounded time.
 
     Only rank 0 has one: no rank's optimizer steps before rank 0 says so.
     """
 
-    def __init__(self, epoch: int) -> None:
-        self._epoch = epoch
+    def __init__(self, term: int) -> None:
+        self._term = term
         self._condition = threading.Condition()
         self._version: int | None = None
         self._held_until = 0.0
@@ -33,16 +33,16 @@ class WeightsHold:
         with self._condition:
             self._version = version
 
-    def acquire(self, epoch: int, version: int, seconds: float) -> int:
+    def acquire(self, term: int, version: int, seconds: float) -> int:
         """Keep the weights as they are for at most `seconds`. Returns what to give to `release`.
 
         Raises:
             HoldRefused: these aren't the weights that are there, or they are just being changed.
         """
         with self._condition:
-            if (epoch, version) != (self._epoch, self._version):
-                now = "being changed" if self._version is None else f"({self._epoch}, {self._version})"
-                raise HoldRefused(f"weights (epoch, version) are {now}: ({epoch}, {version}) can't be sent")
+            if (term, version) != (self._term, self._version):
+                now = "being changed" if self._version is None else f"({self._term}, {self._version})"
+                raise HoldRefused(f"weights (term, version) are {now}: ({term}, {version}) can't be sent")
             self._hold += 1
             self._held_until = time.monotonic() + seconds
             return self._hold

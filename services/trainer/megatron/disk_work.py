@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 LOOK_SECONDS = 1.0
 """How often a rank notes what it has done, and what it waits for is looked at."""
-FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.001, 0.05
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.001, 0.05
 """Between two questions whether all are done; doubled each time."""
 
 Progress = Callable[[int], None]
@@ -128,7 +128,7 @@ class DiskWork:
                 self._look(what, pending)
             else:
                 self._sleep(pause)
-                pause = min(2 * pause, MOST_PAUSE_SECONDS)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     def _look(self, what: str, pending: dict[int, _Seen]) -> None:
         """Take ranks that are done out of `pending`. Raises DiskWorkFailed, DiskStalled."""

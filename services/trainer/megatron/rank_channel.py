@@ -23,7 +23,7 @@ TICK_SECONDS = 0.5
 TICK = {"do": "tick"}
 
 
-class Crew:
+class RankChannel:
     """The control channel of the world. Made by all ranks at the same time, used by each rank's training thread."""
 
     def __init__(self, timeout_seconds: float, disk: DiskWork) -> None:

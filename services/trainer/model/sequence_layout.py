@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.trainer.batch.packing import MicroBatch
+from services.trainer.batch.packing import PackedMicroBatch
 from services.trainer.kernels.fusion import fused_kernels
 
-MOST_PADDING = 0.25
+MAX_PADDING = 0.25
 """Sequences share one padded attention call while padding adds at most this share to their tokens."""
 
 
@@ -42,7 +42,7 @@ class SequenceLayout:
     """int64 [T + 1]: where in `copies` each token's begin, and P."""
 
 
-def sequence_layout(batch: MicroBatch, device: torch.device, *, varlen: bool) -> SequenceLayout:
+def sequence_layout(batch: PackedMicroBatch, device: torch.device, *, varlen: bool) -> SequenceLayout:
     """Lay out the sequences of a micro-batch.
 
     Args:
@@ -87,7 +87,7 @@ def _blocks(lengths: Sequence[int]) -> list[list[int]]:
         if blocks:
             widest = lengths[blocks[-1][0]]
             tokens = sum(lengths[j] for j in blocks[-1]) + lengths[i]
-            if widest * (len(blocks[-1]) + 1) <= (1 + MOST_PADDING) * tokens:
+            if widest * (len(blocks[-1]) + 1) <= (1 + MAX_PADDING) * tokens:
                 blocks[-1].append(i)
                 continue
         blocks.append([i])

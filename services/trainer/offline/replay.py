@@ -48,7 +48,7 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
     from services.trainer.checkpoints.checkpoints import same_layout
     from services.trainer.learner.learner import Learner
     from services.trainer.loop.rounds import RoundRunner
-    from services.trainer.megatron.rank_channel import Crew
+    from services.trainer.megatron.rank_channel import RankChannel
 
     config = read_config(run_folder)
     files = {}
@@ -63,7 +63,7 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         resolve_model(config.model.path), config.trainer, config.algorithm, steps=config.run.steps, seed=config.run.seed
     )
     disk = learner.world.disk
-    crew = Crew(config.trainer.collective_timeout_seconds, disk)
+    channel = RankChannel(config.trainer.collective_timeout_seconds, disk)
     if start:
         path = checkpoint_path(run_folder, start)
         learner.restore(path, start, same_layout=same_layout(read_state(path), config))
@@ -75,7 +75,7 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         stats = runner.replay(recorded_step, skipped.get(number))
         if learner.world.rank == 0:
             print(f"step {number}: loss {stats.loss:.6g}, gradient norm {stats.grad_norm:.6g}", file=sys.stderr)
-    checksum = crew.add_up(learner.checksum())
+    checksum = channel.add_up(learner.checksum())
     if learner.world.rank != 0:
         return None
     found = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "weights_checksum": float(checksum)}

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-LONGEST_NAME = 200
+MAX_NAME = 200
 """Bytes of a folder's name: file systems take 255, and an export is written under a longer name until it is whole."""
 RESERVED = ("checkpoints", "steps")
 """Folders of the run's folder that are not for exports."""
@@ -20,8 +20,8 @@ def export_folder(run_folder: Path, folder: str) -> Path:
         raise ValueError(f'folder is {folder!r}: it must be a relative path below the run\'s folder, such as "model"')
     if target.parts[0] in RESERVED:
         raise ValueError(f"folder is {folder!r}: {target.parts[0]} holds the run's own files")
-    if any(len(os.fsencode(part)) > LONGEST_NAME for part in target.parts):
-        raise ValueError(f"folder is {folder!r}: no name in it may be longer than {LONGEST_NAME} bytes")
+    if any(len(os.fsencode(part)) > MAX_NAME for part in target.parts):
+        raise ValueError(f"folder is {folder!r}: no name in it may be longer than {MAX_NAME} bytes")
     try:
         return _checked(run_folder, folder)
     except OSError as error:

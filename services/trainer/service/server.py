@@ -29,7 +29,7 @@ from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, replica_pb2, trainer_pb2, trainer_pb2_grpc, weights_pb2
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.service.export import export_folder
-from services.trainer.service.world import World
+from services.trainer.service.rank_supervisor import RankSupervisor
 
 TRANSPORTS = ("gloo", "nccl", "cuda_ipc")
 LEAVE_SECONDS = 5.0
@@ -48,7 +48,7 @@ class TrainerService(ReplicaService):
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
         self._living: asyncio.Task[None] | None = None
-        self.world: World | None = None
+        self.world: RankSupervisor | None = None
         self.run_folder = Path()
 
     async def start_run(self, config: RunConfig, assignment: coordinator_pb2.Assignment) -> None:
@@ -68,7 +68,7 @@ class TrainerService(ReplicaService):
         }
         take_turn = self.take_turn if config.run.colocate else None
         environment = gpu_environment(gpus) | NCCL_ENVIRONMENT | (HUGE_PAGES if gpus else {})
-        self.world = World(self._settings, start, environment, take_turn)
+        self.world = RankSupervisor(self._settings, start, environment, take_turn)
         self._living = asyncio.create_task(self.world.live(), name="world")
 
     async def stop_run(self) -> None:
@@ -119,7 +119,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self._settings = settings
         self._sync_ids = SyncIds()
         self._group: tuple[int, str] | None = None
-        """Epoch and name of the group that the source ranks are in."""
+        """Term and name of the group that the source ranks are in."""
 
     async def GetWeightManifest(
         self, request: trainer_pb2.GetWeightManifestRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -168,7 +168,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             "world_size": group.world_size,
             "timeout": group.timeout_seconds,
         }
-        self._group = (world.epoch, group.name)
+        self._group = (world.term, group.name)
         with _answering(f"join weight group {group.name}"):
             try:
                 await _ask(world, world.senders, "join_group", params, group.timeout_seconds + 1.0)
@@ -187,9 +187,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         violations.check_seconds(seconds, "timeout_seconds")
         violations.raise_if_any()
         self._sync_ids.take(request.sync_id)
-        if self._group != (world.epoch, request.group_name):
+        if self._group != (world.term, request.group_name):
             raise FailedPrecondition(f'this trainer is not in weight group "{request.group_name}": join it first')
-        version = {"epoch": request.weights.epoch, "version": request.weights.version}
+        version = {"term": request.weights.term, "version": request.weights.version}
         link = telemetry.link_from(world.step_trace)
         attributes = {"relaxd.sync_id": request.sync_id, "relaxd.version": request.weights.version}
         with (
@@ -234,12 +234,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             target = export_folder(self._service.run_folder, request.folder)
         except ValueError as error:
             raise InvalidArgument(str(error), [("folder", str(error))]) from error
-        epoch = world.epoch
+        term = world.term
         seconds = self._seconds_left(context)
         with _answering(f"export to {target}"):
             version = await world.request(0, "export", {"folder": str(target), "seconds": seconds}, seconds)
         return trainer_pb2.ExportHuggingFaceResponse(
-            path=str(target), weights=replica_pb2.WeightVersion(epoch=epoch, version=version)
+            path=str(target), weights=replica_pb2.WeightVersion(term=term, version=version)
         )
 
     async def SaveCheckpoint(
@@ -247,12 +247,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     ) -> trainer_pb2.TrainerSaveCheckpointResponse:
         """Take a checkpoint, and wait until it is on the disk."""
         world = self._ready_world()
-        epoch = world.epoch
+        term = world.term
         seconds = self._seconds_left(context)
         with _answering("take a checkpoint"):
             saved = await world.request(0, "checkpoint", {"seconds": seconds}, seconds)
         return trainer_pb2.TrainerSaveCheckpointResponse(
-            path=saved["path"], weights=replica_pb2.WeightVersion(epoch=epoch, version=saved["step"])
+            path=saved["path"], weights=replica_pb2.WeightVersion(term=term, version=saved["step"])
         )
 
     async def Sleep(
@@ -296,7 +296,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         remaining = context.time_remaining()
         return self._settings.deadline_seconds if remaining is None else remaining
 
-    def _ready_world(self) -> World:
+    def _ready_world(self) -> RankSupervisor:
         world = self._service.world
         if world is None:
             raise FailedPrecondition("the trainer works on no run")
@@ -304,14 +304,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             raise Unavailable(f"the trainer has no weights yet: {world.detail}")
         return world
 
-    async def _leave(self, world: World, name: str) -> None:
+    async def _leave(self, world: RankSupervisor, name: str) -> None:
         if self._group is not None and self._group[1] == name:
             self._group = None
         with contextlib.suppress(ChildError, Unavailable):  # who is gone has left
             await _ask(world, world.senders, "leave_group", {"name": name}, LEAVE_SECONDS)
 
 
-async def _ask(world: World, ranks: Sequence[int], method: str, params: dict[str, Any], timeout: float) -> list[Any]:
+async def _ask(
+    world: RankSupervisor, ranks: Sequence[int], method: str, params: dict[str, Any], timeout: float
+) -> list[Any]:
     """Ask several ranks at once; the first error ends the waiting."""
     tasks = [asyncio.create_task(world.request(rank, method, params, timeout)) for rank in ranks]
     try:

@@ -16,7 +16,7 @@ from rich.console import Console
 from relaxd.cli import follow as following
 from relaxd.cli.execute import unfinished
 from relaxd.cli.follow import Quiet, RunPaused, follow
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.rpc.server import start_server
 from relaxd.v1 import coordinator_pb2 as pb
@@ -49,7 +49,7 @@ class Kit:
         self.console = Console(file=io.StringIO(), width=200)
 
     def follow(self, **options: Any) -> None:
-        with Coordinator(f"127.0.0.1:{self.port}") as coordinator:
+        with CoordinatorClient(f"127.0.0.1:{self.port}") as coordinator:
             follow(coordinator, "r", self.console, **options)
 
     @property
@@ -111,7 +111,7 @@ def test_it_is_said_every_ten_minutes_with_the_reason() -> None:
 def test_a_paused_run_is_waited_for_only_as_long_as_one_says(kit: Kit) -> None:
     kit.run.state, kit.run.reason = pb.RUN_STATE_PAUSED, "for lunch"
     with pytest.raises(RunPaused, match="run r has been paused for 0 s: for lunch"):
-        kit.follow(longest_pause=0.3)
+        kit.follow(max_pause=0.3)
     assert kit.output.count("relaxd resume r goes on with it, relaxd stop r ends it") == 1
 
 
@@ -119,7 +119,7 @@ def test_a_rebuild_is_no_pause(kit: Kit) -> None:
     kit.run.state = pb.RUN_STATE_PAUSED
     kit.run.health.add(state=HEALTH_STATE_REBUILDING)
     seen: list[None] = []
-    kit.follow(longest_pause=0.3, healthy=kit.end_run_when(lambda: seen.append(None) or len(seen) > 10))
+    kit.follow(max_pause=0.3, healthy=kit.end_run_when(lambda: seen.append(None) or len(seen) > 10))
 
 
 def test_a_run_that_failed_is_an_error(kit: Kit) -> None:

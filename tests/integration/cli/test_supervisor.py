@@ -15,7 +15,7 @@ import redis
 from relaxd.local.embedded_redis import server_command, url, wait_until_up
 from relaxd.local.ports import free_port
 from relaxd.local.state import ServiceState, StackState, StateFolder
-from relaxd.local.supervisor import Plan, ServiceSpec
+from relaxd.local.supervisor import ServiceSpec, StackPlan
 
 FAST = {"grace_seconds": 5.0, "first_backoff_seconds": 0.05}
 SLEEP = "import time; time.sleep(600)"
@@ -46,9 +46,9 @@ class Harness:
             for name, code in services.items()
         ]
         options = FAST | options
-        self.run(Plan(state_folder=self.folder.path, coordinator="-", redis="-", services=specs, **options))
+        self.run(StackPlan(state_folder=self.folder.path, coordinator="-", redis="-", services=specs, **options))
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan: StackPlan) -> None:
         self.folder.plan.write_text(plan.model_dump_json())
         with self.folder.log("supervisor").open("wb") as log:
             command = [sys.executable, "-m", "relaxd.local.supervisor", str(self.folder.plan)]
@@ -105,7 +105,7 @@ def test_a_killed_redis_comes_back_with_its_data(harness: Harness) -> None:
     port = free_port()
     harness.folder.create()
     spec = ServiceSpec(name="redis", role="redis", command=server_command(harness.folder.redis_data, port))
-    harness.run(Plan(state_folder=harness.folder.path, coordinator="-", redis=url(port), services=[spec], **FAST))
+    harness.run(StackPlan(state_folder=harness.folder.path, coordinator="-", redis=url(port), services=[spec], **FAST))
     state = harness.until(all_running)
     wait_until_up(url(port), seconds=10)
     with redis.Redis.from_url(url(port)) as client:
@@ -127,7 +127,7 @@ def test_a_redis_is_starting_until_it_has_loaded_its_data(harness: Harness) -> N
         ServiceSpec(name="redis", role="redis", command=[sys.executable, "-c", slow]),
         ServiceSpec(name="reward", role="reward", command=[sys.executable, "-c", SLEEP]),
     ]
-    harness.run(Plan(state_folder=harness.folder.path, coordinator="-", redis=url(port), services=specs, **FAST))
+    harness.run(StackPlan(state_folder=harness.folder.path, coordinator="-", redis=url(port), services=specs, **FAST))
     state = harness.until(lambda s: service(s, "redis").pid is not None)
     assert [s.phase for s in state.services] == ["starting", "starting"]
     loaded.touch()
@@ -139,7 +139,7 @@ def test_a_redis_that_cannot_start_ends_the_supervisor(harness: Harness) -> None
     harness.folder.create()
     spec = ServiceSpec(name="redis", role="redis", command=[sys.executable, "-c", "raise SystemExit('no disk')"])
     port = free_port()
-    harness.run(Plan(state_folder=harness.folder.path, coordinator="-", redis=url(port), services=[spec], **FAST))
+    harness.run(StackPlan(state_folder=harness.folder.path, coordinator="-", redis=url(port), services=[spec], **FAST))
     assert harness.process.wait(timeout=30) == 1
     assert f"Redis at {url(port)} does not answer" in harness.folder.log("supervisor").read_text()
     assert harness.folder.log_tail("redis") == ["no disk"]
@@ -217,7 +217,9 @@ def test_stops_when_its_starter_is_gone(harness: Harness) -> None:
     harness.folder.create()
     command = [sys.executable, "-c", SLEEP]
     spec = ServiceSpec(name="reward", role="reward", command=command)
-    plan = Plan(state_folder=harness.folder.path, coordinator="-", redis="-", services=[spec], stop_with_parent=True)
+    plan = StackPlan(
+        state_folder=harness.folder.path, coordinator="-", redis="-", services=[spec], stop_with_parent=True
+    )
     harness.folder.plan.write_text(plan.model_dump_json())
     starter = (
         "import subprocess, sys, time\n"

@@ -10,7 +10,7 @@ import grpc
 import psutil
 import pytest
 
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local.state import StateFolder
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER, GetStatusRequest, GetStatusResponse, Role
@@ -64,7 +64,7 @@ class Watched:
         """What a replica says now."""
         stack = self._state.read()
         assert stack is not None
-        with Coordinator(stack.coordinator) as coordinator:
+        with CoordinatorClient(stack.coordinator) as coordinator:
             address = next(r.registration.address for r in coordinator.replicas() if r.registration.role == role)
         with grpc.insecure_channel(address) as channel:
             answer: GetStatusResponse = ReplicaStub(channel).GetStatus(GetStatusRequest(), timeout=5)
@@ -94,7 +94,7 @@ class Watched:
 
 def generating(watched: Watched) -> bool:
     status = watched.status(ROLE_ROLLOUT)
-    return status.awake and status.weights.epoch > 0 and status.held_groups > 0
+    return status.awake and status.weights.term > 0 and status.held_groups > 0
 
 
 def training(watched: Watched) -> bool:

@@ -13,7 +13,7 @@ import psutil
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.local.state import StateFolder
-from relaxd.local.supervisor import Plan, ServiceSpec
+from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.conftest import free_port
 from tests.integration.coordinator.cluster import LEASE_SECONDS, ROOT, Cluster
@@ -49,7 +49,7 @@ class SupervisedCluster(Cluster):
         command += ["--port", str(self.launcher_port), "--redis", self.redis_url]
         launcher = ServiceSpec(name="launcher", role="launcher", command=command)
         self.state.create()
-        plan = Plan(
+        plan = StackPlan(
             state_folder=self.state.path,
             coordinator=f"127.0.0.1:{self.port}",
             redis=self.redis_url,

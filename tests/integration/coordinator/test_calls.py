@@ -193,12 +193,12 @@ def test_announcements(up: Cluster) -> None:
     assert set(violations(stub.AnnounceVersion, pb.AnnounceVersionRequest(weights=WeightVersion(version=-1)))) == {
         "run_id",
         "replica_id",
-        "weights.epoch",
+        "weights.term",
         "weights.version",
     }
 
-    def announce(epoch: int, version: int, run_id: str = "announced") -> pb.AnnounceVersionRequest:
-        weights = WeightVersion(epoch=epoch, version=version)
+    def announce(term: int, version: int, run_id: str = "announced") -> pb.AnnounceVersionRequest:
+        weights = WeightVersion(term=term, version=version)
         return pb.AnnounceVersionRequest(run_id=run_id, replica_id="trainer", weights=weights)
 
     assert refused(stub.AnnounceVersion, announce(1, 0)).code() == PRECONDITION
@@ -206,7 +206,7 @@ def test_announcements(up: Cluster) -> None:
     stub.AnnounceVersion(announce(2, 1), timeout=5)
     assert refused(stub.AnnounceVersion, announce(1, 5)).code() == PRECONDITION
     stub.AnnounceVersion(announce(2, 1), timeout=5)  # said again: the answer was lost
-    assert stub.GetWeights(pb.GetWeightsRequest(), timeout=5).announced == WeightVersion(epoch=2, version=1)
+    assert stub.GetWeights(pb.GetWeightsRequest(), timeout=5).announced == WeightVersion(term=2, version=1)
     with pytest.raises(grpc.RpcError) as caught:
         stub.SyncWeights(pb.SyncWeightsRequest(), timeout=2)
     assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)

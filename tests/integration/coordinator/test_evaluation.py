@@ -27,12 +27,12 @@ class Engine(rollout_pb2_grpc.RolloutServicer):
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
-        self.running = self.most_running = self.answered = self.left = 0
+        self.running = self.max_running = self.answered = self.left = 0
 
     async def Generate(self, request: rollout_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
         assert request.final_only
         self.running += 1
-        self.most_running = max(self.most_running, self.running)
+        self.max_running = max(self.max_running, self.running)
         try:
             await asyncio.sleep(min(self.seconds, 3600))
             self.answered += 1
@@ -74,15 +74,15 @@ class Kit(FleetKit):
         finally:
             assert evaluator.under_way == 0
 
-    async def engine(self, name: str, seconds: float = 0.0, epoch: int = 1) -> Engine:
+    async def engine(self, name: str, seconds: float = 0.0, term: int = 1) -> Engine:
         engine = Engine(seconds)
         add = rollout_pb2_grpc.add_RolloutServicer_to_server
         await self.serve(name, ROLE_ROLLOUT, add, engine, "relaxd.v1.Rollout")
-        self.generated(name, 0, epoch)
+        self.generated(name, 0, term)
         return engine
 
-    def generated(self, name: str, tokens: int, epoch: int = 1) -> None:
-        self.beat(name, progress=tokens, weights=WeightVersion(epoch=epoch, version=3))
+    def generated(self, name: str, tokens: int, term: int = 1) -> None:
+        self.beat(name, progress=tokens, weights=WeightVersion(term=term, version=3))
 
     async def generate_forever(self, name: str) -> None:
         for tokens in itertools.count():
@@ -107,14 +107,14 @@ async def test_an_answer_may_take_longer_than_any_limit_while_its_engine_generat
     assert metrics["eval_prompts"] == PROMPTS
     assert metrics["eval_reward"] == 1.0
     assert metrics["eval_response_length"] == 5
-    assert (engine.answered, engine.most_running) == (PROMPTS, 2)
+    assert (engine.answered, engine.max_running) == (PROMPTS, 2)
 
 
 async def test_what_a_silent_engine_was_asked_is_asked_of_another(kit: Kit) -> None:
     silent, well = await kit.engine("a-silent", HANG), await kit.engine("well")
     assert (await kit.evaluate())["eval_prompts"] == PROMPTS
     assert well.answered == PROMPTS
-    assert silent.most_running == 2
+    assert silent.max_running == 2
     await until(lambda: silent.left == 2)
 
 
@@ -124,7 +124,7 @@ async def test_what_a_lost_engine_was_asked_is_asked_of_the_next_at_once(kit: Ki
     await until(lambda: lost.running == 2)
     await kit.lose("lost")
     await until(lambda: lost.left == 2)
-    await kit.engine("next", epoch=2)  # the trainer has been restarted meanwhile
+    await kit.engine("next", term=2)  # the trainer has been restarted meanwhile
     assert (await evaluating)["eval_prompts"] == PROMPTS
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from relaxd import PROTOCOL_VERSION
 from relaxd.cli.status import print_status
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT
@@ -134,7 +134,7 @@ def test_what_is_asked_for_is_checked_and_can_change(cluster: Cluster) -> None:
         )
         assert holders(cluster) == {"rollout": GPUS[2:3], "trainer": GPUS[3:]}
         console = Console(file=StringIO(), width=240)
-        with Coordinator(f"127.0.0.1:{cluster.port}") as coordinator:
+        with CoordinatorClient(f"127.0.0.1:{cluster.port}") as coordinator:
             print_status(coordinator, None, console)
         (line,) = [line for line in console.file.getvalue().splitlines() if line.split()[:1] == ["trainer"]]
         assert GPUS[3][:12] in line

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from relaxd.board import Board, stages_for
 from relaxd.cli.follow import follow
-from relaxd.client.coordinator import Coordinator
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.v1 import coordinator_pb2 as pb
@@ -50,7 +50,7 @@ def test_a_coordinator_that_is_killed_again_and_again(cluster: Cluster) -> None:
         cluster.kill("coordinator")
         cluster.coordinator()
         cluster.until("the coordinator", lambda: cluster.run() is not None)
-        assert f"epoch {number + 2}" in cluster.log("coordinator")
+        assert f"term {number + 2}" in cluster.log("coordinator")
     run = cluster.until_state(STOPPED, 60)
     assert (run.reason, run.step) == ("completed", 15)
     assert (run.groups.published, run.groups.trained, run.groups.open) == (60, 60, 0), run.groups
@@ -67,7 +67,7 @@ def test_a_coordinator_that_is_killed_again_and_again(cluster: Cluster) -> None:
 def test_who_follows_a_run_waits_for_a_coordinator_that_restarts(cluster: Cluster) -> None:
     start_all(cluster)
     cluster.start_when_up("run", run__steps=12)
-    with Coordinator(f"127.0.0.1:{cluster.port}") as client, ThreadPoolExecutor() as pool:
+    with CoordinatorClient(f"127.0.0.1:{cluster.port}") as client, ThreadPoolExecutor() as pool:
         following = pool.submit(follow, client, "run", Console(file=io.StringIO()))
         cluster.until_step(2)
         cluster.kill("coordinator")

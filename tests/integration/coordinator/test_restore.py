@@ -34,7 +34,7 @@ def write_checkpoint_state(cluster: Cluster, run: pb.Run) -> dict[str, Any]:
     board.close()
     state = {
         "step": step,
-        "epoch": 1,
+        "term": 1,
         "board": {"cursor": cursor, "open_groups": open_groups, "dropped_by_reason": counts.dropped_by_reason},
     }
     folder = Path(run.folder) / "checkpoints" / f"step-{step:06d}"
@@ -93,6 +93,6 @@ def test_a_run_is_taken_up_from_its_folder(cluster: Cluster) -> None:
     # What was under way when everything died was asked again before anything new.
     ids = {group.partition("~")[0] for entry in ledger for group in entry.plan["groups"]}
     assert ids == {f"0-{position:06d}" for position in range(48)}
-    assert ledger[-1].epoch > 16  # above any trainer's that was left alive somewhere
+    assert ledger[-1].term > 16  # above any trainer's that was left alive somewhere
     assert len((folder / "ledger.jsonl").read_text().splitlines()) == 12
     assert "has ended" in refusal(cluster, folder).details()

@@ -135,13 +135,13 @@ def done_groups(cluster: Cluster, name: str) -> int:
     return sum(replica.status.done_groups for replica in found if replica.registration.replica_id == name)
 
 
-def test_a_trainer_that_is_killed_goes_on_under_a_new_epoch(cluster: Cluster) -> None:
+def test_a_trainer_that_is_killed_goes_on_under_a_new_term(cluster: Cluster) -> None:
     begin(cluster, steps=8)
     cluster.until_step(3)
     cluster.kill("trainer")
     cluster.trainer()
     run = cluster.until_state(STOPPED)
     assert (run.step, run.groups.trained, run.groups.open) == (8, 32, 0)
-    epochs = [call["epoch"] for call in cluster.calls("trainer", "commit_step")]
-    assert epochs == sorted(epochs)
-    assert set(epochs) == {1, 2}
+    terms = [call["term"] for call in cluster.calls("trainer", "commit_step")]
+    assert terms == sorted(terms)
+    assert set(terms) == {1, 2}

@@ -108,7 +108,7 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
             "versions": np.full(total, version, dtype=np.int64),
             "finish": ["stop"] * n,
             "text": [self.answer(prompt, sample, version) for sample in range(n)],
-            "continued": np.zeros(n, dtype=np.uint8),
+            "spans_weight_update": np.zeros(n, dtype=np.uint8),
         }
 
     async def Generate(self, request, context):
@@ -189,7 +189,7 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             raise Aborted(f"a member has left: {error}") from error
         self.touched = self.quarantined = False
-        self.weights = WeightVersion(epoch=request.weights.epoch, version=request.weights.version)
+        self.weights = WeightVersion(term=request.weights.term, version=request.weights.version)
         if request.resume:
             await self.ResumeGeneration(rollout_pb2.ResumeGenerationRequest(sync_id=request.sync_id), context)
         checksums = {"w": CHECKSUM if fault != "wrong" else 0} if request.checksum else {}

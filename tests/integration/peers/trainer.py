@@ -48,9 +48,9 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
             await self.meeting.start()
         self.config, self.folder = config, Path(assignment.folder)
         self.board = Board(self.settings.redis, assignment.run_id, stages_for(config), config.board)
-        self.epoch = await asyncio.to_thread(self.board.new_trainer_epoch)
+        self.term = await asyncio.to_thread(self.board.new_trainer_term)
         step = await asyncio.to_thread(self.board.last_step)
-        self.weights = WeightVersion(epoch=self.epoch, version=step)
+        self.weights = WeightVersion(term=self.term, version=step)
         self.task = asyncio.create_task(self.train(assignment.run_id))
         self.task.add_done_callback(lambda task: None if task.cancelled() else task.result())
 
@@ -100,7 +100,7 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
                 await asyncio.sleep(STEP_SECONDS)
                 async with self.broadcasting:  # the optimizer waits for a broadcast
                     await self.commit(step, [held.pop(group_id)[1] for group_id in chosen])
-                    self.weights = WeightVersion(epoch=self.epoch, version=step)
+                    self.weights = WeightVersion(term=self.term, version=step)
                 self.held = len(held)
                 await self.announce(stub, run_id)
 
@@ -129,10 +129,10 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
         ]
         metrics = {"reward_mean": float(np.mean([group["reward"].mean() for group in groups])), "loss": 1.0 / step}
         plan = {"groups": ids, "texts": [group["prompt"]["text"] for group in groups]}
-        self.calls.note("commit_step", step=step, epoch=self.epoch, groups=ids)
+        self.calls.note("commit_step", step=step, term=self.term, groups=ids)
         try:
             await asyncio.to_thread(
-                self.board.commit_step, epoch=self.epoch, step=step, plan=plan, metrics=metrics, samples=samples
+                self.board.commit_step, term=self.term, step=step, plan=plan, metrics=metrics, samples=samples
             )
         except (Fenced, StepConflict) as error:
             print(f"step {step} was refused: {error}", file=sys.stderr)

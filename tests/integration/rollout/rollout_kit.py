@@ -213,10 +213,10 @@ class Stage:
         self.source = Source(model, bucket_bytes)
         self.replicas: list[Replica] = []
         self.board = Board(redis_url, RUN_ID, stages_for(self.config), self.config.board)
-        self.board.create(epoch=1, groups_per_step=4, steps=100)
-        self.board.set_gate(epoch=1, oldest_version=1000, open=True)
+        self.board.create(term=1, groups_per_step=4, steps=100)
+        self.board.set_gate(term=1, oldest_version=1000, open=True)
         self.sync_id = 0
-        self.epoch = 1
+        self.term = 1
         self._group_name = ""
         self._numbers = itertools.count()
         self._pool = ThreadPoolExecutor(4)
@@ -227,10 +227,10 @@ class Stage:
         return replica
 
     def new_source(self) -> None:
-        """The trainer died; here is the next one, with the next epoch."""
+        """The trainer died; here is the next one, with the next term."""
         self.source.close()
         self.source = Source(self.model, self._bucket_bytes)
-        self.epoch += 1
+        self.term += 1
 
     def pause(self, replicas: Sequence[Replica], mode: str = "IN_PLACE", lease: float = 30.0) -> list[int]:
         self.sync_id += 1
@@ -240,7 +240,7 @@ class Stage:
         return [replica.stub.PauseGeneration(request, timeout=20).paused_samples for replica in replicas]
 
     def join(self, replicas: Sequence[Replica], manifest: weights_pb2.WeightManifest | None = None) -> None:
-        self._group_name = f"group-{self.epoch}-{self.sync_id}"
+        self._group_name = f"group-{self.term}-{self.sync_id}"
         group = weights_pb2.WeightGroup(
             name=self._group_name,
             world_size=len(replicas) + 1,
@@ -265,7 +265,7 @@ class Stage:
         values = {
             "sync_id": self.sync_id,
             "group_name": self._group_name,
-            "weights": {"epoch": self.epoch, "version": version},
+            "weights": {"term": self.term, "version": version},
             "timeout_seconds": timeout,
             "checksum": True,
         }
@@ -299,7 +299,7 @@ class Stage:
         """Publish prompts; returns the groups' ids."""
         columns = {"prompt_tokens": np.array(prompt, np.int32), "prompt": {"text": "p", "answer": "a", "metadata": {}}}
         return self.board.publish(
-            epoch=1, groups=[NewGroup(f"g{next(self._numbers)}", columns, {}) for _ in range(count)]
+            term=1, groups=[NewGroup(f"g{next(self._numbers)}", columns, {}) for _ in range(count)]
         )
 
     def generated(self, count: int) -> dict[str, dict[str, Any]]:
@@ -309,7 +309,16 @@ class Stage:
         while len(deliveries) < count:
             assert time.monotonic() < deadline, f"{len(deliveries)} of {count} groups came"
             deliveries += self.board.take("reward", "tester", count=count, block_seconds=1.0)
-        names = ["tokens", "lengths", "loss_mask", "rollout_logprobs", "versions", "finish", "text", "continued"]
+        names = [
+            "tokens",
+            "lengths",
+            "loss_mask",
+            "rollout_logprobs",
+            "versions",
+            "finish",
+            "text",
+            "spans_weight_update",
+        ]
         loaded = self.board.load(deliveries, names)
         self.board.commit([(d, {"reward": np.zeros(3), "reward_parts": {}}) for d in deliveries])
         return {d.group_id: dict(columns or {}) for d, columns in zip(deliveries, loaded, strict=True)}

@@ -61,7 +61,7 @@ def check_columns(columns: dict[str, Any], reference: PreTrainedModel, prompt: l
     assert (lengths.dtype, lengths.shape) == (np.int32, (3,))
     assert columns["loss_mask"].all()
     assert (columns["versions"] == version).all()
-    assert columns["continued"].tolist() == [0, 0, 0]
+    assert columns["spans_weight_update"].tolist() == [0, 0, 0]
     tokenizer = AutoTokenizer.from_pretrained(reference.name_or_path)
     start = 0
     for sample, length in enumerate(lengths):
@@ -194,7 +194,7 @@ def check_bad_input(replica: Replica) -> None:
     error = refused(lambda: replica.stub.PauseGeneration(rollout_pb2.PauseGenerationRequest(sync_id=99)))
     assert [name for name, _ in field_violations(error)] == ["lease_seconds"]
     error = refused(lambda: replica.stub.ReceiveWeights(rollout_pb2.ReceiveWeightsRequest(sync_id=99)))
-    assert {name for name, _ in field_violations(error)} == {"timeout_seconds", "weights.epoch"}
+    assert {name for name, _ in field_violations(error)} == {"timeout_seconds", "weights.term"}
 
 
 def check_update_in_the_middle(stage: Stage, replica: Replica, model: Path) -> None:
@@ -240,15 +240,15 @@ def check_order_of_synchronisations(stage: Stage, replica: Replica) -> None:
     for changes, text in (
         ({}, "not paused"),
         ({"group_name": "another"}, "not in weight group another"),
-        ({"weights": {"epoch": 0, "version": 5}}, "a trainer's epoch is at least 1"),
+        ({"weights": {"term": 0, "version": 5}}, "a trainer's term is at least 1"),
     ):
         error = refused(lambda changes=changes: stage.receive(replica, 5, **changes).result())
         assert text in explain(error)
-    stage.epoch = 3
+    stage.term = 3
     stage.sync(0)
-    old_epoch = {"weights": {"epoch": 2, "version": 9}}
-    error = refused(lambda: stage.receive(replica, 9, **old_epoch).result())
-    assert "epoch 2 are offered, but those of epoch 3 are served" in explain(error)
+    old_term = {"weights": {"term": 2, "version": 9}}
+    error = refused(lambda: stage.receive(replica, 9, **old_term).result())
+    assert "term 2 are offered, but those of term 3 are served" in explain(error)
 
 
 def check_abort_and_lease(stage: Stage, replica: Replica) -> None:

@@ -134,8 +134,8 @@ class Bench:
     def start_run(self, config: RunConfig) -> Board:
         """Create the run on the board and assign it to the services."""
         self.board = Board(self.redis_url, "run", stages_for(config), config.board)
-        self.board.create(epoch=1, groups_per_step=config.trainer.groups_per_step, steps=config.run.steps)
-        self.board.set_gate(epoch=1, oldest_version=0, open=True)
+        self.board.create(term=1, groups_per_step=config.trainer.groups_per_step, steps=config.run.steps)
+        self.board.set_gate(term=1, oldest_version=0, open=True)
         self.coordinator.assign(config)
         return self.board
 
@@ -156,7 +156,7 @@ class Bench:
             )
             for number in range(len(groups))
         ]
-        ids = self.board.publish(epoch=1, groups=published)
+        ids = self.board.publish(term=1, groups=published)
         by_id = dict(zip(ids, groups, strict=True))
         taken = self.board.take("rollout", "test", count=len(groups), block_seconds=5.0)
         self.board.commit([(delivery, _rollout_columns(by_id[delivery.group_id])) for delivery in taken])
@@ -210,5 +210,5 @@ def _rollout_columns(responses: Sequence[str]) -> dict[str, Any]:
         "versions": np.zeros(tokens, dtype=np.int64),
         "finish": ["stop"] * len(responses),
         "text": list(responses),
-        "continued": np.zeros(len(responses), dtype=np.uint8),
+        "spans_weight_update": np.zeros(len(responses), dtype=np.uint8),
     }

@@ -60,7 +60,7 @@ def locked(redis_server, tmp_path: Path) -> Iterator[Locked]:
 @pytest.mark.parametrize("tls", [False, True])
 def test_the_board_works_with_the_recommended_acl(locked: Locked, tls: bool):
     board = make_board(locked.url(tls=tls, **locked.certificates() if tls else {}), groups_per_step=2)
-    board.publish(epoch=1, groups=[group("a"), group("b")])
+    board.publish(term=1, groups=[group("a"), group("b")])
     advance(board, ("rollout", "reward", "critic", "advantage"))
     taken = take(board, "train", count=2)
     assert {delivery.group_id for delivery in taken} == {"a", "b"}

@@ -51,7 +51,7 @@ def test_logprobs_are_those_of_transformers(
     temperature = sampling["temperature"]
     answers = engine.generate(prompt, 3, max_new_tokens=16, ignore_eos=True, **sampling)
     for answer in answers:
-        assert (len(answer.tokens), answer.finish, answer.continued) == (16, "length", False)
+        assert (len(answer.tokens), answer.finish, answer.spans_weight_update) == (16, "length", False)
         assert answer.versions == [version] * 16
         check_logprobs(model, prompt, answer, temperature or 1.0)
     assert len({tuple(answer.tokens) for answer in answers}) == (3 if temperature else 1)
@@ -115,7 +115,7 @@ def test_an_update_between_tokens_that_keeps_the_cache(
     for answer in answers + engine.wait(whole):
         assert set(answer.versions) == {version, version + 1}
         assert answer.versions == sorted(answer.versions)
-        assert answer.continued
+        assert answer.spans_weight_update
         assert len(answer.tokens) == len(answer.logprobs) == FAR
         before = answer.versions.count(version)
         prompt = LONG if answer in answers else SHORT
@@ -126,7 +126,7 @@ def test_an_update_between_tokens_that_keeps_the_cache(
     # A request that begins with what they said finds nothing of theirs in the cache.
     prompt = LONG + answers[0].tokens[:100]
     (after,) = engine.generate(prompt, max_new_tokens=8, temperature=0.0, ignore_eos=True)
-    assert (after.versions, after.continued) == ([version + 1] * 8, False)
+    assert (after.versions, after.spans_weight_update) == ([version + 1] * 8, False)
     check_logprobs(model, prompt, after)
 
 
@@ -142,7 +142,7 @@ def test_an_update_between_tokens_that_gives_the_cache_up(
     for prompt, each in zip((LONG, SHORT), asked, strict=True):
         for answer in engine.wait(each):
             assert set(answer.versions) == {version, version + 1}
-            assert not answer.continued
+            assert not answer.spans_weight_update
             assert len(answer.tokens) == FAR
             check_logprobs(model, prompt, answer)  # which version made which token is right to the token
 
@@ -155,10 +155,10 @@ def test_requests_that_wait_begin_under_the_new_weights(
     waiting = engine.ask(LONG, 1, max_new_tokens=8, temperature=0.0, ignore_eos=True)  # SGLang takes 16 at once
     assert sync(engine, source, version + 1) == 17
     (answer,) = engine.wait(waiting)
-    assert (answer.versions, answer.continued) == ([version + 1] * 8, False)
+    assert (answer.versions, answer.spans_weight_update) == ([version + 1] * 8, False)
     check_logprobs(model, LONG, answer)
     for each in running:
-        assert all(answer.continued for answer in engine.wait(each))
+        assert all(answer.spans_weight_update for answer in engine.wait(each))
 
 
 def test_abort_ends_requests_with_what_they_have(engine: EngineRunner, model: Path, source: Source) -> None:

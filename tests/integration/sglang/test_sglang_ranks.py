@@ -24,14 +24,14 @@ def test_all_ranks_pause_receive_and_go_on_together(
     assert sync(engine, source, 1, "retract", ranks=2) == 4
     for answer in engine.wait(asked):
         assert set(answer.versions) == {0, 1}
-        assert not answer.continued
+        assert not answer.spans_weight_update
         check_logprobs(model, PROMPT, answer)
     asked = engine.ask(PROMPT, 4, stream=True, max_new_tokens=100, ignore_eos=True)
     engine.wait_begun(asked)
     assert sync(engine, source, 2, ranks=2) == 4
     for answer in engine.wait(asked):
         assert set(answer.versions) == {1, 2}
-        assert answer.continued
+        assert answer.spans_weight_update
     asked = engine.ask(PROMPT, 4, stream=True, max_new_tokens=300, ignore_eos=True)
     engine.wait_begun(asked)
     assert engine.pause("abort") == 0

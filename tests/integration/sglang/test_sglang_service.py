@@ -35,7 +35,7 @@ def test_a_replica_with_sglang(stage: Stage) -> None:
         replica.stub.JoinWeightGroup(request, timeout=5)
     assert 'this engine is on a CPU, use "gloo"' in dict(field_violations(error.value))["group.transport"]
     stage.sync(0)
-    replica.wait_for(lambda status: status.weights.epoch == 1)
+    replica.wait_for(lambda status: status.weights.term == 1)
     samples = replica.generate(PROMPT, n=2, max_new_tokens=6, ignore_eos=True)
     assert [(len(sample["tokens"]), sample["versions"], sample["parts"]) for sample in samples] == [(6, [0] * 6, 6)] * 2
     ids = stage.publish(3)

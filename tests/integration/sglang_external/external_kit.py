@@ -136,10 +136,10 @@ class Engine:
         joining = asyncio.to_thread(self.trainer.connect, self.group)
         await asyncio.gather(self.engine.join(self.trainer.member(self.group), 20), joining)
 
-    async def transfer(self, version: int, epoch: int = 1) -> None:
+    async def transfer(self, version: int, term: int = 1) -> None:
         """Weights whose output depends on the version."""
         sending = asyncio.to_thread(self.trainer.broadcast, changes(self.trainer.tensors, version))
-        receiving = self.engine.receive(self.group, Version(epoch, version), 20, checksum=True)
+        receiving = self.engine.receive(self.group, Version(term, version), 20, checksum=True)
         await asyncio.gather(receiving, sending)
 
     async def sync(self, version: int, mode: Any = "in_place") -> int:

@@ -55,7 +55,7 @@ async def test_samples_are_the_models_and_so_are_their_logprobs(engine: Engine) 
         assert answer.versions == [1] * 40
         assert answer.finish_reason == "length"
         assert answer.text == AutoTokenizer.from_pretrained(engine.model).decode(answer.tokens)
-        assert not answer.continued
+        assert not answer.spans_weight_update
 
 
 async def test_an_answer_ends_with_the_asked_for_token_which_its_text_leaves_out(engine: Engine) -> None:
@@ -156,7 +156,7 @@ async def test_an_update_in_the_middle_leaves_every_token_with_its_version(engin
 
     versions = [version for output in outputs for version in output.versions]
     assert versions == [1] * before + [2] * (400 - before)
-    assert outputs[-1].continued
+    assert outputs[-1].spans_weight_update
     tokens = [token for output in outputs for token in output.tokens]
     found = torch.tensor([value for output in outputs for value in output.logprobs])
     old, new = (logprobs(engine.reference(version), PROMPT, tokens, 1.0) for version in (1, 2))
@@ -168,10 +168,10 @@ async def test_an_update_in_the_middle_leaves_every_token_with_its_version(engin
         # Never younger than they are: those that came just after the update count as old, up to an event's worth.
         assert answer.versions == sorted(answer.versions)
         assert before - 5 <= answer.versions.count(1) < before + 40
-        assert answer.continued
+        assert answer.spans_weight_update
     ((fresh,),) = late.result()
     assert fresh.versions == [2, 2, 2]
-    assert not fresh.continued
+    assert not fresh.spans_weight_update
     # Its prompt was in the prefix cache, as computed by the old weights.
     right = logprobs(engine.reference(2), PROMPT, fresh.tokens, 1.0)
     assert torch.tensor(fresh.logprobs).allclose(right, atol=1e-4)

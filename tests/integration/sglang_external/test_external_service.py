@@ -29,7 +29,7 @@ def sync(replica: Replica, trainer: Trainer, sync_id: int) -> None:
     )
     join = rollout_pb2.JoinWeightGroupRequest(group=group, rank=1, manifest=trainer.manifest, **ids)
     receive = rollout_pb2.ReceiveWeightsRequest(
-        group_name=name, weights={"epoch": 1, "version": sync_id}, timeout_seconds=20, checksum=True, **ids
+        group_name=name, weights={"term": 1, "version": sync_id}, timeout_seconds=20, checksum=True, **ids
     )
     with ThreadPoolExecutor(1) as pool:
         connected = pool.submit(trainer.connect, name)
@@ -51,8 +51,8 @@ def test_the_service_with_a_server_that_is_not_its_own(
     config = make_config(model, engine="sglang_external", threads=0)
     coordinator = Coordinator(config, tmp_path)
     board = Board(redis_url, RUN_ID, stages_for(config), config.board)
-    board.create(epoch=1, groups_per_step=4, steps=100)
-    board.set_gate(epoch=1, oldest_version=1000, open=True)
+    board.create(term=1, groups_per_step=4, steps=100)
+    board.set_gate(term=1, oldest_version=1000, open=True)
     replica = Replica(coordinator, redis_url, "rollout-0")
     try:
         replica.wait_for(lambda status: status.state == READY and "waiting for weights" in status.detail)
@@ -63,12 +63,14 @@ def test_the_service_with_a_server_that_is_not_its_own(
         check(trainer, model, sample["tokens"], torch.tensor(sample["logprobs"]))
 
         prompt = {"prompt_tokens": np.array(PROMPT, np.int32), "prompt": {"text": "p", "answer": "a", "metadata": {}}}
-        board.publish(epoch=1, groups=[NewGroup("g0", prompt, {})])
+        board.publish(term=1, groups=[NewGroup("g0", prompt, {})])
         (delivery,) = board.take("reward", "tester", count=1, block_seconds=20.0)
-        columns: Any = board.load([delivery], ["tokens", "lengths", "rollout_logprobs", "versions", "continued"])[0]
+        columns: Any = board.load(
+            [delivery], ["tokens", "lengths", "rollout_logprobs", "versions", "spans_weight_update"]
+        )[0]
         assert len(columns["lengths"]) == 3
         assert set(columns["versions"]) == {1}
-        assert not columns["continued"].any()
+        assert not columns["spans_weight_update"].any()
         length = columns["lengths"][0]
         found = torch.from_numpy(columns["rollout_logprobs"][:length])
         check(trainer, model, columns["tokens"][:length].tolist(), found)

@@ -63,8 +63,8 @@ class Feeder:
 
     def __init__(self, redis_url: str, config: RunConfig) -> None:
         self.board = Board(redis_url, RUN_ID, stages_for(config), config.board)
-        self.board.create(epoch=1, groups_per_step=config.trainer.groups_per_step, steps=config.run.steps)
-        self.board.set_gate(epoch=1, oldest_version=10_000, open=True)
+        self.board.create(term=1, groups_per_step=config.trainer.groups_per_step, steps=config.run.steps)
+        self.board.set_gate(term=1, oldest_version=10_000, open=True)
         self._samples = config.rollout.samples_per_prompt
         self._numbers = iter(range(1, 10_000))
 
@@ -76,7 +76,7 @@ class Feeder:
             prompt = {"text": f"prompt {number}", "answer": str(number), "metadata": {}, "index": number}
             columns = {"prompt_tokens": np.arange(3, 8, dtype=np.int32) + number % 7, "prompt": prompt}
             groups.append(NewGroup(f"g{number}", columns, trace or {}))
-        return self.board.publish(epoch=1, groups=groups)
+        return self.board.publish(term=1, groups=groups)
 
     def begin(self, count: int, version: int) -> list[Any]:
         """Take published groups as an engine that serves `version`."""
@@ -114,7 +114,7 @@ class Feeder:
             "versions": np.full(total, version, np.int64),
             "finish": ["stop"] * self._samples,
             "text": [f"answer {i}" for i in range(self._samples)],
-            "continued": np.zeros(self._samples, np.uint8),
+            "spans_weight_update": np.zeros(self._samples, np.uint8),
         }
 
     def _rewards(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self, request: coordinator_pb2.AnnounceVersionRequest, context: Any
     ) -> coordinator_pb2.AnnounceVersionResponse:
         assert request.run_id == RUN_ID
-        self._hear(announced=[*self.announced, (request.weights.epoch, request.weights.version)])
+        self._hear(announced=[*self.announced, (request.weights.term, request.weights.version)])
         return coordinator_pb2.AnnounceVersionResponse()
 
     def set_state(self, state: coordinator_pb2.RunState.ValueType) -> None:
@@ -174,8 +174,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             assert self._condition.wait_for(condition, seconds), f"not within {seconds} s; last status: {self.status}"
             return condition()
 
-    def wait_for_version(self, epoch: int, version: int) -> None:
-        self.wait(lambda: (epoch, version) in self.announced)
+    def wait_for_version(self, term: int, version: int) -> None:
+        self.wait(lambda: (term, version) in self.announced)
 
     def close(self) -> None:
         self._server.stop(0).wait(5)

@@ -48,10 +48,10 @@ def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def train_to(coordinator: ScriptedCoordinator, feeder: Feeder, epoch: int, first: int, last: int) -> None:
+def train_to(coordinator: ScriptedCoordinator, feeder: Feeder, term: int, first: int, last: int) -> None:
     for step in range(first, last + 1):
         feeder.feed(2, step - 1)
-        coordinator.wait_for_version(epoch, step)
+        coordinator.wait_for_version(term, step)
 
 
 def wait_for_checkpoint(folder: Path, step: int) -> Path:
@@ -59,9 +59,9 @@ def wait_for_checkpoint(folder: Path, step: int) -> Path:
     return checkpoint_path(folder, step)
 
 
-def kill_and_wait(coordinator: ScriptedCoordinator, process: TrainerProcess, epoch: int, version: int) -> None:
+def kill_and_wait(coordinator: ScriptedCoordinator, process: TrainerProcess, term: int, version: int) -> None:
     os.kill(process.rank_pid(), signal.SIGKILL)
-    coordinator.wait_for_version(epoch, version)
+    coordinator.wait_for_version(term, version)
 
 
 def test_checkpoints_come_and_go_and_the_weights_come_back(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_checkpoints_come_and_go_and_the_weights_come_back(tiny_qwen3: Path, red
         first = wait_for_checkpoint(tmp_path, 2)
         verify(first)
         state = read_state(first)
-        assert (state.run_id, state.step, state.epoch, state.ledger.step) == ("run-1", 2, 1, 2)
+        assert (state.run_id, state.step, state.term, state.ledger.step) == ("run-1", 2, 1, 2)
         assert (state.board.published, state.board.trained, state.board.open_groups) == (4, 4, ())
         assert float(state.weights_checksum) == feeder.board.ledger()[1].metrics["weights_checksum"]
         train_to(coordinator, feeder, 1, 3, 5)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from relaxd.cli import recovery
-from services.trainer.batch.packing import MicroBatch, pack
+from services.trainer.batch.packing import PackedMicroBatch, pack
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.optimizer import NonFiniteGradients
@@ -53,11 +53,11 @@ def alone() -> Iterator[None]:
 OFFLOADED = {"dtype": "bfloat16", "optimizer": {"cpu_offload": True}}
 
 
-def a_batch(seed: int = 0) -> MicroBatch:
+def a_batch(seed: int = 0) -> PackedMicroBatch:
     return pack(make_samples(seed=seed))
 
 
-def overflowing(batch: MicroBatch) -> MicroBatch:
+def overflowing(batch: PackedMicroBatch) -> PackedMicroBatch:
     """The same tokens with an advantage that is finite."""
     return replace(batch, advantages=np.full_like(batch.advantages, OVERFLOWING))
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from services.trainer.batch.packing import MicroBatch, TrainSample, assign, empty_micro_batch, pack
+from services.trainer.batch.packing import PackedMicroBatch, TrainSample, assign, empty_micro_batch, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.model.architecture import ModelError
@@ -40,7 +40,7 @@ def learner(model: Path) -> Iterator[MakeLearner]:
     shut_down()
 
 
-def cut(samples: list[TrainSample], pieces: int) -> list[MicroBatch]:
+def cut(samples: list[TrainSample], pieces: int) -> list[PackedMicroBatch]:
     return [pack([samples[i] for i in part]) for part in np.array_split(np.arange(len(samples)), pieces)]
 
 
@@ -134,7 +134,7 @@ def test_log_prob_difference_counts_compared_tokens_only(learner: MakeLearner) -
     samples = make_samples(4)
     made = learner()
     batch = pack(samples)
-    batch = replace(batch, compared=batch.compared * (np.arange(len(batch.tokens)) % 2).astype(np.uint8))
+    batch = replace(batch, logprobs_comparable=batch.compared * (np.arange(len(batch.tokens)) % 2).astype(np.uint8))
     assert 0 < batch.compared.sum() < batch.loss_mask.sum()
     exact = made.log_probs([batch])[0]
     off = exact + np.where(batch.compared, np.float32(0.25), np.float32(9)).astype(np.float32)
@@ -147,7 +147,7 @@ def test_log_prob_difference_counts_compared_tokens_only(learner: MakeLearner) -
     assert stats.metrics["logprob_difference_kl"] == pytest.approx(math.exp(-0.25) - 1 + 0.25, rel=1e-4)
     assert stats.metrics["policy_drift_max"] == pytest.approx(9, abs=1e-5)
     assert stats.tokens == int(batch.loss_mask.sum())
-    made.accumulate([replace(batch, compared=np.zeros_like(batch.compared))])
+    made.accumulate([replace(batch, logprobs_comparable=np.zeros_like(batch.compared))])
     assert "logprob_difference" not in made.finish(1.0).metrics
 
 

@@ -108,7 +108,7 @@ def test_killed_rank_is_replaced_and_its_weights_come_back(tiny_qwen3: Path, red
         counts = feeder.board.counts()
         counts.check()
         assert (counts.trained, counts.open, counts.dropped) == (6, 0, 0)
-        assert feeder.board.ledger()[-1].plan["epoch"] == 2
+        assert feeder.board.ledger()[-1].plan["term"] == 2
 
 
 def test_damaged_step_file_is_reported_and_not_trained_over(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:

@@ -72,10 +72,10 @@ def test_weights_arrive_and_wrong_requests_are_refused(tiny_qwen3: Path, redis_u
         def broadcast(**changes: object) -> grpc.StatusCode:
             return error_code(lambda: process.trainer.BroadcastWeights(receiver.request(**changes)))
 
-        version_1 = replica_pb2.WeightVersion(epoch=1, version=1)
+        version_1 = replica_pb2.WeightVersion(term=1, version=1)
         refused = grpc.StatusCode.FAILED_PRECONDITION
         assert broadcast() is refused  # version 0 is gone
-        assert broadcast(weights=replica_pb2.WeightVersion(epoch=2, version=1)) is refused
+        assert broadcast(weights=replica_pb2.WeightVersion(term=2, version=1)) is refused
         assert broadcast(weights=version_1, sync_id=2) is refused
         assert broadcast(weights=version_1, group_name="other") is refused
         assert broadcast(weights=version_1, timeout_seconds=0) is grpc.StatusCode.INVALID_ARGUMENT
@@ -112,7 +112,7 @@ def test_receiver_killed_in_the_middle_costs_at_most_the_timeout(
                 process.trainer.JoinWeightGroup(join_request(manifest, name, number), timeout=20)
                 assert engine.stdout is not None
                 assert engine.stdout.readline() == "connected\n"
-                version = replica_pb2.WeightVersion(epoch=1, version=number - 1)
+                version = replica_pb2.WeightVersion(term=1, version=number - 1)
                 request = trainer_pb2.BroadcastWeightsRequest(
                     sync_id=number, group_name=name, weights=version, timeout_seconds=2
                 )

@@ -2,7 +2,7 @@
 
 It knows two groups, a rollout stage with two workers, one trainer that is replaced once, and what can go wrong: a
 worker that dies, one that stalls for longer than its lease and commits late, a trainer that stalls and commits under an
-epoch that is over. Time is left out: a lease may end whenever its holder does nothing, which is every order there is.
+term that is over. Time is left out: a lease may end whenever its holder does nothing, which is every order there is.
 
 The state is a plain tuple and an action is a plain function, so that every interleaving can be visited, and so that the
 same actions can be done to a real board (`test_commit_model`).
@@ -56,13 +56,13 @@ class State:
     ledger: tuple[tuple[str, ...], ...] = ()
     """The groups of each step."""
     committed_by: tuple[tuple[int, int], ...] = ()
-    """For each step: the epoch that committed it, and the newest epoch then."""
-    trainer_epoch: int = 0
+    """For each step: the term that committed it, and the newest term then."""
+    trainer_term: int = 0
     holds: tuple[tuple[str, Hold], ...] = ()
     """What each worker believes to hold (it may have lost it)."""
     dead: frozenset[str] = frozenset()
-    epochs: tuple[tuple[str, int], ...] = ()
-    """The epoch that each trainer got."""
+    terms: tuple[tuple[str, int], ...] = ()
+    """The term that each trainer got."""
     taken: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """The groups that each trainer has taken."""
 
@@ -126,10 +126,10 @@ class Model:
             yield Action("drop", worker)
             if not state.dead:
                 yield Action("die", worker)
-        epochs, taken = dict(state.epochs), dict(state.taken)
+        terms, taken = dict(state.terms), dict(state.taken)
         for trainer in TRAINERS:
-            if trainer not in epochs:
-                if trainer == TRAINERS[0] or TRAINERS[0] in epochs:
+            if trainer not in terms:
+                if trainer == TRAINERS[0] or TRAINERS[0] in terms:
                     yield Action("begin", trainer)
                 continue
             if any(entry.holder != trainer for _, entry in state.train):
@@ -223,7 +223,7 @@ class Model:
     # --- a trainer
 
     def _begin(self, state: State, action: Action) -> tuple[State, object]:
-        epoch = state.trainer_epoch + 1
+        term = state.trainer_term + 1
         train: dict[str, Entry] = {}
         dropped = []
         for group, entry in state.train:
@@ -233,10 +233,10 @@ class Model:
                 dropped.append(group)
             else:
                 train[group] = Entry(entry.number + 1, "", entry.deliveries)
-        state = replace(state, trainer_epoch=epoch, train=tuple(sorted(train.items())))
+        state = replace(state, trainer_term=term, train=tuple(sorted(train.items())))
         for group in dropped:
             state = self._close_dropped(state, group)
-        return replace(state, epochs=_with(state.epochs, action.who, epoch)), epoch
+        return replace(state, terms=_with(state.terms, action.who, term)), term
 
     def _take_step(self, state: State, action: Action) -> tuple[State, object]:
         others = [(group, entry) for group, entry in state.train if entry.holder != action.who]
@@ -254,12 +254,12 @@ class Model:
     def _commit_step(self, state: State, action: Action) -> tuple[State, object]:
         groups = dict(state.taken)[action.who]
         state = replace(state, taken=_with(state.taken, action.who, None))
-        if self.rules.trainer_is_fenced and dict(state.epochs)[action.who] != state.trainer_epoch:
+        if self.rules.trainer_is_fenced and dict(state.terms)[action.who] != state.trainer_term:
             return state, "Fenced"
         if self.rules.closed_is_refused and not set(groups) <= state.open:
             return state, "StepConflict"
-        epochs = (dict(state.epochs)[action.who], state.trainer_epoch)
-        state = replace(state, ledger=(*state.ledger, groups), committed_by=(*state.committed_by, epochs))
+        terms = (dict(state.terms)[action.who], state.trainer_term)
+        state = replace(state, ledger=(*state.ledger, groups), committed_by=(*state.committed_by, terms))
         for group in groups:
             state = replace(
                 state,
@@ -322,7 +322,7 @@ def can_end(model: Model, state: State) -> bool:
     for _ in range(100):
         if state.published == set(model.groups) and not state.open:
             return True
-        newest = max(dict(state.epochs).items(), key=lambda item: item[1], default=("", 0))[0]
+        newest = max(dict(state.terms).items(), key=lambda item: item[1], default=("", 0))[0]
         options = [
             action
             for action in model.actions(state)

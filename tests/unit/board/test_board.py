@@ -27,10 +27,10 @@ def held_by_stage(board):
     return {depth.stage: (depth.waiting, depth.held) for depth in board.queues()}
 
 
-def train_all(board, epoch, step, **arguments):
+def train_all(board, term, step, **arguments):
     """Commit a step of everything that waits for the trainer."""
     groups = [delivery.group_id for delivery in take(board, "train", "trainer")]
-    board.commit_step(epoch=epoch, step=step, plan={"groups": groups}, metrics={"loss": 0.5}, **arguments)
+    board.commit_step(term=term, step=step, plan={"groups": groups}, metrics={"loss": 0.5}, **arguments)
     return groups
 
 
@@ -40,7 +40,7 @@ def train_all(board, epoch, step, **arguments):
 def test_what_each_stage_took_travels_with_the_group(redis_url):
     board = make_board(redis_url)
     before = microseconds()
-    board.publish(epoch=1, groups=[group("a"), group("b")])
+    board.publish(term=1, groups=[group("a"), group("b")])
     worked = {}
     for number, stage in enumerate(("rollout", "critic", "reward", "advantage")):
         deliveries = take(board, stage)
@@ -73,7 +73,7 @@ def test_what_each_stage_took_travels_with_the_group(redis_url):
 @pytest.mark.parametrize("tokens", [3, LARGE])
 def test_a_group_goes_from_publish_to_the_ledger(redis_url, tokens):
     board = make_board(redis_url)
-    assert board.publish(epoch=1, groups=[group("a"), group("b")], cursor={"index": 2}) == ["a", "b"]
+    assert board.publish(term=1, groups=[group("a"), group("b")], cursor={"index": 2}) == ["a", "b"]
     assert board.cursor() == {"index": 2}
     (first, second) = take(board, "rollout")
     assert (first.group_id, first.attempt, first.trace) == ("a", 1, {"traceparent": "trace-of-a"})
@@ -94,16 +94,16 @@ def test_a_group_goes_from_publish_to_the_ledger(redis_url, tokens):
     assert held_by_stage(board)["advantage"] == (0, 0)  # it also needs values
     audit(board)
     advance(board, ["critic", "advantage"], tokens=tokens)
-    epoch = board.new_trainer_epoch()
+    term = board.new_trainer_term()
     (delivery, _) = deliveries = take(board, "train", "trainer")
     assert delivery.trace == {"traceparent": "trace-of-a"}
     columns = board.load(deliveries, ["prompt", "tokens", "advantages", "reward"])[0]
     assert columns["tokens"].shape == columns["advantages"].shape == (tokens,)
     plan = {"groups": ["b", "a"], "micro_batches": [[0], [1]]}
-    board.commit_step(epoch=epoch, step=1, plan=plan, metrics={"loss": 0.5}, samples=[{"text": "x"}, {"text": "y"}])
+    board.commit_step(term=term, step=1, plan=plan, metrics={"loss": 0.5}, samples=[{"text": "x"}, {"text": "y"}])
 
     (entry,) = board.ledger()
-    assert (entry.step, entry.epoch, entry.plan, entry.metrics) == (1, epoch, plan, {"loss": 0.5})
+    assert (entry.step, entry.term, entry.plan, entry.metrics) == (1, term, plan, {"loss": 0.5})
     assert abs(entry.time - time.time()) < 60
     assert board.samples() == board.samples(1) == [{"text": "x", "step": 1}, {"text": "y", "step": 1}]
     assert (board.samples(2), board.samples(limit=1)) == ([], [{"text": "y", "step": 1}])
@@ -114,7 +114,7 @@ def test_a_group_goes_from_publish_to_the_ledger(redis_url, tokens):
 
 def test_small_columns_share_a_payload_and_large_ones_do_not(redis_url):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("a")])
+    board.publish(term=1, groups=[group("a")])
     advance(board, ["rollout"], tokens=LARGE)
     sizes = sorted(board._connection.client.strlen(key) for key in board._connection.client.keys("*columns:*"))
     assert len(sizes) == 4  # the prompt, an empty share, tokens (80 kB), versions (160 kB)
@@ -138,7 +138,7 @@ def test_the_projects_own_stages_lead_to_the_trainer():
 
 def test_columns_that_a_stage_does_not_write_are_refused(redis_url):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("a")])
+    board.publish(term=1, groups=[group("a")])
     (delivery,) = take(board, "rollout")
     with pytest.raises(ValueError, match="stage 'rollout' writes columns tokens, versions; got tokens"):
         board.commit([(delivery, {"tokens": np.zeros(1)})])
@@ -153,7 +153,7 @@ def test_a_blocked_take_wakes_up_when_a_group_comes(redis_url):
     result = []
     thread = threading.Thread(target=lambda: result.extend(board.take("rollout", "w", count=5, block_seconds=20)))
     thread.start()
-    board.publish(epoch=1, groups=[group("a")])
+    board.publish(term=1, groups=[group("a")])
     thread.join(timeout=5)
     assert [delivery.group_id for delivery in result] == ["a"]
     begun = time.monotonic()
@@ -166,7 +166,7 @@ def test_a_blocked_take_wakes_up_when_a_group_comes(redis_url):
 
 def test_what_a_dead_worker_held_goes_to_another(redis_url):
     board = make_board(redis_url, lease_seconds=0.1)
-    board.publish(epoch=1, groups=[group("a")])
+    board.publish(term=1, groups=[group("a")])
     (dead,) = board.take("rollout", "dead", count=1, block_seconds=1)
     (claimed,) = board.take("rollout", "living", count=1, block_seconds=5)  # no help: the real lease runs out
     assert (claimed.group_id, claimed.attempt, claimed.consumer) == ("a", 2, "living")
@@ -182,7 +182,7 @@ def test_what_a_dead_worker_held_goes_to_another(redis_url):
 
 def test_the_first_commit_wins_even_if_it_lost_its_hold(redis_url):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("a")])
+    board.publish(term=1, groups=[group("a")])
     (stalled,) = take(board, "rollout", "stalled")
     end_leases(board, "rollout")
     (second,) = take(board, "rollout", "second")
@@ -197,7 +197,7 @@ def test_the_first_commit_wins_even_if_it_lost_its_hold(redis_url):
 
 def test_renewed_holds_are_not_claimed(redis_url):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("a"), group("b")])
+    board.publish(term=1, groups=[group("a"), group("b")])
     kept, lost = take(board, "rollout", "one")
     end_leases(board, "rollout")
     board.renew("rollout", "one", [kept])
@@ -207,7 +207,7 @@ def test_renewed_holds_are_not_claimed(redis_url):
 
 def test_an_earlier_hold_of_the_same_worker_is_over_too(redis_url):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("a")])
+    board.publish(term=1, groups=[group("a")])
     (before,) = take(board, "rollout", "restarted")
     end_leases(board, "rollout")
     (after,) = take(board, "rollout", "restarted")
@@ -220,7 +220,7 @@ def test_an_earlier_hold_of_the_same_worker_is_over_too(redis_url):
 
 def test_released_groups_are_taken_at_once_and_only_failures_count(redis_url):
     board = make_board(redis_url, max_deliveries=2)
-    board.publish(epoch=1, groups=[group("a")])
+    board.publish(term=1, groups=[group("a")])
     for _ in range(4):
         (delivery,) = take(board, "rollout", "one")
         assert delivery.attempt == 1
@@ -237,7 +237,7 @@ def test_released_groups_are_taken_at_once_and_only_failures_count(redis_url):
 
 def test_a_group_that_kills_its_workers_is_poison(redis_url):
     board = make_board(redis_url, max_deliveries=3)
-    board.publish(epoch=1, groups=[group("a"), group("good")])
+    board.publish(term=1, groups=[group("a"), group("good")])
     good = take(board, "rollout", "first")[1]
     board.commit([(good, output("rollout"))])
     for attempt in (2, 3):
@@ -254,7 +254,7 @@ def test_a_group_that_kills_its_workers_is_poison(redis_url):
 
 def test_a_group_that_was_closed_meanwhile_loads_as_none(redis_url):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("a"), group("b")])
+    board.publish(term=1, groups=[group("a"), group("b")])
     deliveries = take(board, "rollout")
     assert board.drop("a", reason="by_hand")
     assert not board.drop("a", reason="by_hand")
@@ -269,7 +269,7 @@ def test_a_group_that_was_closed_meanwhile_loads_as_none(redis_url):
 def test_what_a_worker_wrote_before_it_died_expires(redis_url):
     board = make_board(redis_url)
     board.orphan_seconds = 0.05
-    board.publish(epoch=1, groups=[group("a")])
+    board.publish(term=1, groups=[group("a")])
     from relaxd.board import payloads
 
     attempt = payloads.Attempt(board.prefix, "a.1", output("rollout", tokens=LARGE))
@@ -289,17 +289,17 @@ def test_what_a_worker_wrote_before_it_died_expires(redis_url):
 def test_publishing_again_changes_nothing(redis_url):
     board = make_board(redis_url, groups_per_step=2)
     for _ in range(2):
-        board.publish(epoch=1, groups=[group("a"), group("b")], cursor=2)
+        board.publish(term=1, groups=[group("a"), group("b")], cursor=2)
     assert board.counts().published == 2
     with pytest.raises(BoardError, match="group a is open already"):
-        board.publish(epoch=1, groups=[group("a")])
+        board.publish(term=1, groups=[group("a")])
     audit(board)
 
 
 def test_a_dropped_prompt_is_tried_again_as_often_as_allowed(redis_url):
     board = make_board(redis_url, max_retries=2)
     board.publish(
-        epoch=1,
+        term=1,
         groups=[
             group(
                 "a",
@@ -313,11 +313,11 @@ def test_a_dropped_prompt_is_tried_again_as_often_as_allowed(redis_url):
         if number < 2:
             assert board.retries() == [Retry(name, number)]
             for _ in range(2):
-                board.publish(epoch=1, groups=[group(f"a~{number + 1}", retry_of=name)])
+                board.publish(term=1, groups=[group(f"a~{number + 1}", retry_of=name)])
             audit(board)
     assert board.retries() == []
     with pytest.raises(BoardError, match="no retry of group a is waiting"):
-        board.publish(epoch=1, groups=[group("b", retry_of="a")])
+        board.publish(term=1, groups=[group("b", retry_of="a")])
     assert board.counts().dropped_by_reason == {"stale": 3}
     assert [d.retried for d in board.dropped()] == [False, True, True]
     audit(board)
@@ -326,56 +326,56 @@ def test_a_dropped_prompt_is_tried_again_as_often_as_allowed(redis_url):
 def test_a_retried_prompt_keeps_its_columns(redis_url):
     board = make_board(redis_url)
     columns = {"prompt_tokens": np.arange(LARGE, dtype=np.int32), "prompt": "long"}
-    board.publish(epoch=1, groups=[NewGroup("a", columns)])
+    board.publish(term=1, groups=[NewGroup("a", columns)])
     board.drop("a", reason="stale", retry=True)
-    board.publish(epoch=1, groups=[NewGroup("a~1", retry_of="a")])
+    board.publish(term=1, groups=[NewGroup("a~1", retry_of="a")])
     loaded = board.load(take(board, "rollout"), ["prompt_tokens", "prompt"])[0]
     np.testing.assert_array_equal(loaded["prompt_tokens"], columns["prompt_tokens"])
     assert loaded["prompt"] == "long"
 
 
-# --- epochs ----------------------------------------------------------------------------------------------------------
+# --- terms ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_coordinator_that_was_replaced_changes_nothing(redis_url):
     board = make_board(redis_url)
-    board.create(epoch=2, groups_per_step=4, steps=100)
+    board.create(term=2, groups_per_step=4, steps=100)
     for write in (
-        lambda: board.create(epoch=1, groups_per_step=4, steps=100),
-        lambda: board.set_gate(epoch=1, oldest_version=9, open=False),
-        lambda: board.publish(epoch=1, groups=[group("a")], cursor=1),
+        lambda: board.create(term=1, groups_per_step=4, steps=100),
+        lambda: board.set_gate(term=1, oldest_version=9, open=False),
+        lambda: board.publish(term=1, groups=[group("a")], cursor=1),
     ):
-        with pytest.raises(Fenced, match="epoch 1 is over"):
+        with pytest.raises(Fenced, match="term 1 is over"):
             write()
-    assert board.publish(epoch=2, groups=[group("a")]) == ["a"]
+    assert board.publish(term=2, groups=[group("a")]) == ["a"]
     with pytest.raises(RunExists):
-        board.create(epoch=2, groups_per_step=5, steps=100)
+        board.create(term=2, groups_per_step=5, steps=100)
     audit(board)
 
 
 def test_a_trainer_that_was_replaced_commits_nothing(redis_url):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("a"), group("b")])
+    board.publish(term=1, groups=[group("a"), group("b")])
     advance(board, ["rollout", "reward", "critic", "advantage"])
-    old = board.new_trainer_epoch()
+    old = board.new_trainer_term()
     (a, _) = take(board, "train", "old")
-    new = board.new_trainer_epoch()
-    assert board.trainer_epoch() == new == old + 1
-    with pytest.raises(Fenced, match="trainer epoch 1 is over"):
-        board.commit_step(epoch=old, step=1, plan={"groups": ["a"]}, metrics={})
+    new = board.new_trainer_term()
+    assert board.trainer_term() == new == old + 1
+    with pytest.raises(Fenced, match="trainer term 1 is over"):
+        board.commit_step(term=old, step=1, plan={"groups": ["a"]}, metrics={})
     assert not board.drop(a, reason="stale")
     assert [d.attempt for d in take(board, "train", "new")] == [2, 2]  # without waiting for the lease
-    board.commit_step(epoch=new, step=1, plan={"groups": ["a", "b"]}, metrics={})
+    board.commit_step(term=new, step=1, plan={"groups": ["a", "b"]}, metrics={})
     audit(board)
 
 
 def test_steps_follow_one_another_and_train_only_open_groups_once(redis_url):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("a"), group("b")])
-    epoch = board.new_trainer_epoch()
+    board.publish(term=1, groups=[group("a"), group("b")])
+    term = board.new_trainer_term()
 
     def commit(step, *groups, metrics=None):
-        board.commit_step(epoch=epoch, step=step, plan={"groups": list(groups)}, metrics=metrics or {})
+        board.commit_step(term=term, step=step, plan={"groups": list(groups)}, metrics=metrics or {})
 
     for step, groups, message in (
         (2, ["a"], "step 2 cannot follow step 0"),
@@ -399,11 +399,11 @@ def test_steps_follow_one_another_and_train_only_open_groups_once(redis_url):
 
 def test_a_step_ends_a_row_of_drops(redis_url):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group(f"g{i}") for i in range(3)])
+    board.publish(term=1, groups=[group(f"g{i}") for i in range(3)])
     board.drop("g0", reason="x")
     board.drop("g1", reason="y")
     assert board.counts().consecutive_drops == 2
-    board.commit_step(epoch=board.new_trainer_epoch(), step=1, plan={"groups": ["g2"]}, metrics={})
+    board.commit_step(term=board.new_trainer_term(), step=1, plan={"groups": ["g2"]}, metrics={})
     assert board.counts().consecutive_drops == 0
 
 
@@ -413,7 +413,7 @@ def test_a_step_ends_a_row_of_drops(redis_url):
 def test_a_restart_of_redis_is_survived(redis_server):
     server = redis_server(append_only=True)
     board = make_board(server.url)
-    board.publish(epoch=1, groups=[group("a"), group("b")], cursor=2)
+    board.publish(term=1, groups=[group("a"), group("b")], cursor=2)
     (a, _) = take(board, "rollout", "one")
     board.commit([(a, output("rollout"))])
     server.restart()
@@ -432,7 +432,7 @@ def test_an_operation_waits_for_redis_and_gives_up_in_time(redis_server):
     server.kill()
     starter = threading.Timer(0.3, server.start)
     starter.start()
-    assert board.publish(epoch=1, groups=[group("a")]) == ["a"]
+    assert board.publish(term=1, groups=[group("a")]) == ["a"]
     starter.join()
     server.kill()
     board._connection.retry_seconds = 0.2
@@ -445,7 +445,7 @@ def test_an_operation_waits_for_redis_and_gives_up_in_time(redis_server):
 def test_runs_do_not_mix_and_one_can_be_deleted(redis_url):
     boards = [make_board(redis_url, run_id=name) for name in ("one", "one.2")]
     for board in boards:
-        board.publish(epoch=1, groups=[group("a")])
+        board.publish(term=1, groups=[group("a")])
     (delivery,) = take(boards[0], "rollout")
     boards[0].delete()
     assert not redis.Redis.from_url(redis_url).keys("relaxd:one:*")

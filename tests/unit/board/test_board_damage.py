@@ -31,7 +31,7 @@ def damage(board, stage, group_id, fields):
 @pytest.mark.parametrize("fields", DAMAGED)
 def test_a_damaged_entry_is_dropped_and_counted(redis_url, fields):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("g1"), group("g2")])
+    board.publish(term=1, groups=[group("g1"), group("g2")])
     damage(board, "rollout", "g1", fields)
     assert [delivery.group_id for delivery in take(board, "rollout")] == ["g2"]
     assert board.counts().dropped_by_reason == {"damaged": 1}
@@ -42,7 +42,7 @@ def test_a_damaged_entry_is_dropped_and_counted(redis_url, fields):
 @pytest.mark.parametrize("fields", DAMAGED)
 def test_a_damaged_entry_is_dropped_where_its_reader_died_of_it(redis_url, fields):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("g1"), group("g2")])
+    board.publish(term=1, groups=[group("g1"), group("g2")])
     damage(board, "rollout", "g1", fields)
     client = board._connection.client
     client.xreadgroup("workers", "dead", {f"{board.prefix}stage:rollout": ">"})
@@ -54,7 +54,7 @@ def test_a_damaged_entry_is_dropped_where_its_reader_died_of_it(redis_url, field
 
 def test_an_entry_of_no_group_goes_away(redis_url):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("g1")])
+    board.publish(term=1, groups=[group("g1")])
     client, stream = board._connection.client, f"{board.prefix}stage:rollout"
     client.xadd(stream, {"group": "nobody", "trace": "{}", "@publish": "nothing"})
     client.xadd(stream, {"nothing": "at all"})
@@ -67,12 +67,12 @@ def test_an_entry_of_no_group_goes_away(redis_url):
 
 def test_a_new_trainer_drops_what_the_last_one_could_not_have_read(redis_url):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("g1")])
+    board.publish(term=1, groups=[group("g1")])
     for stage in ("rollout", "reward", "critic", "advantage"):
         assert all(board.commit([(delivery, output(stage)) for delivery in take(board, stage)]))
     damage(board, "train", "g1", {"group": "other", "trace": "{}"})
     board._connection.client.xreadgroup("workers", "dead", {f"{board.prefix}stage:train": ">"})
-    assert board.new_trainer_epoch() == 1
+    assert board.new_trainer_term() == 1
     assert board.counts().dropped_by_reason == {"damaged": 1}
     audit(board)
 
@@ -89,9 +89,9 @@ FIELDS = st.dictionaries(
 def test_no_entry_kills_its_reader(redis_url, fields):
     board = make_board(redis_url, max_deliveries=2)
     board.delete()
-    board.create(epoch=1, groups_per_step=4, steps=100)
-    board.set_gate(epoch=1, oldest_version=0, open=True)
-    board.publish(epoch=1, groups=[group("g1"), group("g2")])
+    board.create(term=1, groups_per_step=4, steps=100)
+    board.set_gate(term=1, oldest_version=0, open=True)
+    board.publish(term=1, groups=[group("g1"), group("g2")])
     damage(board, "rollout", "g1", fields)
     failures = []
     worker = StageWorker(
@@ -110,7 +110,7 @@ def test_no_entry_kills_its_reader(redis_url, fields):
 
 def test_a_damaged_ledger_is_named(redis_url):
     board = make_board(redis_url)
-    board._connection.client.xadd(f"{board.prefix}ledger", {"time": "1", "epoch": "1", "plan": "{"}, id="1-0")
+    board._connection.client.xadd(f"{board.prefix}ledger", {"time": "1", "term": "1", "plan": "{"}, id="1-0")
     with pytest.raises(BoardError, match="the ledger of run run after step 0 is damaged"):
         board.ledger()
     board._connection.client.xadd(f"{board.prefix}samples", {"sample": "["}, id="1-0")
@@ -120,7 +120,7 @@ def test_a_damaged_ledger_is_named(redis_url):
 
 def test_what_is_too_large_is_refused_by_name(redis_url):
     board = make_board(redis_url, max_group_bytes=4096)
-    board.publish(epoch=1, groups=[group("g1")])
+    board.publish(term=1, groups=[group("g1")])
     (delivery,) = take(board, "rollout")
     large = {"tokens": np.zeros(2000, np.int32), "versions": np.zeros(3, np.int64)}
     with pytest.raises(
@@ -129,6 +129,6 @@ def test_what_is_too_large_is_refused_by_name(redis_url):
         board.commit([(delivery, large)])
     columns = {"prompt_tokens": np.zeros(3, np.int32), "prompt": "x" * 5000}
     with pytest.raises(ColumnError, match="g2: its prompt takes"):
-        board.publish(epoch=1, groups=[type(group("g2"))("g2", columns)])
+        board.publish(term=1, groups=[type(group("g2"))("g2", columns)])
     assert board.commit([(delivery, output("rollout"))]) == [True]
     audit(board)

@@ -20,24 +20,24 @@ def room(board, worst_bytes: int = 1000) -> int:
 def test_the_gate_bounds_staleness(redis_url):
     board = make_board(redis_url, groups_per_step=2, steps=4, max_staleness=1, oversample=1.5)
     assert room(board) == 6  # ceil((0 + 1 + 1) x 2 x 1.5)
-    board.publish(epoch=1, groups=[group(f"g{i}") for i in range(6)])
+    board.publish(term=1, groups=[group(f"g{i}") for i in range(6)])
     with pytest.raises(GateClosed, match=r"all 6 groups are published .* weights of version 0") as caught:
-        board.publish(epoch=1, groups=[group("more")], cursor=99)
+        board.publish(term=1, groups=[group("more")], cursor=99)
     assert caught.value.limit == "staleness"
     assert board.cursor() is None
     assert board.drop("g0", reason="by_hand")
     assert room(board) == 1
-    board.set_gate(epoch=1, oldest_version=3, open=True)
+    board.set_gate(term=1, oldest_version=3, open=True)
     assert room(board) == 3  # the run needs 8 in all
-    board.publish(epoch=1, groups=[group(f"h{i}") for i in range(3)])
+    board.publish(term=1, groups=[group(f"h{i}") for i in range(3)])
     with pytest.raises(GateClosed, match="all 8 groups that the run needs") as caught:
-        board.publish(epoch=1, groups=[group("more")])
+        board.publish(term=1, groups=[group("more")])
     assert caught.value.limit == "complete"
     for open, version, limit in ((False, 3, "closed"), (True, None, "weights")):
-        board.set_gate(epoch=1, oldest_version=version, open=open)
+        board.set_gate(term=1, oldest_version=version, open=open)
         assert (room(board), board.admission(1000).limit) == (0, limit)
         with pytest.raises(GateClosed):
-            board.publish(epoch=1, groups=[group("more")])
+            board.publish(term=1, groups=[group("more")])
     audit(board)
 
 
@@ -46,9 +46,9 @@ def test_a_step_of_long_answers_is_published_whatever_it_might_take(redis_url):
     board = make_board(redis_url, groups_per_step=128, max_staleness=1, high_water_bytes=64 << 20)
     assert room(board, WORST) == 128  # what the open step lacks
     for start in range(0, 128, 16):
-        board.publish(epoch=1, groups=[large(f"g{i}") for i in range(start, start + 16)])
+        board.publish(term=1, groups=[large(f"g{i}") for i in range(start, start + 16)])
     with pytest.raises(GateClosed, match="may need 1,074 MB more; another group of up to 8 MB") as caught:
-        board.publish(epoch=1, groups=[large("surplus")])
+        board.publish(term=1, groups=[large("surplus")])
     assert caught.value.limit == "memory"
     audit(board)
 
@@ -56,17 +56,17 @@ def test_a_step_of_long_answers_is_published_whatever_it_might_take(redis_url):
     for stage in ("rollout", "reward", "critic", "advantage"):
         advance(board, [stage, stage])  # a hundred at a time
     assert room(board, WORST) == 7  # 64 MB / 8 MB, less what is stored: still the worst case
-    epoch = board.new_trainer_epoch()
+    term = board.new_trainer_term()
     taken = [delivery.group_id for delivery in take(board, "train", "trainer", count=128)]
-    board.commit_step(epoch=epoch, step=1, plan={"groups": taken}, metrics={})
-    board.set_gate(epoch=1, oldest_version=1, open=True)
+    board.commit_step(term=term, step=1, plan={"groups": taken}, metrics={})
+    board.set_gate(term=1, oldest_version=1, open=True)
     assert (room(board, WORST), board.admission(WORST).limit) == (256, "staleness")
     audit(board)
 
 
 def test_what_is_expected_is_learned_from_a_quarter_of_a_step(redis_url):
     board = make_board(redis_url, groups_per_step=8, max_staleness=9, high_water_bytes=64 << 20)
-    board.publish(epoch=1, groups=[large(f"g{i}") for i in range(8)])
+    board.publish(term=1, groups=[large(f"g{i}") for i in range(8)])
     advance(board, ["rollout"])
     assert room(board, WORST) == 7
     board.drop("g0", reason="by_hand")
@@ -74,7 +74,7 @@ def test_what_is_expected_is_learned_from_a_quarter_of_a_step(redis_url):
     board.drop("g1", reason="by_hand")
     assert room(board, WORST) == 74  # all that staleness allows
     (sizes,) = {int(size) for size in board._connection.client.lrange(f"{board.prefix}sizes", 0, -1)}
-    board.publish(epoch=1, groups=[large("next")])
+    board.publish(term=1, groups=[large("next")])
     assert int(board._connection.client.hget(f"{board.prefix}group:next", "room")) == sizes
     audit(board)
 
@@ -100,19 +100,19 @@ def test_the_high_water_mark_follows_maxmemory(redis_server):
 def test_a_full_redis_takes_no_more_but_lets_go(redis_server):
     server = redis_server(append_only=False)
     board = make_board(server.url, retry_seconds=0.2)
-    board.publish(epoch=1, groups=[group("a"), group("b")])
+    board.publish(term=1, groups=[group("a"), group("b")])
     a, b = take(board, "rollout")
-    epoch = board.new_trainer_epoch()
+    term = board.new_trainer_term()
     board._connection.client.config_set("maxmemory", 1)
     assert board.admission(1000).limit == "full"
     for write in (
-        lambda: board.publish(epoch=1, groups=[group("c")]),
+        lambda: board.publish(term=1, groups=[group("c")]),
         lambda: board.commit([(a, output("rollout", tokens=LARGE))]),
     ):
         with pytest.raises(BoardUnavailable, match=r"full .*maxmemory"):
             write()
     assert board.commit([(b, output("rollout"))]) == [True]
-    board.commit_step(epoch=epoch, step=1, plan={"groups": ["a"]}, metrics={})
+    board.commit_step(term=term, step=1, plan={"groups": ["a"]}, metrics={})
     assert board.drop("b", reason="by_hand")
     audit(board)
 
@@ -121,16 +121,16 @@ def test_a_redis_that_stays_full_is_relieved_of_the_newest_surplus_groups(redis_
     board = make_board(redis_server(append_only=False).url, groups_per_step=2, max_staleness=9, max_retries=0)
     names = [f"g{i}" for i in range(6)]
     for name in names:
-        board.publish(epoch=1, groups=[group(name)])
+        board.publish(term=1, groups=[group(name)])
     advance(board, ["rollout", "reward", "critic", "advantage"], tokens=LARGE)
-    board.new_trainer_epoch()
+    board.new_trainer_term()
     held = take(board, "train", "trainer", count=1)[0].group_id
     client = board._connection.client
-    assert board.relieve(epoch=1) == 0  # it is not full
+    assert board.relieve(term=1) == 0  # it is not full
     client.config_set("maxmemory", int(client.info("memory")["used_memory"]) - 1)
     dropped = 0
     for _ in range(10):  # each time as much as a twentieth of maxmemory
-        dropped += board.relieve(epoch=1)
+        dropped += board.relieve(term=1)
         client.config_set("maxmemory", 1)
     assert dropped == 4
     left = board.open_groups()
@@ -145,11 +145,11 @@ def test_a_redis_that_stays_full_is_relieved_of_the_newest_surplus_groups(redis_
 
 def test_a_run_that_ended_leaves_no_prompts_behind(redis_url):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("a")])
+    board.publish(term=1, groups=[group("a")])
     before = board.measure()
     board.drop("a", reason="stale", retry=True)
     assert board.retries()
-    board.purge(epoch=1)
+    board.purge(term=1)
     assert board.retries() == []
     assert not board._connection.client.keys(f"{board.prefix}columns:*")
     assert 0 < board.measure() < before + 1000
@@ -158,7 +158,7 @@ def test_a_run_that_ended_leaves_no_prompts_behind(redis_url):
 
 def test_consumers_that_are_gone_are_forgotten(redis_url):
     board = make_board(redis_url)
-    board.publish(epoch=1, groups=[group("a")])
+    board.publish(term=1, groups=[group("a")])
     take(board, "rollout", "gone")
     take(board, "train", "old trainer")
     client = board._connection.client
@@ -167,8 +167,8 @@ def test_consumers_that_are_gone_are_forgotten(redis_url):
         return [one["name"] for one in client.xinfo_consumers(f"{board.prefix}stage:{stage}", "workers")]
 
     assert (consumers("rollout"), consumers("train")) == ([b"gone"], [b"old trainer"])
-    board.reclaim(epoch=1, consumer="gone")
-    board.new_trainer_epoch()
+    board.reclaim(term=1, consumer="gone")
+    board.new_trainer_term()
     assert (consumers("rollout"), consumers("train")) == ([], [])
     assert len(take(board, "rollout", "next")) == 1
     audit(board)
@@ -176,12 +176,12 @@ def test_consumers_that_are_gone_are_forgotten(redis_url):
 
 def test_long_samples_are_kept_in_smaller_numbers(redis_url):
     board = make_board(redis_url, groups_per_step=1, max_staleness=9)
-    epoch = board.new_trainer_epoch()
+    term = board.new_trainer_term()
     text = "x" * (1 << 20)
     for step in range(1, 5):
-        board.publish(epoch=1, groups=[group(f"g{step}")])
+        board.publish(term=1, groups=[group(f"g{step}")])
         samples = [{"text": text, "number": n} for n in range(8)]
-        board.commit_step(epoch=epoch, step=step, plan={"groups": [f"g{step}"]}, metrics={}, samples=samples)
+        board.commit_step(term=term, step=step, plan={"groups": [f"g{step}"]}, metrics={}, samples=samples)
     kept = board.samples(limit=1000)
     assert 4 <= len(kept) <= 16
     assert (kept[-1]["step"], kept[-1]["number"]) == (4, 7)

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from relaxd.board import BoardError, Delivery, Fenced, GateClosed, StepConflict, payloads
-from relaxd.board.connection import Connection
+from relaxd.board.connection import RedisConnection
 from tests.boards import LARGE, STAGES, audit, end_leases, group, make_board, output, take
 
 NAMES = [stage.name for stage in STAGES]
@@ -37,7 +37,7 @@ ACTIONS = [
 ]
 
 
-class ForgetfulConnection(Connection):
+class ForgetfulConnection(RedisConnection):
     """Loses the reply of every operation and does it again."""
 
     def run(self, operation: Any) -> Any:
@@ -58,8 +58,8 @@ class BoardMachine(RuleBasedStateMachine):
             self.board._connection.__class__ = ForgetfulConnection
         self.published: dict[str, Any] = {}
         self.last_publish: list[Any] = []
-        self.coordinator_epoch = 1
-        self.trainer_epochs = [self.board.new_trainer_epoch()]
+        self.coordinator_term = 1
+        self.trainer_terms = [self.board.new_trainer_term()]
         self.deliveries: dict[str, list[Delivery]] = {name: [] for name in NAMES}
         self.version = 0
         self.committed: dict[tuple[str, str], int] = {}
@@ -78,14 +78,14 @@ class BoardMachine(RuleBasedStateMachine):
 
     def publish_again(self, draw: Any) -> None:
         if self.last_publish:
-            self.board.publish(epoch=self.coordinator_epoch, groups=self.last_publish)
+            self.board.publish(term=self.coordinator_term, groups=self.last_publish)
 
     def try_to_publish(self, groups: list[Any], zombie: bool) -> None:
         counts = self.board.counts()
         room = (self.version + 1 + 1) * 3 - (counts.published - counts.dropped)
         try:
             cursor = len(self.published) + len(groups)
-            self.board.publish(epoch=self.coordinator_epoch - zombie, groups=groups, cursor=cursor)
+            self.board.publish(term=self.coordinator_term - zombie, groups=groups, cursor=cursor)
         except Fenced:
             assert zombie
         except GateClosed:
@@ -99,12 +99,12 @@ class BoardMachine(RuleBasedStateMachine):
             assert self.board.cursor() == len(self.published)
 
     def replace_the_coordinator(self, draw: Any) -> None:
-        self.coordinator_epoch += 1
-        self.board.create(epoch=self.coordinator_epoch, groups_per_step=3, steps=100)
+        self.coordinator_term += 1
+        self.board.create(term=self.coordinator_term, groups_per_step=3, steps=100)
 
     def sync_weights(self, draw: Any) -> None:
         self.version = self.board.last_step()
-        self.board.set_gate(epoch=self.coordinator_epoch, oldest_version=self.version, open=True)
+        self.board.set_gate(term=self.coordinator_term, oldest_version=self.version, open=True)
 
     # --- stages
 
@@ -186,33 +186,33 @@ class BoardMachine(RuleBasedStateMachine):
         taken = take(self.board, "train", "trainer")
         self.deliveries["train"] += taken
         if taken:
-            assert self.try_to_train([d.group_id for d in taken], self.trainer_epochs[-1], ahead=1)
+            assert self.try_to_train([d.group_id for d in taken], self.trainer_terms[-1], ahead=1)
 
     def replace_the_trainer(self, draw: Any) -> None:
-        self.trainer_epochs.append(self.board.new_trainer_epoch())
+        self.trainer_terms.append(self.board.new_trainer_term())
 
     def train_some(self, draw: Any) -> None:
         """The next step or a wrong one, by the trainer or a zombie, with groups that may have been closed."""
         known = list(self.published)
         if known:
             chosen = draw(st.lists(st.sampled_from(known), min_size=1, max_size=3))
-            epoch, ahead = draw(st.sampled_from(self.trainer_epochs[-2:])), draw(st.sampled_from([1, 1, 1, 0, 2]))
+            term, ahead = draw(st.sampled_from(self.trainer_terms[-2:])), draw(st.sampled_from([1, 1, 1, 0, 2]))
             fine = set(chosen) <= set(self.board.open_groups()) and len(set(chosen)) == len(chosen)
             last = self.board.ledger()[-1:]
-            again = ahead == 0 and any(e.plan["groups"] == chosen and e.epoch == epoch for e in last)
-            assert self.try_to_train(chosen, epoch, ahead) == bool(
-                ((fine and ahead == 1) or again) and epoch == self.trainer_epochs[-1]
+            again = ahead == 0 and any(e.plan["groups"] == chosen and e.term == term for e in last)
+            assert self.try_to_train(chosen, term, ahead) == bool(
+                ((fine and ahead == 1) or again) and term == self.trainer_terms[-1]
             )
 
-    def try_to_train(self, chosen: list[str], epoch: int, ahead: int) -> bool:
+    def try_to_train(self, chosen: list[str], term: int, ahead: int) -> bool:
         step, plan = self.board.last_step() + ahead, {"groups": chosen}
         try:
-            self.board.commit_step(epoch=epoch, step=step, plan=plan, metrics={"loss": 1.0})
+            self.board.commit_step(term=term, step=step, plan=plan, metrics={"loss": 1.0})
         except Fenced:
-            assert epoch != self.trainer_epochs[-1]
+            assert term != self.trainer_terms[-1]
             return False
         except StepConflict:
-            assert epoch == self.trainer_epochs[-1]
+            assert term == self.trainer_terms[-1]
             return False
         assert self.board.ledger()[-1].plan == plan
         return True
@@ -257,16 +257,16 @@ class BoardMachine(RuleBasedStateMachine):
         """Living workers bring every group that is left to an end, and nothing stays behind."""
         if not hasattr(self, "board"):
             return
-        self.board._connection.__class__ = Connection
+        self.board._connection.__class__ = RedisConnection
         left = set(self.board.open_groups())
-        epoch = self.board.new_trainer_epoch()
+        term = self.board.new_trainer_term()
         for stage in NAMES[:-1]:
             end_leases(self.board, stage)
             self.board.commit([(d, output(stage)) for d in take(self.board, stage)])
         found = [d.group_id for d in take(self.board, "train")]
         poisoned = {d.group_id for d in self.board.dropped(1000) if d.reason == "poison"}
         assert left - poisoned == set(found), "a group cannot be reached"
-        self.board.commit_step(epoch=epoch, step=self.board.last_step() + 1, plan={"groups": found}, metrics={})
+        self.board.commit_step(term=term, step=self.board.last_step() + 1, plan={"groups": found}, metrics={})
         self.holds()
         assert self.board.counts().open == 0
         assert all(depth.waiting == depth.held == 0 for depth in self.board.queues())
@@ -295,4 +295,4 @@ def test_an_unknown_error_of_a_script_is_a_board_error(redis_url: str) -> None:
     board = make_board(redis_url)
     board._connection.client.set(f"{board.prefix}open", "not a set")
     with pytest.raises(BoardError, match="WRONGTYPE"):
-        board.publish(epoch=1, groups=[group("a")])
+        board.publish(term=1, groups=[group("a")])

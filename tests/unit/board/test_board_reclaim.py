@@ -8,12 +8,12 @@ from tests.boards import audit, group, make_board, output, take
 
 def test_what_is_freed_goes_to_others_and_late_commits_change_nothing(redis_url):
     board = make_board(redis_url, lease_seconds=3600)
-    board.publish(epoch=1, groups=[group("a"), group("b"), group("c")])
+    board.publish(term=1, groups=[group("a"), group("b"), group("c")])
     first = take(board, "rollout", "gone", count=2)
     (other,) = take(board, "rollout", "there")
-    assert board.reclaim(epoch=1, consumer="nobody") == 0
-    assert board.reclaim(epoch=1, consumer="gone") == 2
-    assert board.reclaim(epoch=1, consumer="gone") == 0
+    assert board.reclaim(term=1, consumer="nobody") == 0
+    assert board.reclaim(term=1, consumer="gone") == 2
+    assert board.reclaim(term=1, consumer="gone") == 0
     assert board.renew("rollout", "gone", first) == set()
     assert board.renew("rollout", "there", [other]) == {other.group_id}
     again = take(board, "rollout", "there")
@@ -27,22 +27,22 @@ def test_what_is_freed_goes_to_others_and_late_commits_change_nothing(redis_url)
 
 def test_a_group_that_kills_its_replicas_is_poison(redis_url):
     board = make_board(redis_url, lease_seconds=3600, max_deliveries=2)
-    board.publish(epoch=1, groups=[group("a")])
+    board.publish(term=1, groups=[group("a")])
     for number in range(2):
         assert len(take(board, "rollout", f"worker-{number}")) == 1
-        assert board.reclaim(epoch=1, consumer=f"worker-{number}") == 1
+        assert board.reclaim(term=1, consumer=f"worker-{number}") == 1
     assert board.counts().dropped_by_reason == {"poison": 1}
     audit(board)
 
 
 def test_the_trainers_holds_and_an_old_coordinator(redis_url):
     board = make_board(redis_url, lease_seconds=3600)
-    board.publish(epoch=1, groups=[group("a")])
+    board.publish(term=1, groups=[group("a")])
     for stage in ("rollout", "reward", "critic", "advantage"):
         board.commit([(delivery, output(stage)) for delivery in take(board, stage)])
     (held,) = take(board, "train", "trainer")
-    assert board.reclaim(epoch=1, consumer="trainer") == 0
+    assert board.reclaim(term=1, consumer="trainer") == 0
     assert board.renew("train", "trainer", [held]) == {"a"}
-    board.set_gate(epoch=2, oldest_version=0, open=True)
+    board.set_gate(term=2, oldest_version=0, open=True)
     with pytest.raises(Fenced):
-        board.reclaim(epoch=1, consumer="trainer")
+        board.reclaim(term=1, consumer="trainer")

@@ -24,7 +24,7 @@ def says(board: Board, words: str) -> None:
     """A board that is out of patience names the trouble."""
     patience, board._connection.retry_seconds = board._connection.retry_seconds, 0.1
     with pytest.raises(BoardUnavailable, match=words):
-        board.publish(epoch=1, groups=[group("impatient")])
+        board.publish(term=1, groups=[group("impatient")])
     board._connection.retry_seconds = patience
 
 
@@ -47,7 +47,7 @@ def meanwhile(repair: Callable[[], object]) -> Iterator[None]:
 def test_a_disk_that_is_full_is_waited_for(redis_server):
     server: RedisServer = redis_server(append_only=True)
     board = make_board(server.url, retry_seconds=PATIENCE)
-    board.publish(epoch=1, groups=[group("before")])
+    board.publish(term=1, groups=[group("before")])
     (delivery,) = take(board, "rollout")
     assert server.process is not None
     process = psutil.Process(server.process.pid)
@@ -74,7 +74,7 @@ def test_a_primary_that_was_demoted_and_comes_back_is_waited_for(redis_server):
     board = make_board(primary.url, retry_seconds=PATIENCE)
     store = Store(primary.url)
     store.take_over()
-    board.publish(epoch=1, groups=[group("before")])
+    board.publish(term=1, groups=[group("before")])
     with redis.Redis.from_url(primary.url) as one, redis.Redis.from_url(other.url) as two:
         for client in (one, two):
             client.config_set("repl-diskless-sync-delay", 0)
@@ -90,7 +90,7 @@ def test_a_primary_that_was_demoted_and_comes_back_is_waited_for(redis_server):
         with pytest.raises(StoreUnavailable, match="Redis is a replica now"):
             store.begin_delete("nothing")
         with meanwhile(lambda: one.replicaof("NO", "ONE")):
-            board.publish(epoch=1, groups=[group("after")])
+            board.publish(term=1, groups=[group("after")])
         blocked.join(timeout=PATIENCE)
         assert not blocked.is_alive()
     assert board.open_groups() == ["after", "before"]
@@ -112,7 +112,7 @@ def test_a_script_that_runs_too_long_is_waited_for(redis_server):
     time.sleep(0.2)
     says(board, "is busy with a script: ")
     with meanwhile(client.script_kill):
-        board.publish(epoch=1, groups=[group("a")])
+        board.publish(term=1, groups=[group("a")])
     busy.join(timeout=PATIENCE)
     assert board.open_groups() == ["a"]
     audit(board)
@@ -124,7 +124,7 @@ def test_replicas_that_are_missing_are_waited_for(redis_server):
     client.config_set("min-replicas-to-write", 1)
     says(board, "has too few replicas to take writes")
     with meanwhile(lambda: client.config_set("min-replicas-to-write", 0)):
-        board.publish(epoch=1, groups=[group("a")])
+        board.publish(term=1, groups=[group("a")])
     audit(board)
 
 
@@ -134,7 +134,7 @@ def test_a_redis_that_was_full_goes_on(redis_server):
     client.config_set("maxmemory", 1)
     says(board, "is full")
     with meanwhile(lambda: client.config_set("maxmemory", 0)):
-        board.publish(epoch=1, groups=[group("a")])
+        board.publish(term=1, groups=[group("a")])
     audit(board)
 
 
@@ -145,5 +145,5 @@ def test_a_frozen_redis_is_waited_for(redis_server):
     process: subprocess.Popen[bytes] = server.process
     process.send_signal(signal.SIGSTOP)
     with meanwhile(lambda: process.send_signal(signal.SIGCONT)):
-        board.publish(epoch=1, groups=[group("a")])
+        board.publish(term=1, groups=[group("a")])
     audit(board)

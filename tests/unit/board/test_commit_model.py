@@ -59,10 +59,10 @@ class RealBoard:
     def __init__(self, url: str, number: int) -> None:
         limits = BoardConfig(max_deliveries=MAX_DELIVERIES, max_staleness=100, lease_seconds=1000)
         self.board = Board(url, f"run-{number}", STAGES, limits)
-        self.board.create(epoch=1, groups_per_step=4, steps=100)
-        self.board.set_gate(epoch=1, oldest_version=0, open=True)
+        self.board.create(term=1, groups_per_step=4, steps=100)
+        self.board.set_gate(term=1, oldest_version=0, open=True)
         self.held: dict[str, Delivery] = {}
-        self.epochs: dict[str, int] = {}
+        self.terms: dict[str, int] = {}
         self.taken: dict[str, set[str]] = {}
 
     def do(self, action: Action) -> tuple[Action, object]:
@@ -70,7 +70,7 @@ class RealBoard:
         who = action.who
         match action.name:
             case "publish":
-                return action, self.board.publish(epoch=1, groups=[NewGroup(action.group, {"prompt": "?"})])
+                return action, self.board.publish(term=1, groups=[NewGroup(action.group, {"prompt": "?"})])
             case "take":
                 (delivery,) = self.board._read(f"{self.board.prefix}stage:rollout", "rollout", who, 1, None)
                 self.held[who] = delivery
@@ -94,8 +94,8 @@ class RealBoard:
                 self.held.pop(who)
                 return action, None
             case "begin":
-                self.epochs[who] = self.board.new_trainer_epoch()
-                return action, self.epochs[who]
+                self.terms[who] = self.board.new_trainer_term()
+                return action, self.terms[who]
             case "take_step":
                 end_leases(self.board, "train", "first" if who == "second" else "second")
                 got = {delivery.group_id for delivery in take(self.board, "train", who)}
@@ -108,7 +108,7 @@ class RealBoard:
     def _commit_step(self, who: str) -> str:
         plan = {"groups": sorted(self.taken.pop(who))}
         try:
-            self.board.commit_step(epoch=self.epochs[who], step=self.board.last_step() + 1, plan=plan, metrics={})
+            self.board.commit_step(term=self.terms[who], step=self.board.last_step() + 1, plan=plan, metrics={})
         except (Fenced, StepConflict) as error:
             return type(error).__name__
         return "ok"
@@ -132,7 +132,7 @@ class RealBoard:
         assert set(self.board.open_groups()) == state.open
         assert {dropped.group_id for dropped in self.board.dropped()} == state.dropped
         assert tuple(tuple(entry.plan["groups"]) for entry in self.board.ledger()) == state.ledger
-        assert self.board.trainer_epoch() == state.trainer_epoch
+        assert self.board.trainer_term() == state.trainer_term
         for stage, expected in (("rollout", state.rollout), ("train", state.train)):
             assert self.holders(stage) == {group: (e.holder, e.deliveries) for group, e in expected}, stage
 

@@ -35,7 +35,7 @@ def versions_of(style: EventStyle, *lengths_and_weights: tuple[int, Version]) ->
     sample.end("length")
     output = sample.undelivered()
     assert output.tokens == list(range(told))
-    assert output.continued == (lengths_and_weights[-1][1] != ONE)
+    assert output.spans_weight_update == (lengths_and_weights[-1][1] != ONE)
     return output.versions
 
 
@@ -69,7 +69,7 @@ def test_only_what_is_new_is_handed_on_and_the_text_at_the_end() -> None:
     assert (first.tokens, first.logprobs, first.finish_reason, first.text) == ([5, 6], [-0.5, -0.6], None, "")
     sample.take(event([7], "3:1", {"type": "stop", "matched": 7}))
     last = sample.undelivered()
-    assert (last.tokens, last.finish_reason, last.text, last.continued) == ([7], "stop", "5 6", False)
+    assert (last.tokens, last.finish_reason, last.text, last.spans_weight_update) == ([7], "stop", "5 6", False)
 
 
 @pytest.mark.parametrize("weights", ["default", "3", ":", "3:x", ""])

@@ -180,7 +180,7 @@ def test_an_update_in_the_middle_marks_and_changes_what_comes_after(harness: Har
             cut = before[(f"r{number}", index)]
             assert answer.versions == [0] * cut + [1] * (tokens - cut)
             assert answer.last is not None
-            assert answer.last.continued
+            assert answer.last.spans_weight_update
             # Before: the old weights. After: the new ones, over keys and values that the old ones made.
             prompt = PROMPTS[number]
             mixed = mixed_logprobs(old, harness.model, prompt, answer.tokens, cut)
@@ -189,7 +189,7 @@ def test_an_update_in_the_middle_marks_and_changes_what_comes_after(harness: Har
     (later,) = harness.wait("later")
     assert later.last is not None
     assert later.versions == [1] * 6
-    assert not later.last.continued
+    assert not later.last.spans_weight_update
     check_logprobs(harness.model, PROMPTS[2], later)
 
 

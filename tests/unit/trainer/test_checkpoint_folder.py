@@ -25,7 +25,7 @@ from services.trainer.checkpoints.folder import (
 )
 
 BOARD = BoardState(
-    cursor={"epoch": 0, "position": 4},
+    cursor={"term": 0, "position": 4},
     open_groups=("0-000003",),
     published=4,
     trained=3,
@@ -38,8 +38,8 @@ def state(step: int) -> CheckpointState:
     return CheckpointState(
         run_id="run",
         step=step,
-        epoch=2,
-        ledger=Ledger(step=step, epoch=2, plan_sha256="x"),
+        term=2,
+        ledger=Ledger(step=step, term=2, plan_sha256="x"),
         board=BOARD,
         trainer={"ranks": 2},
         algorithm={},
@@ -139,7 +139,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_what_earlier_trainers_did_not_finish_is_removed(tmp_path: Path) -> None:
     own = write_partial(tmp_path, 20)
-    remove_partials(tmp_path, before_epoch=2)
+    remove_partials(tmp_path, before_term=2)
     assert own.exists()
-    remove_partials(tmp_path, before_epoch=3)
+    remove_partials(tmp_path, before_term=3)
     assert not own.exists()

@@ -18,7 +18,7 @@ def test_only_tokens_of_the_same_weights_and_cache_are_compared() -> None:
         "versions": np.array([4, 5, 5, 4, 5, 5], np.int64),
         "finish": ["stop", "stop", "stop"],
         "text": ["", "", ""],
-        "continued": np.array([0, 1, 0], np.uint8),
+        "spans_weight_update": np.array([0, 1, 0], np.uint8),
         "reward": np.zeros(3),
         "reward_parts": {},
         "advantages": np.ones(6, np.float32),

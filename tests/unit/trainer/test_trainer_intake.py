@@ -54,7 +54,7 @@ class Trainer:
     def __init__(self, redis_url: str, config: RunConfig) -> None:
         self.feeder = Feeder(redis_url, config)
         self.board = self.feeder.board
-        self.board.new_trainer_epoch()
+        self.board.new_trainer_term()
         self.intake = Intake(
             self.board,
             "trainer",
@@ -162,7 +162,7 @@ def columns() -> dict[str, Any]:
         "versions": np.array([4, 4, 1, 3, 4]),
         "finish": ["stop", "stop"],
         "text": ["a", "b"],
-        "continued": np.zeros(2, np.uint8),
+        "spans_weight_update": np.zeros(2, np.uint8),
         "reward": np.zeros(2),
         "reward_parts": {},
         "advantages": np.zeros(5, np.float32),
@@ -183,7 +183,7 @@ def test_a_group_knows_its_sizes_and_versions() -> None:
         ("prompt_tokens", np.zeros(0, np.int32), "prompt_tokens is empty"),
         ("lengths", np.array([-1, 6], np.int32), "lengths is"),
         ("lengths", np.array([2, 2], np.int32), "tokens has 5 values for 4 response tokens"),
-        ("continued", np.zeros(3, np.uint8), "continued has 3 values for 2 samples"),
+        ("spans_weight_update", np.zeros(3, np.uint8), "spans_weight_update has 3 values for 2 samples"),
         ("reward", [0.0, 1.0], "reward is list"),
         ("advantages", np.array([0, 0, 0, np.inf, 0], np.float32), "advantages is NaN or infinite"),
         ("versions", np.zeros(5, np.float32), "versions is float32"),

@@ -63,7 +63,12 @@ def test_a_sequence_longer_than_the_budget_is_refused_by_name() -> None:
 
 
 def test_pack_aligns_columns_with_the_tokens_they_are_about() -> None:
-    batch = pack([sample(3, 2), sample(1, 3, loss_mask=np.array([1, 0, 1], np.uint8), compared=False, temperature=0.5)])
+    batch = pack(
+        [
+            sample(3, 2),
+            sample(1, 3, loss_mask=np.array([1, 0, 1], np.uint8), logprobs_comparable=False, temperature=0.5),
+        ]
+    )
     assert batch.tokens.tolist() == [0, 1, 2, 0, 1, 0, 0, 1, 2]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
     assert batch.cu_seqlens.tolist() == [0, 5, 9]

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.batch.plan import Packer, Piece, Plan, PlanError, Round
+from services.trainer.batch.plan import MicroBatchRound, Packer, PlanError, SampleSlice, StepPlan
 
 groups_of_lengths = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=8)
 
 
-def packed(groups: list[list[int]], budget: int, ranks: int, per_rank: int) -> list[Round]:
+def packed(groups: list[list[int]], budget: int, ranks: int, per_rank: int) -> list[MicroBatchRound]:
     """All rounds of a step whose groups come one by one."""
     packer = Packer(budget, ranks, per_rank)
     rounds = []
@@ -49,22 +49,24 @@ def test_a_round_starts_when_each_rank_has_a_full_micro_batch() -> None:
     packer.add("a", [5, 5, 5])
     assert packer.full_round() is None  # one is full, the other might still grow
     packer.add("b", [5, 5])
-    assert packer.full_round() == Round((((Piece("a", (0, 1)),),), ((Piece("a", (2,)), Piece("b", (0,))),)))
-    assert packer.rest() == Round((((Piece("b", (1,)),),), ((),)))
+    assert packer.full_round() == MicroBatchRound(
+        (((SampleSlice("a", (0, 1)),),), ((SampleSlice("a", (2,)), SampleSlice("b", (0,))),))
+    )
+    assert packer.rest() == MicroBatchRound((((SampleSlice("b", (1,)),),), ((),)))
 
 
 def test_a_plan_survives_json() -> None:
-    rounds = (Round((((Piece("a", (0, 2)), Piece("b", (1,))),), ((),))),)
-    plan = Plan(3, 2, 7, ("a", "b"), rounds, 4, 30, 30.0)
+    rounds = (MicroBatchRound((((SampleSlice("a", (0, 2)), SampleSlice("b", (1,))),), ((),))),)
+    plan = StepPlan(3, 2, 7, ("a", "b"), rounds, 4, 30, 30.0)
     for outcome in (None, (), (0,)):
         plan = replace(plan, skipped_updates=outcome)
-        assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+        assert StepPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 @pytest.mark.parametrize("change", [{"step": None}, {"rounds": [1]}, {"groups": 3}])
 def test_what_is_no_plan_is_refused(change: dict[str, object]) -> None:
-    plan = Plan(1, 1, 0, ("a",), (), 1, 1, 1.0).to_json()
+    plan = StepPlan(1, 1, 0, ("a",), (), 1, 1, 1.0).to_json()
     with pytest.raises(PlanError, match="not a step's plan"):
-        Plan.from_json(plan | change)
+        StepPlan.from_json(plan | change)
     with pytest.raises(PlanError, match="normalizer"):
-        Plan.from_json({name: value for name, value in plan.items() if name != "normalizer"})
+        StepPlan.from_json({name: value for name, value in plan.items() if name != "normalizer"})

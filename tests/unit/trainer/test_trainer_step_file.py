@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.batch.plan import Piece, Plan, Round
+from services.trainer.batch.plan import MicroBatchRound, SampleSlice, StepPlan
 from services.trainer.batch.step_file import (
     StepFileError,
     read_committed,
@@ -17,7 +17,9 @@ from services.trainer.batch.step_file import (
 )
 from services.trainer.checkpoints.folder import plan_sha256
 
-PLAN = Plan(2, 1, 0, ("a", "b/c"), (Round((((Piece("a", (0,)), Piece("b/c", (0, 1))),),)),), 3, 5, 5.0)
+PLAN = StepPlan(
+    2, 1, 0, ("a", "b/c"), (MicroBatchRound((((SampleSlice("a", (0,)), SampleSlice("b/c", (0, 1))),),)),), 3, 5, 5.0
+)
 GROUPS: dict[str, dict[str, Any]] = {
     "a": {"tokens": np.arange(4, dtype=np.int32), "reward": np.array([0.1]), "prompt": {"text": "ä", "n": [1, None]}},
     "b/c": {"tokens": np.zeros(0, np.int32), "loss_mask": np.array([1, 0], np.uint8), "text": ["", "x"]},
@@ -49,14 +51,14 @@ def test_the_ledger_adds_what_became_of_the_updates(tmp_path: Path) -> None:
     assert read_committed(tmp_path, 2, committed.to_json()).plan == committed
     # A ledger that is restored from step files lacks it, and a checkpoint of the step is as good as before.
     assert plan_sha256(committed.to_json()) == plan_sha256(PLAN.to_json())
-    assert plan_sha256(replace(PLAN, epoch=2).to_json()) != plan_sha256(PLAN.to_json())
+    assert plan_sha256(replace(PLAN, term=2).to_json()) != plan_sha256(PLAN.to_json())
 
 
 def test_a_later_attempt_replaces_what_was_never_committed(tmp_path: Path) -> None:
     path = step_file_path(tmp_path, 2)
     write_step_file(path, PLAN, GROUPS)
-    write_step_file(path, replace(PLAN, epoch=2), GROUPS)
-    assert read_step_file(path).plan.epoch == 2
+    write_step_file(path, replace(PLAN, term=2), GROUPS)
+    assert read_step_file(path).plan.term == 2
     with pytest.raises(StepFileError, match="another plan than the ledger has for step 2"):
         read_committed(tmp_path, 2, PLAN.to_json())
 

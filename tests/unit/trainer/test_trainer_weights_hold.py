@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.loop.weight_read_lock import HoldRefused, WeightsHold
+from services.trainer.loop.weight_read_lock import HoldRefused, WeightReadLock
 from services.trainer.service.export import export_folder
 
 
 def test_the_optimizer_waits_for_the_broadcast_to_end() -> None:
-    weights = WeightsHold(epoch=2)
+    weights = WeightReadLock(term=2)
     weights.publish(4)
     hold = weights.acquire(2, 4, 30.0)
     order = []
@@ -31,7 +31,7 @@ def test_the_optimizer_waits_for_the_broadcast_to_end() -> None:
 
 
 def test_a_broadcast_that_is_late_loses_its_hold() -> None:
-    weights = WeightsHold(epoch=1)
+    weights = WeightReadLock(term=1)
     weights.publish(0)
     hold = weights.acquire(1, 0, 0.05)
     with weights.changing(lambda: None, 0.01) as waited:
@@ -42,13 +42,13 @@ def test_a_broadcast_that_is_late_loses_its_hold() -> None:
 
 
 def test_only_the_weights_that_are_there_are_held() -> None:
-    weights = WeightsHold(epoch=1)
+    weights = WeightReadLock(term=1)
     with pytest.raises(HoldRefused, match="being changed"):
         weights.acquire(1, 0, 1.0)
     weights.publish(3)
-    for epoch, version in ((1, 2), (1, 4), (2, 3)):
+    for term, version in ((1, 2), (1, 4), (2, 3)):
         with pytest.raises(HoldRefused, match=r"\(1, 3\)"):
-            weights.acquire(epoch, version, 1.0)
+            weights.acquire(term, version, 1.0)
     with weights.changing(lambda: None, 0.01), pytest.raises(HoldRefused, match="being changed"):
         weights.acquire(1, 3, 1.0)
 

@@ -182,7 +182,7 @@ class SGLangEngine:
                     if sample is not None and rid in held:  # else it has ended, and its last output is on its way
                         count, continued = held[rid]
                         sample.marks.append((count, weights.version))
-                        sample.continued = sample.continued or bool(continued)
+                        sample.spans_weight_update = sample.spans_weight_update or bool(continued)
 
     def touch(self) -> None:
         """Inside `update`: the model has changed."""
@@ -190,7 +190,7 @@ class SGLangEngine:
 
     def _key(self, weights: Version) -> str:
         # The number keeps apart what a version's second commit may find of its first.
-        return f"{weights.epoch}:{weights.version}:{self._commits}"
+        return f"{weights.term}:{weights.version}:{self._commits}"
 
     # --- what the scheduler is told (self._gate.changed held) --------------------------------------------------------
 
@@ -363,7 +363,7 @@ class SGLangEngine:
         versions = sample.versions(start)
         output = Output(sample.index, sample.tokens[start:], sample.logprobs[start:], versions)
         if sample.finish_reason is not None:
-            output.finish_reason, output.continued = sample.finish_reason, sample.continued
+            output.finish_reason, output.spans_weight_update = sample.finish_reason, sample.spans_weight_update
             output.routed_experts = sample.routed_experts
             del self._sent[rid]
             group.unfinished -= 1

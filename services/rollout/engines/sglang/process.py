@@ -128,7 +128,7 @@ class SGLangProcess(EngineServer):
             raise HandlerError(f"this engine is not in weight group {name}", kind="EngineError")
         self._left_touched = False
         try:
-            with engine.update(Version(params["epoch"], params["version"])):
+            with engine.update(Version(params["term"], params["version"])):
                 results = self._receive_all(engine, params)
         except EngineError as error:
             raise HandlerError(str(error), kind="EngineError") from error

@@ -26,7 +26,7 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     marks: list[tuple[int, int]] = field(default_factory=list)
     """(number of tokens, version): the version that makes tokens from there on; in order."""
-    continued: bool = False
+    spans_weight_update: bool = False
     finish_reason: FinishReason | None = None
     routed_experts: "np.ndarray[tuple[int, ...], np.dtype[np.int32]] | None" = None
     reported: int = 0

@@ -29,13 +29,13 @@ class EventStyle:
 
 def label(weights: Version) -> str:
     """The server's name for a version."""
-    return f"{weights.epoch}:{weights.version}"
+    return f"{weights.term}:{weights.version}"
 
 
 def parse_label(text: object) -> Version | None:
     """The version of a label; None if it is not one of ours."""
-    epoch, colon, version = str(text).partition(":")
-    return Version(int(epoch), int(version)) if colon and epoch.isdigit() and version.isdigit() else None
+    term, colon, version = str(text).partition(":")
+    return Version(int(term), int(version)) if colon and term.isdigit() and version.isdigit() else None
 
 
 class ExternalSample:
@@ -84,7 +84,7 @@ class ExternalSample:
         if weights != self._weights:
             self._older, self._weights = self._weights, weights
             self._undecided_until = told + self._style.late + (self._style.interval - 1 if told else 0)
-            output.continued = True
+            output.spans_weight_update = True
         for place, (token, entry) in enumerate(zip(tokens, logprobs, strict=True), told):
             output.tokens.append(token)
             output.logprobs.append(entry[0])
@@ -112,5 +112,5 @@ class ExternalSample:
             output.versions[start:],
             output.finish_reason,
             output.text if self.ended else "",
-            output.continued if self.ended else False,
+            output.spans_weight_update if self.ended else False,
         )

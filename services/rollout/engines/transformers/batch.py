@@ -23,7 +23,7 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    continued: bool = False
+    spans_weight_update: bool = False
     reported: int = 0
     """Tokens that were reported already."""
 

@@ -152,7 +152,7 @@ class TransformersEngine:
             yield
             for sample in self._samples():
                 # A sample that has not begun has no keys and values of the old weights.
-                sample.continued = sample.continued or bool(sample.tokens)
+                sample.spans_weight_update = sample.spans_weight_update or bool(sample.tokens)
 
     def touch(self) -> None:
         """Inside `update`: the model is about to change."""
@@ -259,7 +259,7 @@ class TransformersEngine:
             stripped = sample.tokens[:-1] if sample.finish_reason == "stop" else sample.tokens
             output.finish_reason = sample.finish_reason
             output.text = self._decode(stripped)
-            output.continued = sample.continued
+            output.spans_weight_update = sample.spans_weight_update
         return output
 
     def _drop_cancelled(self) -> None:

@@ -94,7 +94,7 @@ class EngineProcess(EngineServer):
             receiver = self._receivers.get(params["name"])
         if receiver is None:
             raise HandlerError(f"this engine is not in weight group {params['name']}", kind="EngineError")
-        version = Version(params["epoch"], params["version"])
+        version = Version(params["term"], params["version"])
         started = time.monotonic()
         try:
             checksums = receiver.receive(version, params["timeout"], with_checksums=params["checksum"])

@@ -1,4 +1,4 @@
-"""Reading the current coordinator's epoch."""
+"""Reading the current coordinator's term."""
 
 import redis
 from redis.backoff import ExponentialBackoff
@@ -6,13 +6,13 @@ from redis.retry import Retry
 
 from relaxd.rpc.errors import FailedPrecondition, Unavailable
 
-EPOCH_KEY = "relaxd:coordinator:epoch"
-"""Redis key of the newest coordinator's epoch. Each coordinator that starts adds one to it."""
+TERM_KEY = "relaxd:coordinator:term"
+"""Redis key of the newest coordinator's term. Each coordinator that starts adds one to it."""
 TIMEOUT_SECONDS = 3.0
 
 
-class Epochs:
-    """The epochs of the coordinators that share a Redis. Thread-safe."""
+class Terms:
+    """The terms of the coordinators that share a Redis. Thread-safe."""
 
     def __init__(self, redis_url: str) -> None:
         self._redis = redis.Redis.from_url(
@@ -24,15 +24,15 @@ class Epochs:
         )
 
     def newest(self) -> int:
-        """Return the newest coordinator's epoch; 0 when none has started yet.
+        """Return the newest coordinator's term; 0 when none has started yet.
 
         Raises Unavailable when Redis doesn't answer, FailedPrecondition when it refuses the user or the password.
         """
         try:
-            return int(self._redis.get(EPOCH_KEY) or 0)
+            return int(self._redis.get(TERM_KEY) or 0)
         except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
             raise FailedPrecondition(
                 f"Redis refuses the launcher's user or password (RELAXD_REDIS, RELAXD_REDIS_PASSWORD_FILE): {error}"
             ) from error
         except redis.RedisError as error:
-            raise Unavailable(f"Redis, which has the coordinator's epoch, does not answer: {error}") from error
+            raise Unavailable(f"Redis, which has the coordinator's term, does not answer: {error}") from error

@@ -19,7 +19,7 @@ from services.trainer.service.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-FIRST_DELAY_SECONDS, MOST_DELAY_SECONDS = 0.5, 30.0
+FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.5, 30.0
 """Wait before the world is started anew: doubled with each failure in a row, without a version announced between."""
 FAILED_AFTER = 3
 """Failures in a row after which the replica counts as failed; it still tries again."""
@@ -31,7 +31,7 @@ ANNOUNCE_AGAIN_SECONDS = 0.5
 """Wait before an announcement is repeated."""
 
 
-class World:
+class RankSupervisor:
     """The ranks of one run, over all their lives."""
 
     def __init__(
@@ -55,9 +55,9 @@ class World:
         self._facts: dict[int, dict[str, Any]] = {}
         self._announcement = asyncio.Event()
         self._telling: asyncio.Task[None] | None = None
-        self.epoch = 0
+        self.term = 0
         self.version: int | None = None
-        """Newest committed version; None before the first one of this epoch."""
+        """Newest committed version; None before the first one of this term."""
         self.step_trace: dict[str, str] = {}
         """Carrier of the step that made it."""
         self.detail = "starting the ranks"
@@ -65,7 +65,7 @@ class World:
         self.done_groups = 0
         self._done_before = 0
         self.turns = 0
-        """Turns of the training loop, by rank 0's last word."""
+        """GpuHandoff of the training loop, by rank 0's last word."""
         self.manifest = weights_pb2.WeightManifest()
         self.source_ranks = 0
         self.store_port = 0
@@ -91,7 +91,7 @@ class World:
     @property
     def weights(self) -> replica_pb2.WeightVersion:
         """The newest committed weights."""
-        return replica_pb2.WeightVersion(epoch=self.epoch, version=self.version or 0)
+        return replica_pb2.WeightVersion(term=self.term, version=self.version or 0)
 
     @property
     def senders(self) -> list[int]:
@@ -121,7 +121,7 @@ class World:
                         await self._take_turn(self._say)
                         self.awake = True
                     reason = await self._one_life()
-                    delay = min(FIRST_DELAY_SECONDS * 2**self._failures, MOST_DELAY_SECONDS)
+                    delay = min(FIRST_DELAY_SECONDS * 2**self._failures, MAX_DELAY_SECONDS)
                     self._failures += 1
                     self.detail = f"the ranks are started anew in {delay:g} s, because {reason}"
                     logger.error("%s", self.detail)
@@ -160,7 +160,7 @@ class World:
 
     async def drain(self, seconds: float) -> int:
         """Take no new groups and hand back those that are held. Returns how many are still held."""
-        if self._ranks is None or 0 not in self._facts or self.epoch == 0:
+        if self._ranks is None or 0 not in self._facts or self.term == 0:
             return 0
         with contextlib.suppress(ChildError, Unavailable):
             if await self.request(0, "drain", {"seconds": seconds}, seconds + DRAIN_MARGIN_SECONDS):
@@ -179,7 +179,7 @@ class World:
             return str(error)
         finally:
             self._ranks, self.version = None, None
-            self.epoch, self.held_groups = 0, 0
+            self.term, self.held_groups = 0, 0
             self._done_before = self.done_groups
             self._announcement.clear()
             await ranks.kill()
@@ -191,8 +191,8 @@ class World:
                 self._facts[rank] = values
                 if rank == 0:  # what was said before it could listen
                     self._telling = asyncio.create_task(self._tell_paused())
-            case "epoch":
-                self.epoch = values["epoch"]
+            case "term":
+                self.term = values["term"]
                 self.manifest = ParseDict(values["manifest"], weights_pb2.WeightManifest())
                 self.source_ranks, self.store_port = values["source_ranks"], values["store_port"]
             case "progress":
