@@ -22,8 +22,9 @@ from torch import Tensor
 
 from relaxd.algorithms import LossInputs, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from services.trainer import mismatch
+from services.trainer import expert_load, mismatch
 from services.trainer.architecture import read_architecture
+from services.trainer.attention_kernels import attention_kernel
 from services.trainer.checkpoint import Snapshot, Stateful, load_snapshot
 from services.trainer.checkpoint_copies import HostCopies
 from services.trainer.data_parallel import DataParallel
@@ -38,7 +39,7 @@ from services.trainer.hf_weights import (
 )
 from services.trainer.host_memory import GIVE_BACK_STEPS, give_back
 from services.trainer.logprobs import VocabShard, token_logprobs
-from services.trainer.model import PolicyModel, build_model, padded_vocab, transformer_config
+from services.trainer.model import PolicyModel, build_model, freeze_routers, padded_vocab, routers, transformer_config
 from services.trainer.offload import Offload, gradient_tensors, memory_in_use, state_tensors
 from services.trainer.optimizer import (
     NonFiniteGradients,
@@ -49,6 +50,7 @@ from services.trainer.optimizer import (
 )
 from services.trainer.packing import MicroBatch, with_padding
 from services.trainer.parallel import initialize
+from services.trainer.routing import RouterInputs
 from services.trainer.sequence_layout import SequenceLayout, sequence_layout, to_device
 from services.trainer.sums import add, bits, total
 
@@ -126,6 +128,9 @@ class Learner:
         if tell is not None:
             self.world.disk.tell = tell
         self._algorithm = create(algorithm)
+        self._kernel = attention_kernel(
+            self.world.device, self._megatron_config.params_dtype, self._shape.head_size, trainer.attention
+        )
         self._frequencies = self._shape.inverse_frequencies().to(self.world.device)
         rows = padded_vocab(self._shape.vocab_size, self.world.tensor_size) // self.world.tensor_size
         start = rows * self.world.tensor_rank
@@ -137,6 +142,9 @@ class Learner:
         )
         self._policy = build_model(self._shape, self._megatron_config, self.world)
         load_hf(self._policy, model_folder, self._shape, self.world)
+        self._routers = routers(self._policy)
+        if trainer.moe.freeze_router:
+            freeze_routers(self._policy)
         self._reference = self._frozen_copy() if self._algorithm.needs_reference else None
         self._model = DataParallel(self._policy)
         self._optimizer = build_optimizer(self._model, trainer)
@@ -200,6 +208,7 @@ class Learner:
         if not normalizer > 0:
             raise ValueError(f"normalizer is {normalizer}: it must be positive")
         totals, self._sums = total(self._sums, self.world), {}
+        load = self._expert_load()
         measured = totals.pop("mismatch", None)
         sums = {name: float(value) for name, value in totals.items()}
         tokens, loss = sums.pop("tokens", 0.0), sums.pop("loss", 0.0) / normalizer
@@ -228,12 +237,13 @@ class Learner:
             give_back()
         lr = float(self._optimizer.param_groups[0]["lr"])
         metrics = {name: value / max(tokens, 1.0) for name, value in sums.items()}
-        metrics |= mismatch.metrics(measured) if measured is not None else {}
+        metrics |= load | (mismatch.metrics(measured) if measured is not None else {})
         return StepStats(self._step, loss, grad_norm, skipped, lr, int(tokens), metrics)
 
     def discard(self) -> None:
         """Forget the gradients that were accumulated since the last `finish`."""
         self._sums, self._accumulated = {}, False
+        expert_load.forget(self._routers)
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
@@ -314,6 +324,13 @@ class Learner:
     def _stateful(self) -> Stateful:
         return Stateful(self._policy, self._optimizer, self._schedule, self.world)
 
+    def _expert_load(self) -> dict[str, float]:
+        if not self._routers:
+            return {}
+        moe = self._config.moe
+        with_losses = moe.aux_loss_coef > 0 or moe.z_loss_coef > 0
+        return expert_load.metrics(self._routers, self.world, with_losses=with_losses)
+
     def _weights_changed(self) -> None:
         if self._changed is not None:
             self._changed.record(torch.cuda.current_stream(self.world.device))
@@ -388,11 +405,11 @@ class Learner:
         trained, predicting = trained[places], predicting[places] - begin
         names = [name for name in COLUMNS if getattr(batch, name) is not None]
         columns = np.stack([getattr(batch, name)[trained].astype(np.float32) for name in names])
-        varlen = device.type == "cuda" and self._config.dtype == "bfloat16"
+        router = RouterInputs(weight=float(batch.weight[batch.loss_mask == 1].sum()))
         return _Inputs(
             tokens=to_device(batch.tokens[begin : begin + share], device).unsqueeze(0),
             rotary=rotary_table(to_device(batch.positions, device), self._frequencies),
-            layout=sequence_layout(batch, device, varlen=varlen),
+            layout=sequence_layout(batch, device, self._kernel, router),
             places=to_device(places, device),
             targets=to_device(batch.tokens[trained], device),
             predicting=to_device(predicting, device),

@@ -114,7 +114,7 @@ def test_gradients_of_shared_prompts() -> None:
     ones = np.ones(20, np.float32)
     columns = {"loss_mask": mask, "rollout_logprobs": ones, "advantages": ones, "weight": ones}
     batch = pack([TrainSample.from_response(prompt, np.arange(20) + i, **columns) for i in range(5)])
-    layout = sequence_layout(batch, torch.device("cuda"), varlen=True)
+    layout = sequence_layout(batch, torch.device("cuda"), "varlen")
     assert layout.shared
     x = leaf(len(batch.tokens), 3, 100)
     reference = exact(x)

@@ -1,0 +1,213 @@
+"""Causal attention by cuDNN on packed sequences of any lengths, through NVIDIA's frontend for Python.
+
+One call computes many sequences: cuDNN reads their places and lengths on the device. A plan is made for each shape of
+call, which takes a while; so counts are rounded up to few sizes, and what is added has length 0. Import only on a
+machine with a GPU; whether it works there, `attention_kernels` finds out.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import cudnn  # type: ignore[import-not-found, unused-ignore]
+import torch
+from torch import Tensor
+
+from services.trainer.sequence_layout import Run, rounded_up
+
+_BFLOAT16, _FLOAT, _INT32, _INT64 = (getattr(cudnn.data_type, name) for name in ("BFLOAT16", "FLOAT", "INT32", "INT64"))
+
+
+def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float) -> Tensor:
+    """Causal attention within each sequence.
+
+    Args:
+        query: bfloat16 [T, heads, size], contiguous.
+        key: bfloat16 [T, kv_heads, size], contiguous; kv_heads divide heads.
+        value: like `key`.
+        runs: where the sequences are; each token is in one of them.
+        scale: what the scores are multiplied by.
+
+    Returns:
+        [T, heads, size].
+    """
+    output: Tensor = _Attention.apply(query, key, value, runs, scale)
+    return output
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float) -> Tensor:
+        output = torch.empty_like(query)
+        statistics = []
+        for run in runs:
+            shape = _Shape.of(query, key, run, scale)
+            logsumexp = torch.empty(run.count, shape.heads, run.longest, dtype=torch.float32, device=query.device)
+            tensors = {"q": query, "k": key, "v": value, "o": output, "stats": logsumexp}
+            _execute(_forward_plan(shape), {**tensors, **_places(run, shape)})
+            statistics.append(logsumexp)
+        ctx.save_for_backward(query, key, value, output, *statistics)
+        ctx.runs, ctx.scale = runs, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, *statistics = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
+        for run, logsumexp in zip(ctx.runs, statistics, strict=True):
+            shape = _Shape.of(query, key, run, ctx.scale)
+            tensors = {"q": query, "k": key, "v": value, "o": output, "stats": logsumexp, "do": grad}
+            gradients = {"dq": grad_query, "dk": grad_key, "dv": grad_value}
+            _execute(_backward_plan(shape), {**tensors, **gradients, **_places(run, shape)})
+        return grad_query, grad_key, grad_value, None, None
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a plan is made for."""
+
+    device: int
+    count: int
+    longest: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    size: int
+    scale: float
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, run: Run, scale: float) -> "_Shape":
+        index, tokens = query.device.index or 0, rounded_up(len(query), 1024)
+        return cls(index, run.count, run.longest, tokens, query.shape[1], key.shape[1], query.shape[2], scale)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    graph: Any
+    tensors: dict[str, Any]
+    workspace: int
+
+
+def _places(run: Run, shape: _Shape) -> dict[str, Tensor]:
+    return {
+        "lengths": run.lengths,
+        "in_queries": run.begins * (shape.heads * shape.size),
+        "in_keys": run.begins * (shape.kv_heads * shape.size),
+    }
+
+
+@lru_cache(maxsize=8)
+def _handle(device: int) -> Any:
+    with torch.cuda.device(device):
+        return cudnn.create_handle()
+
+
+def _execute(plan: _Plan, tensors: dict[str, Tensor]) -> None:
+    device = next(iter(tensors.values())).device
+    handle = _handle(device.index or 0)
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+    workspace = torch.empty(max(plan.workspace, 1), dtype=torch.uint8, device=device)
+    pointers = {plan.tensors[name]: tensor.data_ptr() for name, tensor in tensors.items()}
+    plan.graph.execute(pointers, workspace.data_ptr(), handle=handle)
+
+
+class _Builder:
+    """The parts that the graphs of both directions have."""
+
+    def __init__(self, shape: _Shape) -> None:
+        self.shape = shape
+        self.graph = cudnn.pygraph(
+            io_data_type=_BFLOAT16,
+            intermediate_data_type=_FLOAT,
+            compute_data_type=_FLOAT,
+            handle=_handle(shape.device),
+        )
+        ends = [shape.count + 1, 1, 1, 1]
+        self.tensors: dict[str, Any] = {
+            "lengths": self._tensor("lengths", [shape.count, 1, 1, 1], _INT32),
+            "in_queries": self._tensor("in_queries", ends, _INT64),
+            "in_keys": self._tensor("in_keys", ends, _INT64),
+        }
+
+    def _tensor(self, name: str, dim: list[int], kind: Any) -> Any:
+        return self.graph.tensor(name=name, dim=dim, stride=[math.prod(dim[i + 1 :]) for i in range(4)], data_type=kind)
+
+    def add_heads(self, name: str, *, like: str) -> None:
+        """Add [T, heads, size], which cuDNN sees as [sequences, heads, longest, size]."""
+        dim, stride, places = self.geometry(like)
+        self.tensors[name] = self.graph.tensor(
+            name=name, dim=dim, stride=stride, data_type=_BFLOAT16, ragged_offset=places
+        )
+
+    def add_statistics(self) -> None:
+        """Add float32 [sequences, heads, longest]."""
+        shape = self.shape
+        self.tensors["stats"] = self._tensor("stats", [shape.count, shape.heads, shape.longest, 1], _FLOAT)
+
+    def geometry(self, like: str) -> tuple[list[int], list[int], Any]:
+        """Dimensions, strides and places of the "queries" or the "keys"."""
+        shape = self.shape
+        heads = shape.heads if like == "queries" else shape.kv_heads
+        dim = [shape.count, heads, shape.longest, shape.size]
+        return dim, [shape.longest * heads * shape.size, shape.size, heads * shape.size, 1], self.tensors[f"in_{like}"]
+
+    def set_output(self, name: str, tensor: Any, *, like: str) -> None:
+        """Have an output of the graph written like the queries or the keys."""
+        dim, stride, places = self.geometry(like)
+        tensor.set_output(True).set_dim(dim).set_stride(stride).set_data_type(_BFLOAT16).set_ragged_offset(places)
+        self.tensors[name] = tensor
+
+    def masks(self) -> dict[str, Any]:
+        """Causal, and each sequence's own length."""
+        return {
+            "attn_scale": self.shape.scale,
+            "use_padding_mask": True,
+            "seq_len_q": self.tensors["lengths"],
+            "seq_len_kv": self.tensors["lengths"],
+            "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
+            "diagonal_band_right_bound": 0,
+        }
+
+    def build(self) -> _Plan:
+        """Make the plan."""
+        self.graph.validate()
+        self.graph.build_operation_graph()
+        self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        self.graph.check_support()
+        self.graph.build_plans()
+        return _Plan(self.graph, self.tensors, self.graph.get_workspace_size())
+
+
+@lru_cache(maxsize=256)
+def _forward_plan(shape: _Shape) -> _Plan:
+    builder = _Builder(shape)
+    builder.add_heads("q", like="queries")
+    builder.add_heads("k", like="keys")
+    builder.add_heads("v", like="keys")
+    q, k, v = (builder.tensors[name] for name in "qkv")
+    output, statistics = builder.graph.sdpa(name="sdpa", q=q, k=k, v=v, generate_stats=True, **builder.masks())
+    builder.set_output("o", output, like="queries")
+    statistics.set_output(True).set_data_type(_FLOAT)
+    builder.tensors["stats"] = statistics
+    return builder.build()
+
+
+@lru_cache(maxsize=256)
+def _backward_plan(shape: _Shape) -> _Plan:
+    builder = _Builder(shape)
+    for name in ("q", "o", "do"):
+        builder.add_heads(name, like="queries")
+    for name in ("k", "v"):
+        builder.add_heads(name, like="keys")
+    builder.add_statistics()
+    q, k, v, o, do, stats = (builder.tensors[name] for name in ("q", "k", "v", "o", "do", "stats"))
+    gradients = builder.graph.sdpa_backward(
+        name="sdpa_backward", q=q, k=k, v=v, o=o, dO=do, stats=stats,
+        max_total_seq_len_q=shape.tokens, max_total_seq_len_kv=shape.tokens, **builder.masks(),
+    )  # fmt: skip
+    for name, gradient, like in zip(("dq", "dk", "dv"), gradients, ("queries", "keys", "keys"), strict=True):
+        builder.set_output(name, gradient, like=like)
+    return builder.build()
