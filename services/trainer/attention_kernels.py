@@ -131,7 +131,7 @@ def _why_not(attend: Callable[[Tensor, Tensor, Tensor], Tensor], head_size: int)
         reference = _formula(*exact)
         expected = [reference, *torch.autograd.grad(reference, exact, grad.float())]
         for ours, theirs in zip(found, expected, strict=True):
-            error = float((ours.float() - theirs).norm() / theirs.norm())
+            error = float((ours.detach().float() - theirs.detach()).norm() / theirs.detach().norm())
             if not error < 0.02:
                 return f"its results are off by {error:.3g}"
     except Exception as error:  # a third party's: whatever it raises, it doesn't work

@@ -41,28 +41,25 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float) -> Tensor:
         output = torch.empty_like(query)
-        statistics = []
+        logsumexp = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        tensors = {"q": query, "k": key, "v": value, "o": output, "stats": logsumexp}
         for run in runs:
             shape = _Shape.of(query, key, run, scale)
-            logsumexp = torch.empty(run.count, shape.heads, run.longest, dtype=torch.float32, device=query.device)
-            tensors = {"q": query, "k": key, "v": value, "o": output, "stats": logsumexp}
             _execute(_forward_plan(shape), {**tensors, **_places(run, shape)})
-            statistics.append(logsumexp)
-        ctx.save_for_backward(query, key, value, output, *statistics)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.runs, ctx.scale = runs, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, *statistics = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
-        for run, logsumexp in zip(ctx.runs, statistics, strict=True):
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        gradients = [torch.empty_like(x) for x in (query, key, value)]
+        tensors = {"q": query, "k": key, "v": value, "o": output, "stats": logsumexp, "do": grads[0].contiguous()}
+        tensors |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        for run in ctx.runs:
             shape = _Shape.of(query, key, run, ctx.scale)
-            tensors = {"q": query, "k": key, "v": value, "o": output, "stats": logsumexp, "do": grad}
-            gradients = {"dq": grad_query, "dk": grad_key, "dv": grad_value}
-            _execute(_backward_plan(shape), {**tensors, **gradients, **_places(run, shape)})
-        return grad_query, grad_key, grad_value, None, None
+            _execute(_backward_plan(shape), {**tensors, **_places(run, shape)})
+        return *gradients, None, None
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class _Shape:
     device: int
     count: int
     longest: int
-    tokens: int
+    tokens: int  # all tokens, rounded up: the size of what the backward pass adds up
     heads: int
     kv_heads: int
     size: int
@@ -80,8 +77,9 @@ class _Shape:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, run: Run, scale: float) -> "_Shape":
-        index, tokens = query.device.index or 0, rounded_up(len(query), 1024)
-        return cls(index, run.count, run.longest, tokens, query.shape[1], key.shape[1], query.shape[2], scale)
+        tokens = max(rounded_up(len(query), 4), 1024)
+        index, (_, heads, size) = query.device.index or 0, query.shape
+        return cls(index, run.count, run.longest, tokens, heads, key.shape[1], size, scale)
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,7 @@ def _places(run: Run, shape: _Shape) -> dict[str, Tensor]:
         "lengths": run.lengths,
         "in_queries": run.begins * (shape.heads * shape.size),
         "in_keys": run.begins * (shape.kv_heads * shape.size),
+        "in_stats": run.begins * shape.heads,
     }
 
 
@@ -130,6 +129,7 @@ class _Builder:
             "lengths": self._tensor("lengths", [shape.count, 1, 1, 1], _INT32),
             "in_queries": self._tensor("in_queries", ends, _INT64),
             "in_keys": self._tensor("in_keys", ends, _INT64),
+            "in_stats": self._tensor("in_stats", ends, _INT64),
         }
 
     def _tensor(self, name: str, dim: list[int], kind: Any) -> Any:
@@ -142,10 +142,15 @@ class _Builder:
             name=name, dim=dim, stride=stride, data_type=_BFLOAT16, ragged_offset=places
         )
 
-    def add_statistics(self) -> None:
-        """Add float32 [sequences, heads, longest]."""
-        shape = self.shape
-        self.tensors["stats"] = self._tensor("stats", [shape.count, shape.heads, shape.longest, 1], _FLOAT)
+    def add_statistics(self, tensor: Any = None) -> None:
+        """Add float32 [T, heads], the log of each softmax's sum: an input, or this output of the graph."""
+        shape, places = self.shape, self.tensors["in_stats"]
+        dim, stride = [shape.count, shape.heads, shape.longest, 1], [shape.longest * shape.heads, 1, shape.heads, 1]
+        if tensor is None:
+            tensor = self.graph.tensor(name="stats", dim=dim, stride=stride, data_type=_FLOAT, ragged_offset=places)
+        else:
+            tensor.set_output(True).set_dim(dim).set_stride(stride).set_data_type(_FLOAT).set_ragged_offset(places)
+        self.tensors["stats"] = tensor
 
     def geometry(self, like: str) -> tuple[list[int], list[int], Any]:
         """Dimensions, strides and places of the "queries" or the "keys"."""
@@ -190,8 +195,7 @@ def _forward_plan(shape: _Shape) -> _Plan:
     q, k, v = (builder.tensors[name] for name in "qkv")
     output, statistics = builder.graph.sdpa(name="sdpa", q=q, k=k, v=v, generate_stats=True, **builder.masks())
     builder.set_output("o", output, like="queries")
-    statistics.set_output(True).set_data_type(_FLOAT)
-    builder.tensors["stats"] = statistics
+    builder.add_statistics(statistics)
     return builder.build()
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 BLOCK = 1024
 """Columns that a program moves at once."""
-TILES = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
-"""Tiles of a matrix's gradient, and the rows that they add up at a time: they fit the registers and the shared memory
-of an H100's multiprocessor."""
+TILES = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+"""Tiles of a matrix's gradient, and the rows that they add up at a time. Two such programs fit each of an H100's
+multiprocessors, so that one multiplies while the other one adds its tile to the gradient."""
 
 
 @triton.jit
@@ -120,14 +120,14 @@ def _add_grouped_products(
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     if end > begin:
         tiles = tl.cdiv(n, BLOCK_N)
-        first_m, first_n = tl.program_id(0) // tiles * BLOCK_M, tl.program_id(0) % tiles * BLOCK_N
-        in_m, in_n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+        in_m = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+        in_n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
         # What is beyond the matrix's edge reads some other column, and isn't written.
         read_m = tl.max_contiguous(tl.multiple_of(in_m % m, BLOCK_M), BLOCK_M)
         read_n = tl.max_contiguous(tl.multiple_of(in_n % n, BLOCK_N), BLOCK_N)
         step = tl.arange(0, BLOCK_K)
-        from_left = left + (begin.to(tl.int64) * m) + (step[:, None] * m + read_m[None, :])
-        from_right = right + (begin.to(tl.int64) * n) + (step[:, None] * n + read_n[None, :])
+        from_left = left + begin.to(tl.int64) * m + (step[:, None] * m + read_m[None, :])
+        from_right = right + begin.to(tl.int64) * n + (step[:, None] * n + read_n[None, :])
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, end - begin, BLOCK_K):
             inside = step[:, None] < end - begin - k
@@ -141,10 +141,8 @@ def _add_grouped_products(
         tl.store(into, tl.load(into, mask=mask, other=0.0) + sums, mask=mask)
 
 
-def add_grouped_products_(
-    total: Tensor, left: Tensor, right: Tensor, ends: Tensor, tiles: dict[str, int] = TILES
-) -> None:
+def add_grouped_products_(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
     """total[e] += left[rows of e].T @ right[rows of e]; see `grouped_products.add_grouped_products_`."""
     experts, m, n = total.shape
-    grid = (triton.cdiv(m, tiles["BLOCK_M"]) * triton.cdiv(n, tiles["BLOCK_N"]), experts)
-    _add_grouped_products[grid](total, left, right, ends, m, n, **tiles)
+    grid = (triton.cdiv(m, TILES["BLOCK_M"]) * triton.cdiv(n, TILES["BLOCK_N"]), experts)
+    _add_grouped_products[grid](total, left, right, ends, m, n, **TILES)

@@ -19,7 +19,7 @@ AttentionKernel = Literal["blocks", "varlen", "cudnn"]
 kernel, or by cuDNN's for packed sequences."""
 MOST_PADDING = 0.25
 """Sequences share one padded attention call while padding adds at most this share to their tokens."""
-RUN_RATIO = 4
+RUN_RATIO = 16
 """The longest sequence of a cuDNN call is at most so many times as long as its shortest may be."""
 SHORTEST = 128
 """Tokens below which lengths make no difference to cuDNN."""
@@ -138,21 +138,21 @@ def cudnn_runs(lengths: Sequence[int], device: torch.device) -> tuple[Run, ...]:
     begins, runs = np.cumsum([0, *lengths]), []
     left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     while left:
-        longest = rounded_up(lengths[left[0]], SHORTEST)
+        longest = max(rounded_up(lengths[left[0]], 2), SHORTEST)
         least = longest // RUN_RATIO if longest > SHORTEST else 0
         here = sorted(i for i in left if lengths[i] >= least)
         left = left[len(here) :]
-        count = rounded_up(len(here))
+        count = rounded_up(len(here), 4)
         of_run, places = np.zeros(count, np.int32), np.full(count + 1, begins[-1], np.int64)
         of_run[: len(here)], places[: len(here)] = [lengths[i] for i in here], begins[here]
         runs.append(Run(count, longest, to_device(of_run, device), to_device(places, device)))
     return tuple(runs)
 
 
-def rounded_up(number: int, least: int = 1) -> int:
-    """The next power of two, or one and a half times one, from `least` (a power of two) on: few different numbers."""
-    power = max(least, 1 << max(number - 1, 0).bit_length())
-    return power * 3 // 4 if power > least and power % 4 == 0 and power * 3 // 4 >= number else power
+def rounded_up(number: int, steps: int) -> int:
+    """The next of few different numbers: so many between two powers of two; a power of two itself."""
+    step = max((1 << (number - 1).bit_length()) // (2 * steps), 1)
+    return -(-number // step) * step
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
