@@ -21,6 +21,8 @@ MOST_PADDING = 0.25
 """Sequences share one padded attention call while padding adds at most this share to their tokens."""
 RUN_RATIO = 16
 """The longest sequence of a cuDNN call is at most so many times as long as its shortest may be."""
+WORTH_A_CALL = 8
+"""Fewer shorter sequences than this come along all the same."""
 SHORTEST = 128
 """Tokens below which lengths make no difference to cuDNN."""
 
@@ -141,6 +143,8 @@ def cudnn_runs(lengths: Sequence[int], device: torch.device) -> tuple[Run, ...]:
         longest = max(rounded_up(lengths[left[0]], 2), SHORTEST)
         least = longest // RUN_RATIO if longest > SHORTEST else 0
         here = sorted(i for i in left if lengths[i] >= least)
+        if len(left) - len(here) < WORTH_A_CALL:
+            here = sorted(left)
         left = left[len(here) :]
         count = rounded_up(len(here), 4)
         of_run, places = np.zeros(count, np.int32), np.full(count + 1, begins[-1], np.int64)
