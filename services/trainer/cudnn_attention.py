@@ -20,6 +20,11 @@ from services.trainer.sequence_layout import Run, rounded_up
 _BFLOAT16, _FLOAT, _INT32, _INT64 = (getattr(cudnn.data_type, name) for name in ("BFLOAT16", "FLOAT", "INT32", "INT64"))
 
 
+ROOM = 4
+"""Statistics are kept sequence after sequence, each with room for the longest, while that is at most so many times the
+room that they need; else token after token, which makes the backward pass slower by up to a tenth."""
+
+
 def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float) -> Tensor:
     """Causal attention within each sequence.
 
@@ -41,24 +46,25 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float) -> Tensor:
         output = torch.empty_like(query)
-        logsumexp = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        tensors = {"q": query, "k": key, "v": value, "o": output, "stats": logsumexp}
+        tensors, statistics = {"q": query, "k": key, "v": value, "o": output}, []
         for run in runs:
             shape = _Shape.of(query, key, run, scale)
-            _execute(_forward_plan(shape), {**tensors, **_places(run, shape)})
-        ctx.save_for_backward(query, key, value, output, logsumexp)
+            size = (len(query), shape.heads) if shape.packed else (run.count, shape.heads, run.longest)
+            statistics.append(torch.empty(size, dtype=torch.float32, device=query.device))
+            _execute(_forward_plan(shape), {**tensors, "stats": statistics[-1], **_places(run, shape)})
+        ctx.save_for_backward(query, key, value, output, *statistics)
         ctx.runs, ctx.scale = runs, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, logsumexp = ctx.saved_tensors
+        query, key, value, output, *statistics = ctx.saved_tensors
         gradients = [torch.empty_like(x) for x in (query, key, value)]
-        tensors = {"q": query, "k": key, "v": value, "o": output, "stats": logsumexp, "do": grads[0].contiguous()}
+        tensors = {"q": query, "k": key, "v": value, "o": output, "do": grads[0].contiguous()}
         tensors |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-        for run in ctx.runs:
+        for run, logsumexp in zip(ctx.runs, statistics, strict=True):
             shape = _Shape.of(query, key, run, ctx.scale)
-            _execute(_backward_plan(shape), {**tensors, **_places(run, shape)})
+            _execute(_backward_plan(shape), {**tensors, "stats": logsumexp, **_places(run, shape)})
         return *gradients, None, None
 
 
@@ -74,12 +80,14 @@ class _Shape:
     kv_heads: int
     size: int
     scale: float
+    packed: bool  # whether statistics are kept token after token
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, run: Run, scale: float) -> "_Shape":
         tokens = max(rounded_up(len(query), 4), 1024)
         index, (_, heads, size) = query.device.index or 0, query.shape
-        return cls(index, run.count, run.longest, tokens, heads, key.shape[1], size, scale)
+        packed = run.count * run.longest > ROOM * tokens
+        return cls(index, run.count, run.longest, tokens, heads, key.shape[1], size, scale, packed)
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ def _execute(plan: _Plan, tensors: dict[str, Tensor]) -> None:
     handle = _handle(device.index or 0)
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
     workspace = torch.empty(max(plan.workspace, 1), dtype=torch.uint8, device=device)
-    pointers = {plan.tensors[name]: tensor.data_ptr() for name, tensor in tensors.items()}
+    pointers = {tensor: tensors[name].data_ptr() for name, tensor in plan.tensors.items()}
     plan.graph.execute(pointers, workspace.data_ptr(), handle=handle)
 
 
@@ -129,8 +137,9 @@ class _Builder:
             "lengths": self._tensor("lengths", [shape.count, 1, 1, 1], _INT32),
             "in_queries": self._tensor("in_queries", ends, _INT64),
             "in_keys": self._tensor("in_keys", ends, _INT64),
-            "in_stats": self._tensor("in_stats", ends, _INT64),
         }
+        if shape.packed:
+            self.tensors["in_stats"] = self._tensor("in_stats", ends, _INT64)
 
     def _tensor(self, name: str, dim: list[int], kind: Any) -> Any:
         return self.graph.tensor(name=name, dim=dim, stride=[math.prod(dim[i + 1 :]) for i in range(4)], data_type=kind)
@@ -143,13 +152,18 @@ class _Builder:
         )
 
     def add_statistics(self, tensor: Any = None) -> None:
-        """Add float32 [T, heads], the log of each softmax's sum: an input, or this output of the graph."""
-        shape, places = self.shape, self.tensors["in_stats"]
-        dim, stride = [shape.count, shape.heads, shape.longest, 1], [shape.longest * shape.heads, 1, shape.heads, 1]
+        """Add the log of each softmax's sum, float32: an input, or this output of the graph."""
+        shape = self.shape
+        dim = [shape.count, shape.heads, shape.longest, 1]
+        stride = [shape.heads * shape.longest, shape.longest, 1, 1]
+        if shape.packed:
+            stride = [shape.heads * shape.longest, 1, shape.heads, 1]
         if tensor is None:
-            tensor = self.graph.tensor(name="stats", dim=dim, stride=stride, data_type=_FLOAT, ragged_offset=places)
+            tensor = self.graph.tensor(name="stats", dim=dim, stride=stride, data_type=_FLOAT)
         else:
-            tensor.set_output(True).set_dim(dim).set_stride(stride).set_data_type(_FLOAT).set_ragged_offset(places)
+            tensor.set_output(True).set_dim(dim).set_stride(stride).set_data_type(_FLOAT)
+        if shape.packed:
+            tensor.set_ragged_offset(self.tensors["in_stats"])
         self.tensors["stats"] = tensor
 
     def geometry(self, like: str) -> tuple[list[int], list[int], Any]:
