@@ -60,13 +60,11 @@ images: ## build the image of every service
 
 .PHONY: secrets
 secrets: ## write random secrets for the compose files into deploy/compose/secrets, unless they are there
-	@umask 077; mkdir -p deploy/compose/secrets; cd deploy/compose/secrets; for name in redis_password token grafana_password; do \
-		[ -s $$name ] || head -c 24 /dev/urandom | base64 | tr '+/' '-_' > $$name; chmod 644 $$name; done
-	@echo "set SECRETS=./secrets in deploy/compose/.env, or in the environment"
+	@deploy/secrets.sh deploy/compose/secrets
 
 .PHONY: certificates
 certificates: ## make an authority and certificates for TLS into deploy/compose/secrets/tls; again: renew them
-	@umask 077; mkdir -p deploy/compose/secrets; deploy/certificates.sh deploy/compose/secrets/tls
+	@deploy/certificates.sh deploy/compose/secrets/tls
 	@chmod 644 deploy/compose/secrets/tls/service.key deploy/compose/secrets/tls/person.key # containers have users of their own; the folder is yours alone
 
 .PHONY: lint

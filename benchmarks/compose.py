@@ -118,8 +118,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cold", action="store_true")
     options = parser.parse_args()
-    token = ROOT / "deploy" / "compose" / "secrets.development" / "token"
-    os.environ["RELAXD_TOKEN_FILE"] = str(token)
     before = machine()["load_before"]
     built, megabytes = builds(options.cold), sizes()
     rounds = []

@@ -76,7 +76,7 @@ ScaleIn    PENDING -> DRAINING -> REMOVING -> DONE, or FAILED when it could not 
 - **Cancelling** rolls back what is not active (out) or not gone (in) yet. What was, stays so. Once everything is being
   removed there is nothing left to roll back, and cancelling is refused.
 - **Deadlines.** What isn't active after `timeout_seconds` is removed. What isn't drained after `drain_seconds` is handed
-  back. Removing waits for a weight synchronisation that the replica is in (at most 30 s).
+  back. Removing waits for a weight synchronisation that the replica is in (at most for its own deadlines).
 """  # noqa: E501
 LAUNCHERS = """\
 ## Launchers
@@ -107,6 +107,10 @@ request, and it removes only containers that it made. They bear Compose's labels
 `docker compose up --scale` leaves them alone, `down --remove-orphans` removes them. Give the launcher's address to nobody
 but the coordinator: it has no port on the host, and wants the token where there is one.
 
+A launcher obeys the current coordinator only: requests carry the coordinator's epoch, and the launcher compares it with the one
+in Redis (`RELAXD_REDIS`, the coordinator's). An older one is refused with `FAILED_PRECONDITION`, one that no coordinator has
+taken yet with `INVALID_ARGUMENT`; neither changes anything for the coordinator.
+
 GPUs: every replica sees those of its host (or of its service in `compose.gpu.yaml`) and leases from the coordinator what
 nobody else holds. To say which, give `gpu_uuids` with ScaleOut: they are dealt out evenly, as `CUDA_VISIBLE_DEVICES` of
 the process or as a device request of the container.
@@ -119,8 +123,8 @@ FAILURES = """\
 
 | what | then |
 | --- | --- |
-| the coordinator dies, in any state | requests are in Redis: the next one goes on where that one stopped. Launching and removing twice is doing it once, and a launcher refuses a coordinator that was replaced |
-| Redis is away | requests wait for it; new ones are refused with `UNAVAILABLE` |
+| the coordinator dies, in any state | requests are in Redis: the next one goes on where that one stopped. Launching and removing twice is doing it once, and a launcher refuses a coordinator that was replaced, also after a restart of its own |
+| Redis is away | requests wait for it; new ones are refused with `UNAVAILABLE`, by the launcher, too |
 | the launcher is away | it is asked again until the request's deadline |
 | a new replica dies | the launcher starts it again a few times, then gives it up: `FAILED`, with the reason |
 | a new replica can't load, gets no weights, can't lease a GPU | it tries again until the deadline, then it is removed; `detail` says what it waited for |
@@ -142,7 +146,7 @@ places; this is what relaxd does there, and where it differs on purpose.
 | when prompts come | registered with the router before the first weights | after | after: an engine without weights takes nothing from the board, so there is no order to get wrong |
 | who brings the first weights | an engine that has them, outside the weight topology | the same, but registered in it before | the next ordinary synchronisation, by the trainer, which starts at once |
 | draining | one fixed sleep (30 s; 0 with `force`) | the same | until nothing is held, at most `drain_seconds` (30 s); 0 hands back at once. Unfinished groups return to the board |
-| a weight update meanwhile | waited for, then ignored | the same | the replica is left out of the next one; one that it is in is waited for, at most 30 s |
+| a weight update meanwhile | waited for, then ignored | the same | the replica is left out of the next one; one that it is in is waited for, at most for its own deadlines |
 | cancel | only PENDING and CREATING; what is up is kept | the same | any state with something to roll back, scale-in too; what is active is kept |
 | the same again | there are as many: NOOP | the same; during another request 409 | the same: ends at once; in progress: that request; another one in progress: FAILED_PRECONDITION, which names it |
 | below the replicas from the start | 400 | 400 | FAILED_PRECONDITION: it depends on what is there |

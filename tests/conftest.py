@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -34,11 +33,6 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _survive_a_full_disk() -> None:
-    """Let writes beyond RLIMIT_FSIZE, with which tests fill the disk, fail instead of killing the server."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-
 class RedisServer:
     """A Valkey server of one's own: start, stop (clean), kill (SIGKILL), restart. With AOF, what it held survives."""
 
@@ -61,7 +55,9 @@ class RedisServer:
             *("--appendonly", "yes" if self.append_only else "no", "--appendfsync", "everysec"),
             *("--maxmemory-policy", "noeviction", "--logfile", str(self.folder / "valkey.log")),
         ]
-        self.process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, preexec_fn=_survive_a_full_disk)
+        # A write beyond RLIMIT_FSIZE, with which tests fill the disk, is to fail instead of killing the server.
+        survivor = ["sh", "-c", 'trap "" XFSZ; exec "$0" "$@"']
+        self.process = subprocess.Popen([*survivor, *arguments], stdout=subprocess.DEVNULL)
         client = redis.Redis.from_url(self.url, socket_timeout=2.0)
         deadline = time.monotonic() + 10
         while True:

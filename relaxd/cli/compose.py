@@ -12,13 +12,14 @@ from pydantic import BaseModel, ValidationError
 import relaxd
 from relaxd.cli.errors import CliError
 from relaxd.cli.ports import LOOPBACK, free_port, is_free
+from relaxd.cli.redis_address import write_private
 from relaxd.cli.state import StateFolder
 
 BUILD_SECONDS = 3600.0
 UP_SECONDS = 300
 """How long containers may take until they are healthy."""
 STOP_MARGIN_SECONDS = 15
-"""Docker kills a container so long after the grace of its service."""
+"""Docker kills a container this long after its service's grace has ended (compose.yaml)."""
 SECRETS = ("redis_password", "token", "grafana_password")
 
 
@@ -79,7 +80,6 @@ def up(
         "COORDINATOR_PORT": str(port),
         "SECRETS": str(_make_secrets(folder)),
         "GRACE_SECONDS": f"{grace_seconds:g}",
-        "STOP_GRACE_PERIOD": f"{grace_seconds + STOP_MARGIN_SECONDS:.0f}s",
         **{f"{role.upper()}_REPLICAS": str(count) for role, count in replicas.items()},
     }
     state = ComposeState(folder=compose_folder(), coordinator=f"{LOOPBACK}:{port}", settings=settings)
@@ -124,16 +124,12 @@ def _file(folder: StateFolder) -> Path:
 
 
 def _make_secrets(folder: StateFolder) -> Path:
-    """A folder with random secrets, the same ones each time.
-
-    Containers run as users of their own, so the files are open to all; the folder around them is not.
-    """
+    """A folder with random secrets, the same ones each time, which compose.yaml copies into its volume."""
     place = folder.path / "secrets"
     place.mkdir(mode=0o700, exist_ok=True)
     for name in SECRETS:
         if not (place / name).exists():
-            (place / name).write_text(secrets.token_urlsafe(32))
-            (place / name).chmod(0o644)
+            write_private(place / name, secrets.token_urlsafe(32))
     return place
 
 

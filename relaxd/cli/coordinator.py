@@ -17,8 +17,8 @@ from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 ENDED = (pb.RUN_STATE_STOPPED, pb.RUN_STATE_FAILED)
 """States in which nothing more happens."""
-CHECKPOINT_SECONDS = 1800.0
-"""How long a checkpoint is waited for."""
+LONG_SECONDS = 7 * 86400.0
+"""Deadline of calls that take as long as the data or the model is large. A person waits for them, and can interrupt."""
 AWAY_SECONDS = 60.0
 """How long who follows a run waits while no coordinator answers: one that restarts is back long before."""
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -49,9 +49,9 @@ class Coordinator:
         self._channel.close()
 
     def start_run(self, config_toml: str, run_id: str = "") -> pb.Run:
-        """Start a run; checking its data takes a moment."""
+        """Start a run; reading its data takes its time."""
         request = pb.StartRunRequest(run_id=run_id, config_toml=config_toml)
-        return self._call(self._stub.StartRun, request, seconds=120).run
+        return self._call(self._stub.StartRun, request, seconds=LONG_SECONDS).run
 
     def run(self, run_id: str = "") -> pb.Run:
         """A run, or the newest one."""
@@ -70,13 +70,14 @@ class Coordinator:
         return self._call(self._stub.ResumeRun, pb.ResumeRunRequest(run_id=run_id)).run
 
     def restore_run(self, folder: Path) -> pb.Run:
-        """Take up a run from its folder; reading its data takes a moment."""
-        return self._call(self._stub.RestoreRun, pb.RestoreRunRequest(folder=str(folder)), seconds=120).run
+        """Take up a run from its folder; reading its data takes its time."""
+        request = pb.RestoreRunRequest(folder=str(folder))
+        return self._call(self._stub.RestoreRun, request, seconds=LONG_SECONDS).run
 
     def save_checkpoint(self, run_id: str) -> pb.SaveCheckpointResponse:
         """Let the trainer take a checkpoint, and wait until it is on the disk."""
         request = pb.SaveCheckpointRequest(run_id=run_id)
-        response: pb.SaveCheckpointResponse = self._call(self._stub.SaveCheckpoint, request, seconds=CHECKPOINT_SECONDS)
+        response: pb.SaveCheckpointResponse = self._call(self._stub.SaveCheckpoint, request, seconds=LONG_SECONDS)
         return response
 
     def stop_run(self, run_id: str, reason: str) -> pb.Run:
@@ -98,12 +99,14 @@ class Coordinator:
         """The replicas whose lease holds."""
         return list(self._call(self._stub.ListReplicas, pb.ListReplicasRequest()).replicas)
 
-    def watch(self, run_id: str = "", while_away: Callable[[], None] = lambda: None) -> Iterator[pb.WatchRunResponse]:
+    def watch(
+        self, run_id: str = "", while_away: Callable[[], None] = lambda: None, away_seconds: float = AWAY_SECONDS
+    ) -> Iterator[pb.WatchRunResponse]:
         """What happens in a run, until it ends, about once a second. Goes on when the coordinator restarts.
 
         `while_away` is called now and then as long as it doesn't answer, and may raise.
 
-        Raises CliError when no coordinator answers at first, or later for AWAY_SECONDS.
+        Raises CliError when no coordinator answers at first, or later for `away_seconds`.
         """
         run_id = self.run(run_id).run_id
         token, last_heard = "", time.monotonic()
@@ -116,7 +119,7 @@ class Coordinator:
                     if response.run.state in ENDED:
                         return
             except grpc.RpcError as error:
-                if error.code() not in PASSING or time.monotonic() - last_heard > AWAY_SECONDS:
+                if error.code() not in PASSING or time.monotonic() - last_heard > away_seconds:
                     raise self._explained(error) from error
                 while_away()
                 time.sleep(0.5)

@@ -114,7 +114,9 @@ def url(port: int) -> str:
     return f"redis://{LOOPBACK}:{port}/0"
 
 
-def wait_until_up(redis_url: str, *, seconds: float, gave_up: Callable[[], bool] = lambda: False) -> None:
+def wait_until_up(
+    redis_url: str, *, seconds: float = float("inf"), gave_up: Callable[[], bool] = lambda: False
+) -> None:
     """Return once the server answers (a server that still loads its data doesn't).
 
     Raises CliError when it doesn't answer in time, or as soon as `gave_up()` says that it won't.

@@ -1,6 +1,8 @@
 """One run from the start to its report: on services that are up, or on services brought up for it."""
 
+import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from relaxd.cli.coordinator import AWAY_SECONDS, ENDED, Coordinator
 from relaxd.cli.devices import check_devices
 from relaxd.cli.errors import CliError
 from relaxd.cli.follow import follow
+from relaxd.cli.options import DEFAULT_STATE
 from relaxd.cli.ports import LOOPBACK, is_free
 from relaxd.cli.report import read_result, save_samples, write_report
 from relaxd.cli.state import StateFolder
@@ -29,8 +32,8 @@ from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 REPORT_SAMPLES = 64
 Begin = Callable[[Coordinator], Run]
 """Starts a run, or goes on with one."""
-LONGEST_PAUSE_SECONDS = 120.0
-"""How long a run on services of its own may stay paused, by itself or by a person, before it is given up."""
+LONGEST_PAUSE_SECONDS = 600.0
+"""How long services of a run's own are kept up for a paused run that nobody is looking at. The run can go on later."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     if where.address is not None:
         with Coordinator(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
-    return _on_own_services(_starting(config, run_id), run_id, where, console)
+    return _on_own_services(_starting(config, run_id), run_id, config.run.folder / run_id, where, console)
 
 
 def execute_again(run_id: str, run_folder: Path, where: Where, console: Console) -> Path:
@@ -85,7 +88,7 @@ def execute_again(run_id: str, run_folder: Path, where: Where, console: Console)
             raise CliError(f"run {run_id} has ended ({known[run_id].reason})", "relaxd run starts another one")
         return coordinator.resume_run(run_id) if known[run_id].state == RUN_STATE_PAUSED else known[run_id]
 
-    return _on_own_services(begin, run_id, where, console)
+    return _on_own_services(begin, run_id, run_folder, where, console)
 
 
 def prepare_model(config: RunConfig, say: Callable[[str], None]) -> None:
@@ -99,7 +102,8 @@ def _starting(config: RunConfig, run_id: str) -> Begin:
     return lambda coordinator: coordinator.start_run(dump(config), run_id)
 
 
-def _on_own_services(begin: Begin, run_id: str, where: Where, console: Console) -> Path:
+def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, console: Console) -> Path:
+    """Bring services up, do the run, and stop them. What its Redis holds is removed only when the run has ended."""
     say = _sayer(console)
     folder = where.folder
     # A run of its own gets a Redis of its own, unless the services stay.
@@ -116,9 +120,9 @@ def _on_own_services(begin: Begin, run_id: str, where: Where, console: Console) 
         state = stack.up(folder, plan, say)
         say(f"up: {', '.join(f'{service.name} ({service.pid})' for service in state.services)}")
         with Coordinator(plan.coordinator) as coordinator:
-            run_folder = _train(coordinator, begin, where, console)
+            found = _train(coordinator, begin, where, console)
         stay = where.keep_up
-        return run_folder
+        return found
     except KeyboardInterrupt:  # before the run began
         raise typer.Exit(130) from None
     finally:
@@ -128,8 +132,31 @@ def _on_own_services(begin: Begin, run_id: str, where: Where, console: Console) 
             if folder.is_up():
                 say("stopping the services")
             stack.down(folder)
-            if not where.keep_up:
+            if unfinished(run_folder):
+                say(f"run {run_id} has not ended: {_again(run_id, run_folder, where)} goes on with it")
+            elif not where.keep_up:
                 shutil.rmtree(redis_data, ignore_errors=True)
+
+
+def unfinished(run_folder: Path) -> bool:
+    """Whether a run began in this folder and has not ended: its Redis holds what it needs to go on."""
+    try:
+        record = json.loads((run_folder / "run.json").read_text())
+        return record["phase"] not in ("STOPPED", "FAILED") or not (run_folder / "summary.json").exists()
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError):
+        return True  # as far as anyone can tell
+
+
+def _again(run_id: str, run_folder: Path, where: Where) -> str:
+    """The command that goes on with a run."""
+    words = ["relaxd", "up"] if where.keep_up else ["relaxd", "resume", run_id]
+    if not where.keep_up and run_folder.resolve() != (Path("runs") / run_id).resolve():
+        words += ["--folder", str(run_folder)]
+    if where.folder.path != DEFAULT_STATE.resolve():
+        words += ["--state", str(where.folder.path)]
+    return shlex.join(words)
 
 
 def _train(coordinator: Coordinator, begin: Begin, where: Where, console: Console) -> Path:
@@ -149,14 +176,15 @@ def _train(coordinator: Coordinator, begin: Begin, where: Where, console: Consol
             run.run_id,
             console,
             healthy=healthy,
-            longest_pause=LONGEST_PAUSE_SECONDS if ours else float("inf"),
+            # A person at a terminal sees it, and has the services for what they want to look at meanwhile.
+            longest_pause=LONGEST_PAUSE_SECONDS if ours and not console.is_terminal else float("inf"),
+            # Our own coordinator is brought back, or `healthy` says that it is not.
+            away_seconds=float("inf") if ours else AWAY_SECONDS,
         )
         samples = coordinator.samples(run.run_id, limit=REPORT_SAMPLES, patience_seconds=AWAY_SECONDS)
     except KeyboardInterrupt:
-        console.print(f"\nstopping run {run.run_id}")
-        if ours:
-            console.print(f"relaxd resume {run.run_id} goes on with it", style="dim")
-        else:
+        console.print(f"\nstopping {'the services of ' if ours else ''}run {run.run_id}")
+        if not ours:
             coordinator.stop_run(run.run_id, "stopped from the command line")
         raise typer.Exit(130) from None
     except CliError as error:

@@ -16,9 +16,13 @@ from relaxd.cli.view import RunView, evaluation_line, event_line, render, step_l
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
 
-STALLED_SECONDS = 900.0
-"""A run in which nothing at all changes for this long is given up."""
+QUIET_SECONDS = 600.0
+"""How often it is said that nothing changes in a run."""
 SHOWN_SAMPLES = 4
+
+
+class RunPaused(CliError):
+    """A run has been paused for longer than it is waited for."""
 
 
 def follow(
@@ -28,50 +32,114 @@ def follow(
     *,
     healthy: Callable[[], None] = lambda: None,
     longest_pause: float = float("inf"),
+    away_seconds: float = AWAY_SECONDS,
 ) -> RunView:
-    """Show a run until it ends; live on a terminal, a line a step elsewhere.
+    """Show a run until it ends, however long that takes; live on a terminal, a line a step elsewhere.
 
-    `healthy` is called about once a second and raises CliError when there is no point in going on. A run that stays
-    paused for more than `longest_pause` seconds is an error, because nobody seems to be there to resume it.
-    Raises CliError: the run failed, paused, or stalled; the coordinator is gone.
+    Args:
+        coordinator: who knows the run.
+        run_id: the run.
+        console: where to show it.
+        healthy: called about once a second; raises CliError when there is no point in going on.
+        longest_pause: seconds for which a paused run is waited for.
+        away_seconds: for how long a coordinator that doesn't answer is waited for.
+
+    Raises RunPaused, and CliError: the run failed, or the coordinator is gone.
     """
     view = RunView()
     if console.is_terminal:
-        with Live(render(view), console=console, refresh_per_second=4, transient=False) as live:
-            _loop(coordinator, run_id, view, lambda: live.update(render(view)), healthy, longest_pause)
+        live = Live(render(view), console=console, refresh_per_second=4, transient=False)
+        follower = _Follower(coordinator, run_id, view, console, lambda: live.update(render(view)), healthy)
+        with live:
+            follower.run(longest_pause, away_seconds)
     else:
-        _loop(coordinator, run_id, view, _Lines(view, console).print_news, healthy, longest_pause)
+        lines = _Lines(view, console)
+        _Follower(coordinator, run_id, view, console, lines.print_news, healthy).run(longest_pause, away_seconds)
     if view.run.state == pb.RUN_STATE_FAILED:
         raise CliError(f"run {view.run.run_id} failed: {view.run.reason}")
     return view
 
 
-def _loop(
-    coordinator: Coordinator,
-    run_id: str,
-    view: RunView,
-    show: Callable[[], None],
-    healthy: Callable[[], None],
-    longest_pause: float,
-) -> None:
-    last, changed = "", time.monotonic()
-    with _interrupts() as interrupted:
-        for response in coordinator.watch(run_id, while_away=healthy):
-            if interrupted.is_set():
-                raise KeyboardInterrupt
-            if view.update(response):
-                view.samples = coordinator.samples(run_id, limit=SHOWN_SAMPLES, patience_seconds=AWAY_SECONDS)
-            show()
-            healthy()
-            run, now = view.run, time.monotonic()
-            if (seen := f"{state_name(run.state)} {run.reason} {run.step} {run.groups}") != last:
-                last, changed = seen, now
-            paused = run.state == pb.RUN_STATE_PAUSED
-            rebuilding = any(one.state == HEALTH_STATE_REBUILDING for one in run.health)  # which ends by itself
-            if paused and not rebuilding and now - changed > longest_pause:
-                raise CliError(f"run {run.run_id} is paused: {run.reason}")
-            if not paused and now - changed > STALLED_SECONDS:
-                raise CliError(f"nothing has happened in run {run.run_id} for {STALLED_SECONDS:.0f} s: giving it up")
+class _Follower:
+    """Follows one run, and says what a person should know besides what is shown."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        run_id: str,
+        view: RunView,
+        console: Console,
+        show: Callable[[], None],
+        healthy: Callable[[], None],
+    ) -> None:
+        self._coordinator = coordinator
+        self._run_id = run_id
+        self._view = view
+        self._console = console
+        self._show = show
+        self._healthy = healthy
+        self._quiet = Quiet(time.monotonic())
+        self._paused_since: float | None = None
+
+    def run(self, longest_pause: float, away_seconds: float) -> None:
+        """Follow it to its end."""
+        with _interrupts() as interrupted:
+            for response in self._coordinator.watch(self._run_id, self._while_away, away_seconds):
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
+                if self._view.update(response):
+                    with contextlib.suppress(CliError):  # a coordinator that restarts just now shows the next ones
+                        self._view.samples = self._coordinator.samples(self._run_id, limit=SHOWN_SAMPLES)
+                self._show()
+                self._healthy()
+                now = time.monotonic()
+                self._say(self._quiet.look(response.run, now))
+                self._look_at_pause(response.run, now, longest_pause)
+
+    def _while_away(self) -> None:
+        self._healthy()
+        self._say(self._quiet.nobody_answers(time.monotonic()))
+
+    def _look_at_pause(self, run: pb.Run, now: float, longest_pause: float) -> None:
+        rebuilding = any(one.state == HEALTH_STATE_REBUILDING for one in run.health)  # which ends by itself
+        if run.state != pb.RUN_STATE_PAUSED or rebuilding:
+            self._paused_since = None
+            return
+        if self._paused_since is None:
+            self._paused_since = now
+            self._say(f"relaxd resume {run.run_id} goes on with it, relaxd stop {run.run_id} ends it")
+        if now - self._paused_since > longest_pause:
+            raise RunPaused(f"run {run.run_id} has been paused for {longest_pause:.0f} s: {run.reason}")
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Quiet:
+    """Tells now and then that nothing changes, and why. Times are monotonic."""
+
+    def __init__(self, now: float) -> None:
+        self._face = ""
+        self._changed = self._told = now
+
+    def look(self, run: pb.Run, now: float) -> str:
+        """What to say about a run that was just seen; mostly nothing."""
+        face = f"{run.state} {run.reason} {run.step} {run.groups}"
+        if face != self._face:
+            self._face, self._changed, self._told = face, now, now
+        why = run.reason or f"step {run.step + 1} of {run.steps} goes on"
+        return self._in_time(f"nothing has changed in run {run.run_id}", why, now)
+
+    def nobody_answers(self, now: float) -> str:
+        """The same while there is no coordinator."""
+        return self._in_time("nothing has been heard of the run", "the coordinator does not answer", now)
+
+    def _in_time(self, what: str, why: str, now: float) -> str:
+        if now - self._told < QUIET_SECONDS:
+            return ""
+        self._told = now
+        return f"{what} for {(now - self._changed) / 60:.0f} min: {why}"
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ SCALABLE = ("rollout", "reward", "advantage")
 ENDING_SECONDS = 60.0
 """How long the supervisor may take to end services that did not come up."""
 READY_SECONDS = 120.0
-"""How long services may take until they have registered."""
+"""How long it may take until the next service has registered, once Redis has loaded its data."""
 
 
 def make_plan(
@@ -141,11 +141,14 @@ def _await_registration(
             state = folder.read()
             if state is not None and state.pid == supervisor.pid:
                 raise_if_failed(folder, state)
+                if any(service.phase == "starting" for service in state.services):
+                    deadline = time.monotonic() + READY_SECONDS
                 still_missing = list((wanted - _registered(coordinator)).elements())
                 if not still_missing:
                     return state
                 if still_missing != missing:
                     missing = still_missing
+                    deadline = time.monotonic() + READY_SECONDS
                     say(f"waiting for {', '.join(missing)}")
             time.sleep(0.2)
     late = ", ".join(missing) or "the supervisor"

@@ -161,16 +161,20 @@ class Supervisor:
             if self.stopping:
                 return
             child.start()
+            if child.spec.role == "redis":
+                child.set_phase("starting")
             self._say(f"started {child.spec.name} (pid {child.state.pid})")
             self._write()
             if child.spec.role == "redis":
                 self._await_redis(child)
+                child.set_phase("running")
+                self._write()
 
     def _await_redis(self, child: Child) -> None:
         def ended() -> bool:
             return child.process is None or child.process.poll() is not None or self.stopping
 
-        embedded_redis.wait_until_up(self.plan.redis, seconds=60, gave_up=ended)
+        embedded_redis.wait_until_up(self.plan.redis, gave_up=ended)  # loading its data takes as long as there is data
 
     def _watch(self) -> None:
         now = time.monotonic()

@@ -16,7 +16,8 @@ class HealthConfig(Section):
     """A replica is stuck that holds groups and gets nothing done for this long, on top of the deadlines that it keeps
     by itself (reward.timeout_seconds, trainer.collective_timeout_seconds, weights.timeout_seconds)."""
     start_seconds: float = Field(default=900.0, gt=0)
-    """A replica is stuck that has been starting for this long without saying anything new."""
+    """A replica is stuck that has been starting for this long without saying anything new, or reading any more of its
+    model."""
     failed_seconds: float = Field(default=60.0, gt=0)
     """A replica that has failed tries again by itself; for this long before it is restarted."""
     max_sync_failures: int = Field(default=4, ge=1)

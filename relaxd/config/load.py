@@ -190,8 +190,10 @@ def _is_text(field: FieldInfo | None) -> bool:
     """Whether the setting takes any text, so that 123 given on the command line is meant as one."""
     if field is None:
         return False
+    if get_origin(field.annotation) in (Literal, tuple, dict):
+        return False
     kinds = get_args(field.annotation) or (field.annotation,)
-    return get_origin(field.annotation) is not Literal and (str in kinds or Path in kinds)
+    return str in kinds or Path in kinds
 
 
 def _document(place: Place) -> str:

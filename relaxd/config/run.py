@@ -1,9 +1,10 @@
 """The configuration of a run: one TOML file, one model."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.algorithm import AlgorithmConfig
 from relaxd.config.base import Section
@@ -125,6 +126,19 @@ class RewardConfig(Section):
     """A reward that takes longer for one sample is killed; the sample fails and its group is dropped."""
     workers: int = Field(default=2, ge=1)
     """Processes per reward replica."""
+    environment: tuple[str, ...] = ()
+    """Variables of the reward service's environment that rewards get, such as ["OPENAI_API_KEY"], on top of those that
+    every program needs (PATH, PYTHONPATH, HOME, LANG ...)."""
+
+    @field_validator("environment")
+    @classmethod
+    def _check_environment(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"{name!r} is not the name of an environment variable")
+            if name.startswith("RELAXD_"):
+                raise ValueError(f"{name} is relaxd's own: rewards don't get its settings and secrets")
+        return names
 
 
 class OptimizerConfig(Section):
@@ -296,6 +310,9 @@ class EvalConfig(Section):
     and get meanwhile; 0 is off."""
     max_new_tokens: int = Field(default=0, ge=0)
     """Longest answer; 0 means rollout.max_new_tokens."""
+    stall_seconds: float = Field(default=300.0, gt=0)
+    """A prompt is asked of another engine when its own has generated nothing for this long, and the evaluation given up
+    when there is none for as long. An answer as a whole may take any time."""
 
 
 class TelemetryConfig(Section):

@@ -59,6 +59,15 @@ METHODS: Mapping[str, Mapping[Access, Sequence[str]]] = {
 }
 """The least role that each call needs. Health is open to everyone and not here."""
 
+SHORTEST_TOKEN = 16
+"""Least characters of a token that lets callers in from other machines."""
+KNOWN_TOKENS = (
+    *("", "admin", "changeme", "default", "demo", "dev", "development", "example", "letmein", "local", "none"),
+    *("null", "pass", "password", "relaxd", "root", "secret", "test", "testing", "token", "your-token", "xxx"),
+)
+"""Words that are no secret. All are shorter than SHORTEST_TOKEN: the list is for tokens of which a tokens file has the
+SHA-256, which doesn't show how long they are."""
+
 _LEAST = {
     f"/{service}/{name}": access
     for service, by_access in METHODS.items()
@@ -78,6 +87,8 @@ class _Entry:
     access: Access
     digest: bytes
     """SHA-256 of the token."""
+    weakness: str
+    """Why the token can be guessed; empty: it can't, as far as anyone can tell."""
 
 
 class Tokens:
@@ -96,13 +107,22 @@ class Tokens:
         Raises OSError, and ValueError that names the line but never the token.
         """
         self._file = file
+        self._strong_only = False
         self._entries: tuple[_Entry, ...] = ()
         if file is not None:
             self._stamp = _stamp(file)
             self._entries = _parse(file)
         elif token is not None:
-            self._entries = (_Entry("the only one", Access.ADMIN, _digest(token)),)
+            self._entries = (_Entry("the only one", Access.ADMIN, _digest(token), _weakness(token)),)
         self._look_at = time.monotonic() + self.RELOAD_SECONDS
+
+    def refuse_weak(self) -> None:
+        """Take no tokens that can be guessed: now, and whenever the file changes.
+
+        Raises ValueError, which names the token that there is now, but doesn't show it.
+        """
+        self._check_strength(self._entries)
+        self._strong_only = True
 
     def access(self, token: str) -> tuple[str, Access] | None:
         """Name and role of a token; None when it isn't one of these. Takes the same time whichever it is."""
@@ -143,6 +163,12 @@ class Tokens:
                 found = entry.name, entry.access
         return found
 
+    def _check_strength(self, entries: Sequence[_Entry]) -> None:
+        for entry in entries:
+            if entry.weakness:
+                name = f'token "{entry.name}" in {self._file}' if self._file else "token in RELAXD_TOKEN(_FILE)"
+                raise ValueError(f"the {name} {entry.weakness}")
+
     def _reload(self) -> None:
         if self._file is None or time.monotonic() < self._look_at:
             return
@@ -151,11 +177,21 @@ class Tokens:
             stamp = _stamp(self._file)
             if stamp == self._stamp:
                 return
-            self._entries, self._stamp = _parse(self._file), stamp
+            entries = _parse(self._file)
+            if self._strong_only:
+                self._check_strength(entries)
+            self._entries, self._stamp = entries, stamp
             _log.info("%s has changed: %d tokens from now on", self._file, len(self._entries))
         except (OSError, ValueError) as error:
             self._look_at += 10 * self.RELOAD_SECONDS
             _log.error("still using the tokens from before: %s", error)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+_KNOWN_DIGESTS = frozenset(map(_digest, KNOWN_TOKENS))
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
@@ -163,8 +199,10 @@ def _stamp(file: Path) -> tuple[int, ...]:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
+def _weakness(token: str) -> str:
+    if len(token) < SHORTEST_TOKEN:
+        return f"has {len(token)} characters: it must have {SHORTEST_TOKEN} or more"
+    return ""
 
 
 def _parse(file: Path) -> tuple[_Entry, ...]:
@@ -183,13 +221,14 @@ def _parse(file: Path) -> tuple[_Entry, ...]:
             if not re.fullmatch(r"sha256:[0-9a-fA-F]{64}", token):
                 raise ValueError(f"{where}: after sha256: come 64 hexadecimal digits")
             digest = bytes.fromhex(token.removeprefix("sha256:"))
+            weakness = "is a word that is no secret" if digest in _KNOWN_DIGESTS else ""
         elif token.isascii() and token.isprintable():
-            digest = _digest(token)
+            digest, weakness = _digest(token), _weakness(token)
         else:
             raise ValueError(f"{where}: the token is not printable ASCII")
         if any(entry.name == name or entry.digest == digest for entry in entries):
             raise ValueError(f"{where}: {name!r} or its token is there twice")
-        entries.append(_Entry(name, Access[role.upper()], digest))
+        entries.append(_Entry(name, Access[role.upper()], digest, weakness))
     if not entries:
         raise ValueError(f"tokens file {file}: has no token")
     return tuple(entries)

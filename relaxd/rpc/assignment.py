@@ -83,6 +83,11 @@ class AssignmentFollower:
             self._interrupt()
             self._changed()
 
+    def begin_again(self) -> None:
+        """Leave the run and start it anew: what it was started with is gone."""
+        self._restart = True
+        self._interrupt()
+
     async def dismiss(self) -> None:
         """Forget the assignment and the drain; returns once the run has been stopped."""
         self._wanted = Assignment()

@@ -22,9 +22,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from relaxd.rpc.frames import HEADER, FrameError, body_length, decode, encode
+from relaxd.rpc.gpu_lease import LEASE_VARIABLE, GpuLease, LeaseOver
 
 SOCKET_VARIABLE = "RELAXD_CHILD_FD"
 """Environment variable that tells a child its end of the socket pair."""
@@ -82,6 +83,9 @@ class Child:
     Start it from a thread that lives as long as the child should: Linux ends the child with that thread.
     """
 
+    gpu_lease: ClassVar[GpuLease | None] = None
+    """The lease with which children that are given GPUs end. Set by run_replica: a process is one replica."""
+
     def __init__(self, name: str, process: "subprocess.Popen[bytes]", on_event: EventHandler | None) -> None:
         self.name = name
         self.pid = process.pid
@@ -103,28 +107,45 @@ class Child:
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         *,
+        inherit: bool = True,
         python: str | None = None,
         name: str | None = None,
         on_event: EventHandler | None = None,
     ) -> "Child":
-        """Start `python -m module *args` with `env` on top of this process's environment.
+        """Start `python -m module *args` with `env` on top of this process's environment, or alone without `inherit`.
+
+        Where `env` has GPUs in CUDA_VISIBLE_DEVICES, the child is killed when the lease on them is over. Raises
+        ChildError when it is over already.
 
         `python` is another interpreter than this process's, which must be able to import `module`.
         `on_event(event, params)` is called in the event loop, in the order in which the child emits; it must not block.
         """
+        lease = cls.gpu_lease if (env or {}).get("CUDA_VISIBLE_DEVICES") else None
+        try:
+            if lease is not None:
+                lease.check()
+        except LeaseOver as error:
+            raise ChildError(f"{name or module} can't be started: {error}") from error
         ours, theirs = socket.socketpair()
         with theirs:
-            environment = {**os.environ, **(env or {}), SOCKET_VARIABLE: str(theirs.fileno())}
+            environment = {**(os.environ if inherit else {}), **(env or {}), SOCKET_VARIABLE: str(theirs.fileno())}
+            inherited = [theirs.fileno()]
+            if lease is not None:
+                environment[LEASE_VARIABLE] = str(lease.descriptor)
+                inherited.append(lease.descriptor)
             process = subprocess.Popen(
                 [python or sys.executable, "-m", module, *args],
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # an interrupt from the terminal is the parent's to handle
             )
         child = cls(name or module, process, on_event)
+        if lease is not None:
+            lease.add(child)
+            child.exited.add_done_callback(lambda _, lease=lease: lease.discard(child))  # type: ignore[misc]
         ours.setblocking(False)
         reader, child._writer = await asyncio.open_connection(sock=ours)
         child._reading = asyncio.create_task(child._read(reader), name=f"read {child.name}")
@@ -138,11 +159,11 @@ class Child:
         """Whether the child has not exited yet."""
         return not self.exited.done()
 
-    async def request(self, method: str, params: Mapping[str, Any] | None = None, timeout: float = 60.0) -> Any:
+    async def request(self, method: str, params: Mapping[str, Any] | None = None, timeout: float | None = 60.0) -> Any:
         """Call a method of the child and return its result.
 
-        Raises ChildRequestError when the method failed, ChildTimeout after `timeout` seconds, ChildExited when the
-        child is gone or goes.
+        Raises ChildRequestError when the method failed, ChildTimeout after `timeout` seconds (None: never), ChildExited
+        when the child is gone or goes.
         """
         self._raise_if_gone()
         assert self._writer is not None

@@ -11,6 +11,7 @@ from typing import Any
 
 from relaxd.rpc.child import SOCKET_VARIABLE
 from relaxd.rpc.frames import HEADER, FrameError, body_length, decode, encode
+from relaxd.rpc.gpu_lease import end_with_lease
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -38,6 +39,7 @@ class ChildServer:
                 raise RuntimeError(f"{SOCKET_VARIABLE} is not set: this program is started by its service, not by hand")
             connection = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
         die_with_parent()
+        end_with_lease()
         self._handlers = dict(handlers)
         self._socket = connection
         self._socket.set_inheritable(False)

@@ -21,15 +21,27 @@ class Doors:
     """Listen beyond loopback without knowing who calls."""
 
     def check(self, host: str) -> None:
-        """Raise ServerError when anyone who reaches `host` could call, and nobody said that this is fine."""
-        if self.tokens or self.tls.client_authority or self.allow_insecure or is_loopback(host):
+        """Raise ServerError when anyone who reaches `host` could call, or guess the token that it takes to call.
+
+        A server on loopback may do as it likes, and so may one that was told to (allow_insecure).
+        """
+        if self.allow_insecure or is_loopback(host):
             return
-        raise ServerError(
-            f"refusing to listen on {host or 'every address'} without authentication: whoever reaches it could start "
-            "runs, which run code. Set a token (RELAXD_TOKEN_FILE or RELAXD_TOKENS_FILE) or ask for clients' "
-            "certificates (--tls-client-authority / RELAXD_TLS_CLIENT_AUTHORITY); in a network where everyone is "
-            "trusted, --allow-insecure / RELAXD_ALLOW_INSECURE=1 (docs/security.md)"
+        where = f"refusing to listen on {host or 'every address'}"
+        trusted = (
+            "in a network where everyone is trusted, --allow-insecure / RELAXD_ALLOW_INSECURE=1 (docs/security.md)"
         )
+        if self.tokens is not None:
+            try:
+                self.tokens.refuse_weak()
+            except ValueError as error:
+                raise ServerError(f"{where}: {error}. Make one with `openssl rand -hex 32`; {trusted}") from None
+        elif not self.tls.client_authority:
+            raise ServerError(
+                f"{where} without authentication: whoever reaches it could start runs, which run code. Set a token "
+                "(RELAXD_TOKEN_FILE or RELAXD_TOKENS_FILE) or ask for clients' certificates (--tls-client-authority / "
+                f"RELAXD_TLS_CLIENT_AUTHORITY); {trusted}"
+            )
 
 
 def is_loopback(host: str) -> bool:

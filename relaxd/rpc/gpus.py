@@ -9,17 +9,24 @@ import functools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from relaxd.rpc.errors import ResourceExhausted, explain
+from relaxd.rpc.gpu_lease import GpuLease, LeaseOver
 from relaxd.v1.coordinator_pb2 import LeaseGpusRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 CALL_SECONDS = 5.0
 """Deadline of asking for GPUs, or of giving them back."""
+ASK_AGAIN_SECONDS = 1.0
+PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Answers that may be others soon: the coordinator is away, or who holds the GPUs is gone."""
+LEASE_MARGIN = 1 / 6
+"""Share of a lease that is left when what uses the GPUs is ended: it takes a moment until they are free."""
 
 STEADY_SECONDS, STEADY_TICK_SECONDS, STEADY_LIMIT_SECONDS = 1.0, 0.2, 60.0
 STEADY_BYTES = 64 << 20
@@ -196,6 +203,15 @@ class GpuLeases:
         self.visible = tuple(visible)
         self.held: tuple[Gpu, ...] = ()
         """What children may use."""
+        self.lease_of_children = GpuLease(self._over)
+        """What ends children when this replica was out of touch for too long."""
+        self.waiting = ""
+        """What `lease` waits for; empty while it doesn't."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called when children were ended because the lease was over: the run has to be started anew."""
+        self._loop = asyncio.get_running_loop()
+        self._until = 0.0
+        """When children have to be gone unless another heartbeat is answered, by the monotonic clock."""
         self._replica_id = replica_id
         self._coordinator = coordinator
         self._settled = True
@@ -205,22 +221,38 @@ class GpuLeases:
     async def lease(self, count: int) -> tuple[Gpu, ...]:
         """Hold `count` of the GPUs, and no others.
 
-        Where no GPU is to be seen, the answer is () and the children work on the CPU. Raises ResourceExhausted: others
-        hold too many; grpc.aio.AioRpcError.
+        Where no GPU is to be seen, the answer is () and the children work on the CPU. Waits for GPUs whose holders are
+        gone, and for the coordinator; `waiting` says so. Raises ResourceExhausted: others hold too many; LeaseOver: no
+        heartbeat is answered; grpc.aio.AioRpcError.
         """
         if not self.visible:
             return ()
         async with self._asking:
             self._settled = False
             self.held = ()
-            uuids = await self._ask([gpu.uuid for gpu in self.visible], count)
+            uuids = await self._ask_patiently(count)
+            if uuids:
+                try:
+                    self.lease_of_children.begin(self._until)
+                except LeaseOver:
+                    self._settled = False
+                    raise
             self.held = tuple(gpu for gpu in self.visible if gpu.uuid in uuids)
         return self.held
+
+    def heartbeat_answered(self, sent: float, lease_seconds: float) -> None:
+        """The coordinator has heard a registration or heartbeat, which was sent at a time by the monotonic clock.
+
+        It counts `lease_seconds` from when it heard it, which was later; so whoever counts from the sending is earlier.
+        """
+        self._until = sent + lease_seconds * (1 - LEASE_MARGIN)
+        self.lease_of_children.renew(self._until)
 
     async def give_back(self) -> None:
         """Hold none: the children that used them are gone. If the coordinator is away, `settle` tells it later."""
         self._settled = self._settled and not self.held
         self.held = ()
+        self.lease_of_children.give_back()
         await self.settle()
 
     async def settle(self) -> None:
@@ -243,6 +275,35 @@ class GpuLeases:
         if self.held:
             async with self._asking:
                 await self._ask([gpu.uuid for gpu in self.held], len(self.held))
+
+    async def _ask_patiently(self, count: int) -> set[str]:
+        try:
+            while True:
+                try:
+                    return await self._ask([gpu.uuid for gpu in self.visible], count)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() not in PASSING:
+                        raise
+                    if not self.waiting:
+                        logger.info("waiting for GPUs: %s", explain(error))
+                    self.waiting = f"waiting for GPUs: {error.details()}"
+                await asyncio.sleep(ASK_AGAIN_SECONDS)
+        finally:
+            self.waiting = ""
+
+    def _over(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed: this process ends
+            self._loop.call_soon_threadsafe(self._lost)
+
+    def _lost(self) -> None:
+        if not self.held:  # they have been given back meanwhile
+            return
+        logger.error(
+            "no heartbeat was answered for so long that the coordinator may soon give this replica's GPUs to others: "
+            "what used them has been ended"
+        )
+        self.held, self._settled = (), False
+        self.on_lost()
 
     async def _ask(self, candidates: list[str], count: int) -> set[str]:
         request = LeaseGpusRequest(replica_id=self._replica_id, candidate_uuids=candidates, count=count)

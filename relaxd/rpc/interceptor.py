@@ -29,6 +29,9 @@ DEFAULT_STREAM_DEADLINE_SECONDS = 330.0
 HEALTH = "/grpc.health.v1.Health/"
 """Health is asked by probes, which have no token, and Health/Watch has no deadline by design."""
 
+ALMOST_SECONDS = 0.1
+"""A call that is cancelled this long before its deadline was cancelled by it: the caller's clock ends it first."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -128,6 +131,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if observed:
                 observed.code = answer.code
             await _abort(context, answer)
+        except (asyncio.CancelledError, GeneratorExit) as left:
+            # gRPC cancels the handler when its caller has left, and closes the generator of a stream from another task.
+            code = _why_ended(context)
+            _log.info("%s ended unanswered: %s", method, code.name)
+            if observed:
+                observed.code = code
+                observed.elsewhere = isinstance(left, GeneratorExit)
+            raise
         finally:
             if observed:
                 observed.end()
@@ -142,6 +153,8 @@ class _Observed:
 
     def __init__(self, method: str, carrier: dict[str, str]) -> None:
         self.code = grpc.StatusCode.OK
+        self.elsewhere = False
+        """Whether it ends in another task than it began in, and so in another context."""
         self._method = method
         self._begun = time.perf_counter()
         self._token = None
@@ -162,7 +175,8 @@ class _Observed:
             if self.code is not grpc.StatusCode.OK:
                 self._span.set_status(Status(StatusCode.ERROR, status))
             self._span.end()
-            detach(self._token)
+            if not self.elsewhere:
+                detach(self._token)
 
 
 def _parsed(parse: Callable[[bytes], Any] | None, request: Any) -> Any:
@@ -173,6 +187,13 @@ def _parsed(parse: Callable[[bytes], Any] | None, request: Any) -> Any:
         return parse(request)
     except DecodeError as error:
         raise InvalidArgument(f"the request is not a message of this call's type: {error}") from error
+
+
+def _why_ended(context: Any) -> grpc.StatusCode:
+    """The status of a call whose handler was cancelled."""
+    remaining = context.time_remaining()
+    late = remaining is not None and remaining < ALMOST_SECONDS
+    return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
 
 
 async def _abort(context: Any, error: RpcError) -> NoReturn:

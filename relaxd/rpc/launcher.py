@@ -1,6 +1,12 @@
-"""The gRPC side of every launcher: checks requests, refuses coordinators of the past, and runs until a signal.
+"""The gRPC side of every launcher: checks requests, obeys only the current coordinator, and runs until a signal.
 
 What starting and removing means is a Host: local processes (relaxd.cli.launcher), containers (services.launcher).
+
+A coordinator that was replaced must not start or kill anything any more, so requests carry their coordinator's epoch.
+Redis has the current one: each coordinator that starts increments it. The launcher reads it for every request and
+refuses all others. It keeps no epoch of its own, because the largest one that it has heard could be wrong: a single
+mistyped or malicious call would lock the coordinator out, a launcher that restarts would forget it, and one that kept
+it on disk would refuse the coordinators of a Redis that started empty.
 """
 
 import asyncio
@@ -8,7 +14,8 @@ import logging
 import re
 from typing import Any, Protocol
 
-from relaxd.rpc.errors import FailedPrecondition, ServerError, Violations
+from relaxd.rpc.epochs import Epochs
+from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, ServerError, Violations
 from relaxd.rpc.server import Service, start_service
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
@@ -48,10 +55,10 @@ class Host(Protocol):
 class LauncherServicer(Servicer):
     """relaxd.v1.Launcher over a host."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, epochs: Epochs) -> None:
         self._host = host
+        self._epochs = epochs
         self._launching = asyncio.Lock()
-        self._epoch = 0
 
     async def Launch(self, request: pb.LaunchRequest, context: Any) -> pb.LaunchResponse:
         """See the proto."""
@@ -66,7 +73,7 @@ class LauncherServicer(Servicer):
             )
         violations.raise_if_any()
         async with self._launching:
-            self._check_epoch(request.epoch)
+            await self._check_epoch(request.epoch)
             gpus = tuple(request.gpu_uuids)
             instance = await asyncio.to_thread(self._host.launch, request.launch_id, request.role, gpus)
         _log.info("launched %s: %s", request.launch_id, instance.detail)
@@ -79,7 +86,7 @@ class LauncherServicer(Servicer):
         in_range = 0 <= request.grace_seconds <= MOST_GRACE_SECONDS
         violations.check(in_range, "grace_seconds", f"must be 0 to {MOST_GRACE_SECONDS:g}")
         violations.raise_if_any()
-        self._check_epoch(request.epoch)
+        await self._check_epoch(request.epoch)
         await asyncio.to_thread(self._host.remove, request.launch_id, request.grace_seconds)
         _log.info("removed %s", request.launch_id)
         return pb.RemoveResponse()
@@ -90,7 +97,7 @@ class LauncherServicer(Servicer):
         violations.check(LAUNCH_ID.fullmatch(request.instance), "instance", _NAME_RULE)
         violations.check(len(request.replica_id) <= 128, "replica_id", "must be a replica's id, or empty")
         violations.raise_if_any()
-        self._check_epoch(request.epoch)
+        await self._check_epoch(request.epoch)
         detail = await asyncio.to_thread(self._host.restart, request.instance, request.replica_id)
         _log.info("restarted %s: %s", request.instance, detail)
         return pb.LauncherRestartResponse(detail=detail)
@@ -100,17 +107,21 @@ class LauncherServicer(Servicer):
         instances = await asyncio.to_thread(self._host.instances)
         return pb.ListResponse(instances=sorted(instances, key=lambda instance: instance.launch_id))
 
-    def _check_epoch(self, epoch: int) -> None:
-        if epoch < self._epoch:
-            raise FailedPrecondition(f"a coordinator of epoch {self._epoch} was heard: epoch {epoch} is over")
-        self._epoch = epoch
+    async def _check_epoch(self, epoch: int) -> None:
+        newest = await asyncio.to_thread(self._epochs.newest)
+        if epoch > newest:
+            problem = f"is {epoch}: it must be {newest}, the newest one on the launcher's Redis (0: there is none)"
+            raise InvalidArgument(f"epoch {problem}", [("epoch", problem)])
+        if epoch < newest:
+            raise FailedPrecondition(f"the coordinator of epoch {epoch} was replaced: the newest has {newest}")
 
 
 async def run_launcher(host: Host, settings: ServiceSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises SystemExit(1), the reason being logged, when the port is taken."""
     setup_logging(settings.replica_id, settings.log_level)
     stop = stop_signals()
-    service = Service(add_LauncherServicer_to_server, LauncherServicer(host), "relaxd.v1.Launcher")
+    servicer = LauncherServicer(host, Epochs(settings.redis))
+    service = Service(add_LauncherServicer_to_server, servicer, "relaxd.v1.Launcher")
     try:
         server = await start_service([service], settings, serving=True)
     except ServerError as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 import grpc
@@ -44,6 +45,8 @@ class Membership:
         status: what to say in heartbeats.
         heard: called with every answer; that to a registration as if it were one to a heartbeat.
         registered: called after each registration, before `heard`.
+        answered: called when a registration or a heartbeat was answered, with the time at which it was sent, by the
+            monotonic clock, and the seconds for which GPUs are leased from when it arrived.
         engine_ranks: ranks of the engine now; when they change, the replica registers again.
         tls: what the stub's channel uses, for messages.
     """
@@ -56,6 +59,7 @@ class Membership:
         status: Callable[[], GetStatusResponse],
         heard: Callable[[HeartbeatResponse], Awaitable[None]],
         registered: Callable[[], Awaitable[None]],
+        answered: Callable[[float, float], None],
         engine_ranks: Callable[[], int],
         tls: TlsFiles,
     ) -> None:
@@ -65,6 +69,7 @@ class Membership:
         self._status = status
         self._heard = heard
         self._registered = registered
+        self._answered = answered
         self._engine_ranks = engine_ranks
         self._tls = tls
         self._soon = asyncio.Event()
@@ -94,8 +99,10 @@ class Membership:
     async def _register(self) -> None:
         while True:
             self._registration.engine_ranks = self._engine_ranks()
+            sent = time.monotonic()
             try:
                 answer = await self._coordinator.Register(self._registration, timeout=CALL_SECONDS)
+                self._answered(sent, answer.gpu_lease_seconds)
                 await self._registered()
             except grpc.aio.AioRpcError as error:
                 if error.code() not in (*PASSING, grpc.StatusCode.NOT_FOUND):
@@ -125,6 +132,7 @@ class Membership:
             return False  # the place that it has in weight groups would be too small, or too large
         self._soon.clear()
         request = HeartbeatRequest(replica_id=self._registration.replica_id, status=self._status())
+        sent = time.monotonic()
         try:
             answer = await self._coordinator.Heartbeat(request, timeout=CALL_SECONDS)
         except grpc.aio.AioRpcError as error:
@@ -137,6 +145,7 @@ class Membership:
                 ) from error
             await self._note_away(error)
             return True
+        self._answered(sent, answer.gpu_lease_seconds)
         if self._away:
             self._away = False
             _log.info("the coordinator at %s is back", self._address)

@@ -31,6 +31,7 @@ from typing import Any
 
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
 from relaxd.rpc.assignment import AssignmentFollower
+from relaxd.rpc.child import Child
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, ServerError
 from relaxd.rpc.exit_codes import RESTART
@@ -144,6 +145,8 @@ class _Life:
         self._drains: set[asyncio.Task[int]] = set()
         self._loop = asyncio.get_running_loop()
         service.lease_gpus, service.give_up = gpus.lease, self.give_up
+        gpus.on_lost = self.follower.begin_again
+        Child.gpu_lease = gpus.lease_of_children
         service.take_turn = partial(wait_for_turn, coordinator, settings.replica_id)
 
     def status(self) -> replica_pb2.GetStatusResponse:
@@ -167,7 +170,7 @@ class _Life:
             role=self.service.role,
             state=state,
             run_id=follower.run_id,
-            detail=self.broken or follower.detail or own.detail,
+            detail=self.broken or follower.detail or self.gpus.waiting or own.detail,
             held_groups=own.held_groups,
             done_groups=own.done_groups,
             weights=own.weights,
@@ -282,6 +285,7 @@ class _Life:
             self.status,
             self.heard,
             self.registered,
+            self.gpus.heartbeat_answered,
             lambda: self.service.engine_ranks,
             self.settings.tls,
         )
@@ -322,7 +326,9 @@ async def run_replica(
             "relaxd.v1.Replica",
         )
         try:
-            server = await start_service([own, *services], settings)
+            server = await start_service(
+                [own, *services], settings, max_connection_age_seconds=service.max_connection_age_seconds
+            )
         except ServerError as error:
             _log.error("%s", error)
             raise SystemExit(1) from None

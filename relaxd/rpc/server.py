@@ -73,7 +73,7 @@ async def start_server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
     stream_deadline_seconds: float = DEFAULT_STREAM_DEADLINE_SECONDS,
-    max_connection_age_seconds: float = 30.0,
+    max_connection_age_seconds: float | None = None,
     serving: bool = False,
 ) -> RunningServer:
     """Start a grpc.aio server with health, reflection and our interceptor.
@@ -86,8 +86,9 @@ async def start_server(
         max_message_bytes: largest message; a larger one is refused with RESOURCE_EXHAUSTED.
         deadline_seconds: deadline of a unary call that comes without one; its handler is cancelled then.
         stream_deadline_seconds: the same for streaming calls.
-        max_connection_age_seconds: connections are renewed after this, so that clients that spread their calls over
-            several replicas see new ones. Running calls are not cut.
+        max_connection_age_seconds: age at which a client is asked to open another connection, so that clients that
+            spread their calls over the replicas behind one name find new ones; None: never. Calls in progress stay on
+            the old connection until they end, however long that takes.
         serving: whether health says SERVING at once.
 
     Raises ServerError when the port is taken, the address cannot be listened on, or the doors aren't safe there.
@@ -105,8 +106,7 @@ async def start_server(
             ("grpc.max_send_message_length", max_message_bytes),
             # Two servers on one port would share its connections at random, without a word.
             ("grpc.so_reuseport", 0),
-            ("grpc.max_connection_age_ms", int(max_connection_age_seconds * 1000)),
-            ("grpc.max_connection_age_grace_ms", int((stream_deadline_seconds + 60) * 1000)),
+            *_age_options(max_connection_age_seconds),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ],
@@ -139,7 +139,11 @@ async def start_server(
 
 
 async def start_service(
-    services: Sequence[tuple[Callable[[Any, Any], None], Any, str]], settings: ServiceSettings, *, serving: bool = False
+    services: Sequence[tuple[Callable[[Any, Any], None], Any, str]],
+    settings: ServiceSettings,
+    *,
+    serving: bool = False,
+    max_connection_age_seconds: float | None = None,
 ) -> RunningServer:
     """Start the server of a service process as its settings say; otherwise like `start_server`."""
     return await start_server(
@@ -150,8 +154,16 @@ async def start_service(
         max_message_bytes=settings.max_message_bytes,
         deadline_seconds=settings.deadline_seconds,
         stream_deadline_seconds=settings.stream_deadline_seconds,
+        max_connection_age_seconds=max_connection_age_seconds,
         serving=serving,
     )
+
+
+def _age_options(seconds: float | None) -> list[tuple[str, int]]:
+    if seconds is None:
+        return []
+    # No grace: gRPC cuts what is still running when a grace ends, also calls whose own deadline is later.
+    return [("grpc.max_connection_age_ms", int(seconds * 1000))]
 
 
 class _MethodFindingPool:

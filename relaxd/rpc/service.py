@@ -45,6 +45,9 @@ class ReplicaService(ABC):
     """The part that the service plays."""
     engine_ranks: int = 0
     """Ranks of its engine (rollout). When a run changes it, the replica is registered again."""
+    max_connection_age_seconds: ClassVar[float | None] = None
+    """Age at which its server renews connections: for services whose callers spread their calls over the replicas
+    behind one name. None: never."""
     lease_gpus: Callable[[int], Awaitable[tuple[Gpu, ...]]]
     """Lease so many of the GPUs that this process sees, for children of the run that is started; `gpu_environment` of
     the answer is what the children need. () where there is no GPU. They are given back after stop_run. Raises

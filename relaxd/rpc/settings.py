@@ -9,12 +9,12 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from relaxd import __version__
 from relaxd.rpc.access import Tokens
+from relaxd.rpc.container_id import container_id
 from relaxd.rpc.credentials import REDIS_FILES, read_tls, read_token, read_tokens, with_certificates, with_password
 from relaxd.rpc.doors import Doors
 from relaxd.rpc.tls import TlsFiles
@@ -48,7 +48,7 @@ class ServiceSettings:
     """The name under which a launcher started this process, by which it is scaled in; empty: it never is."""
     instance: str = ""
     """The name under which whoever starts this process again when it ends knows it: the same over all its processes.
-    Empty: nobody would start it again. In a container it is the container's id, unless given."""
+    Empty: nobody would start it again. In a Docker container it is the container's short id, unless given."""
     standby: bool = False
     """Register only when asked to (Replica.Join)."""
     lease_seconds: float = 6.0
@@ -59,6 +59,10 @@ class ServiceSettings:
     """Coordinator: what those runs may take in Redis, together."""
     keep_run_days: float = 30.0
     """Coordinator: how long it remembers them."""
+    gpu_lease_seconds: float = 60.0
+    """Coordinator: the GPUs of a replica go to others after so many seconds without a heartbeat, sooner if it is known
+    to have ended; by then it has ended what uses them. It should be longer than a coordinator takes to restart. Lower
+    it only while no replica runs."""
     launcher: str = ""
     """Coordinator: host:port of the launcher that starts replicas; empty: there is none."""
     project: str = ""
@@ -270,15 +274,9 @@ def parse_settings(
 
 
 def _new_replica_id(role: str) -> str:
-    """A name that no other process has, with the host (in a container: its id) in it for people."""
-    host = re.sub(r"[^A-Za-z0-9-]", "", socket.gethostname().partition(".")[0])[:24]
+    """A name that no other process has, with the container's id, or else the host's name, in it for people."""
+    host = container_id() or re.sub(r"[^A-Za-z0-9-]", "", socket.gethostname().partition(".")[0])[:24]
     return "-".join(part for part in (role, host, uuid.uuid4().hex[:6]) if part)
-
-
-def _container_id() -> str:
-    """The id of the container in which this process runs (its host name, unless another was given), else ""."""
-    name = socket.gethostname()
-    return name if Path("/.dockerenv").exists() and re.fullmatch(r"[0-9a-f]{12}", name) else ""
 
 
 def _from_environment(parser: argparse.ArgumentParser, flag: _Flag, environment: Mapping[str, str]) -> Any:
@@ -311,10 +309,16 @@ def _flags(role: str) -> list[_Flag]:
         _Flag("keep-runs", _count, settings.keep_runs, "ended runs that Redis remembers"),
         _Flag("keep-run-bytes", _count, settings.keep_run_bytes, "bytes of Redis that ended runs may take together"),
         _Flag("keep-run-days", _seconds, settings.keep_run_days, "days for which Redis remembers an ended run"),
+        _Flag(
+            "gpu-lease-seconds",
+            _positive_seconds,
+            settings.gpu_lease_seconds,
+            "the GPUs of a replica go to others after so long without a heartbeat",
+        ),
         _Flag("launcher", _address, "", "host:port of the launcher that starts replicas"),
         _Flag("project", str, "", "compose project; that of this container unless given"),
         _Flag("launch-id", str, "", "name under which a launcher started this process"),
-        _Flag("instance", str, _container_id(), "name under which it is started again when it ends"),
+        _Flag("instance", str, container_id(), "name under which it is started again when it ends"),
         _Flag("standby", _switch, settings.standby, "register only when asked to (Replica.Join)"),
         _Flag("log-level", _level, settings.log_level, ", ".join(LOG_LEVELS)),
         _Flag("token-file", str, "", "file with this service's bearer token; without a tokens file also the callers'"),
@@ -345,8 +349,11 @@ def _flags(role: str) -> list[_Flag]:
     if role == "launcher":
         limits = ("deadline-seconds", "stream-deadline-seconds", "max-message-bytes")
         used = ("host", "port", "project", "replica-id", "log-level", "token-file", "tokens-file", *limits)
-        return [flag for flag in flags if flag.name in used or flag.name.startswith(("tls-", "allow-insecure"))]
+        groups = ("redis", "tls-", "allow-insecure")
+        return [flag for flag in flags if flag.name in used or flag.name.startswith(groups)]
     not_for_coordinator = ("coordinator", "advertise", "launch-id", "instance", "standby", "project")
-    only_coordinator = ("lease-seconds", "launcher", "keep-runs", "keep-run-bytes", "keep-run-days")
+    only_coordinator = (
+        *("lease-seconds", "gpu-lease-seconds", "launcher", "keep-runs", "keep-run-bytes", "keep-run-days"),
+    )
     unused = not_for_coordinator if is_coordinator else (*only_coordinator, "project")
     return [flag for flag in flags if flag.name not in unused]

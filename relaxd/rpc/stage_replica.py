@@ -17,6 +17,7 @@ class StageReplica(ReplicaService):
 
     stage: ClassVar[str]
     """Name of the stage."""
+    max_connection_age_seconds = 30.0
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings

@@ -1015,10 +1015,15 @@ class RegisterResponse(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
+    GPU_LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     lease_seconds: _builtins.float
     """Seconds after which the replica counts as dead without a heartbeat."""
     heartbeat_seconds: _builtins.float
     """Seconds between heartbeats."""
+    gpu_lease_seconds: _builtins.float
+    """Seconds without a heartbeat after which the GPUs that the replica has leased may be given to others: what uses them
+    has to be gone by then. Counted from when this request arrived.
+    """
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """What to work on."""
@@ -1029,10 +1034,11 @@ class RegisterResponse(_message.Message):
         lease_seconds: _builtins.float = ...,
         heartbeat_seconds: _builtins.float = ...,
         assignment: Global___Assignment | None = ...,
+        gpu_lease_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "gpu_lease_seconds", b"gpu_lease_seconds", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1075,10 +1081,13 @@ class HeartbeatResponse(_message.Message):
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    GPU_LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     drain: _builtins.bool
     """Whether the replica is asked to drain. When this is taken back, it works again."""
     drain_seconds: _builtins.float
     """Seconds that the drain may still take; unset: its own grace period."""
+    gpu_lease_seconds: _builtins.float
+    """As in RegisterResponse, from when this heartbeat arrived."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """What to work on."""
@@ -1089,10 +1098,11 @@ class HeartbeatResponse(_message.Message):
         assignment: Global___Assignment | None = ...,
         drain: _builtins.bool = ...,
         drain_seconds: _builtins.float | None = ...,
+        gpu_lease_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "assignment", b"assignment", "drain_seconds", b"drain_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "assignment", b"assignment", "drain", b"drain", "drain_seconds", b"drain_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "assignment", b"assignment", "drain", b"drain", "drain_seconds", b"drain_seconds", "gpu_lease_seconds", b"gpu_lease_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drain_seconds: _TypeAlias = _typing.Literal["drain_seconds"]  # noqa: Y015
     _WhichOneofArgType__drain_seconds: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds"]  # noqa: Y015

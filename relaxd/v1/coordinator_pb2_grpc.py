@@ -276,8 +276,9 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LeaseGpus(self, request, context):
-        """LeaseGpus grants a replica GPUs that no other replica holds, until its own lease ends or it gives them back. Asking
-        again is answered with the same ones. When too few are free: RESOURCE_EXHAUSTED, with who holds what.
+        """LeaseGpus grants a replica GPUs that no other replica holds, until it gives them back or has sent no heartbeat for
+        gpu_lease_seconds. Asking again is answered with the same ones. When too few are free: RESOURCE_EXHAUSTED, with who
+        holds what.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -96,7 +96,9 @@ class LaunchRequest(_message.Message):
     role: _builtins.str
     """Its role: rollout, reward or advantage."""
     epoch: _builtins.int
-    """The coordinator's epoch. A launcher that has heard from a newer coordinator refuses with FAILED_PRECONDITION."""
+    """The coordinator's epoch. Only the newest coordinator's is obeyed: a smaller one is refused with FAILED_PRECONDITION, a
+    larger one with INVALID_ARGUMENT.
+    """
     @_builtins.property
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The GPUs that it shall see; empty: those that its role sees in this deployment."""

@@ -201,8 +201,8 @@ class GetStatusResponse(_message.Message):
     """Version of the protocol; services of different protocol versions refuse each other."""
     progress: _builtins.int
     """Counts what it gets done, in steps that never take long: tokens (rollout), samples (reward), groups (advantage),
-    turns of the training loop (trainer). When it stands still while groups are held, the process is stuck. A number
-    that is smaller than before is progress, too.
+    turns of the training loop (trainer), MiB of a model that is being loaded. When it stands still while groups are
+    held, or while it starts, the process is stuck. A number that is smaller than before is progress, too.
     """
     awake: _builtins.bool
     """In a colocated run: whether its engine (rollout) or its ranks (trainer) have the device's memory now."""

@@ -193,8 +193,11 @@ class GenerateRequest(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    FINAL_ONLY_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Number of samples; at least 1. They share the prompt's prefill."""
+    final_only: _builtins.bool
+    """Send one message per sample, when it has ended, without its tokens: for callers that only want the text."""
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's token ids; at least one."""
@@ -209,10 +212,11 @@ class GenerateRequest(_message.Message):
         prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
         n: _builtins.int = ...,
         sampling: _sample_pb2.SamplingParams | None = ...,
+        final_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["n", b"n", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["final_only", b"final_only", "n", b"n", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -230,12 +234,15 @@ class GenerateResponse(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     sample: _builtins.int
     """Which of the n samples."""
     finish_reason: _builtins.str
     """Why the sample ended ("stop", "length", "abort"); empty while it goes on."""
     text: _builtins.str
     """The sample's whole text, with its last message only."""
+    token_count: _builtins.int
+    """Number of tokens of the whole sample; with final_only."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New token ids, in order."""
@@ -257,10 +264,11 @@ class GenerateResponse(_message.Message):
         versions: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _builtins.str = ...,
         text: _builtins.str = ...,
+        token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "sample", b"sample", "text", b"text", "tokens", b"tokens", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "sample", b"sample", "text", b"text", "token_count", b"token_count", "tokens", b"tokens", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

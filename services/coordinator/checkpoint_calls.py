@@ -8,11 +8,9 @@ from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations, expla
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.trainer_pb2 import TrainerSaveCheckpointRequest
 from services.coordinator.manager import RunManager
+from services.coordinator.patience import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.peers import Peers
 from services.coordinator.starting import check_run_id
-
-CHECKPOINT_SECONDS = 1800.0
-"""Deadline of a checkpoint when the caller gives none."""
 
 
 class CheckpointCalls:
@@ -22,7 +20,7 @@ class CheckpointCalls:
     _peers: Peers
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
-        """Let the trainer take a checkpoint."""
+        """Let the trainer take a checkpoint, within the caller's deadline; the trainer keeps the run's own limit."""
         violations = Violations()
         check_run_id(request.run_id, violations)
         violations.raise_if_any()
@@ -30,11 +28,13 @@ class CheckpointCalls:
         trainer = active.fleet.trainer()
         if trainer is None:
             raise Unavailable("no trainer is ready")
-        seconds = min(context.time_remaining() or CHECKPOINT_SECONDS, CHECKPOINT_SECONDS)
         stub = self._peers.trainer(trainer.registration.address)
         try:
             with active.trainer_awake():
-                saved = await stub.SaveCheckpoint(TrainerSaveCheckpointRequest(), timeout=seconds)
+                call = stub.SaveCheckpoint(TrainerSaveCheckpointRequest(), timeout=LONG_CALL_SECONDS)
+                saved = await answer(call, trainer, active.fleet.registry)
+        except NoAnswer as error:
+            raise Unavailable(str(error)) from error
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                 raise FailedPrecondition(error.details() or "the trainer refuses") from error

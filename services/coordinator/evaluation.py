@@ -3,8 +3,11 @@
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 
@@ -12,27 +15,28 @@ from relaxd.config import RunConfig
 from relaxd.data.dataset import Prompt, RunData
 from relaxd.rpc.errors import explain
 from relaxd.v1.reward_pb2 import Score, ScoreRequest
-from relaxd.v1.rollout_pb2 import GenerateRequest
+from relaxd.v1.rollout_pb2 import GenerateRequest, GenerateResponse
 from relaxd.v1.sample_pb2 import SamplingParams
 from services.coordinator.fleet import Fleet
+from services.coordinator.patience import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.peers import Peers
 from services.coordinator.registry import Replica, Version
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 ATTEMPTS = 5
 """How often one prompt is asked before the evaluation is given up."""
 RETRY_SECONDS = 2.0
-GENERATE_SECONDS = 300.0
-"""Deadline of one answer: all prompts are in flight at once, and the last waits for all others."""
+LOOK_SECONDS = 0.5
 
 
 class EvaluationFailed(Exception):
     """Held-out prompts could not be answered or judged."""
 
 
-class AnswerCut(Exception):
-    """An answer was ended before its end, by weights.pause = "abort"."""
+class _AskAgain(Exception):
+    """A prompt was not answered, or its answer not scored, for a reason that may pass."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,16 @@ class Judged:
     score: Score
     length: int
     """Tokens of the answer."""
+
+
+@dataclass
+class _Question:
+    """A prompt, and how often it was asked."""
+
+    prompt: Prompt
+    attempts: int = 0
+    engine: str = ""
+    """The replica that was asked last."""
 
 
 class Evaluator:
@@ -61,7 +75,7 @@ class Evaluator:
         return self._config.eval.prompts > 0 and self._data.held_out is not None
 
     async def evaluate(self, version: Version, *, or_later: bool = False) -> dict[str, float]:
-        """Ask the held-out prompts of the engines that serve a version, with `or_later` also a later one of its epoch.
+        """Ask the held-out prompts of the engines that serve a version, with `or_later` also a later one.
 
         Returns eval_accuracy and eval_format (where the reward has such parts; eval_accuracy is the reward where it has
         none), eval_reward, eval_response_length (tokens) and eval_prompts. An answer that the reward can't score
@@ -70,67 +84,155 @@ class Evaluator:
         held_out = self._data.held_out
         assert held_out is not None  # asked only if `wanted`
         prompts = [held_out.prompt(index) for index in range(min(self._config.eval.prompts, len(held_out)))]
-        tasks = [
-            asyncio.create_task(self._judge(number, prompt, version, or_later)) for number, prompt in enumerate(prompts)
-        ]
         self.under_way += 1
         try:
-            return summarise(await asyncio.gather(*tasks))
+            return summarise(await _Evaluation(self._config, self._fleet, self._peers, version, or_later).run(prompts))
         finally:
             self.under_way -= 1
-            for task in tasks:
+
+
+class _Evaluation:
+    """One evaluation.
+
+    An engine has at most rollout.max_running_samples prompts at once. An answer may take as long as its engine
+    generates anything: eval.stall_seconds limits the silence, and nothing the whole.
+    """
+
+    def __init__(self, config: RunConfig, fleet: Fleet, peers: Peers, version: Version, or_later: bool) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._peers = peers
+        self._version = version
+        self._or_later = or_later
+        self._busy: Counter[str] = Counter()
+        """By replica id: prompts that an engine, and answers that a reward replica works on."""
+        self._asked: dict[asyncio.Task[Judged], _Question] = {}
+        self._told: set[str] = set()
+
+    async def run(self, prompts: Sequence[Prompt]) -> list[Judged]:
+        """Ask all prompts; returns what became of them, in any order. Raises EvaluationFailed."""
+        waiting = deque(map(_Question, prompts))
+        judged: list[Judged] = []
+        try:
+            while waiting or self._asked:
+                if not self._asked:
+                    await self._await_any(self._engines, "rollout replica serves the version")
+                self._ask(waiting)
+                if not self._asked:
+                    continue
+                done, _ = await asyncio.wait(self._asked, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    question = self._asked.pop(task)
+                    try:
+                        judged.append(task.result())
+                    except _AskAgain as problem:
+                        self._complain(question, str(problem))
+                        waiting.append(question)
+            return judged
+        finally:
+            for task in self._asked:
                 task.cancel()
 
-    async def _judge(self, number: int, prompt: Prompt, version: Version, or_later: bool) -> Judged:
-        for attempt in range(1, ATTEMPTS + 1):
-            engines = [e for e in self._fleet.serving(version[0]) if or_later or e.version == version]
-            rewards = self._fleet.rewards()
-            if engines and rewards:
-                try:
-                    return await self._ask(
-                        prompt, engines[number % len(engines)], rewards[(number + attempt) % len(rewards)]
-                    )
-                except grpc.aio.AioRpcError as error:
-                    problem = explain(error)
-                    if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
-                        raise EvaluationFailed(problem) from error
-                except AnswerCut:
-                    problem = "an answer was cut by a weight synchronisation"
-            else:
-                problem = f"no {'rollout' if not engines else 'reward'} replica is ready"
-            if number == 0:
-                logger.warning("evaluation, attempt %d of %d: %s", attempt, ATTEMPTS, problem)
-            await asyncio.sleep(RETRY_SECONDS)
-        raise EvaluationFailed(problem)
+    def _ask(self, waiting: deque[_Question]) -> None:
+        """Give every engine as many prompts as it may have; one that failed goes to another engine, if there is one."""
+        engines = self._engines()
+        most = self._config.rollout.max_running_samples
+        while waiting and (free := [engine for engine in engines if self._busy[engine.replica_id] < most]):
+            question = waiting.popleft()
+            loads = [(engine.replica_id == question.engine, self._busy[engine.replica_id]) for engine in free]
+            engine = free[loads.index(min(loads))]
+            question.attempts, question.engine = question.attempts + 1, engine.replica_id
+            self._busy[engine.replica_id] += 1
+            self._asked[asyncio.create_task(self._judge(question.prompt, engine))] = question
 
-    async def _ask(self, prompt: Prompt, engine: Replica, reward: Replica) -> Judged:
+    def _engines(self) -> list[Replica]:
+        """The engines that serve the weights: under a later epoch of the trainer they are the same."""
+        epoch, version = self._version
+        return [
+            engine
+            for engine in self._fleet.engines()
+            if engine.replica_id not in self._fleet.set_aside
+            and engine.version is not None
+            and engine.version[0] >= epoch
+            and (engine.version[1] == version or (self._or_later and engine.version[1] > version))
+        ]
+
+    async def _judge(self, prompt: Prompt, engine: Replica) -> Judged:
+        try:
+            try:
+                final = await self._generate(prompt, engine)
+            finally:
+                self._busy[engine.replica_id] -= 1
+            return Judged(await self._score(prompt, final), final.token_count)
+        except _AskAgain:
+            await asyncio.sleep(RETRY_SECONDS)
+            raise
+
+    async def _generate(self, prompt: Prompt, engine: Replica) -> GenerateResponse:
         request = GenerateRequest(
             prompt_tokens=prompt.tokens.tolist(),
             n=1,
             sampling=SamplingParams(
                 max_new_tokens=self._config.eval.max_new_tokens or self._config.rollout.max_new_tokens, temperature=0.0
             ),
+            final_only=True,
         )
-        text, finish_reason, length = "", "", 0
-        stub = self._peers.rollout(engine.registration.address)
-        async for part in stub.Generate(request, timeout=GENERATE_SECONDS):
-            length += len(part.tokens)
-            if part.finish_reason:
-                text, finish_reason = part.text, part.finish_reason
-        if finish_reason == "abort":
-            raise AnswerCut
-        scored = await self._peers.reward(reward.registration.address).Score(
-            ScoreRequest(
-                reward=self._config.reward.name,
-                prompt=prompt.text,
-                answer=prompt.answer,
-                metadata_json=json.dumps(prompt.metadata),
-                responses=[text],
-                finish_reasons=[finish_reason],
-            ),
-            timeout=GENERATE_SECONDS,
+        call = self._peers.rollout(engine.registration.address).Generate(request, timeout=LONG_CALL_SECONDS)
+        final = await self._patiently(call.read(), engine, self._config.eval.stall_seconds)
+        if not isinstance(final, GenerateResponse):
+            raise _AskAgain(f"{engine.replica_id} ended the call without an answer")
+        if final.finish_reason == "abort":  # weights.pause = "abort"
+            raise _AskAgain("an answer was cut by a weight synchronisation")
+        return final
+
+    async def _score(self, prompt: Prompt, final: GenerateResponse) -> Score:
+        request = ScoreRequest(
+            reward=self._config.reward.name,
+            prompt=prompt.text,
+            answer=prompt.answer,
+            metadata_json=json.dumps(prompt.metadata),
+            responses=[final.text],
+            finish_reasons=[final.finish_reason],
         )
-        return Judged(scored.scores[0], length)
+        rewards = await self._await_any(self._fleet.rewards, "reward replica is ready")
+        reward = min(rewards, key=lambda one: self._busy[one.replica_id])
+        self._busy[reward.replica_id] += 1
+        try:
+            call = self._peers.reward(reward.registration.address).Score(request, timeout=LONG_CALL_SECONDS)
+            # Nothing may be scored for as long as the reward takes for a sample, twice where its process dies.
+            stall_seconds = self._config.eval.stall_seconds + 2 * self._config.reward.timeout_seconds
+            return (await self._patiently(call, reward, stall_seconds)).scores[0]
+        finally:
+            self._busy[reward.replica_id] -= 1
+
+    async def _patiently(self, call: Awaitable[Result], replica: Replica, stall_seconds: float) -> Result:
+        try:
+            return await answer(call, replica, self._fleet.registry, stall_seconds)
+        except NoAnswer as problem:
+            raise _AskAgain(str(problem)) from problem
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
+                raise EvaluationFailed(explain(error)) from error
+            raise _AskAgain(f"{replica.replica_id}: {explain(error)}") from error
+
+    async def _await_any(self, find: Callable[[], list[Replica]], what: str) -> list[Replica]:
+        """Wait until `find` finds replicas. Raises EvaluationFailed: they keep failing, or are away for too long."""
+        since = time.monotonic()
+        while not (found := find()):
+            if (failure := self._fleet.failure()) is not None:
+                raise EvaluationFailed(failure)
+            if time.monotonic() - since > self._config.eval.stall_seconds:
+                raise EvaluationFailed(f"no {what}, for {self._config.eval.stall_seconds:g} s (eval.stall_seconds)")
+            await self._fleet.registry.changed.wait(LOOK_SECONDS)
+        return found
+
+    def _complain(self, question: _Question, problem: str) -> None:
+        """Log a problem once. Raises EvaluationFailed after the last attempt."""
+        if question.attempts >= ATTEMPTS:
+            raise EvaluationFailed(f"{problem} (attempt {question.attempts} of {ATTEMPTS})")
+        if problem not in self._told:
+            self._told.add(problem)
+            logger.warning("evaluation, attempt %d of %d: %s", question.attempts, ATTEMPTS, problem)
 
 
 def summarise(judged: Sequence[Judged]) -> dict[str, float]:

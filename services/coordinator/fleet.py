@@ -6,6 +6,7 @@ from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_FAILED,
     REPLICA_STATE_QUARANTINED,
     REPLICA_STATE_READY,
+    REPLICA_STATE_STARTING,
     ROLE_ADVANTAGE,
     ROLE_REWARD,
     ROLE_ROLLOUT,
@@ -27,8 +28,8 @@ class Fleet:
     def __init__(self, registry: Registry, run_id: str) -> None:
         self.registry = registry
         self.run_id = run_id
-        self._failing: dict[str, tuple[float, str]] = {}
-        """Since when a role is failing, and why."""
+        self._failing: dict[str, float] = {}
+        """Since when a role is failing, by the monotonic clock."""
         self.set_aside: frozenset[str] = frozenset()
         """Engines that the last synchronisation had to leave out: their version doesn't hold back the others."""
 
@@ -36,6 +37,10 @@ class Fleet:
         """The run's trainer: the newest one that is ready."""
         ready = [r for r in self._of(ROLE_TRAINER) if r.status.state == REPLICA_STATE_READY]
         return ready[-1] if ready else None
+
+    def has(self, *roles: "Role.ValueType") -> bool:
+        """Whether a replica of each role is registered and works on the run, ready or not."""
+        return all(self._of(role) for role in roles)
 
     def engines(self) -> list[Replica]:
         """The engines that can receive weights."""
@@ -79,19 +84,21 @@ class Fleet:
     def failure(self) -> str | None:
         """Why the run can't go on: a role whose replicas keep failing. None as long as it can.
 
-        Replicas try again what failed, so a failure counts only once it has lasted. Call it often.
+        Replicas try again what failed, so a failure counts only once it has lasted, and not while one of them tries.
+        Call it often.
         """
-        now = time.monotonic()
+        now, patience = time.monotonic(), FAILURE_LEASES * self.registry.lease_seconds
+        found = None
         for name, role in NEEDED.items():
             replicas = self._of(role)
             failed = [r for r in replicas if r.status.state == REPLICA_STATE_FAILED]
             if not replicas or any(r.status.state in ABLE for r in replicas):
                 self._failing.pop(name, None)
-            elif failed:
+            elif failed and not any(r.status.state == REPLICA_STATE_STARTING for r in replicas):
                 reason = f"{name} {failed[-1].replica_id} failed: {failed[-1].status.detail or 'no reason given'}"
-                self._failing[name] = (self._failing.get(name, (now, ""))[0], reason)
-        patience = FAILURE_LEASES * self.registry.lease_seconds
-        return next((reason for since, reason in self._failing.values() if now - since > patience), None)
+                since = self._failing.setdefault(name, now)
+                found = reason if now - since > patience else found
+        return found
 
     def _of(self, role: "Role.ValueType") -> list[Replica]:
         return self.registry.of_role(role, self.run_id)

@@ -45,5 +45,13 @@ def choose(
     )
 
 
+def could_choose(
+    replica_id: str, candidates: Sequence[str], count: int, holders: Mapping[str, str], without: Collection[str]
+) -> bool:
+    """Whether `choose` could pick so many if some of the holders held nothing."""
+    left = {uuid: holder for uuid, holder in holders.items() if holder not in without}
+    return sum(left.get(uuid, replica_id) == replica_id for uuid in candidates) >= count
+
+
 def _gpus(count: int) -> str:
     return f"{count} GPU{'' if count == 1 else 's'}"

@@ -24,6 +24,7 @@ from services.coordinator.health_records import Health, HealthRecord
 from services.coordinator.health_replicas import FirstTier
 from services.coordinator.health_roles import RoleSigns, SecondTier
 from services.coordinator.health_signs import Signs
+from services.coordinator.patience import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.peers import Peers
 from services.coordinator.records import Phase, RunRecord
 from services.coordinator.registry import Registry, Replica
@@ -33,8 +34,6 @@ from services.coordinator.weight_sync import WeightSync
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
-MOST_CHECKPOINT_SECONDS = 600.0
-"""A checkpoint before a rebuild is only for the case that worse follows."""
 LEVELS = {Health.HEALTHY: logging.INFO, Health.FAILED: logging.ERROR}
 
 
@@ -197,13 +196,14 @@ class HealthManager:
         trainer = self._fleet.trainer()
         if trainer is None:
             return
-        seconds = min(self._config.trainer.checkpoint.timeout_seconds, MOST_CHECKPOINT_SECONDS)
         try:
             stub = self._peers.trainer(trainer.registration.address)
-            saved = await stub.SaveCheckpoint(TrainerSaveCheckpointRequest(), timeout=seconds)
+            call = stub.SaveCheckpoint(TrainerSaveCheckpointRequest(), timeout=LONG_CALL_SECONDS)
+            saved = await answer(call, trainer, self._registry)
             logger.info("checkpoint of version %d before going on: %s", saved.weights.version, saved.path)
-        except grpc.aio.AioRpcError as error:
-            logger.warning("no checkpoint could be taken: %s", explain(error))
+        except (grpc.aio.AioRpcError, NoAnswer) as error:
+            why = explain(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            logger.warning("no checkpoint could be taken: %s", why)
 
     def _go(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -88,7 +88,8 @@ class SecondTier:
             reason=why,
             rebuilds=number,
             rebuilt_at_step=signs.last_step,
-            pause=text,
+            # The run is paused for the first rebuild, and goes on when the role is back, however many it took.
+            pause=one.pause if one.state == Health.REBUILDING else text,
         )
         draft.tell(one.role, "", Health.REBUILDING, text)
         for place in [place for place in draft.replicas.values() if place.role == one.role and place.supervised]:

@@ -13,8 +13,8 @@ from relaxd.v1.rollout_pb2_grpc import RolloutStub
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
 
 KEPT_SECONDS = 900.0
-"""How long a channel to a replica that is gone is kept: longer than any call's deadline, because closing a channel
-cancels the calls on it, and a cancelled call looks like a cancelled caller."""
+"""How long a channel to a replica that is gone is kept: longer than anybody waits for one that is gone, because closing
+a channel cancels the calls on it, and a cancelled call looks like a cancelled caller."""
 
 
 class Peers:

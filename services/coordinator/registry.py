@@ -3,12 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf import json_format
 
-from relaxd.rpc.errors import NotFound
+from relaxd.rpc.errors import NotFound, ResourceExhausted, Unavailable
 from relaxd.v1.coordinator_pb2 import RegisterRequest
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_READY,
@@ -17,7 +17,7 @@ from relaxd.v1.replica_pb2 import (
     Role,
 )
 from services.coordinator.changes import Signal
-from services.coordinator.gpus import SHARED, choose, seen_by
+from services.coordinator.gpus import SHARED, choose, could_choose, seen_by
 from services.coordinator.records import Member, ReplicaRecord
 from services.coordinator.store import Store, StoreUnavailable
 
@@ -99,24 +99,47 @@ class Replica:
 
 
 class Registry:
-    """All replicas and the GPUs that they lease. Lives in the event loop; all of it is also kept in Redis."""
+    """All replicas and the GPUs that they lease. Lives in the event loop; all of it is also kept in Redis.
 
-    def __init__(self, store: Store, *, lease_seconds: float, heartbeat_seconds: float) -> None:
+    A replica without a heartbeat for lease_seconds is gone: its work goes to others. It may only be cut off, with its
+    processes on its GPUs, so those go to others after gpu_lease_seconds without a heartbeat: by then it has ended what
+    uses them, by itself (relaxd.rpc.gpu_lease).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        lease_seconds: float,
+        heartbeat_seconds: float,
+        gpu_lease_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
+        self._clock = clock
+        self._looked = clock()
         self._replicas: dict[str, Replica] = {}
         self._gpu_holders: dict[str, str] = {}
         """Replica ids by GPU UUID."""
         self._gone: set[str] = set()
-        """Replicas whose lease is over and that Redis has not forgotten yet: their GPUs are not free yet."""
+        """Replicas that are gone and that Redis has not forgotten yet."""
+        self._free_gpus_at: dict[str, float] = {}
+        """When the GPUs of replicas that are gone are free, by replica id."""
         self._writing = asyncio.Lock()
         """Held while Redis is written to: it hears of changes in the order in which they happen."""
         self.lease_seconds = lease_seconds
         self.heartbeat_seconds = heartbeat_seconds
+        self.gpu_lease_seconds = max(gpu_lease_seconds, lease_seconds)
         self.changed = Signal()
 
     def load(self, records: dict[str, ReplicaRecord], gpu_holders: dict[str, str]) -> None:
-        """Take over what an earlier coordinator knew; each replica has a whole lease to show itself."""
+        """Take over what an earlier coordinator knew; each replica has a whole lease to show itself.
+
+        It may have been heard until just now, so its lease on GPUs, too, begins anew.
+        """
         self._gpu_holders = dict(gpu_holders)
+        gone = set(gpu_holders.values()) - set(records)
+        self._free_gpus_at = dict.fromkeys(gone, self._clock() + self.gpu_lease_seconds)
         for record in records.values():
             registration = json_format.Parse(record.registration_json, RegisterRequest())
             self._add(registration, record.registered_at, unheard=True)
@@ -128,8 +151,9 @@ class Registry:
         now = time.time()
         record = ReplicaRecord(registration_json=json_format.MessageToJson(registration), registered_at=now)
         async with self._writing:
-            self._gone.discard(registration.replica_id)
             await asyncio.to_thread(self._store.save_replica, registration.replica_id, record)
+            self._gone.discard(registration.replica_id)
+            self._free_gpus_at.pop(registration.replica_id, None)
             self._add(registration, now)
         logger.info("%s registered from %s", registration.replica_id, registration.address)
         self.changed.fire()
@@ -142,7 +166,7 @@ class Registry:
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
-        replica.seen = time.monotonic()
+        replica.seen = self._clock()
         # A status that was written before the end of a synchronisation may arrive after it.
         if replica.synced is not None and replica.seen - replica.synced_at > 2 * self.heartbeat_seconds:
             replica.synced = None
@@ -158,7 +182,7 @@ class Registry:
         """A synchronisation has left a version on an engine."""
         replica = self._replicas.get(member.replica_id)
         if replica is not None and replica.registered_at == member.registered_at:
-            replica.synced, replica.synced_at = version, time.monotonic()
+            replica.synced, replica.synced_at = version, self._clock()
             replica.status.state = REPLICA_STATE_READY
             self.changed.fire()
 
@@ -173,7 +197,7 @@ class Registry:
         await self._save(replica)
 
     async def remove(self, replicas: Iterable[Replica]) -> None:
-        """Forget replicas whose processes are known to be gone, before their leases end."""
+        """Forget replicas whose processes are known to be gone, and free what they held, before their leases end."""
         gone = [r.replica_id for r in replicas if self._replicas.get(r.replica_id) is r]
         if not gone:
             return
@@ -181,6 +205,7 @@ class Registry:
             del self._replicas[replica_id]
             logger.info("%s is gone", replica_id)
         self._gone.update(gone)
+        self._free_gpus_at |= dict.fromkeys(gone, self._clock())
         self.changed.fire()
         await self._forget_gone()
 
@@ -190,14 +215,22 @@ class Registry:
         """Let a replica hold `count` of the candidates and nothing else; returns their UUIDs.
 
         With `shared`, of a colocated run, the trainer and one engine hold a GPU together, and nobody else.
-        Raises NotFound: it isn't registered; ResourceExhausted: others hold too many of them.
+        Raises NotFound: it isn't registered; ResourceExhausted: others hold too many of them; Unavailable: others who
+        are gone hold them for a while.
         """
         async with self._writing:
             if replica_id not in self._replicas:
                 raise NotFound(f"no replica {replica_id!r} is registered: register first")
             role = self._replicas[replica_id].registration.role
-            holders, rather = seen_by(role, self._gpu_holders, shared=shared)
-            granted = choose(replica_id, candidates, count, holders, rather)
+            named = {uuid: self._name(holder) for uuid, holder in self._gpu_holders.items()}
+            holders, rather = seen_by(role, named, shared=shared)
+            try:
+                granted = choose(replica_id, candidates, count, holders, rather)
+            except ResourceExhausted as error:
+                gone = {self._name(holder) for holder in self._free_gpus_at}
+                if could_choose(replica_id, candidates, count, holders, gone):
+                    raise Unavailable(str(error)) from error
+                raise
             suffix = SHARED if shared and role == ROLE_ROLLOUT else ""
             chosen = [uuid + suffix for uuid in granted]
             before = [uuid for uuid, holder in self._gpu_holders.items() if holder == replica_id]
@@ -242,40 +275,50 @@ class Registry:
         return sorted(self._replicas.values(), key=lambda r: (r.registration.role, r.replica_id))
 
     async def expire_forever(self) -> None:
-        """Remove replicas whose lease is over."""
-        tick = self.heartbeat_seconds / 4
-        last = time.monotonic()
+        """Remove replicas whose lease is over, and free the GPUs of those that have been gone for long enough."""
         while True:
-            await asyncio.sleep(tick)
-            now = time.monotonic()
-            if now - last > self.lease_seconds / 2:  # we were frozen ourselves, so nobody could renew
-                for replica in self._replicas.values():
-                    replica.seen = now
-            last = now
-            expired = [r.replica_id for r in self._replicas.values() if now - r.seen > self.lease_seconds]
-            if expired:
-                for replica_id in expired:
-                    del self._replicas[replica_id]
-                    logger.warning("%s is gone: no heartbeat for %.1f s", replica_id, self.lease_seconds)
+            await asyncio.sleep(self.heartbeat_seconds / 4)
+            await self.expire()
+
+    async def expire(self) -> None:
+        """Look once whose lease is over."""
+        now, last = self._clock(), self._looked
+        self._looked = now
+        if now - last > self.lease_seconds / 2:  # we were frozen ourselves, so nobody could renew
+            for replica in self._replicas.values():
+                replica.seen = now
+        for replica in list(self._replicas.values()):
+            if now - replica.seen > self.lease_seconds:
+                del self._replicas[replica.replica_id]
+                self._gone.add(replica.replica_id)
+                self._free_gpus_at[replica.replica_id] = replica.seen + self.gpu_lease_seconds
+                logger.warning("%s is gone: no heartbeat for %.1f s", replica.replica_id, self.lease_seconds)
                 self.changed.fire()
-                self._gone.update(expired)
-            if self._gone:
-                await self._forget_gone()
+        await self._forget_gone()
 
     async def _forget_gone(self) -> None:
-        """Let Redis forget who is gone, and free what they held."""
+        """Let Redis forget who is gone, and free the GPUs of whom can't be using them any more."""
         async with self._writing:
+            now = self._clock()
             gone = list(self._gone)
-            if not gone:  # back again already
+            free = [replica_id for replica_id, at in self._free_gpus_at.items() if at <= now]
+            if not gone and not free:
                 return
-            gpus = [uuid for uuid, holder in self._gpu_holders.items() if holder in self._gone]
+            gpus = [uuid for uuid, holder in self._gpu_holders.items() if holder in free]
             try:
                 await asyncio.to_thread(self._store.remove_replicas, gone, gpus)
             except StoreUnavailable:  # the run's own loops tell about it
                 return
-            self._gone.clear()
+            self._gone.difference_update(gone)
+            for replica_id in free:
+                del self._free_gpus_at[replica_id]
             for uuid in gpus:
-                del self._gpu_holders[uuid]
+                logger.info("%s is free: %s is gone", uuid.removesuffix(SHARED), self._gpu_holders.pop(uuid))
+
+    def _name(self, replica_id: str) -> str:
+        """A holder of GPUs as others are told of it."""
+        at = self._free_gpus_at.get(replica_id)
+        return replica_id if at is None else f"{replica_id} (gone; free in {max(0.0, at - self._clock()):.0f} s)"
 
     async def _save(self, replica: Replica) -> None:
         record = ReplicaRecord(
@@ -291,5 +334,5 @@ class Registry:
 
     def _add(self, registration: RegisterRequest, registered_at: float, *, unheard: bool = False) -> None:
         self._replicas[registration.replica_id] = Replica(
-            registration, registered_at, seen=time.monotonic(), status=GetStatusResponse(), unheard=unheard
+            registration, registered_at, seen=self._clock(), status=GetStatusResponse(), unheard=unheard
         )

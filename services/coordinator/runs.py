@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,8 +13,9 @@ from relaxd import telemetry
 from relaxd.board import Board, BoardUnavailable, Counts, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.dataset import RunData
+from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER
 from services.coordinator.evaluation import EvaluationFailed, Evaluator
-from services.coordinator.exporting import TRAINER_WAIT_SECONDS, ExportFailed, export_model
+from services.coordinator.exporting import ExportFailed, export_model
 from services.coordinator.fleet import Fleet
 from services.coordinator.health import HealthManager
 from services.coordinator.peers import Peers
@@ -340,28 +342,37 @@ class ActiveRun:
         await self._rewrite_metrics()
 
     async def _last_sync(self, version: int) -> bool:
-        """Wait until the engines serve the last version. False, and a note, if they don't come to."""
+        """Wait until the engines serve the last version. False, and a note, if they don't come to.
+
+        A trainer or engine that starts anew has all the time it needs for that.
+        """
         weights = self.config.weights
-        seconds = 2 * (weights.connect_timeout_seconds + weights.timeout_seconds) + TRAINER_WAIT_SECONDS
-        try:
-            async with asyncio.timeout(seconds):
-                while True:
-                    announced = self.sync.announced
-                    if announced is not None and announced.version == version and self.sync.up_to_date():
-                        return True
-                    if (failure := self.fleet.failure()) is not None:
-                        await self._note(f"no last weight synchronisation: {failure}")
-                        return False
-                    await self._changed.wait(WATCH_SECONDS)
-        except TimeoutError:
-            await self._note(f"the engines don't serve the last version: {self.sync.last_failure or 'none is there'}")
-            return False
+        limit = 2 * (weights.connect_timeout_seconds + weights.timeout_seconds)
+        seen = unable = time.monotonic()
+        while True:
+            announced, now = self.sync.announced, time.monotonic()
+            if announced is not None and announced.version == version and self.sync.up_to_date():
+                return True
+            if self.fleet.has(ROLE_TRAINER, ROLE_ROLLOUT):
+                seen = now
+            if self.fleet.trainer() is None or not self.fleet.engines():
+                unable = now
+            failure = self.fleet.failure()
+            if failure is None and now - seen > self.config.health.role_timeout_seconds:
+                failure = f"there is no {' and no '.join(self.fleet.missing())}"
+            if failure is None and now - unable > limit:
+                failure = self.sync.last_failure or "no synchronisation began"
+            if failure is not None:
+                await self._note(f"the engines don't serve the last version: {failure}")
+                return False
+            await self._changed.wait(WATCH_SECONDS)
 
     async def _export(self) -> str:
         """Let the trainer write the model; returns its path, or "" with a note."""
         try:
             with self.trainer_awake():
-                return await export_model(self.fleet, self._context.peers)
+                away_seconds = self.config.health.role_timeout_seconds
+                return await export_model(self.fleet, self._context.peers, away_seconds=away_seconds)
         except ExportFailed as error:
             await self._note(f"the model was not exported: {error}")
             return ""

@@ -39,8 +39,6 @@ REMOVE_SECONDS = 60.0
 """For how long removing is tried."""
 HAND_BACK_SECONDS = 10.0
 """Beyond a drain's deadline: for handing back what was not finished."""
-SYNC_SECONDS = 30.0
-"""For how long the end of a running weight synchronisation is awaited before one of its engines is removed."""
 
 
 class GivenUp(Exception):
@@ -192,7 +190,7 @@ class ReplicaDrive:
             if draining is not None:
                 draining.cancel()
                 await asyncio.wait({draining})
-        await self._until_no_sync(time.monotonic() + SYNC_SECONDS)
+        await self._until_no_sync()
         if not await self._save(unless_cancelled=True, state=ScaleState.REMOVING, detail=""):
             await self._undrain()
             await self._save(state=ScaleState.CANCELLED, detail="")
@@ -212,11 +210,15 @@ class ReplicaDrive:
         for replica in self._replicas():
             await self._patiently(self._registry.undrain, replica)
 
-    async def _until_no_sync(self, end: float) -> None:
-        """Wait until no weight synchronisation would break if the replica went."""
-        while time.monotonic() < end and not self._record().cancelled:
+    async def _until_no_sync(self) -> None:
+        """Wait until no weight synchronisation would break if the replica went, as long as one may take."""
+        began = time.monotonic()
+        while not self._record().cancelled:
             active = self._runs.active
             if active is None or not any(active.sync.involves(r.replica_id) for r in self._replicas()):
+                return
+            weights = active.config.weights
+            if time.monotonic() - began > weights.connect_timeout_seconds + weights.timeout_seconds:
                 return
             await self._registry.changed.wait(TICK_SECONDS)
 

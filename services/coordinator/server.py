@@ -143,6 +143,7 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
             lease_seconds=self._registry.lease_seconds,
             heartbeat_seconds=self._registry.heartbeat_seconds,
             assignment=self._manager.assignment(),
+            gpu_lease_seconds=self._registry.gpu_lease_seconds,
         )
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
@@ -159,6 +160,7 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
             assignment=self._manager.assignment(),
             drain=replica.draining,
             drain_seconds=None if until is None else max(0.0, until - time.time()),
+            gpu_lease_seconds=self._registry.gpu_lease_seconds,
         )
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Any) -> pb.ListReplicasResponse:

@@ -23,7 +23,7 @@ from services.coordinator.retention import Retention
 from services.coordinator.runs import Context
 from services.coordinator.scaling import Scaler
 from services.coordinator.server import CoordinatorService
-from services.coordinator.store import Store, Superseded
+from services.coordinator.store import Store, StoreUnavailable, Superseded
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class Coordinator:
             store,
             lease_seconds=settings.lease_seconds,
             heartbeat_seconds=settings.lease_seconds / HEARTBEATS_PER_LEASE,
+            gpu_lease_seconds=settings.gpu_lease_seconds,
         )
         self._peers = Peers(settings.token, settings.tls)
         retention = Retention(settings.keep_runs, settings.keep_run_bytes, settings.keep_run_days)
@@ -118,6 +119,9 @@ class Coordinator:
                 # Redis may be away; the run's own loops tell about it.
                 with contextlib.suppress(BoardError):
                     await asyncio.to_thread(record_board, self._manager.board(active.record))
+            # Replicas that only reach this one must not think that their leases hold.
+            with contextlib.suppress(StoreUnavailable):
+                await asyncio.to_thread(self._store.check)
             if self._store.superseded:
                 raise Superseded("another coordinator has taken over")
 

@@ -10,13 +10,13 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from relaxd.board import passing
+from relaxd.rpc.epochs import EPOCH_KEY
 from relaxd.rpc.errors import Unavailable
 from services.coordinator.health_records import HealthRecord
 from services.coordinator.records import ReplicaRecord, RunRecord, WeightsRecord
 from services.coordinator.scale_records import ScaleRecord
 
 PREFIX = "relaxd:coordinator:"
-EPOCH = PREFIX + "epoch"
 RUNS = PREFIX + "runs"
 DELETING = PREFIX + "deleting"
 ACTIVE = PREFIX + "active"
@@ -98,12 +98,16 @@ class Store:
 
     def take_over(self) -> int:
         """Begin a new epoch: from now on every older coordinator is refused."""
-        self.epoch = int(self._call(lambda: self._take_over(keys=[EPOCH])))
+        self.epoch = int(self._call(lambda: self._take_over(keys=[EPOCH_KEY])))
         return self.epoch
+
+    def check(self) -> None:
+        """Raise Superseded: a newer coordinator works on this Redis."""
+        self._write([])
 
     def create_run(self, run: RunRecord) -> None:
         """Make a run known and active. Raises RunIdTaken, AnotherRunActive."""
-        keys = [EPOCH, run_key(run.run_id), ACTIVE, RUNS]
+        keys = [EPOCH_KEY, run_key(run.run_id), ACTIVE, RUNS]
         arguments: list[str | float] = [self.epoch, run.run_id, run.model_dump_json(), run.create_time.timestamp()]
         answer = self._call(lambda: self._create(keys=keys, args=arguments))
         if answer == "EXISTS":
@@ -150,10 +154,8 @@ class Store:
 
     def remove_replicas(self, replica_ids: Sequence[str], gpu_uuids: Sequence[str]) -> None:
         """Forget registrations, and that they held these GPUs."""
-        commands = [["HDEL", REPLICAS, *replica_ids]]
-        if gpu_uuids:
-            commands.append(["HDEL", GPUS, *gpu_uuids])
-        self._write(commands)
+        removed = ((REPLICAS, replica_ids), (GPUS, gpu_uuids))
+        self._write([["HDEL", key, *fields] for key, fields in removed if fields])
 
     def save_gpus(self, replica_id: str, held: Sequence[str], freed: Sequence[str]) -> None:
         """Remember that a replica holds GPUs, and has given back others."""
@@ -206,7 +208,7 @@ class Store:
         self._redis.close()
 
     def _write(self, commands: list[list[str]]) -> None:
-        self._check(self._call(lambda: self._guarded(keys=[EPOCH], args=[self.epoch, json.dumps(commands)])))
+        self._check(self._call(lambda: self._guarded(keys=[EPOCH_KEY], args=[self.epoch, json.dumps(commands)])))
 
     def _check(self, answer: str) -> None:
         if answer != "OK":

@@ -2,15 +2,15 @@
 
 import logging
 import math
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import docker
 import docker.errors
 import requests
 
+from relaxd.rpc.container_id import container_id
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from relaxd.v1 import launcher_pb2 as pb
 from services.launcher.container import LAUNCH_ID, NUMBER, ONEOFF, PROJECT, ROLE, SERVICE, container_config
@@ -116,16 +116,16 @@ class DockerHost:
         return found
 
     def _own_project(self) -> str:
-        name = socket.gethostname()  # in a container, unless told otherwise, the container's id
-        try:
-            labels = self._engine.inspect_container(name)["Config"]["Labels"]
-        except docker.errors.NotFound:
-            labels = {}
+        labels: dict[str, str] = {}
+        if own := container_id():
+            with suppress(docker.errors.NotFound):  # a container of another engine
+                labels = self._engine.inspect_container(own)["Config"]["Labels"]
         if PROJECT not in labels:
             raise FailedPrecondition(
-                f"{name!r} is no container of a compose project: name the project with --project / RELAXD_PROJECT"
+                "this process runs in no container of a compose project: name the project with --project / "
+                "RELAXD_PROJECT"
             )
-        return str(labels[PROJECT])
+        return labels[PROJECT]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rpc.child import Child, ChildExited, ChildTimeout
+from services.reward.environment import worker_environment
 
 LOAD_SECONDS = 60.0
 """How long a worker may take to start and to import a reward's module."""
@@ -43,8 +44,13 @@ class _Worker:
 class WorkerPool:
     """Scores samples on a fixed number of processes, in the order of the calls. Belongs to one event loop."""
 
-    def __init__(self, workers: int) -> None:
-        """Make a pool of `workers` processes; they start when they are first needed."""
+    def __init__(self, workers: int, variables: Sequence[str] = ()) -> None:
+        """Make a pool of `workers` processes; they start when they are first needed.
+
+        `variables` of this process's environment are passed on to them, besides those that every worker gets. Raises
+        MissingVariableError.
+        """
+        self._environment = worker_environment(variables)
         self._workers = [_Worker() for _ in range(workers)]
         self._closed = False
         self.scored = 0
@@ -137,7 +143,9 @@ class WorkerPool:
     async def _ready(self, worker: _Worker) -> Child:
         if worker.child is None or not worker.child.alive:
             worker.kill()
-            worker.child = await Child.start("services.reward.worker", name="reward worker")
+            worker.child = await Child.start(
+                "services.reward.worker", env=self._environment, inherit=False, name="reward worker"
+            )
         return worker.child
 
 

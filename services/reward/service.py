@@ -79,8 +79,9 @@ class RewardService(StageReplica, reward_pb2_grpc.RewardServicer):
         """Load the run's reward once, so that a name that doesn't work fails the start and not every group."""
         check_name(config.reward.name)
         self._reward_of_run = config.reward.name
+        pool = WorkerPool(config.reward.workers, config.reward.environment)
         self._pool.close()
-        self._pool = WorkerPool(config.reward.workers)
+        self._pool = pool
         self._timeout_seconds = config.reward.timeout_seconds
         if failure := await self._pool.load(config.reward.name):
             raise UnknownRewardError(failure.reason)

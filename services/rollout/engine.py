@@ -17,7 +17,6 @@ from services.rollout.engines.wire import decode_output
 MODULES = {"transformers": "services.rollout.engine_process", "sglang": "services.rollout.sglang_process"}
 """The processes of the engines."""
 ALL_MEMORY: frozenset[MemoryPart] = frozenset({"weights", "kv_cache"})
-LOAD_SECONDS = 600.0
 CONTROL_SECONDS = 10.0
 """For requests that only change a flag."""
 MARGIN_SECONDS = 5.0
@@ -104,7 +103,8 @@ class Engine:
             "colocate": colocate,
         }
         try:
-            loaded = await child.request("load", params, LOAD_SECONDS)
+            # A large model takes as long as it takes; the coordinator restarts a replica that gets nowhere with it.
+            loaded = await child.request("load", params, None)
         except BaseException:
             await engine.stop()
             raise

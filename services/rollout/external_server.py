@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import re
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,6 @@ from relaxd.rpc.child import ChildError, ChildRequestError, ChildTimeout
 from services.rollout.model_folder import ModelFolder
 from services.rollout.sglang_http import ServerGone, SGLangClient
 
-UP_SECONDS = 600.0
-"""A server may take so long to come up."""
 ASK_SECONDS = 10.0
 RETRY_SECONDS = 1.0
 KEEP_MEMORY = {"torch_empty_cache": False}
@@ -45,7 +42,8 @@ class ServerFacts:
 async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfig) -> ServerFacts:
     """Wait until the server is up, check that it fits, and end what an earlier user left: requests and a pause.
 
-    Raises ServerMismatch, which says what would be right; ServerGone or ChildTimeout when it does not come up.
+    A server that isn't up is waited for; the coordinator restarts a replica that waits for health.start_seconds. Raises
+    ServerMismatch, which says what would be right; ChildRequestError when the server refuses to be asked.
     """
     info = await _wait_until_up(client)
     described = await client.call("/model_info", timeout=ASK_SECONDS)
@@ -89,15 +87,17 @@ async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfi
 
 
 async def _wait_until_up(client: SGLangClient) -> dict[str, Any]:
-    deadline = time.monotonic() + UP_SECONDS
+    told = ""
     while True:
         try:
             return await client.call("/server_info", timeout=ASK_SECONDS)
         except (ServerGone, ChildTimeout, ChildRequestError) as error:
             refused = isinstance(error, ChildRequestError) and error.details["status"] < 500
-            if refused or time.monotonic() > deadline:
+            if refused:
                 raise
-            logger.info("waiting for the server: %s", error)
+            if str(error) != told:
+                told = str(error)
+                logger.info("waiting for the server: %s", told)
             await asyncio.sleep(RETRY_SECONDS)
 
 

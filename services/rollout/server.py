@@ -46,9 +46,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             why = "a weight synchronisation broke halfway" if engine.quarantined else "it has not been given any yet"
             raise Unavailable(f"the engine has no weights to serve: {why}")
         with _answering("generate"), self._service.occupancy.working():
-            async with aclosing(engine.generate(prompt, n, sampling, stream=True)) as outputs:  # type: ignore[type-var]
+            outputs = engine.generate(prompt, n, sampling, stream=not request.final_only)
+            async with aclosing(outputs):  # type: ignore[type-var]
                 async for output in outputs:
-                    yield _response(output)
+                    yield _final_response(output) if request.final_only else _response(output)
 
     async def PauseGeneration(
         self, request: rollout_pb2.PauseGenerationRequest, context: Any
@@ -225,6 +226,15 @@ def _response(output: Output) -> rollout_pb2.GenerateResponse:
         versions=output.versions,
         finish_reason=output.finish_reason or "",
         text=output.text,
+    )
+
+
+def _final_response(output: Output) -> rollout_pb2.GenerateResponse:
+    return rollout_pb2.GenerateResponse(
+        sample=output.sample,
+        finish_reason=output.finish_reason or "",
+        text=output.text,
+        token_count=len(output.tokens),
     )
 
 

@@ -20,6 +20,7 @@ from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.rollout.engine import ALL_MEMORY, Engine
+from services.rollout.load_progress import loaded_mebibytes
 from services.rollout.occupancy import Occupancy
 from services.rollout.stage import GroupGenerator
 
@@ -154,10 +155,11 @@ class RolloutService(ReplicaService):
             weights = replica_pb2.WeightVersion(epoch=engine.weights.epoch, version=engine.weights.version)
         gauges = dict(engine.gauges) if engine is not None else {}
         done = self._done_before + (worker.done if worker else 0)
+        loaded = loaded_mebibytes(self._process) if self._loading else 0
         return ServiceStatus(
             held_groups=worker.held if worker else 0,
             done_groups=done,
-            progress=done + (engine.tokens if engine is not None else 0),
+            progress=done + (engine.tokens if engine is not None else 0) + loaded,
             detail=detail,
             state=state,
             weights=weights,

@@ -36,9 +36,6 @@ LEAVE_SECONDS = 5.0
 """Deadline for leaving a group: it only sets a flag and closes connections."""
 HOLD_MARGIN_SECONDS = 1.0
 """The weights are held a little longer than a broadcast may take, so that they never change under one."""
-FILES_SECONDS = 24 * 3600.0
-"""Deadline of a call that writes files and has none of its own. Writing takes as long as the disk takes; ranks that get
-nothing done fail by themselves (trainer.disk_stall_seconds)."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Lets torch take the host's memory in huge pages: what a checkpoint copies from GPUs is there sooner."""
 
@@ -238,7 +235,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         except ValueError as error:
             raise InvalidArgument(str(error), [("folder", str(error))]) from error
         epoch = world.epoch
-        seconds = _time_for_files(context)
+        seconds = self._seconds_left(context)
         with _answering(f"export to {target}"):
             version = await world.request(0, "export", {"folder": str(target), "seconds": seconds}, seconds)
         return trainer_pb2.ExportHuggingFaceResponse(
@@ -251,7 +248,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         """Take a checkpoint, and wait until it is on the disk."""
         world = self._ready_world()
         epoch = world.epoch
-        seconds = _time_for_files(context)
+        seconds = self._seconds_left(context)
         with _answering("take a checkpoint"):
             saved = await world.request(0, "checkpoint", {"seconds": seconds}, seconds)
         return trainer_pb2.TrainerSaveCheckpointResponse(
@@ -295,6 +292,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             before_bytes=change["before"], after_bytes=change["after"], seconds=change["seconds"]
         )
 
+    def _seconds_left(self, context: grpc.aio.ServicerContext[Any, Any]) -> float:
+        remaining = context.time_remaining()
+        return self._settings.deadline_seconds if remaining is None else remaining
+
     def _ready_world(self) -> World:
         world = self._service.world
         if world is None:
@@ -337,12 +338,6 @@ def _answering(what: str) -> Iterator[None]:
         raise DeadlineExceeded(f"could not {what}: {error}") from error
     except ChildError as error:
         raise Unavailable(f"could not {what}: {error}") from error
-
-
-def _time_for_files(context: grpc.aio.ServicerContext[Any, Any]) -> float:
-    """For how long a caller waits for files to be written."""
-    remaining: float | None = context.time_remaining()
-    return FILES_SECONDS if remaining is None else remaining
 
 
 def _store_host(settings: ServiceSettings) -> str:

@@ -54,6 +54,7 @@ max_prompt_tokens = 128
 
 [reward]
 name = "tests.chaos.reward:arbitrary"
+environment = ["CHAOS_HUGE_REWARDS"]
 workers = 1
 
 [rollout]

@@ -77,11 +77,8 @@ def images(engine: None) -> dict[str, str]:
 
 
 @pytest.fixture
-def stack(images: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stack:
+def stack(images: dict[str, str], tmp_path: Path) -> Stack:
     """A project that is not up yet, with the tiny run in its examples and the tiny model beside them."""
-    token = tmp_path / "token"
-    token.write_text("development")
-    monkeypatch.setenv("RELAXD_TOKEN_FILE", str(token))
     examples = tmp_path / "examples"
     examples.mkdir()
     (examples / "tiny_reward.py").write_text(REWARD)

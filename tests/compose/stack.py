@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from relaxd.cli.coordinator import Coordinator
 from relaxd.v1 import coordinator_pb2 as pb
@@ -116,6 +117,10 @@ class Stack:
         with Coordinator(self.address) as coordinator:
             return coordinator.run()
 
+    def token(self) -> str:
+        """The token that the services were started with."""
+        return self.compose("exec", "--no-TTY", "coordinator", "cat", "/run/relaxd/token").strip()
+
     def logs(self) -> str:
         """The end of every container's log."""
         return self.compose("logs", "--no-color", "--tail", "60")
@@ -123,11 +128,13 @@ class Stack:
 
 @contextmanager
 def running(stack: Stack, settings: Mapping[str, str]) -> Iterator[Stack]:
-    """The project's services up and healthy, with further settings; afterwards nothing of it is left."""
+    """The project's services up and healthy, with further settings, and calls of this process carrying their token;
+    afterwards nothing of it is left."""
     stack.settings |= settings
     try:
         stack.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "120", timeout=180)
-        yield stack
+        with patch.dict(os.environ, {"RELAXD_TOKEN": stack.token()}):
+            yield stack
     except BaseException:
         print(stack.logs())
         raise

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from relaxd.cli.compose import STOP_MARGIN_SECONDS
 from relaxd.telemetry.metrics import METRICS
 from tests.compose.stack import COMPOSE, ROOT
 
@@ -33,8 +34,8 @@ def settings() -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
-def compose_config(files: str) -> dict[str, Any]:
-    """What compose makes of files, nothing but .env set; skips where there is no compose."""
+def compose_config(files: str, **variables: str) -> dict[str, Any]:
+    """What compose makes of files, with .env and `variables` set and nothing else; skips where there is no compose."""
     environment = {name: value for name, value in os.environ.items() if name not in settings()}
     if shutil.which("docker") is None:
         pytest.skip("there is no docker command")
@@ -43,7 +44,7 @@ def compose_config(files: str) -> dict[str, Any]:
     done = subprocess.run(
         ["docker", "compose", "--profile", "*", "config", "--format", "json"],
         cwd=COMPOSE,
-        env=environment | {"COMPOSE_FILE": files},
+        env=environment | {"COMPOSE_FILE": files} | variables,
         capture_output=True,
         text=True,
         timeout=60,
@@ -62,15 +63,67 @@ def test_each_combination_of_files_is_valid(files: str) -> None:
         assert service["networks"].keys() == {"relaxd"}, name
         for port in service.get("ports", ()):
             assert port["host_ip"] == "127.0.0.1", name
-        if name not in ("model-fetch", "cli", "demo"):
+        if name not in ("secrets", "model-fetch", "cli", "demo"):
             assert service["restart"] == "unless-stopped", name
             assert service["deploy"]["resources"]["limits"]["memory"], name
+        assert service.get("user") != "root" or name == "secrets"
     published = {name for name, service in services.items() if "ports" in service}
     assert published == {"coordinator"} | ({"grafana", "jaeger"} if "observability" in files else set())
     for name in ("trainer", "rollout"):
         devices = services[name]["deploy"]["resources"].get("reservations", {}).get("devices", [])
         assert bool(devices) == ("gpu" in files)
         assert (services[name].get("ipc") == "host") == ("gpu" in files)
+
+
+@pytest.mark.parametrize("files", LAYERS)
+def test_no_secret_is_in_the_files(files: str) -> None:
+    """Services find theirs in a volume that is filled before them; Redis, which has a password, is on no port."""
+    services = compose_config(files)["services"]
+    mounted = {
+        name: (mount["target"], mount.get("read_only", False))
+        for name, service in services.items()
+        for mount in service.get("volumes", ())
+        if mount["type"] == "volume" and mount["source"] == "secrets"
+    }
+    assert mounted.pop("secrets") == ("/run/relaxd", False)
+    assert set(mounted.values()) == {("/run/relaxd", True)}
+    assert mounted.keys() == services.keys() - {"secrets", "otel-collector", "jaeger", "prometheus"}
+    for name in mounted:
+        waits_for = {name}
+        while not waits_for >= (more := {other for one in waits_for for other in services[one].get("depends_on", ())}):
+            waits_for |= more
+        assert "secrets" in waits_for, name
+        for variable, value in services[name].get("environment", {}).items():
+            if any(word in variable for word in ("TOKEN", "PASSWORD")):
+                assert re.fullmatch(r"/run/relaxd/\w+", value), variable
+    assert "requirepass" in services["redis"]["command"][-1]
+    assert "ports" not in services["redis"]
+
+
+def test_redis_is_full_before_its_container_is() -> None:
+    redis = compose_config("compose.yaml")["services"]["redis"]
+    limit = int(redis["deploy"]["resources"]["limits"]["memory"])
+    maxmemory = re.search(r"redis-server \S+ --maxmemory (\d+)gb\n", redis["command"][-1])
+    assert maxmemory, redis["command"]
+    assert limit >= 3 * int(maxmemory[1]) * 2**30
+
+
+def seconds(duration: str) -> float:
+    """A duration of compose's, such as 2m15s, in seconds."""
+    units = {"h": 3600.0, "m": 60.0, "s": 1.0}
+    return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)([hms])", duration))
+
+
+@pytest.mark.parametrize("files", LAYERS)
+def test_docker_waits_longer_than_a_service_drains(files: str) -> None:
+    services = compose_config(files, GRACE_SECONDS="50", ROLLOUT_GPU_GRACE_SECONDS="250.5")["services"]
+    drains = {
+        name: (float(service["environment"]["RELAXD_GRACE_SECONDS"]), seconds(service["stop_grace_period"]))
+        for name, service in services.items()
+        if name in ("coordinator", "trainer", "rollout", "reward", "advantage")
+    }
+    assert drains.pop("rollout") == ((250.5, 265.5) if "gpu" in files else (50, 65))
+    assert set(drains.values()) == {(50, 50 + STOP_MARGIN_SECONDS)}
 
 
 @pytest.mark.parametrize("file", sorted(COMPOSE.glob("compose*.yaml")), ids=lambda path: path.name)
@@ -142,9 +195,3 @@ def test_every_service_has_an_image_and_its_command() -> None:
         assert "# syntax=" not in text
         others = {"coordinator", "trainer", "rollout", "reward", "advantage"} - {service}
         assert not [other for other in others if f"COPY services/{other} " in text]
-
-
-def test_the_development_secrets_are_complete() -> None:
-    wanted = set(re.findall(r"SECRETS:-[^}]*}/(\w+)", "".join(f.read_text() for f in COMPOSE.glob("compose*.yaml"))))
-    assert {path.name for path in (COMPOSE / "secrets.development").iterdir()} == wanted
-    assert all((COMPOSE / "secrets.development" / name).read_text().strip() for name in wanted)

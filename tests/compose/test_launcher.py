@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED
 from relaxd.v1.scaling_pb2 import SCALE_STATE_ACTIVE, ScaleOutRequest
 from services.launcher.host import DockerHost
-from tests.compose.stack import Stack, docker, running, wait_until
+from tests.compose.stack import ROOT, Stack, docker, running, wait_until
 
 COMPOSE_FILE = """
 services:
@@ -32,13 +33,22 @@ services:
     volumes: ["${FLAG}:/flag:ro"]
     secrets: [token]
     deploy: {resources: {limits: {memory: 128m}}}
+  trainer:  # as in compose.gpu.yaml
+    image: ${BASE_IMAGE:-python:3.11-slim}
+    init: true
+    ipc: host
+    pid: host
+    uts: host
+    command: ["python3", "-c", "import time; time.sleep(600)"]
+    restart: unless-stopped
+    volumes: ["${RELAXD}/rpc/container_id.py:/container_id.py:ro"]
 secrets:
   token: {file: ./token}
 """
 
 
 class Project:
-    """A compose project with one rollout "service", and nothing of relaxd in it."""
+    """A compose project with a rollout and a trainer "service", and nothing of relaxd in them but one file."""
 
     def __init__(self, folder: Path) -> None:
         self.name = f"relaxd-launcher-{secrets.token_hex(3)}"
@@ -49,6 +59,7 @@ class Project:
 
     def compose(self, *words: str) -> str:
         environment = os.environ | {"FLAG": str(self.folder / "flag"), "COMPOSE_PROJECT_NAME": self.name}
+        environment["RELAXD"] = str(ROOT / "relaxd")
         done = subprocess.run(
             ["docker", "compose", *words],
             cwd=self.folder,
@@ -85,8 +96,9 @@ def test_it_copies_and_removes_what_compose_started(project: Project) -> None:
     assert (made.state, made.role) == (pb.INSTANCE_STATE_RUNNING, "rollout")
     assert host.launch("rollout-more-1", "rollout", ()).launch_id == "rollout-more-1"  # again is the same
     first, copied = f"{project.name}-rollout-1", f"{project.name}-rollout-more-1"
+    others = {f"{project.name}-trainer-1"}
     containers = project.containers()
-    assert containers.keys() == {first, copied}
+    assert containers.keys() == {first, copied} | others
     template, copy = containers[first], containers[copied]
     assert copy["Image"] == template["Image"]
     for key in ("Binds", "Mounts", "CapDrop", "Memory", "Init"):
@@ -99,12 +111,12 @@ def test_it_copies_and_removes_what_compose_started(project: Project) -> None:
 
     # Compose leaves it alone, and would warn of it.
     project.compose("up", "--detach", "--scale", "rollout=2")
-    assert project.containers().keys() == {first, copied, f"{project.name}-rollout-2"}
+    assert project.containers().keys() == {first, copied, f"{project.name}-rollout-2"} | others
 
     host.remove("rollout-more-1", 0)
     host.remove("rollout-more-1", 0)
     assert host.instances() == []
-    assert project.containers().keys() == {first, f"{project.name}-rollout-2"}
+    assert project.containers().keys() == {first, f"{project.name}-rollout-2"} | others
     host.launch("rollout-more-2", "rollout", ())  # left for `down --remove-orphans`
 
     with pytest.raises(FailedPrecondition, match="no container of service 'reward'"):
@@ -142,6 +154,20 @@ def test_a_container_that_hangs_is_restarted(project: Project) -> None:
         host.restart("0123456789ab", "")
 
 
+@pytest.mark.timeout(180)
+def test_a_container_with_the_hosts_name_knows_its_id(project: Project) -> None:
+    name = f"{project.name}-trainer-1"
+    before = project.containers()[name]
+    words = ("python3", "-c", "import socket, container_id; print(socket.gethostname(), container_id.container_id())")
+    host, instance = project.compose("exec", "--no-TTY", "--workdir", "/", "trainer", *words).split()
+    assert (host, instance) == (socket.gethostname(), before["Id"][:12])
+    os.kill(before["State"]["Pid"], signal.SIGSTOP)
+    assert "was running" in DockerHost(project.name).restart(instance, "")
+    after = project.containers()[name]
+    assert (after["Id"], after["State"]["Status"]) == (before["Id"], "running")
+    assert after["State"]["Pid"] != before["State"]["Pid"]
+
+
 def test_an_engine_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     with pytest.raises(Unavailable, match="the Docker engine does not answer"):
@@ -150,16 +176,16 @@ def test_an_engine_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.timeout(900)
 def test_scaling_by_request(stack: Stack, tmp_path: Path) -> None:
-    socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
+    engine_socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
     settings = {
         "COMPOSE_FILE": "compose.yaml:compose.scaling.yaml",
-        "DOCKER_SOCKET": socket,
-        "DOCKER_GROUP": str(os.stat(socket).st_gid),
+        "DOCKER_SOCKET": engine_socket,
+        "DOCKER_GROUP": str(os.stat(engine_socket).st_gid),
     }
     docker("compose", "build", "launcher", timeout=600, environment=settings)
     with running(stack, settings), Coordinator(stack.address) as coordinator:
         mounts = {one["Config"]["Labels"]["com.docker.compose.service"]: one["Mounts"] for one in stack.containers()}
-        assert [s for s, ms in mounts.items() if any(m["Source"] == socket for m in ms)] == ["launcher"]
+        assert [s for s, ms in mounts.items() if any(m["Source"] == engine_socket for m in ms)] == ["launcher"]
         stack.compose("cp", str(tmp_path / "tiny"), "coordinator:/models/")
         words = ("run", "--rm", "--no-deps", "--no-TTY", "cli")
         config = (stack.examples / "tiny.toml").read_text().replace("steps = 60", "steps = 100000")

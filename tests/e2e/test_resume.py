@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import Popen
@@ -93,3 +94,34 @@ def test_a_run_goes_on_after_everything_was_killed(workplace: Workplace, tiny_mo
     code, output = workplace.relaxd("resume", "r")
     assert code == 1
     assert "has ended" in output
+
+
+@pytest.mark.timeout(400)
+def test_what_was_interrupted_is_kept_whatever_follows(workplace: Workplace) -> None:
+    state = StateFolder(workplace.folder / ".relaxd")
+    redis_data = state.path / "redis-r"
+    process = workplace.start("run", "tiny.toml", "--run-id", "r", *SETTINGS)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 2/9"):
+            break
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, output
+    assert "run r has not ended: relaxd resume r goes on with it" in output
+    assert redis_data.is_dir()
+
+    # Neither another run of that name nor a resume that can't be done costs it anything.
+    code, output = workplace.relaxd("run", "tiny.toml", "--run-id", "r", *SETTINGS)
+    assert code == 1
+    assert "choose another run_id" in output
+    assert redis_data.is_dir()
+    code, output = workplace.relaxd("resume", "r", RELAXD_TOKEN_FILE="no/such/file")
+    assert code == 1, output
+    assert redis_data.is_dir()
+
+    code, output = workplace.relaxd("resume", "r", timeout=240)
+    assert code == 0, output
+    assert "restoring it from" not in output
+    assert not redis_data.exists()
+    check_books(read_summary(workplace.folder / "runs" / "r"), steps=9)

@@ -63,7 +63,7 @@ class Fleet:
             for role in ("rollout", "trainer", "reward", "advantage"):
                 to_coordinator = ("--coordinator", f"127.0.0.1:{ports['coordinator']}")
                 self._start(role, f"services.{role}", "--redis", self.redis_url(0), *to_coordinator)
-            self._start("launcher", "tests.fuzz.launcher")
+            self._start("launcher", "tests.fuzz.launcher", "--redis", self.redis_url(1))
             to_launcher = ("--launcher", f"127.0.0.1:{ports['launcher']}")
             self._start(
                 *("victim", "services.coordinator", "--redis", self.redis_url(1), "--lease-seconds", "20"), *to_launcher

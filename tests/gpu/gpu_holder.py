@@ -1,56 +1,38 @@
 """A replica that leases one GPU and lets a child process use it: python -m tests.gpu.gpu_holder, flags as of a service.
 
-The child takes a gigabyte and writes what it sees into the file named by HOLDER_FILE: its GPUs' UUIDs by torch.
+What its child sees is written into the file named by HOLDER_FILE: its GPUs' UUIDs by torch.
 """
 
 import asyncio
 import json
 import os
-import subprocess
-import sys
+from pathlib import Path
 
 from relaxd.config import RunConfig
+from relaxd.rpc.child import Child
 from relaxd.rpc.gpus import gpu_environment
 from relaxd.rpc.replica import ReplicaService, ServiceStatus, run_replica
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 
-CHILD = """
-import json, os, sys, torch
-block = torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
-devices = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-with open(os.environ["HOLDER_FILE"], "w") as file:
-    json.dump(devices, file)
-print("ready", flush=True)
-sys.stdin.read()
-"""
-"""Ends when its parent does, whose end of the pipe is closed then."""
-
 
 class Holder(ReplicaService):
     role = replica_pb2.ROLE_ROLLOUT
 
     def __init__(self) -> None:
-        self.child: subprocess.Popen[bytes] | None = None
+        self.child: Child | None = None
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         gpus = await self.lease_gpus(1)
-        self.child = subprocess.Popen(
-            [sys.executable, "-c", CHILD],
-            env=os.environ | gpu_environment(gpus),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self.child.stdout is not None
-        line = await asyncio.to_thread(self.child.stdout.readline)
-        if line != b"ready\n":
-            raise RuntimeError(f"the child ended with {self.child.wait()}")
+        self.child = await Child.start("tests.gpu.gpu_child", env=gpu_environment(gpus))
+        devices = await self.child.request("hold", {}, 60)
+        Path(os.environ["HOLDER_FILE"]).write_text(json.dumps(devices))
 
     async def stop_run(self) -> None:
         if self.child is not None:
             self.child.kill()
-            self.child.wait()
+            await self.child.exited
             self.child = None
 
     async def pause_run(self) -> None: ...

@@ -119,8 +119,8 @@ def end() -> Iterator[list[Workplace]]:
         place.relaxd("down")
 
 
-def train(place: Workplace, **environment: str) -> tuple[Path, list[dict[str, Any]]]:
-    """Do the run; returns its folder and the lines of its steps."""
+def train(place: Workplace, *, difference: float = 0.03, **environment: str) -> tuple[Path, list[dict[str, Any]]]:
+    """Do the run; returns its folder and the lines of its steps. `difference`: of log-probs, at most."""
     process = place.start("run", "run.toml", "--run-id", "colocated", **environment)
     late = threading.Timer(DEADLINE_SECONDS, process.terminate)  # so that the logs are shown
     late.start()
@@ -141,7 +141,7 @@ def train(place: Workplace, **environment: str) -> tuple[Path, list[dict[str, An
     for line in lines:
         assert math.isfinite(line["loss"])
         assert line["staleness_max"] == 0
-        assert line["logprob_difference"] < 0.03
+        assert line["logprob_difference"] < difference
     log = (folder / "logs" / "coordinator.log").read_text()
     assert not re.search("weight synchronisation .* failed|turns: ", log), log
     return folder, lines
@@ -188,8 +188,8 @@ def test_an_engine_over_two_gpus_takes_turns_with_the_ranks_on_them(
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
     place = make_workplace(tmp_path, changes, architecture="qwen3_moe", tied=False, **sizes, **heads)  # 1.9 B
     end.append(place)
-    folder, lines = train(place)
-    assert "unbalanced" not in (folder / "logs" / "rollout-1.log").read_text()
+    folder, lines = train(place, difference=0.05)  # rounding sends some tokens to another expert
+    assert "unbalanced" not in (folder / "logs" / "rollout.log").read_text()
     facts("step_seconds", lines[-1]["step_seconds"])
     facts("trainer_awake_gib", lines[-1]["trainer_awake_bytes"] / 2**30)
     facts("trainer_asleep_gib", lines[-1]["trainer_asleep_bytes"] / 2**30)

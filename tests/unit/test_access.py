@@ -8,7 +8,7 @@ import pytest
 from google.protobuf import descriptor_pool
 
 import relaxd.v1
-from relaxd.rpc.access import METHODS, Access, Tokens, least_access
+from relaxd.rpc.access import KNOWN_TOKENS, METHODS, Access, Tokens, least_access
 from relaxd.rpc.doors import Doors, is_loopback
 from relaxd.rpc.errors import PermissionDenied, ServerError, Unauthenticated
 from relaxd.rpc.tls import TlsFiles
@@ -144,6 +144,42 @@ def test_beyond_loopback_someone_has_to_ask_who_calls(host):
     for open_doors in (Doors(), Doors(tls=TlsFiles(certificate="c", key="k"))):
         with pytest.raises(ServerError, match=r"RELAXD_TOKEN_FILE.*--allow-insecure / RELAXD_ALLOW_INSECURE=1"):
             open_doors.check(host)
-    Doors(Tokens(token="t")).check(host)
+    Doors(Tokens(token=ADMIN)).check(host)
     Doors(tls=TlsFiles(certificate="c", key="k", client_authority="a")).check(host)
     Doors(allow_insecure=True).check(host)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"read r {READ}\nadmin ann development", '"ann" in .*tokens has 11 characters: it must have 16 or more'),
+        ("admin ann sha256:" + hashlib.sha256(b"changeme").hexdigest(), ".* is a word that is no secret"),
+        ("admin ann sha256:" + hashlib.sha256(b"").hexdigest(), ".* is a word that is no secret"),
+    ],
+)
+def test_beyond_loopback_no_token_may_be_one_that_can_be_guessed(tmp_path, text, told):
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    Doors(Tokens(path)).check("127.0.0.1")
+    Doors(Tokens(path), allow_insecure=True).check("0.0.0.0")
+    with pytest.raises(ServerError, match=f"refusing to listen on 0.0.0.0: the token {told}.*openssl rand") as caught:
+        Doors(Tokens(path), TlsFiles(certificate="c", key="k", client_authority="a")).check("0.0.0.0")
+    assert "development" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", [*KNOWN_TOKENS, "fifteen letters"])
+def test_beyond_loopback_the_only_token_is_long(token):
+    Doors(Tokens(token=token)).check("127.0.0.1")
+    with pytest.raises(ServerError, match=r"RELAXD_TOKEN\(_FILE\) has \d+ characters: it must have 16 or more"):
+        Doors(Tokens(token=token)).check("0.0.0.0")
+
+
+def test_a_changed_file_brings_in_no_token_that_can_be_guessed(file, monkeypatch, caplog):
+    monkeypatch.setattr(Tokens, "RELOAD_SECONDS", 0.0)
+    tokens = Tokens(file)
+    Doors(tokens).check("0.0.0.0")
+    file.write_text("admin bob short\n")
+    tokens.check(START, f"Bearer {ADMIN}")
+    with pytest.raises(Unauthenticated):
+        tokens.check(START, "Bearer short")
+    assert 'still using the tokens from before: the token "bob"' in caplog.text

@@ -46,6 +46,16 @@ def test_a_good_file_loads() -> None:
     assert config.rollout.samples_per_prompt == RunConfig.model_fields["rollout"].default.samples_per_prompt
 
 
+def test_a_reward_names_the_variables_that_it_wants() -> None:
+    assert load(GOOD).reward.environment == ()
+    assert load(GOOD, ["--reward.environment", '["OPENAI_API_KEY", "HTTPS_PROXY"]']).reward.environment == (
+        "OPENAI_API_KEY",
+        "HTTPS_PROXY",
+    )
+    assert "'A=1' is not the name of an environment variable" in refusal(GOOD, "--reward.environment", '["A=1"]')
+    assert "RELAXD_TOKEN is relaxd's own" in refusal(GOOD, "--reward.environment", '["RELAXD_TOKEN"]')
+
+
 def test_the_example_is_what_the_demo_needs() -> None:
     config = load_file(EXAMPLE)
     assert config.model.path == "smollm2-135m"

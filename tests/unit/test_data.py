@@ -102,10 +102,11 @@ def test_one_tokenizer_serves_all_runs_until_its_file_changes(tmp_path: Path) ->
     folder = write_tokenizer(tmp_path)
     examples = [Example(f"{number} + {number}") for number in range(20_000)]
     used = []
-    for _ in range(4):
+    for _ in range(10):
         PromptTokenizer(folder).encode(examples)
         used.append(psutil.Process().memory_info().rss)
-    assert used[-1] - used[0] < 20e6
+    # The allocators of the threads that encode are warm after five times; a tokenizer takes tens of megabytes.
+    assert used[-1] - used[4] < 20e6
     (before,) = PromptTokenizer(folder).encode([Example("hi")])
     text = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(text.replace("<|im_start|>", "<|begin_of_it|>"))

@@ -10,6 +10,7 @@ from relaxd.v1.coordinator_pb2 import RegisterRequest
 from services.coordinator import health_signs
 from services.coordinator.health_draft import Draft, Way, next_restart
 from services.coordinator.health_records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth
+from services.coordinator.health_roles import RoleSigns, SecondTier
 from services.coordinator.health_signs import Signs
 from services.coordinator.registry import Replica
 
@@ -152,3 +153,19 @@ def test_a_draft_counts_tries_until_something_is_done() -> None:
     kept = draft.result().events
     assert (len(kept), kept[-1].number) == (KEPT_EVENTS, 2 * KEPT_EVENTS + 2)
     assert HealthRecord.model_validate_json(draft.result().model_dump_json()) == draft.result()
+
+
+def test_a_role_that_is_rebuilt_twice_is_one_pause() -> None:
+    tier = SecondTier(HealthConfig(first_backoff_seconds=0.0, max_rebuilds=3))
+    gone = ReplicaHealth(instance="one", role="REWARD", replica_id="one", state=Health.FAILED, reason="it died")
+    record = HealthRecord(replicas={"one": gone})
+    seen = []
+    for missing in (("reward",), ("reward",), (), ("reward",)):
+        draft = Draft(record)
+        tier.look(draft, "REWARD", {}, RoleSigns(missing, last_step=3))
+        record = draft.result()
+        role = record.roles["REWARD"]
+        seen.append((role.state, role.rebuilds, role.pause))
+    first, third = "rebuilding reward (1 of 3): it died", "rebuilding reward (3 of 3): it died"
+    rebuilding = Health.REBUILDING
+    assert seen == [(rebuilding, 1, first), (rebuilding, 2, first), (Health.HEALTHY, 2, first), (rebuilding, 3, third)]

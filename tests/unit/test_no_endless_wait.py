@@ -27,7 +27,9 @@ WITHOUT_DEADLINE = {
         ("relaxd/rpc/child.py", "Child._raise_if_gone"),
         ("relaxd/rpc/replica.py", "_Life.belong"),
         ("relaxd/rpc/replica.py", "run_replica"),
+        ("services/coordinator/evaluation.py", "_Evaluation.run"),
         ("services/coordinator/health.py", "HealthManager._tick"),
+        ("services/coordinator/patience.py", "answer"),
         ("services/coordinator/runs.py", "ActiveRun.main"),
         ("services/coordinator/scale_drive.py", "ReplicaDrive._drain"),
         ("services/coordinator/service.py", "Coordinator.run"),
@@ -67,7 +69,7 @@ WITHOUT_DEADLINE = {
         ("services/trainer/broadcast.py", "Broadcaster._send"),
         ("services/coordinator/manager.py", "RunManager.start"),  # the run has ended: its calls have deadlines
         ("services/coordinator/manager.py", "RunManager.close"),  # cancelled
-        ("services/coordinator/runs.py", "ActiveRun._train"),  # an evaluation: its calls have deadlines
+        ("services/coordinator/runs.py", "ActiveRun._train"),  # an evaluation: see eval.stall_seconds
         ("services/coordinator/scale_drive.py", "ReplicaDrive._drain"),  # a call with a deadline
         ("services/coordinator/scaling.py", "Scaler.close"),  # cancelled
         ("services/reward/pool.py", "WorkerPool._ask"),  # each sample before it has reward.timeout_seconds
@@ -76,7 +78,7 @@ WITHOUT_DEADLINE = {
         ("services/rollout/external_requests.py", "ExternalRequests.generate"),  # the same
         ("services/rollout/engines/transformers_engine.py", "TransformersEngine.stop"),  # after one token
         ("services/rollout/service.py", "RolloutService.stop_run"),  # cancelled
-        ("services/rollout/sglang_process.py", "SGLangProcess.load"),  # the service kills the process at LOAD_SECONDS
+        ("services/rollout/sglang_process.py", "SGLangProcess.load"),  # see health.start_seconds
         ("services/trainer/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
         ("services/trainer/rank.py", "Rank._join_group"),  # not a thread's join: it has a timeout among its params
         ("services/trainer/ranks.py", "Ranks.kill"),  # SIGKILL was sent

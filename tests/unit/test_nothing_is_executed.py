@@ -15,6 +15,7 @@ CHECKPOINTS = "torch's distributed checkpoints, whose .metadata is a pickle: fil
 RANKS = "between the trainer's own ranks, over their own process group"
 ARGUED = {
     "services/trainer/checkpoint.py": CHECKPOINTS,
+    "services/trainer/checkpoint_reader.py": CHECKPOINTS,
     "services/trainer/checkpoint_writer.py": CHECKPOINTS,
     "services/trainer/hf_weights.py": RANKS,
     "services/trainer/parallel.py": RANKS,

@@ -117,6 +117,24 @@ def test_a_killed_redis_comes_back_with_its_data(harness: Harness) -> None:
     assert harness.stop() == 0
 
 
+def test_a_redis_is_starting_until_it_has_loaded_its_data(harness: Harness) -> None:
+    port, loaded = free_port(), harness.folder.path / "loaded"
+    harness.folder.create()
+    command = server_command(harness.folder.redis_data, port)
+    wait = f"import os, time\nwhile not os.path.exists({str(loaded)!r}): time.sleep(0.05)\n"
+    slow = wait + f"os.execv({command[0]!r}, {command!r})"
+    specs = [
+        ServiceSpec(name="redis", role="redis", command=[sys.executable, "-c", slow]),
+        ServiceSpec(name="reward", role="reward", command=[sys.executable, "-c", SLEEP]),
+    ]
+    harness.run(Plan(state_folder=harness.folder.path, coordinator="-", redis=url(port), services=specs, **FAST))
+    state = harness.until(lambda s: service(s, "redis").pid is not None)
+    assert [s.phase for s in state.services] == ["starting", "starting"]
+    loaded.touch()
+    harness.until(all_running)
+    assert harness.stop() == 0
+
+
 def test_a_redis_that_cannot_start_ends_the_supervisor(harness: Harness) -> None:
     harness.folder.create()
     spec = ServiceSpec(name="redis", role="redis", command=[sys.executable, "-c", "raise SystemExit('no disk')"])

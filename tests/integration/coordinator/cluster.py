@@ -20,6 +20,7 @@ from tests.conftest import free_port
 
 ROOT = Path(__file__).parents[3]
 LEASE_SECONDS = 3.0
+GPU_LEASE_SECONDS = 8.0
 Result = TypeVar("Result")
 
 
@@ -50,7 +51,8 @@ class Cluster:
             )
 
     def coordinator(self, name: str = "coordinator") -> None:
-        self.start(name, "services.coordinator", "--port", str(self.port), "--lease-seconds", str(LEASE_SECONDS))
+        leases = ("--lease-seconds", str(LEASE_SECONDS), "--gpu-lease-seconds", str(GPU_LEASE_SECONDS))
+        self.start(name, "services.coordinator", "--port", str(self.port), *leases)
 
     def replica(self, name: str, module: str, faults: dict[str, dict[str, str]] | None = None, **env: str) -> None:
         self.start(

@@ -46,7 +46,8 @@ class SupervisedCluster(Cluster):
     ) -> None:
         """Start the supervisor with a launcher, these services, and these templates of launched ones."""
         command = [sys.executable, "-m", "relaxd.cli.launcher", str(self.state.path)]
-        launcher = ServiceSpec(name="launcher", role="launcher", command=[*command, "--port", str(self.launcher_port)])
+        command += ["--port", str(self.launcher_port), "--redis", self.redis_url]
+        launcher = ServiceSpec(name="launcher", role="launcher", command=command)
         self.state.create()
         plan = Plan(
             state_folder=self.state.path,

@@ -110,6 +110,14 @@ def test_a_second_coordinator_takes_over_and_the_first_ends(cluster: Cluster) ->
     assert "newer coordinator" in cluster.log("coordinator") or "another coordinator" in cluster.log("coordinator")
 
 
+def test_a_coordinator_that_was_replaced_ends_also_with_nothing_to_do(cluster: Cluster) -> None:
+    """Replicas that still reach it, and not its successor, must not think that their leases hold."""
+    cluster.until("up", lambda: cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None)
+    cluster.start("next", "services.coordinator", "--port", "0")
+    assert cluster.processes.pop("coordinator").wait(timeout=20) == 1
+    assert "a newer coordinator works on this Redis" in cluster.log("coordinator")
+
+
 def test_redis_that_is_killed_in_the_middle(tmp_path: Path, redis_server: Callable[..., RedisServer]) -> None:
     redis = redis_server(append_only=True)
     cluster = Cluster(tmp_path, redis.url, write_tokenizer(tmp_path / "model"))

@@ -120,6 +120,14 @@ def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
     (sample,) = replica.generate(PROMPT, temperature=0.0)
     assert sample["tokens"] == greedy(reference, PROMPT, 8)
     assert sample["parts"] == len(sample["tokens"]), "tokens come one by one"
+    request = generate_request(PROMPT, 2, temperature=0.0)
+    request.final_only = True
+    finals = list(replica.stub.Generate(request, timeout=PATIENCE))
+    assert sorted(final.sample for final in finals) == [0, 1]
+    for final in finals:
+        assert (final.text, final.finish_reason) == (sample["text"], sample["finish"])
+        assert final.token_count == len(sample["tokens"])
+        assert (list(final.tokens), list(final.logprobs), list(final.versions)) == ([], [], [])
     first, again, other = (replica.generate(PROMPT, 3, seed=seed, ignore_eos=True) for seed in (1, 1, 2))
     assert first == again
     assert first != other

@@ -25,7 +25,8 @@ from tests.conftest import free_port
 REWARD = "relaxd.v1.Reward"
 GRPCURL = Path(sys.executable).parent / "grpcurl"
 WRONG, HANG = 101, 102
-RIGHT = Doors(Tokens(token="right"))
+TOKEN = "right" * 5
+RIGHT = Doors(Tokens(token=TOKEN))
 
 
 class Reward(reward_pb2_grpc.RewardServicer):
@@ -239,16 +240,16 @@ async def test_the_token_is_checked_except_for_health(monkeypatch):
         async with channel(address, token="wrong") as to:
             error = await failure(score(to, "fine"))
             assert explain(error).startswith("UNAUTHENTICATED: the token is wrong")
-        async with channel(address, token="right") as to:
+        async with channel(address, token=TOKEN) as to:
             await score(to, "fine")
-        monkeypatch.setenv("RELAXD_TOKEN", "right")
+        monkeypatch.setenv("RELAXD_TOKEN", TOKEN)
         async with channel(address) as to:
             await score(to, "fine")
             assert [answer async for answer in rollout_pb2_grpc.RolloutStub(to).Generate(rollout_pb2.GenerateRequest())]
         code, output = await grpcurl(address, "list")
         assert code != 0
         assert "token" in output
-        code, output = await grpcurl("-H", "authorization: Bearer right", address, "list")
+        code, output = await grpcurl("-H", f"authorization: Bearer {TOKEN}", address, "list")
         assert code == 0
 
 
@@ -273,7 +274,7 @@ async def test_each_call_has_the_least_role_that_may_make_it(tmp_path):
 
 async def test_the_sync_channel_does_the_same():
     async with serve(doors=RIGHT) as server:
-        with sync_channel(f"127.0.0.1:{server.port}", token="right") as to:
+        with sync_channel(f"127.0.0.1:{server.port}", token=TOKEN) as to:
             stub = reward_pb2_grpc.RewardStub(to)
             await asyncio.to_thread(stub.Score, reward_pb2.ScoreRequest(reward="fine"))
             with pytest.raises(grpc.RpcError) as caught:
@@ -306,6 +307,28 @@ async def test_connections_are_renewed_without_failing_calls():
             while len(peers) < 3 and time.monotonic() < end:
                 await score(to, "fine")
         assert len(peers) >= 3
+
+
+async def test_a_call_outlives_the_age_of_its_connection():
+    peers = []
+
+    class Slow(Reward):
+        async def Score(self, request, context):
+            peers.append(context.peer())
+            if request.reward == "slow":
+                await asyncio.sleep(4)
+            return reward_pb2.ScoreResponse()
+
+    async with (
+        serve(reward=Slow(), max_connection_age_seconds=1, stream_deadline_seconds=0.1) as server,
+        channel(f"127.0.0.1:{server.port}") as to,
+    ):
+        slow = score(to, "slow", timeout=30)
+        while len(set(peers)) < 3:
+            await score(to, "fine")
+            await asyncio.sleep(0.05)
+        assert not slow.done()
+        await slow
 
 
 async def test_a_restarted_server_is_found_again_soon():

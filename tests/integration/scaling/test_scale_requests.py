@@ -177,6 +177,7 @@ def test_a_coordinator_killed_in_every_state_goes_on(cluster: ScalingCluster) ->
         cluster.coordinator()
         cluster.until("the coordinator", lambda: cluster.request() is not None)
 
+    cluster.until("the first is registered", lambda: list(cluster.rollouts()) == ["first"])
     cluster.closed.touch()
     cluster.out(3, request_id="more")
     kill_in(CREATING)

@@ -1,6 +1,8 @@
 """Rewards that go wrong in every way that rewards do; what one does is the text of the response."""
 
+import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -50,6 +52,16 @@ def alarm(_: str) -> float:
     return float(threading.current_thread() is threading.main_thread())
 
 
+def show_surroundings(path: str) -> float:
+    """Leave this process's environment, and what its file descriptors are."""
+    files = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of listing them
+            files[number] = os.readlink(f"/proc/self/fd/{number}")
+    Path(path).write_text(json.dumps({"environment": dict(os.environ), "files": files}))
+    return 1.0
+
+
 def shout(_: str) -> float:
     """Write where the protocol might be."""
     print("words" * 1000)
@@ -78,6 +90,7 @@ ACTIONS: Mapping[str, object] = {
     "sleep": lambda seconds: time.sleep(float(seconds)) or 1.0,
     "alarm": alarm,
     "shout": shout,
+    "surroundings": show_surroundings,
     "recurse": lambda text: ACTIONS["recurse"](text),
     "torch": lambda _: float(bool({"torch", "transformers"} & set(sys.modules))),
 }

@@ -1,6 +1,7 @@
 """The pool of reward workers, with real processes and rewards that go wrong in every way."""
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from relaxd.rewards import RewardInput, RewardOutput
+from services.reward.environment import MissingVariableError
 from services.reward.pool import Failure, PoolClosedError, WorkerPool
 
 BAD = "bad_rewards:by_response"
@@ -32,6 +34,28 @@ async def gone(pid: int) -> None:
     async with asyncio.timeout(10):
         while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
             await asyncio.sleep(0.01)
+
+
+async def test_a_worker_gets_no_secret_but_those_that_are_named(pool, monkeypatch, tmp_path):
+    secrets = {"RELAXD_TOKEN": "t", "RELAXD_TOKEN_FILE": "f", "RELAXD_REDIS": "r", "HF_TOKEN": "h", "JUDGE_KEY": "k"}
+    for name, value in (secrets | {"LC_ALL": "C.UTF-8"}).items():
+        monkeypatch.setenv(name, value)
+    with (tmp_path / "tokens").open("w") as tokens:
+        os.set_inheritable(tokens.fileno(), True)
+        given = WorkerPool(1, ["JUDGE_KEY"])
+        for workers, passed in ((WorkerPool(1), set()), (given, {"JUDGE_KEY"})):
+            assert await score(workers, f"surroundings {tmp_path / 'seen'}") == [RewardOutput(1.0)]
+            workers.close()
+            seen = json.loads((tmp_path / "seen").read_text())
+            assert set(seen["environment"]) & (set(secrets) | {"LC_ALL"}) == passed | {"LC_ALL"}
+            for name in ("PATH", "HOME", "PYTHONPATH"):
+                assert seen["environment"][name] == os.environ[name]
+            # Standard input and output, and the socket to the pool.
+            assert seen["files"].pop("0") == "/dev/null"
+            assert {target.partition(":")[0] for target in seen["files"].values()} == {"pipe", "socket"}
+            assert len(seen["files"]) == 3
+    with pytest.raises(MissingVariableError, match=r"reward.environment names NO_SUCH_KEY, which"):
+        WorkerPool(1, ["JUDGE_KEY", "NO_SUCH_KEY"])
 
 
 async def test_scores_come_back_in_order(pool):

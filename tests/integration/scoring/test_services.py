@@ -155,6 +155,19 @@ async def test_a_run_whose_reward_does_not_exist_says_so(here):
                 await asyncio.sleep(0.02)
 
 
+async def test_a_run_whose_reward_wants_a_variable_that_is_not_set_says_so(here, monkeypatch, tmp_path):
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    here.start_run(run_config(reward={"environment": ["JUDGE_KEY", "OTHER_KEY"]}))
+    async with here.service("reward", "reward-1") as process:
+        status = await here.coordinator.hears("reward-1", "FAILED")
+        assert "reward.environment names OTHER_KEY, which the reward service's environment" in status.detail
+        here.coordinator.assign(run_config(reward={"environment": ["JUDGE_KEY"]}), "other")
+        await here.coordinator.hears("reward-1", "READY")
+        request = ScoreRequest(reward=BAD, responses=[f"surroundings {tmp_path / 'seen'}"])
+        assert (await RewardStub(process.to).Score(request)).scores[0].reward == 1.0
+    assert json.loads((tmp_path / "seen").read_text())["environment"]["JUDGE_KEY"] == "k"
+
+
 # --- ends and restarts --------------------------------------------------------------------------------------------
 
 

@@ -93,7 +93,7 @@ def test_redis_over_tls_wants_both_sides_certificates(locked: Locked, missing: s
     del given[missing]
     if missing == "RELAXD_REDIS_CERTIFICATE":
         del given["RELAXD_REDIS_KEY"]
-    with pytest.raises(BoardUnavailable, match=f"Redis at localhost:{locked.tls_port} could not be used") as caught:
+    with pytest.raises(BoardUnavailable, match=f"Redis at localhost:{locked.tls_port} doesn't answer") as caught:
         make_board(locked.url(tls=True, **given), **WAITS)
     assert told in str(caught.value)
     assert PASSWORD not in str(caught.value)

@@ -236,6 +236,9 @@ async def test_a_service_refuses_to_listen_for_everyone(tmp_path: Path):
     code, output = await run("-m", "services.reward", **coordinator)
     assert code == 1
     assert "refusing to listen on 0.0.0.0 without authentication" in output
+    code, output = await run("-m", "services.reward", **coordinator, RELAXD_TOKEN="development")
+    assert code == 1
+    assert "refusing to listen on 0.0.0.0: the token in RELAXD_TOKEN(_FILE) has 11 characters" in output
     # With a token it goes on to the next thing that is wrong.
     tokens = tmp_path / "tokens"
     tokens.write_text("service all right\nread looker other\n")

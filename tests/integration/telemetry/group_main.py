@@ -11,17 +11,49 @@ from relaxd import telemetry
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import NotFound
 from relaxd.rpc.server import start_server
-from relaxd.v1 import reward_pb2, reward_pb2_grpc
+from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 
 class Reward(reward_pb2_grpc.RewardServicer):
     async def Score(self, request, context):
         if request.reward == "unknown":
             raise NotFound("no such reward")
+        if request.reward == "slow":
+            await asyncio.Event().wait()
         return reward_pb2.ScoreResponse()
 
     async def ListRewards(self, request, context):
         return reward_pb2.ListRewardsResponse()
+
+
+class Rollout(rollout_pb2_grpc.RolloutServicer):
+    async def Generate(self, request, context):
+        for _ in range(request.n):
+            yield rollout_pb2.GenerateResponse()
+        await asyncio.Event().wait()
+
+
+async def abandoned_calls() -> None:
+    """Calls whose caller leaves: before the answer, at its deadline, between two messages and during one."""
+    services = [
+        (reward_pb2_grpc.add_RewardServicer_to_server, Reward(), "relaxd.v1.Reward"),
+        (rollout_pb2_grpc.add_RolloutServicer_to_server, Rollout(), "relaxd.v1.Rollout"),
+    ]
+    server = await start_server(services, host="127.0.0.1")
+    async with channel(f"127.0.0.1:{server.port}") as to:
+        with telemetry.root_span("leave"):
+            score = reward_pb2_grpc.RewardStub(to).Score
+            waiting = score(reward_pb2.ScoreRequest(reward="slow"), timeout=60)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await score(reward_pb2.ScoreRequest(reward="slow"), timeout=0.3)
+            waiting.cancel()
+            for messages in (1, 1_000_000):
+                stream = rollout_pb2_grpc.RolloutStub(to).Generate(rollout_pb2.GenerateRequest(n=messages), timeout=60)
+                await stream.read()
+                await asyncio.sleep(0.1)  # until nothing more is read: a million messages are not
+                stream.cancel()
+            await asyncio.sleep(0.2)
+    await server.stop()
 
 
 async def traced_calls() -> None:
@@ -47,6 +79,9 @@ def main() -> None:
                 print(json.dumps(published))
             asyncio.run(traced_calls())
             telemetry.record("queue.waiting", 3, {"relaxd.stage": "rollout"})
+        case "abandoned":
+            telemetry.setup_logging("abandoned-1", "info")
+            asyncio.run(abandoned_calls())
         case "rollout":
             span = telemetry.open_stage_span("rollout", carrier, waited_seconds=0.5)
             span.end()

@@ -27,7 +27,7 @@ def play(role: str, environment: dict[str, str], *words: str) -> str:
         timeout=60,
     )
     assert process.returncode == 0, process.stderr
-    return process.stdout.strip()
+    return (process.stderr if role == "abandoned" else process.stdout).strip()
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_a_group_is_one_trace_across_services(receiver, group):
 def test_calls_join_their_callers_trace_and_begin_none(receiver, group):
     spans = receiver.wait_for(lambda r: {s.name for s in r.spans()} >= {"evaluate"} and r.spans())
     (evaluate,) = [span for span in spans if span.name == "evaluate"]
-    calls = [span for span in spans if span.name.startswith("relaxd.v1.")]
+    calls = [span for span in spans if span.name.startswith("relaxd.v1.") and span.service == "relaxd-coordinator"]
     assert [(span.name, span.parent_id, span.error) for span in calls] == [
         ("relaxd.v1.Reward/Score", evaluate.span_id, False),
         ("relaxd.v1.Reward/Score", evaluate.span_id, True),
@@ -88,6 +88,24 @@ def test_metrics_arrive_with_unit_and_attributes(receiver, group):
     }
     assert counts[("/relaxd.v1.Reward/Score", "OK")] == 1
     assert counts[("/relaxd.v1.Reward/Score", "NOT_FOUND")] == 1
+
+
+def test_a_call_whose_caller_left_is_no_success(receiver):
+    log = play("abandoned", receiver.environment())
+    (leave,) = receiver.wait_for(lambda r: [span for span in r.spans() if span.name == "leave"])
+    spans = [span for span in receiver.spans() if span.parent_id == leave.span_id]
+    assert sorted((span.name, span.error) for span in spans) == [
+        *[("relaxd.v1.Reward/Score", True)] * 2,
+        *[("relaxd.v1.Rollout/Generate", True)] * 2,
+    ]
+    counts = {
+        (point.attributes["rpc.method"].rpartition("/")[2], point.attributes["rpc.grpc.status_code"]): point.count
+        for point in receiver.points("relaxd.rpc.seconds")
+        if point.service == "relaxd-abandoned"
+    }
+    assert counts == {("Score", "CANCELLED"): 1, ("Score", "DEADLINE_EXCEEDED"): 1, ("Generate", "CANCELLED"): 2}
+    assert log.count("/relaxd.v1.Rollout/Generate ended unanswered: CANCELLED") == 2
+    assert "ERROR" not in log
 
 
 def test_nothing_is_exported_and_groups_are_not_traced_without_an_endpoint():

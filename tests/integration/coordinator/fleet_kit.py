@@ -1,0 +1,59 @@
+"""A coordinator's view of a run, and real servers that stand for its replicas, in one process."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from relaxd.rpc.server import start_server
+from relaxd.rpc.tls import TlsFiles
+from relaxd.v1.coordinator_pb2 import RegisterRequest
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, GetStatusResponse, Role
+from services.coordinator.fleet import Fleet
+from services.coordinator.peers import Peers
+from services.coordinator.registry import Registry
+from services.coordinator.store import Store
+
+RUN = "run"
+
+
+class FleetKit:
+    """Servers are registered under names, and heartbeat when the test says so."""
+
+    def __init__(self, redis_url: str) -> None:
+        store = Store(redis_url)
+        store.take_over()
+        self.registry = Registry(store, lease_seconds=60, heartbeat_seconds=0.1, gpu_lease_seconds=60)
+        self.peers = Peers(None, TlsFiles())
+        self.fleet = Fleet(self.registry, RUN)
+        self._life = contextlib.AsyncExitStack()
+
+    async def serve(self, name: str, role: "Role.ValueType", *service: Any) -> None:
+        """Start a server with one service: add function, servicer, full name. Its replica is ready."""
+        server = await start_server([service])  # type: ignore[list-item]
+        self._life.push_async_callback(server.stop)
+        await self.registry.register(
+            RegisterRequest(replica_id=name, role=role, address=f"127.0.0.1:{server.port}", protocol_version=1)
+        )
+        self.beat(name)
+
+    def beat(self, name: str, **status: Any) -> None:
+        """Send a heartbeat."""
+        self.registry.heartbeat(name, GetStatusResponse(state=REPLICA_STATE_READY, run_id=RUN, **status))
+
+    async def lose(self, name: str) -> None:
+        """Its lease ends."""
+        replica = self.registry.get(name)
+        assert replica is not None
+        await self.registry.remove([replica])
+
+    async def close(self) -> None:
+        await self.peers.close()
+        await self._life.aclose()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.02)

@@ -1,0 +1,69 @@
+"""A replica that leases the one GPU that this machine is said to have, with the flags of a service.
+
+Its child stands for an engine. HOLDER_FOLDER has a file for each child that was ever started, named after its process
+id and replica; a holder that is granted the GPU while another's child is there writes a file `conflict`.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+import psutil
+
+from relaxd.config import RunConfig
+from relaxd.rpc import gpus
+from relaxd.rpc.child import Child
+from relaxd.rpc.gpus import Gpu, gpu_environment
+from relaxd.rpc.replica import ReplicaService, ServiceStatus, run_replica
+from relaxd.rpc.settings import ServiceSettings, parse_settings
+from relaxd.v1 import replica_pb2
+from relaxd.v1.coordinator_pb2 import Assignment
+
+GPU = Gpu("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 0)
+
+
+class Holder(ReplicaService):
+    role = replica_pb2.ROLE_ROLLOUT
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self.name = settings.replica_id
+        self.folder = Path(os.environ["HOLDER_FOLDER"])
+        self.child: Child | None = None
+
+    async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
+        leased = await self.lease_gpus(1)
+        pids = [int(path.name.partition("-")[0]) for path in self.folder.glob("*-*")]
+        for pid in filter(is_alive, pids):
+            (self.folder / "conflict").write_text(f"{self.name} was granted what {pid} still has")
+        self.child = await Child.start("tests.integration.rpc.echo_child", env=gpu_environment(leased))
+        (self.folder / f"{self.child.pid}-{self.name}").touch()
+
+    async def stop_run(self) -> None:
+        if self.child is not None:
+            self.child.kill()
+            await self.child.exited
+            self.child = None
+
+    async def pause_run(self) -> None: ...
+
+    async def resume_run(self) -> None: ...
+
+    async def drain(self, seconds: float) -> int:
+        return 0
+
+    def status(self) -> ServiceStatus:
+        return ServiceStatus()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there; one that only its stopped parent has not noticed the end of is not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+if __name__ == "__main__":
+    gpus._all_gpus = lambda: (GPU,)  # type: ignore[assignment]
+    settings = parse_settings("rollout")
+    asyncio.run(run_replica(Holder(settings), settings))

@@ -1,0 +1,65 @@
+"""The export at a run's end: as long as the trainer that writes is there, nobody loses patience."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from relaxd.v1 import trainer_pb2, trainer_pb2_grpc
+from relaxd.v1.replica_pb2 import ROLE_TRAINER
+from services.coordinator import exporting
+from services.coordinator.exporting import ExportFailed, export_model
+from tests.integration.coordinator.fleet_kit import FleetKit, until
+
+DAY = 86400.0
+
+
+class Trainer(trainer_pb2_grpc.TrainerServicer):
+    """Exports when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked = self.left = False
+        self.written = asyncio.Event()
+
+    async def ExportHuggingFace(self, request: trainer_pb2.ExportHuggingFaceRequest, context: Any) -> Any:
+        self.asked = True
+        assert context.time_remaining() > DAY
+        try:
+            await self.written.wait()
+        except asyncio.CancelledError:
+            self.left = True
+            raise
+        return trainer_pb2.ExportHuggingFaceResponse(path=f"/runs/{request.folder}")
+
+
+@pytest.fixture
+async def kit(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FleetKit]:
+    monkeypatch.setattr(exporting, "LOOK_SECONDS", 0.1)
+    kit = FleetKit(redis_url)
+    yield kit
+    await kit.close()
+
+
+async def start(kit: FleetKit, name: str) -> Trainer:
+    trainer = Trainer()
+    add = trainer_pb2_grpc.add_TrainerServicer_to_server
+    await kit.serve(name, ROLE_TRAINER, add, trainer, "relaxd.v1.Trainer")
+    return trainer
+
+
+async def test_the_trainer_may_take_any_time_and_the_next_one_is_asked_when_it_is_lost(kit: FleetKit) -> None:
+    lost = await start(kit, "lost")
+    exporting = asyncio.create_task(export_model(kit.fleet, kit.peers, away_seconds=30))
+    await until(lambda: lost.asked)
+    await kit.lose("lost")
+    await until(lambda: lost.left)
+    following = await start(kit, "next")
+    await until(lambda: following.asked)
+    following.written.set()
+    assert await exporting == "/runs/model"
+
+
+async def test_without_a_trainer_it_gives_up_in_the_end(kit: FleetKit) -> None:
+    with pytest.raises(ExportFailed, match="no trainer is there"):
+        await export_model(kit.fleet, kit.peers, away_seconds=0.3)

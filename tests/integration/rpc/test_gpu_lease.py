@@ -1,0 +1,125 @@
+"""The end of a lease on GPUs, with real processes in the place of what would use them."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import psutil
+import pytest
+
+from relaxd.rpc.child import Child, ChildError
+from relaxd.rpc.gpu_lease import GpuLease, LeaseOver
+from relaxd.rpc.gpus import Gpu, gpu_environment
+
+MODULE = "tests.integration.rpc.echo_child"
+ON_GPU = gpu_environment([Gpu("GPU-0", 0)])
+PARENT = f"""
+import asyncio, sys, time
+from relaxd.rpc.child import Child
+from relaxd.rpc.gpu_lease import GpuLease
+async def main():
+    Child.gpu_lease = GpuLease(lambda: print("over", flush=True))
+    Child.gpu_lease.begin(time.monotonic() + 60)
+    child = await Child.start("{MODULE}", env={ON_GPU!r})
+    await child.request("echo", {{}}, 30)
+    Child.gpu_lease.renew(time.monotonic() + 1.5)
+    print(child.pid, flush=True)
+    await asyncio.shield(child.exited)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def over() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def lease(over: threading.Event) -> Iterator[GpuLease]:
+    Child.gpu_lease = GpuLease(over.set)
+    yield Child.gpu_lease
+    Child.gpu_lease = None
+
+
+@contextlib.asynccontextmanager
+async def started(env: dict[str, str]) -> AsyncIterator[Child]:
+    child = await Child.start(MODULE, env=env, name="the engine")
+    try:
+        await child.request("echo", {}, 30)
+        yield child
+    finally:
+        child.kill()
+        await child.exited
+
+
+def lasting(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+async def test_a_child_lives_as_long_as_its_lease_is_renewed(lease: GpuLease, over: threading.Event) -> None:
+    lease.begin(lasting(60))
+    async with started(ON_GPU) as child, started({}) as on_cpu:
+        for _ in range(10):
+            lease.renew(end := lasting(0.5))
+            await asyncio.sleep(0.1)
+            assert child.alive
+        ended = await asyncio.wait_for(asyncio.shield(child.exited), 5)
+        assert time.monotonic() - end < 0.4  # a busy machine's
+        assert ended.exit_code == -signal.SIGKILL
+        assert over.wait(5)
+        # What is over stays over, until GPUs are leased anew.
+        lease.renew(lasting(60))
+        with pytest.raises(ChildError, match="the engine can't be started: the lease on this replica's GPUs is over"):
+            async with started(ON_GPU):
+                pass
+        with pytest.raises(LeaseOver):
+            lease.begin(lasting(-1))
+        lease.begin(lasting(60))
+        async with started(ON_GPU):
+            pass
+        assert on_cpu.alive
+
+
+async def test_no_child_is_left_when_the_lease_ends_while_it_starts(lease: GpuLease) -> None:
+    lease.begin(lasting(0.1))
+    time.sleep(0.05)  # the event loop is busy: everything below happens in one go
+    child = await Child.start(MODULE, env=ON_GPU)
+    await asyncio.wait_for(asyncio.shield(child.exited), 5)
+
+
+async def test_a_stopped_child_is_killed(lease: GpuLease) -> None:
+    lease.begin(lasting(60))
+    async with started(ON_GPU) as child:
+        os.kill(child.pid, signal.SIGSTOP)
+        lease.renew(lasting(0.3))
+        await asyncio.wait_for(asyncio.shield(child.exited), 5)
+
+
+async def test_what_was_given_back_is_used_by_nobody(lease: GpuLease, over: threading.Event) -> None:
+    lease.begin(lasting(60))
+    async with started(ON_GPU) as forgotten:
+        lease.give_back()
+        await asyncio.wait_for(asyncio.shield(forgotten.exited), 5)
+    assert not over.is_set()
+
+
+def test_the_child_of_a_stopped_parent_ends_by_itself() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        os.kill(parent.pid, signal.SIGSTOP)
+        assert child.is_running()
+        deadline = time.monotonic() + 10
+        while child.status() != psutil.STATUS_ZOMBIE:  # its parent can't reap it
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(parent.pid, signal.SIGCONT)
+        assert parent.stdout.readline() == "over\n"
+        parent.kill()

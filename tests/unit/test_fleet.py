@@ -1,0 +1,50 @@
+"""When a run's replicas have failed for good."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from relaxd.v1.coordinator_pb2 import RegisterRequest
+from relaxd.v1.replica_pb2 import (
+    REPLICA_STATE_FAILED,
+    REPLICA_STATE_STARTING,
+    ROLE_ROLLOUT,
+    GetStatusResponse,
+    ReplicaState,
+)
+from services.coordinator import fleet as module
+from services.coordinator.fleet import FAILURE_LEASES, Fleet
+from services.coordinator.registry import Registry
+from services.coordinator.store import Store
+
+LEASE = 6.0
+
+
+@pytest.fixture
+def registry(redis_url: str) -> Registry:
+    store = Store(redis_url)
+    store.take_over()
+    return Registry(store, lease_seconds=LEASE, heartbeat_seconds=1.0, gpu_lease_seconds=60.0)
+
+
+def says(registry: Registry, name: str, state: "ReplicaState.ValueType") -> None:
+    registry.heartbeat(name, GetStatusResponse(state=state, run_id="run", detail="no disk"))
+
+
+async def test_a_role_fails_when_it_keeps_failing_and_nobody_tries(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    for name in ("one", "two"):
+        await registry.register(RegisterRequest(replica_id=name, role=ROLE_ROLLOUT, address="127.0.0.1:9"))
+        says(registry, name, REPLICA_STATE_FAILED)
+    fleet = Fleet(registry, "run")
+    assert fleet.failure() is None
+    now += FAILURE_LEASES * LEASE + 1
+    says(registry, "one", REPLICA_STATE_STARTING)  # it loads a large model, say, or waits for a GPU
+    assert fleet.failure() is None
+    now += 3600
+    assert fleet.failure() is None
+    says(registry, "one", REPLICA_STATE_FAILED)
+    assert fleet.failure() == "rollout two failed: no disk"
