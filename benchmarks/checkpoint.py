@@ -35,7 +35,7 @@ from benchmarks.gpu_models import SHAPES, count_parameters, make_batch, prepare_
 from benchmarks.reporting import report
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer.batch.packing import PackedMicroBatch
-from services.trainer.checkpoints import folder as folders
+from services.trainer.checkpoints.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_models import make_batch
-from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.learner import learner as learner_module
 
 SEQUENCE = 2048
 """Tokens of each sequence."""

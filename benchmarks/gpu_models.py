@@ -4,10 +4,11 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer.batch.packing import PackedMicroBatch, TrainSample, pack
@@ -20,6 +21,32 @@ SHAPES = {
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
+MIXTURE = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+"""Six layers of Qwen3-30B-A3B."""
+COMMON = {
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+}
+
+
+def make_config(shape: str) -> PretrainedConfig:
+    """The configuration of a shape: of SHAPES, or "moe", the MIXTURE."""
+    if shape == "moe":
+        return Qwen3MoeConfig(**MIXTURE, **COMMON)
+    return Qwen3Config(**SHAPES[shape], num_key_value_heads=8 if shape != "0.2b" else 4, **COMMON)
 
 
 def prepare_model(shape: str, folder: Path | None) -> Path:
@@ -27,15 +54,7 @@ def prepare_model(shape: str, folder: Path | None) -> Path:
     folder = folder or Path(tempfile.gettempdir()) / f"relaxd-bench-{shape}"
     done = folder / "complete"
     if os.environ.get("RANK", "0") == "0" and not done.is_file():
-        config = Qwen3Config(
-            **SHAPES[shape],
-            num_key_value_heads=8 if shape != "0.2b" else 4,
-            head_dim=128,
-            vocab_size=151936,
-            tie_word_embeddings=True,
-            max_position_embeddings=40960,
-            rope_theta=1e6,
-        )
+        config = make_config(shape)
         with torch.device("cuda"):
             torch.manual_seed(0)
             model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
@@ -48,10 +67,22 @@ def prepare_model(shape: str, folder: Path | None) -> Path:
     return folder
 
 
-def make_learner(folder: Path, ranks: int, settings: dict[str, object]) -> Learner:
-    """The trainer's learner on a bf16 model."""
+def make_learner(shape: str, ranks: int, settings: dict[str, object]) -> Learner:
+    """The trainer's learner on a bf16 model of a shape, whose weights are drawn where they are needed."""
     config = TrainerConfig.model_validate({"dtype": "bfloat16", "ranks": ranks, **settings})
-    return Learner(folder, config, AlgorithmConfig(), steps=1000)
+    with tempfile.TemporaryDirectory() as folder, mock.patch("services.trainer.learner.load_hf", _draw):
+        make_config(shape).save_pretrained(folder)
+        return Learner(Path(folder), config, AlgorithmConfig(), steps=1000)
+
+
+@torch.no_grad()
+def _draw(model: torch.nn.Module, *_: object) -> None:
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, 0.02)
 
 
 def make_batch(vocabulary: int, tokens: int, sequences: int, seed: int = 0, prompt: int = 0) -> PackedMicroBatch:
@@ -89,9 +120,14 @@ def count_parameters(learner: Learner) -> int:
 def flops(config: PretrainedConfig, parameters: int, batch: PackedMicroBatch) -> float:
     """Model FLOPs of forward and backward of a micro-batch.
 
-    6 x parameters for each of its tokens, and 12 x layers x heads x head size for each pair of tokens of which one
-    attends to the other: as many for each token as its place in its sequence.
+    6 x parameters for each of its tokens, without those of experts that it doesn't go to, and 12 x layers x heads x
+    head size for each pair of tokens of which one attends to the other: as many for each token as its place in its
+    sequence.
     """
+    experts = getattr(config, "num_experts", 0)
+    idle = experts - config.num_experts_per_tok if experts else 0
+    if idle:
+        parameters -= config.num_hidden_layers * idle * 3 * config.hidden_size * config.moe_intermediate_size
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
     return 6 * parameters * len(batch.tokens) + attention * float(batch.positions.sum())
 

@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 4 -m benchmarks.gpu_training --shape 1.7b --tokens 16384 --micro-batches 8
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --largest
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --profile
+    torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape moe --experts sequential --attention varlen
 
 Every layout of LAYOUTS for this number of GPUs is measured (or those named with --layouts), each on the same
 micro-batches, which data-parallel ranks share out. Reported are medians over the timed steps: seconds of forward and
@@ -17,18 +18,19 @@ import gc
 import os
 import statistics
 import time
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from benchmarks.gpu_memory import largest
-from benchmarks.gpu_models import SHAPES, count_parameters, flops, make_batch, make_learner, peak_flops, prepare_model
+from benchmarks.gpu_models import SHAPES, count_parameters, flops, make_batch, make_config, make_learner, peak_flops
 from benchmarks.gpu_profile import profile
 from benchmarks.reporting import report
+from benchmarks.sequential_experts import sequential_experts
 from services.trainer.kernels.fusion import fused_kernels
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import leave_layout, shut_down
@@ -95,33 +97,37 @@ def _synchronize() -> None:
 def main() -> None:
     """Parse the command line, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="1.7b")
+    parser.add_argument("--shape", choices=(*SHAPES, "moe"), default="1.7b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384], help="tokens of one micro-batch")
     parser.add_argument("--sequences", type=int, default=8, help="sequences of one micro-batch")
     parser.add_argument("--prompt", type=int, default=0, help="tokens that the sequences of a micro-batch share")
     parser.add_argument("--micro-batches", type=int, help="micro-batches of a step, over all ranks; default: GPUs")
     parser.add_argument("--layouts", nargs="+", help="such as TP2xDP2; default: all of LAYOUTS for these GPUs")
     parser.add_argument("--steps", type=int, default=3, help="timed steps; one more is for warming up")
-    parser.add_argument("--recompute", choices=("none", "full"), default="none")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--recompute-layers", type=int, default=0, help="layers that recompute; 0: all")
+    parser.add_argument("--attention", choices=("auto", "cudnn", "varlen"), default="auto")
+    parser.add_argument("--experts", choices=("together", "sequential"), default="together", help="ours or Megatron's")
     parser.add_argument("--cpu-offload", action="store_true", help="keep the optimizer in the host's memory")
-    parser.add_argument("--folder", type=Path, help="where the model is, or is written")
     parser.add_argument("--profile", action="store_true", help="say which kernels the time of the largest went to")
     parser.add_argument("--largest", action="store_true", help="find the largest micro-batches that fit instead")
     options = parser.parse_args()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     options.micro_batches = options.micro_batches or size
-    folder = prepare_model(options.shape, options.folder)
-    config = AutoConfig.from_pretrained(folder)
+    config = make_config(options.shape)
     settings = {
         "micro_batch_tokens": max(options.tokens),
         "recompute": options.recompute,
+        "recompute_layers": options.recompute_layers,
+        "attention": options.attention,
         "optimizer": {"cpu_offload": options.cpu_offload},
     }
     rows: list[dict[str, Any]] = []
     parameters = 0
     for layout in options.layouts or LAYOUTS[size]:
-        learner = make_learner(folder, size, {**settings, **parse_layout(layout)})
+        with sequential_experts() if options.experts == "sequential" else nullcontext():
+            learner = make_learner(options.shape, size, {**settings, **parse_layout(layout)})
         parameters = count_parameters(learner)
         if options.largest:
             for chunked in (False, True):

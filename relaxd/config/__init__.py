@@ -2,6 +2,7 @@
 
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
 from relaxd.config.health import HealthConfig
+from relaxd.config.moe import MoEConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
 from relaxd.config.run import (
     BoardConfig,
@@ -25,6 +26,7 @@ __all__ = [
     "EvalConfig",
     "GRPOConfig",
     "HealthConfig",
+    "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ReasoningGymConfig",

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from relaxd.config.algorithm import AlgorithmConfig
 from relaxd.config.base import Section
 from relaxd.config.health import HealthConfig
+from relaxd.config.moe import MoEConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
 
 
@@ -199,9 +200,18 @@ class TrainerConfig(Section):
     """Ranks that share each micro-batch's tokens, and within attention its heads."""
     expert_parallel: int = Field(default=1, ge=1)
     """Ranks that share the experts."""
-    recompute: Literal["none", "full"] = "none"
-    """full: keep only what goes into each layer, and compute the rest again in the backward pass: a third more work for
-    a tenth of the memory."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What a layer computes again in the backward pass instead of keeping it. selective: norms, rotated heads and the
+    first half of the MLP or experts, but not attention: about a twentieth more work for a third of the memory. full:
+    everything, from the layer's input: a third more work for a twentieth of the memory."""
+    recompute_layers: int = Field(default=0, ge=0)
+    """Recompute in the first so many layers of each pipeline stage only; the others keep everything. 0 means all."""
+    attention: Literal["auto", "cudnn", "varlen"] = "auto"
+    """Attention kernels on GPUs in bfloat16. cudnn: cuDNN's, for packed sequences (needs the package
+    nvidia-cudnn-frontend and an H100 or newer). varlen: torch's variable-length kernel, with FlashAttention 3 where
+    that is installed. auto: cudnn where it works, else varlen."""
+    moe: MoEConfig = MoEConfig()
+    """Mixture-of-experts models."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -109,6 +109,24 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("kl", "step", "1", "Mean estimate of the KL divergence to the reference, when the loss has one."),
         Metric("entropy", "step", "1", "Mean entropy of the policy at the trained tokens, when the loss needs it."),
+        Metric(
+            "expert_load_max",
+            "step",
+            "1",
+            "Tokens of a layer's fullest expert over the mean of its experts, in the layer where that is most. "
+            "Mixture-of-experts models only, as the next ones.",
+        ),
+        Metric("expert_load_mean", "step", "1", "The same, averaged over layers."),
+        Metric("expert_load_empty", "step", "1", "Share of experts that no token of the step went to."),
+        Metric("expert_dropped", "step", "1", "Share of tokens that an expert had no room for: always 0."),
+        Metric(
+            "expert_balance_loss",
+            "step",
+            "1",
+            "Load-balancing loss, averaged over layers, without its coefficient; 1 under an even load. With "
+            "trainer.moe.aux_loss_coef or z_loss_coef only.",
+        ),
+        Metric("expert_z_loss", "step", "1", "The routers' z-loss, likewise."),
         Metric("tokens", "step", "{token}", "Tokens of the step, prompts included."),
         Metric("samples", "step", "{sample}", "Samples of the step."),
         Metric("groups", "step", "{group}", "Groups of the step."),

@@ -6,11 +6,17 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from services.trainer.attention.attention_kernels import attention_kernel, varlen_attention
+from services.trainer.attention.heads import rotary_table, rotate, split_heads
+from services.trainer.attention.sequence_layout import cudnn_runs, sequence_layout, spread_out
 from services.trainer.batch.packing import TrainSample, pack
+from services.trainer.kernels.grouped_products import grouped_kernels
 from services.trainer.kernels.swiglu import swiglu
 from services.trainer.learner.logprobs import VocabShard, token_logprobs
-from services.trainer.model.heads import rotary_table, rotate, split_heads
-from services.trainer.model.sequence_layout import sequence_layout, spread_out
+from services.trainer.mlp.expert_rows import sort_by_expert
+from services.trainer.mlp.experts import _Experts
+from services.trainer.mlp.router import float32_logits
+from tests.expert_formulas import EXPERTS, LOADS, choose, mixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -114,7 +120,7 @@ def test_gradients_of_shared_prompts() -> None:
     ones = np.ones(20, np.float32)
     columns = {"loss_mask": mask, "rollout_logprobs": ones, "advantages": ones, "weight": ones}
     batch = pack([TrainSample.from_response(prompt, np.arange(20) + i, **columns) for i in range(5)])
-    layout = sequence_layout(batch, torch.device("cuda"), varlen=True)
+    layout = sequence_layout(batch, torch.device("cuda"), "varlen")
     assert layout.shared
     x = leaf(len(batch.tokens), 3, 100)
     reference = exact(x)
@@ -124,3 +130,110 @@ def test_gradients_of_shared_prompts() -> None:
     assert x.grad is not None
     assert reference.grad is not None
     assert relative(x.grad, reference.grad) < 5e-3
+
+
+LENGTHS = {
+    "one": [3000],
+    "equal": [512] * 4,
+    "mixed": [2049, 1, 700, 128, 129, 30, 1500],
+    "short": [1 + i * 7 % 200 for i in range(150)],
+    "one long": [3000, *[200] * 40],
+}
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+    """Causal attention, sequence after sequence, in the inputs' precision."""
+    outputs = []
+    for q, k, v in zip(*(x.transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True):
+        k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
+        outputs.append(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+    return torch.cat(outputs, 1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("heads", [(16, 8), (32, 4), (3, 3)])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("kernel", ["cudnn", "varlen"])
+def test_attention(kernel: str, lengths: list[int], heads: tuple[int, int]) -> None:
+    if kernel == "cudnn" and attention_kernel(torch.device("cuda"), torch.bfloat16, 128, "auto") != "cudnn":
+        pytest.skip("cuDNN's attention doesn't work here")
+    tokens, scale = sum(lengths), 128**-0.5
+    inputs = [leaf(tokens, count, 128) for count in (heads[0], heads[1], heads[1])]
+    if kernel == "cudnn":
+        from services.trainer.attention.cudnn_attention import cudnn_attention
+
+        ours = cudnn_attention(*inputs, cudnn_runs(lengths, torch.device("cuda")), scale)
+    else:
+        cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
+        ours = varlen_attention(*inputs, cu_seqlens, max(lengths), scale)
+    exact_inputs = [x.detach().float().requires_grad_() for x in inputs]
+    expected = attend(*exact_inputs, lengths)
+    grad = torch.randn_like(ours)
+    expected.backward(grad.float())
+    ours.backward(grad)
+    assert relative(ours, expected.double()) < 5e-3
+    for a, b in zip(inputs, exact_inputs, strict=True):
+        assert relative(a.grad, b.grad.double()) < 1e-2
+
+
+@pytest.mark.parametrize("remake", [False, True])
+@pytest.mark.parametrize("load", LOADS)
+def test_experts(load: str, remake: bool) -> None:
+    if not grouped_kernels():
+        pytest.skip("grouped matrix products don't work here")
+    experts = choose(load, 1000).cuda()
+    hidden, ffn, tokens = 192, 136, len(experts)
+    x, weights = leaf(tokens, hidden), torch.rand(tokens, 2, device="cuda", requires_grad=True)
+    fc1, fc2 = leaf(EXPERTS, 2, ffn, hidden), leaf(EXPERTS, hidden, ffn)
+    for matrix in (fc1, fc2):
+        matrix.main_grad = torch.ones(matrix.shape, device="cuda")  # type: ignore[attr-defined]
+    exact_inputs = [exact(tensor) for tensor in (x, weights, fc1, fc2)]
+    expected = mixture(exact_inputs[0], exact_inputs[1], experts, *exact_inputs[2:])
+    grad = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    expected.backward(grad.double())
+    torch.cuda.set_sync_debug_mode("error")  # nothing waits for the GPU
+    try:
+        places, ends = sort_by_expert(experts, EXPERTS)
+        ours = _Experts.apply(x, weights, fc1, fc2, places, ends, remake)
+        ours.backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert relative(ours, expected) < 1e-2
+    for a, b in zip((x.grad, weights.grad), exact_inputs, strict=False):
+        assert relative(a, b.grad) < 1e-2
+    for a, b in zip((fc1, fc2), exact_inputs[2:], strict=True):
+        assert a.grad is None
+        assert relative(a.main_grad - 1, b.grad) < 1e-2
+        unused = b.grad.flatten(1).norm(dim=1) == 0
+        assert bool((a.main_grad[unused] == 1).all())
+
+
+def test_router_logits() -> None:
+    x, weight = leaf(3000, 512), leaf(64, 512)
+    weight.main_grad = torch.ones(64, 512, device="cuda")  # type: ignore[attr-defined]
+    exact_x, exact_weight = exact(x), exact(weight)
+    grad = torch.randn(3000, 64, device="cuda")
+    expected, ours = exact_x @ exact_weight.t(), float32_logits(x, weight)
+    expected.backward(grad.double())
+    ours.backward(grad)
+    assert ours.dtype == torch.float32
+    assert relative(ours, expected) < 1e-6
+    assert relative(x.grad, exact_x.grad) < 3e-3  # rounded once, to bf16
+    assert relative(weight.main_grad - 1, exact_weight.grad) < 5e-5  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [256, 2560, 4096])
+@pytest.mark.parametrize("adds", [True, False])
+def test_norm_of_a_sum(adds: bool, width: int) -> None:
+    from services.trainer.kernels.norm_kernels import norm_backward, norm_forward
+
+    x, addend, weight = leaf(3001, 1, width), leaf(3001, 1, width), leaf(width)
+    grad_total, grad = torch.randn_like(x), torch.randn_like(x)
+    total, output, inverses = norm_forward(x.detach(), addend.detach() if adds else None, weight.detach(), 1e-6)
+    exact_x, exact_weight = exact(x.detach() + addend.detach() if adds else x), exact(weight)
+    expected = functional.rms_norm(exact_x, (width,), exact_weight, 1e-6)
+    torch.autograd.backward([exact_x * 1.0, expected], [grad_total.double(), grad.double()])
+    grad_x, grad_weight = norm_backward(total, weight.detach(), inverses, grad_total, grad)
+    assert torch.equal(total.double(), exact_x)
+    assert relative(output, expected) < 3e-3
+    assert relative(grad_x, exact_x.grad) < 3e-3
+    assert relative(grad_weight, exact_weight.grad) < 3e-3

@@ -17,6 +17,8 @@ BLOCK = 1024
 PROGRAMS = 1056
 """Programs that share the tokens in the heads' backward pass (eight for each of an H100's multiprocessors); each adds
 up its part of the norms' gradients."""
+ROWS = 16
+"""Heads that such a program works on at once."""
 
 
 @triton.jit
@@ -118,26 +120,36 @@ def _heads_forward(
 def _heads_backward(
     qkv, query_weight, key_weight, table, grad_query, grad_key, grad_value, grad_qkv, grad_weights, tokens, groups,
     epsilon, programs,
-    HEADS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    ROWS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, HALF)
-    sum_q1 = tl.zeros((HALF,), tl.float32)
-    sum_q2 = tl.zeros((HALF,), tl.float32)
-    sum_k1 = tl.zeros((HALF,), tl.float32)
-    sum_k2 = tl.zeros((HALF,), tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for step in range(tl.cdiv(tokens - program, programs)):
-        token = program + step * programs
-        in_qkv, in_queries, in_keys, is_query, is_key, is_value = _places(token, groups, HEADS, QUERIES, HALF)
+    # A row is a head of a token, as they lie in qkv.
+    heads = groups * (QUERIES + 2)
+    column = tl.arange(0, HALF)[None, :]
+    sum_q1 = tl.zeros((ROWS, HALF), tl.float32)
+    sum_q2 = tl.zeros((ROWS, HALF), tl.float32)
+    sum_k1 = tl.zeros((ROWS, HALF), tl.float32)
+    sum_k2 = tl.zeros((ROWS, HALF), tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(tokens * heads, ROWS), programs):
+        row = block * ROWS + tl.arange(0, ROWS)
+        token = (row // heads).to(tl.int64)
+        group = row % heads // (QUERIES + 2)
+        place = row % heads % (QUERIES + 2)
+        inside = row < tokens * heads
+        in_qkv = row.to(tl.int64)[:, None] * (2 * HALF) + column
+        in_queries = ((token * groups + group) * QUERIES + place)[:, None] * (2 * HALF) + column
+        in_keys = (token * groups + group)[:, None] * (2 * HALF) + column
+        is_query = (inside & (place < QUERIES))[:, None]
+        is_key = (inside & (place == QUERIES))[:, None]
+        is_value = (inside & (place == QUERIES + 1))[:, None]
+        rotated = is_query | is_key
         one = tl.load(grad_query + in_queries, mask=is_query, other=0.0).to(tl.float32)
         one += tl.load(grad_key + in_keys, mask=is_key, other=0.0).to(tl.float32)
         two = tl.load(grad_query + in_queries + HALF, mask=is_query, other=0.0).to(tl.float32)
         two += tl.load(grad_key + in_keys + HALF, mask=is_key, other=0.0).to(tl.float32)
-        cos = tl.load(table + token * HALF + column)[None, :]
-        sin = tl.load(table + (tokens + token) * HALF + column)[None, :]
+        cos = tl.load(table + token[:, None] * HALF + column, mask=rotated, other=0.0)
+        sin = tl.load(table + (tokens + token)[:, None] * HALF + column, mask=rotated, other=0.0)
         first = one * cos + two * sin
         second = two * cos - one * sin
-        rotated = is_query | is_key
         if NORM:
             x1 = tl.load(qkv + in_qkv, mask=rotated, other=0.0).to(tl.float32)
             x2 = tl.load(qkv + in_qkv + HALF, mask=rotated, other=0.0).to(tl.float32)
@@ -145,14 +157,14 @@ def _heads_backward(
             inverse = (1.0 / tl.sqrt(square + epsilon))[:, None]
             x1 = x1 * inverse
             x2 = x2 * inverse
-            sum_q1 += tl.sum(tl.where(is_query, first * x1, 0.0), 0)
-            sum_q2 += tl.sum(tl.where(is_query, second * x2, 0.0), 0)
-            sum_k1 += tl.sum(tl.where(is_key, first * x1, 0.0), 0)
-            sum_k2 += tl.sum(tl.where(is_key, second * x2, 0.0), 0)
-            q1 = tl.load(query_weight + column).to(tl.float32)[None, :]
-            q2 = tl.load(query_weight + HALF + column).to(tl.float32)[None, :]
-            k1 = tl.load(key_weight + column).to(tl.float32)[None, :]
-            k2 = tl.load(key_weight + HALF + column).to(tl.float32)[None, :]
+            sum_q1 += tl.where(is_query, first * x1, 0.0)
+            sum_q2 += tl.where(is_query, second * x2, 0.0)
+            sum_k1 += tl.where(is_key, first * x1, 0.0)
+            sum_k2 += tl.where(is_key, second * x2, 0.0)
+            q1 = tl.load(query_weight + column).to(tl.float32)
+            q2 = tl.load(query_weight + HALF + column).to(tl.float32)
+            k1 = tl.load(key_weight + column).to(tl.float32)
+            k2 = tl.load(key_weight + HALF + column).to(tl.float32)
             first = first * tl.where(is_query, q1, k1)
             second = second * tl.where(is_query, q2, k2)
             mean = ((tl.sum(first * x1, 1) + tl.sum(second * x2, 1)) / (2 * HALF))[:, None]
@@ -165,11 +177,11 @@ def _heads_backward(
         tl.store(grad_qkv + in_qkv, first, mask=is_value)
         tl.store(grad_qkv + in_qkv + HALF, second, mask=is_value)
     if NORM:
-        output = grad_weights + program * 4 * HALF + column
-        tl.store(output, sum_q1)
-        tl.store(output + HALF, sum_q2)
-        tl.store(output + 2 * HALF, sum_k1)
-        tl.store(output + 3 * HALF, sum_k2)
+        output = grad_weights + tl.program_id(0).to(tl.int64) * 4 * HALF + tl.arange(0, HALF)
+        tl.store(output, tl.sum(sum_q1, 0))
+        tl.store(output + HALF, tl.sum(sum_q2, 0))
+        tl.store(output + 2 * HALF, tl.sum(sum_k1, 0))
+        tl.store(output + 3 * HALF, tl.sum(sum_k2, 0))
 
 
 def _warps(heads: int, head_size: int) -> int:
@@ -216,15 +228,14 @@ def heads_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of qkv and of the norms' weights, from those of what `heads_forward` returned."""
     tokens, heads = qkv.shape[0], qkv.shape[1] // head_size
-    programs = min(tokens, PROGRAMS)
+    programs = min(triton.cdiv(tokens * heads, ROWS), PROGRAMS)
     grad_qkv = torch.empty_like(qkv)
     sums = torch.empty(programs, 2, head_size, dtype=torch.float32, device=qkv.device)
     query_weight, key_weight = norms or (qkv, qkv)
     grad_query, grad_key, grad_value = (grad.contiguous() for grad in grads)
     _heads_backward[(programs,)](
         qkv, query_weight, key_weight, table, grad_query, grad_key, grad_value, grad_qkv, sums, tokens, groups,
-        epsilon, programs, triton.next_power_of_2(heads), heads // groups - 2, head_size // 2, norms is not None,
-        num_warps=_warps(heads, head_size),
+        epsilon, programs, ROWS, heads // groups - 2, head_size // 2, norms is not None,
     )  # fmt: skip
     if norms is None:
         return grad_qkv, None, None

@@ -22,6 +22,9 @@ from torch import Tensor
 
 from relaxd.algorithms import LossInputs, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
+from services.trainer.attention.attention_kernels import attention_kernel
+from services.trainer.attention.heads import rotary_table
+from services.trainer.attention.sequence_layout import SequenceLayout, sequence_layout, to_device
 from services.trainer.batch.packing import PackedMicroBatch, with_padding
 from services.trainer.learner import mismatch
 from services.trainer.learner.checkpoint import Snapshot, Stateful, load_snapshot
@@ -39,8 +42,9 @@ from services.trainer.learner.optimizer import (
 from services.trainer.learner.sums import add, bits, total
 from services.trainer.megatron.host_memory import GIVE_BACK_STEPS, give_back
 from services.trainer.megatron.parallel import initialize
+from services.trainer.mlp import expert_load
+from services.trainer.mlp.routing import RouterInputs
 from services.trainer.model.architecture import read_architecture
-from services.trainer.model.heads import rotary_table
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
     exported_parameters,
@@ -49,8 +53,14 @@ from services.trainer.model.hf_weights import (
     load_hf,
     save_hf,
 )
-from services.trainer.model.model import PolicyModel, build_model, padded_vocab, transformer_config
-from services.trainer.model.sequence_layout import SequenceLayout, sequence_layout, to_device
+from services.trainer.model.model import (
+    PolicyModel,
+    build_model,
+    freeze_routers,
+    padded_vocab,
+    routers,
+    transformer_config,
+)
 
 COLUMNS = ("rollout_logprobs", "advantages", "weight", "logprobs_comparable", "temperature", "ref_logprobs")
 """What the loss needs of each trained token."""
@@ -126,6 +136,9 @@ class Learner:
         if tell is not None:
             self.world.disk.tell = tell
         self._algorithm = create(algorithm)
+        self._kernel = attention_kernel(
+            self.world.device, self._megatron_config.params_dtype, self._shape.head_size, trainer.attention
+        )
         self._frequencies = self._shape.inverse_frequencies().to(self.world.device)
         rows = padded_vocab(self._shape.vocab_size, self.world.tensor_size) // self.world.tensor_size
         start = rows * self.world.tensor_rank
@@ -137,6 +150,9 @@ class Learner:
         )
         self._policy = build_model(self._shape, self._megatron_config, self.world)
         load_hf(self._policy, model_folder, self._shape, self.world)
+        self._routers = routers(self._policy)
+        if trainer.moe.freeze_router:
+            freeze_routers(self._policy)
         self._reference = self._frozen_copy() if self._algorithm.needs_reference else None
         self._model = DataParallel(self._policy)
         self._optimizer = build_optimizer(self._model, trainer)
@@ -200,6 +216,7 @@ class Learner:
         if not normalizer > 0:
             raise ValueError(f"normalizer is {normalizer}: it must be positive")
         totals, self._sums = total(self._sums, self.world), {}
+        load = self._expert_load()
         measured = totals.pop("mismatch", None)
         sums = {name: float(value) for name, value in totals.items()}
         tokens, loss = sums.pop("tokens", 0.0), sums.pop("loss", 0.0) / normalizer
@@ -228,12 +245,13 @@ class Learner:
             give_back()
         lr = float(self._optimizer.param_groups[0]["lr"])
         metrics = {name: value / max(tokens, 1.0) for name, value in sums.items()}
-        metrics |= mismatch.metrics(measured) if measured is not None else {}
+        metrics |= load | (mismatch.metrics(measured) if measured is not None else {})
         return StepStats(self._step, loss, grad_norm, skipped, lr, int(tokens), metrics)
 
     def discard(self) -> None:
         """Forget the gradients that were accumulated since the last `finish`."""
         self._sums, self._accumulated = {}, False
+        expert_load.forget(self._routers)
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
@@ -314,6 +332,13 @@ class Learner:
     def _stateful(self) -> Stateful:
         return Stateful(self._policy, self._optimizer, self._schedule, self.world)
 
+    def _expert_load(self) -> dict[str, float]:
+        if not self._routers:
+            return {}
+        moe = self._config.moe
+        with_losses = moe.aux_loss_coef > 0 or moe.z_loss_coef > 0
+        return expert_load.metrics(self._routers, self.world, with_losses=with_losses)
+
     def _weights_changed(self) -> None:
         if self._changed is not None:
             self._changed.record(torch.cuda.current_stream(self.world.device))
@@ -388,11 +413,11 @@ class Learner:
         trained, predicting = trained[places], predicting[places] - begin
         names = [name for name in COLUMNS if getattr(batch, name) is not None]
         columns = np.stack([getattr(batch, name)[trained].astype(np.float32) for name in names])
-        varlen = device.type == "cuda" and self._config.dtype == "bfloat16"
+        router = RouterInputs(weight=float(batch.weight[batch.loss_mask == 1].sum()))
         return _Inputs(
             tokens=to_device(batch.tokens[begin : begin + share], device).unsqueeze(0),
             rotary=rotary_table(to_device(batch.positions, device), self._frequencies),
-            layout=sequence_layout(batch, device, varlen=varlen),
+            layout=sequence_layout(batch, device, self._kernel, router),
             places=to_device(places, device),
             targets=to_device(batch.tokens[trained], device),
             predicting=to_device(predicting, device),

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.learner import mismatch
+from services.trainer.learner.learner import mismatch
 from services.trainer.megatron.parallel import World
 
 

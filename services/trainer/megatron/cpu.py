@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import CodeType, ModuleType
-from typing import Any
 
 import torch
 
@@ -51,14 +50,6 @@ _MODULE_REWRITES: dict[str, list[tuple[str, str]]] = {
         ("for param in params if param.is_cuda]", "for param in params]"),
         ("offload_params_numel < offload_threshold and param.is_cuda:", "offload_params_numel < offload_threshold:"),
         (".cpu().pin_memory()", ""),
-    ],
-    # gloo's all-to-all wants its splits as numbers, and Megatron only converts them when they live on a GPU.
-    "megatron.core.transformer.moe.moe_utils": [
-        (
-            "if torch.is_tensor(tensor) and tensor.is_cuda:",
-            "if torch.is_tensor(tensor) and as_numpy:\n        return tensor.numpy()\n"
-            "    if torch.is_tensor(tensor) and tensor.is_cuda:",
-        ),
     ],
 }
 
@@ -162,15 +153,6 @@ def install() -> bool:
         raise ImportError("megatron.core was imported before services.trainer.megatron.cpu")
     sys.meta_path.insert(0, _Finder())
     return True
-
-
-def repair_moe() -> None:
-    """Define `te_general_gemm`, which Megatron's router reads but leaves unbound without Transformer Engine."""
-    from megatron.core.transformer.moe import moe_utils
-
-    module: Any = moe_utils
-    if not hasattr(module, "te_general_gemm"):
-        module.te_general_gemm = None
 
 
 BRIDGED = install()

@@ -1,4 +1,4 @@
-"""Fusions that Megatron has options for but leaves to apex and Transformer Engine, with what torch and Triton offer."""
+"""A fusion that Megatron has an option for but leaves to apex, with what torch offers."""
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
@@ -6,11 +6,9 @@ import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 from typing import Any
 
 import megatron.core.tensor_parallel.layers as layers
-import megatron.core.transformer.mlp as mlp
 from torch import Tensor
 
 from services.trainer.kernels.gradients import add_product_
-from services.trainer.kernels.swiglu import swiglu
 
 
 class _MatrixProducts:
@@ -22,19 +20,8 @@ class _MatrixProducts:
         add_product_(main_grad, grad_output, total_input)
 
 
-def _swiglu(x: Tensor, bias: None, *_: object) -> Tensor:
-    return swiglu(x)
-
-
-def _weighted_swiglu(x: Tensor, bias: None, weights: Tensor, *_: object) -> Tensor:
-    return (swiglu(x) * weights).to(x.dtype)
-
-
 def install() -> None:
-    """Make Megatron's options gradient_accumulation_fusion and bias_activation_fusion (SwiGLU) work on a bare GPU."""
+    """Make Megatron's option gradient_accumulation_fusion work on a bare GPU."""
     bare_layers: Any = layers
     bare_layers.fused_weight_gradient_mlp_cuda = _MatrixProducts
     bare_layers._grad_accum_fusion_available = True
-    bare_mlp: Any = mlp
-    bare_mlp.bias_swiglu_impl = _swiglu
-    bare_mlp.weighted_bias_swiglu_impl = _weighted_swiglu

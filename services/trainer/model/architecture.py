@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-ModelType = Literal["llama", "qwen3", "qwen3_moe"]
-SUPPORTED: tuple[str, ...] = ("llama", "qwen3", "qwen3_moe")
+ModelType = Literal["llama", "qwen3", "qwen2_moe", "qwen3_moe"]
+SUPPORTED: tuple[str, ...] = ("llama", "qwen3", "qwen2_moe", "qwen3_moe")
 
 
 class ModelError(ValueError):
@@ -28,6 +28,8 @@ class Experts:
     """Inner width of one expert."""
     normalize: bool
     """Whether the chosen experts' weights are normalised to add up to 1."""
+    shared_ffn_size: int | None
+    """Inner width of the expert that all tokens go to, times a gate; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Architecture:
     """Whether the output layer is the embedding."""
     qk_norm: bool
     """Whether queries and keys are normalised per head."""
+    qkv_bias: bool
+    """Whether queries, keys and values have biases."""
     experts: Experts | None
     """Mixture of experts, or None for a dense model."""
     rope: dict[str, Any]
@@ -126,8 +130,9 @@ def _parse(config: dict[str, Any]) -> Architecture:
         norm_epsilon=config["rms_norm_eps"],
         max_positions=config["max_position_embeddings"],
         tied_embeddings=config.get("tie_word_embeddings", False),
-        qk_norm=model_type != "llama",
-        experts=_experts(config) if model_type == "qwen3_moe" else None,
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
+        qkv_bias=model_type == "qwen2_moe" and config.get("qkv_bias", True),
+        experts=_experts(config) if model_type.endswith("_moe") else None,
         rope=_rope(config),
     )
 
@@ -144,6 +149,7 @@ def _experts(config: dict[str, Any]) -> Experts:
         per_token=config["num_experts_per_tok"],
         ffn_size=config["moe_intermediate_size"],
         normalize=config.get("norm_topk_prob", False),
+        shared_ffn_size=config["shared_expert_intermediate_size"] if config["model_type"] == "qwen2_moe" else None,
     )
 
 

@@ -100,16 +100,18 @@ def load_hf(model: torch.nn.Module, folder: Path, shape: Architecture, world: Wo
     with world.disk.together(f"reading {folder}") as progress:
         source = HFFolder(folder)
         parameters = dict(model.named_parameters())
+        missing = set(parameters)
         for entry in entries(shape, world.stage, world.stages, world.expert_size):
             mine = entry.parts[world.expert_rank if entry.expert else 0]
             dense, expert = (world.tensor_rank, world.tensor_size), (world.expert_tensor_rank, world.expert_tensor_size)
             rank, size = expert if entry.expert else dense
             tensors = [source.read(part.name, part.shape) for part in mine]
-            parameter = parameters.pop(entry.megatron)
-            parameter.copy_(entry.layout.shard(tensors, rank, size, shape))
-            progress(parameter.nbytes)
-        if parameters:
-            raise AssertionError(f"no rule of the mapping loads {sorted(parameters)}")
+            part = entry.of(parameters[entry.megatron])
+            part.copy_(entry.layout.shard(tensors, rank, size, shape))
+            missing.discard(entry.megatron)
+            progress(part.nbytes)
+        if missing:
+            raise AssertionError(f"no rule of the mapping loads {sorted(missing)}")
 
 
 Exported = list[tuple[Entry, torch.nn.Parameter]]
@@ -144,7 +146,7 @@ def gather_hf_tensors(
         group = groups.experts if entry.expert else groups.dense
         if group is None:
             continue
-        parameter = whole.detach()
+        parameter = entry.of(whole.detach())
         if entry.layout is Replicated or group.size() == 1:
             shards = [parameter]
         else:

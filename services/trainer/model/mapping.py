@@ -96,12 +96,27 @@ class QueryKeyValue:
         return [part.reshape(-1, full.shape[-1]) for part in heads.split([per_group, 1, 1], dim=1)]
 
 
+class QueryKeyValueBias:
+    """The biases of `QueryKeyValue`, in the same order."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """This rank's heads."""
+        return QueryKeyValue.shard([part.unsqueeze(-1) for part in parts], rank, size, shape).squeeze(-1)
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Queries, keys and values of all heads."""
+        merged = QueryKeyValue.merge([shard.unsqueeze(-1) for shard in shards], shapes, shape)
+        return [part.squeeze(-1) for part in merged]
+
+
 @dataclass(frozen=True)
 class Rule:
     """One line of the table."""
 
     megatron: str
-    """Name of Megatron's parameter; {layer} counts within the stage, {expert} within the rank."""
+    """Name of Megatron's parameter; {layer} counts within the stage."""
     layout: type[Layout]
     """How it is fused and cut."""
     parts: tuple[tuple[str, str], ...]
@@ -157,6 +172,19 @@ QK_NORM = tuple(
 )
 """Per-head norms of Qwen3."""
 
+QKV_BIAS = (
+    Rule(
+        f"{_LAYER}.self_attention.linear_qkv.bias",
+        QueryKeyValueBias,
+        (
+            (f"{_HF_LAYER}.self_attn.q_proj.bias", "query"),
+            (f"{_HF_LAYER}.self_attn.k_proj.bias", "kv"),
+            (f"{_HF_LAYER}.self_attn.v_proj.bias", "kv"),
+        ),
+    ),
+)
+"""Biases of Qwen2."""
+
 DENSE_MLP = (
     Rule(
         f"{_LAYER}.mlp.linear_fc1.weight",
@@ -170,26 +198,51 @@ DENSE_MLP = (
 ROUTER = (Rule(f"{_LAYER}.mlp.router.weight", Replicated, ((f"{_HF_LAYER}.mlp.gate.weight", "experts hidden"),)),)
 """What chooses the experts."""
 
-_EXPERT, _HF_EXPERT = f"{_LAYER}.mlp.experts.local_experts.{{expert}}", f"{_HF_LAYER}.mlp.experts.{{expert}}"
+_EXPERTS, _HF_EXPERT = f"{_LAYER}.mlp.experts", f"{_HF_LAYER}.mlp.experts.{{expert}}"
 EXPERT = (
     Rule(
-        f"{_EXPERT}.linear_fc1.weight",
+        f"{_EXPERTS}.linear_fc1",
         Rows,
         (
             (f"{_HF_EXPERT}.gate_proj.weight", "expert_ffn hidden"),
             (f"{_HF_EXPERT}.up_proj.weight", "expert_ffn hidden"),
         ),
     ),
-    Rule(f"{_EXPERT}.linear_fc2.weight", Columns, ((f"{_HF_EXPERT}.down_proj.weight", "hidden expert_ffn"),)),
+    Rule(f"{_EXPERTS}.linear_fc2", Columns, ((f"{_HF_EXPERT}.down_proj.weight", "hidden expert_ffn"),)),
 )
-"""One expert."""
+"""One expert: its part of the parameters that the rank's experts share."""
+
+_SHARED, _HF_SHARED = f"{_LAYER}.mlp.shared_expert", f"{_HF_LAYER}.mlp.shared_expert"
+SHARED_EXPERT = (
+    Rule(
+        f"{_SHARED}.linear_fc1.weight",
+        Rows,
+        (
+            (f"{_HF_SHARED}.gate_proj.weight", "shared_ffn hidden"),
+            (f"{_HF_SHARED}.up_proj.weight", "shared_ffn hidden"),
+        ),
+    ),
+    Rule(f"{_SHARED}.linear_fc2.weight", Columns, ((f"{_HF_SHARED}.down_proj.weight", "hidden shared_ffn"),)),
+    Rule(f"{_SHARED}_gate.weight", Replicated, ((f"{_HF_SHARED}_gate.weight", "one hidden"),)),
+)
+"""The expert that all tokens go to, and its gate."""
 
 LAYER_RULES = {
     "llama": (*LAYER, *DENSE_MLP),
     "qwen3": (*LAYER, *QK_NORM, *DENSE_MLP),
+    "qwen2_moe": (*LAYER, *ROUTER),
     "qwen3_moe": (*LAYER, *QK_NORM, *ROUTER),
 }
 """The rules of a layer, by model_type; experts follow where the model has them."""
+
+
+def layer_rules(shape: Architecture) -> Iterator[Rule]:
+    """The rules of a layer, without those of its experts."""
+    yield from LAYER_RULES[shape.model_type]
+    if shape.qkv_bias:
+        yield from QKV_BIAS
+    if shape.experts is not None and shape.experts.shared_ffn_size is not None:
+        yield from SHARED_EXPERT
 
 
 @dataclass(frozen=True)
@@ -204,7 +257,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter of one pipeline stage, and the Hugging Face tensors in it."""
+    """One Megatron parameter of one pipeline stage, or an expert's part of it, and the Hugging Face tensors in it."""
 
     megatron: str
     """Name of the parameter on its rank."""
@@ -212,10 +265,20 @@ class Entry:
     """How it is fused and cut."""
     parts: tuple[tuple[Part, ...], ...]
     """Its tensors; for an expert those of each expert-parallel rank, else one tuple."""
-    expert: bool
-    """Whether ranks have different experts under this name, and not parts of one parameter."""
+    index: int | None
+    """Which part of the parameter it is: the expert's number on its rank; None: the whole. Ranks have different experts
+    under the same number, and not parts of one tensor."""
     exported: bool
     """Whether its tensors are exported from here."""
+
+    @property
+    def expert(self) -> bool:
+        """Whether it is an expert's."""
+        return self.index is not None
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Its part of the parameter, a view."""
+        return parameter if self.index is None else parameter[self.index].flatten(0, -2)
 
 
 def entries(shape: Architecture, stage: int, stages: int, expert_ranks: int) -> Iterator[Entry]:
@@ -233,7 +296,7 @@ def entries(shape: Architecture, stage: int, stages: int, expert_ranks: int) -> 
     per_stage = shape.layers // stages
     for layer in range(per_stage):
         whole = stage * per_stage + layer
-        yield from (_entry(rule, shape, layer, whole) for rule in LAYER_RULES[shape.model_type])
+        yield from (_entry(rule, shape, layer, whole) for rule in layer_rules(shape))
         per_rank = shape.experts.count // expert_ranks if shape.experts else 0
         for expert in range(per_rank):
             same_place = [rank * per_rank + expert for rank in range(expert_ranks)]
@@ -263,9 +326,11 @@ def _entry(
         "ffn": shape.ffn_size,
         "experts": shape.experts.count if shape.experts else 0,
         "expert_ffn": shape.experts.ffn_size if shape.experts else 0,
+        "shared_ffn": (shape.experts.shared_ffn_size if shape.experts else None) or 0,
+        "one": 1,
     }
     return Entry(
-        megatron=rule.megatron.format(layer=layer, expert=expert),
+        megatron=rule.megatron.format(layer=layer),
         layout=rule.layout,
         parts=tuple(
             tuple(
@@ -274,6 +339,6 @@ def _entry(
             )
             for i in experts
         ),
-        expert=expert is not None,
+        index=expert,
         exported=rule.exported,
     )

@@ -1,23 +1,24 @@
 """The policy: Megatron's GPT model built from a Hugging Face architecture, ending in hidden states, not logits."""
 
-import services.trainer.megatron.cpu as megatron_cpu  # must come before Megatron
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
 import torch
 import torch.nn.functional as functional
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from relaxd.config import TrainerConfig
+from services.trainer.attention.sequence_layout import SequenceLayout
 from services.trainer.megatron import gpu as megatron_gpu
 from services.trainer.megatron.parallel import World, expert_tensor_parallel
+from services.trainer.mlp.router import Router
 from services.trainer.model.architecture import Architecture, ModelError
 from services.trainer.model.layers import block_spec
-from services.trainer.model.sequence_layout import SequenceLayout
+from services.trainer.model.packed_layer import PolicyConfig
 
 
-def transformer_config(shape: Architecture, config: TrainerConfig) -> TransformerConfig:
+def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConfig:
     """Megatron's configuration for this model.
 
     Raises:
@@ -26,31 +27,34 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> Transforme
     _check_divisible(shape, config)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     experts = shape.experts
-    # On a GPU with bf16 there are substitutes for apex and Transformer Engine; Megatron's other fusions need those.
+    # On a GPU with bf16 there is a substitute for apex; Megatron's other fusions need that or Transformer Engine.
     fused = dtype is torch.bfloat16 and torch.cuda.is_available()
     if fused:
         megatron_gpu.install()
     fusions = {
         "gradient_accumulation_fusion": fused,
-        "bias_activation_fusion": fused,
+        "bias_activation_fusion": False,  # SwiGLU is ours
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
     }
     recompute = {}
+    layers = min(config.recompute_layers or shape.layers, shape.layers // config.pipeline_parallel)
     if config.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        recompute = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
     moe = {}
     if experts is not None:
-        megatron_cpu.repair_moe()
         moe = {
             "num_moe_experts": experts.count,
             "moe_router_topk": experts.per_token,
             "moe_ffn_hidden_size": experts.ffn_size,
-            # Softmax over the chosen experts only is the same as normalising the chosen ones' weights.
+            "moe_shared_expert_intermediate_size": experts.shared_ffn_size,
             "moe_router_pre_softmax": not experts.normalize,
-            "moe_router_load_balancing_type": "none",
+            "moe_router_load_balancing_type": "none",  # the routers are ours
+            "moe_aux_loss_coeff": config.moe.aux_loss_coef,
+            "moe_z_loss_coeff": config.moe.z_loss_coef,
         }
-    return TransformerConfig(
+    return PolicyConfig(
+        selective_layers=layers if config.recompute == "selective" else 0,
         num_layers=shape.layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.heads,
@@ -61,6 +65,7 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> Transforme
         normalization="RMSNorm",
         qk_layernorm=shape.qk_norm,
         add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
         gated_linear_unit=True,
         activation_func=functional.silu,
         attention_dropout=0.0,
@@ -73,7 +78,7 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> Transforme
         sequence_parallel=config.tensor_parallel > 1,
         # Micro-batches differ in length, so stages tell each other the shapes.
         variable_seq_lengths=config.pipeline_parallel > 1,
-        moe_token_dispatcher_type="alltoall",  # the one that allows it
+        moe_token_dispatcher_type="alltoall",  # which Megatron wants then, though ours is another
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -122,7 +127,7 @@ def padded_vocab(vocab_size: int, tensor_parallel: int) -> int:
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
-def build_model(shape: Architecture, config: TransformerConfig, world: World) -> PolicyModel:
+def build_model(shape: Architecture, config: PolicyConfig, world: World) -> PolicyModel:
     """Make this rank's stage of the model, with weights still to be loaded."""
     model = PolicyModel(
         config=config,
@@ -135,6 +140,17 @@ def build_model(shape: Architecture, config: TransformerConfig, world: World) ->
         share_embeddings_and_output_weights=shape.tied_embeddings,
     )
     return model.to(world.device)
+
+
+def freeze_routers(model: PolicyModel) -> None:
+    """Leave the routers as they are; gradients still pass through them. Before there are gradient buffers."""
+    for router in routers(model):
+        router.requires_grad_(False)
+
+
+def routers(model: torch.nn.Module) -> list[Router]:
+    """The routers of this stage, layer after layer; none in a dense model."""
+    return [module for module in model.modules() if isinstance(module, Router)]
 
 
 def _leave(tensor: Tensor) -> Tensor:
@@ -155,6 +171,8 @@ def _check_divisible(shape: Architecture, config: TrainerConfig) -> None:
     else:
         counts.append(("expert_parallel", config.expert_parallel, "experts", shape.experts.count))
         counts.append(("tensor_parallel", expert_tensor_parallel(config), "expert columns", shape.experts.ffn_size))
+        shared = shape.experts.shared_ffn_size or 0
+        counts.append(("tensor_parallel", config.tensor_parallel, "columns of the shared expert", shared))
     for field, size, what, count in counts:
         if count % size:
             raise ModelError(f"trainer.{field} is {size}: it must divide the model's {count} {what}")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.learner import checkpoint
+from services.trainer.learner.learner import checkpoint
 from services.trainer.megatron.parallel import shut_down
 from tests.conftest import free_port
 from tests.integration.trainer.checkpoint_worlds import CheckpointJob, run_job, run_world
@@ -54,6 +54,10 @@ def saved(folder: Path, models: dict[str, Path]) -> Results:
         "TP2 to PP2": CheckpointJob(qwen3, PP2, load=folder / "TP2"),
         "llama TP2 to PP2": CheckpointJob(llama, PP2, load=folder / "llama-TP2"),
         "TP2 to DP2": CheckpointJob(qwen3, DP2, load=folder / "TP2"),
+        "moe TP2": CheckpointJob(moe, TP2, save=folder / "moe-TP2"),
+        "EP2 to TP2": CheckpointJob(moe, TP2, load=folder / "EP2"),
+        "EP2 to PP2": CheckpointJob(moe, PP2, load=folder / "EP2"),
+        "moe TP2 to EP2": CheckpointJob(moe, EP2, load=folder / "moe-TP2"),
     }
     results = run_world(list(jobs.values()), 2, folder / "world", free_port())
     return dict(zip(jobs, results, strict=True))
@@ -99,7 +103,17 @@ def test_the_same_ranks_go_on_bit_for_bit(saved: Results, way: str) -> None:
             assert not np.array_equal(before["at_save"][name], tensor), name
 
 
-@pytest.mark.parametrize("ways", [("TP2", "TP2 to PP2"), ("llama TP2", "llama TP2 to PP2"), ("TP2", "TP2 to DP2")])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ("TP2", "TP2 to PP2"),
+        ("llama TP2", "llama TP2 to PP2"),
+        ("TP2", "TP2 to DP2"),
+        ("EP2", "EP2 to TP2"),
+        ("EP2", "EP2 to PP2"),
+        ("moe TP2", "moe TP2 to EP2"),
+    ],
+)
 def test_two_ranks_arranged_otherwise_go_on(saved: Results, ways: tuple[str, str]) -> None:
     before, after = (saved[way] for way in ways)
     at_save, at_load = merged(before, "at_save"), merged(after, "at_load")
@@ -110,11 +124,11 @@ def test_two_ranks_arranged_otherwise_go_on(saved: Results, ways: tuple[str, str
     check_close(merged(after, "tensors"), merged(before, "tensors"))
 
 
-@pytest.mark.parametrize("way", ["TP2", "DP2"])
+@pytest.mark.parametrize(("model", "way"), [("qwen3", "TP2"), ("qwen3", "DP2"), ("moe", "EP2")])
 def test_one_rank_goes_on_where_two_were(
-    saved: Results, way: str, folder: Path, models: dict[str, Path], alone: Any
+    saved: Results, model: str, way: str, folder: Path, models: dict[str, Path], alone: Any
 ) -> None:
-    result = alone(CheckpointJob(models["qwen3"], load=folder / way))
+    result = alone(CheckpointJob(models[model], load=folder / way))
     check_same_path(result, saved[way][0])
     check_close(result["tensors"], merged(saved[way], "tensors"))
 

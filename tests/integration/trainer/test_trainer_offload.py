@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from services.trainer.batch.packing import pack
-from services.trainer.learner import offload
-from services.trainer.learner.learner import Learner
+from services.trainer.learner.learner import Learner, offload
 from services.trainer.learner.offload import Offload, gradient_tensors, state_tensors
 from services.trainer.megatron.parallel import shut_down
 from tests.conftest import free_port

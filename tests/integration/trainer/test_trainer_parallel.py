@@ -33,7 +33,13 @@ def jobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     made = {(model, way): Job(models[model], WAYS[way], **train) for model in ("llama_tied", "qwen3") for way in WAYS}
     made |= {("qwen3_moe", way): Job(models["qwen3_moe"], WAYS[way], **train) for way in ("TP2", "EP2", "DP2", "CP2")}
     made = {key: job for key, job in made.items() if key[1] != "EP2" or key[0] == "qwen3_moe"}
+    made |= {("qwen2_moe", way): Job(models["qwen2_moe"], WAYS[way], **train) for way in ("TP2", "EP2", "PP2")}
     made["qwen3", "CP2 recompute"] = Job(models["qwen3"], {**CP, "recompute": "full"}, **train)
+    for model, way in (("qwen3", "TP2"), ("qwen2_moe", "TP2"), ("qwen3_moe", "EP2")):
+        made[model, f"{way} selective"] = Job(models[model], {**WAYS[way], "recompute": "selective"}, **train)
+    made["qwen3_moe", "PP2 one layer"] = Job(
+        models["qwen3_moe"], {**PP, "recompute": "full", "recompute_layers": 1}, **train
+    )
     bf16 = {"dtype": "bfloat16"}
     made["qwen3", "bf16"] = Job(models["qwen3"], bf16, steps=3)
     made["qwen3", "bf16 offloaded"] = Job(models["qwen3"], {**bf16, "optimizer": {"cpu_offload": True}}, steps=3)
@@ -55,7 +61,7 @@ def two_ranks(
 
 @pytest.fixture(scope="module")
 def one_rank(models: dict[str, Path], jobs: dict[tuple[str, str], Job]) -> dict[str, dict[str, Any]]:
-    trained = ("llama_tied", "qwen3", "qwen3_moe")
+    trained = ("llama_tied", "qwen3", "qwen2_moe", "qwen3_moe")
     algorithm = jobs["qwen3", "TP2"].algorithm
     return {model: run_job(Job(models[model], steps=3, pieces=3, algorithm=algorithm)) for model in trained}
 
@@ -64,7 +70,7 @@ def test_three_steps_are_the_same_however_the_ranks_are_arranged(
     two_ranks: dict[tuple[str, str], list[dict[str, Any]]], one_rank: dict[str, dict[str, Any]]
 ) -> None:
     trained = [key for key, results in two_ranks.items() if results[0]["trajectory"] and "bf16" not in key[1]]
-    assert len(trained) == 13
+    assert len(trained) == 20
     for key in trained:
         expected = one_rank[key[0]]["trajectory"]
         for rank in two_ranks[key]:
@@ -72,7 +78,11 @@ def test_three_steps_are_the_same_however_the_ranks_are_arranged(
                 assert ours.loss == pytest.approx(theirs.loss, abs=1e-4, rel=1e-4), key
                 assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4), key
                 assert (ours.lr, ours.tokens, ours.step) == (theirs.lr, theirs.tokens, theirs.step), key
-                assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-4), key
+                loads = {name: value for name, value in ours.metrics.items() if name.startswith("expert_load")}
+                others = {name: value for name, value in ours.metrics.items() if name not in loads}
+                assert others == pytest.approx({name: theirs.metrics[name] for name in others}, rel=1e-3, abs=1e-4), key
+                # A prompt that its group's cut repeats counts again, and so does padding.
+                assert loads == pytest.approx({name: theirs.metrics[name] for name in loads}, rel=0.05), key
 
 
 def test_trained_weights_are_the_same_too(

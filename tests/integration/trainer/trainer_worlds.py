@@ -17,7 +17,8 @@ import numpy as np
 
 from relaxd.config import AlgorithmConfig, TrainerConfig
 
-KINDS = ("llama", "qwen3", "qwen3_moe")
+KINDS = ("llama", "qwen3", "qwen2_moe", "qwen3_moe")
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 VOCAB = 259
 """Odd, so that two tensor-parallel ranks have to pad it."""
 
@@ -45,12 +46,16 @@ def make_model(folder: Path, kind: str, *, tied: bool = False, **changes: int) -
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
     elif kind == "qwen3":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings))
+    elif kind == "qwen2_moe":
+        del settings["head_dim"]
+        experts = {**EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 80}
+        model = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**settings, **experts))
     else:
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+        experts = {**EXPERTS, "norm_topk_prob": True}
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**settings, **experts))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or "bias" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
     return folder

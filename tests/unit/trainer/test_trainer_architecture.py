@@ -55,7 +55,7 @@ def test_rotary_frequencies_equal_those_of_transformers(tmp_path: Path, rope: di
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2': supported are llama, qwen3, qwen3_moe"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2': supported are llama, qwen3, qwen2_moe, qwen3_moe"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type is 'yarn'"),

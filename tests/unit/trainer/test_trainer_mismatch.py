@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.learner import mismatch
+from services.trainer.learner.learner import mismatch
 
 torch.set_num_threads(1)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,9 +12,34 @@ from torch import Tensor
 
 from services.trainer.batch.packing import PackedMicroBatch
 from services.trainer.kernels.fusion import fused_kernels
+from services.trainer.mlp.routing import RouterInputs
 
+AttentionKernel = Literal["blocks", "varlen", "cudnn"]
+"""How attention is computed: in padded blocks by torch's scaled_dot_product_attention, by torch's variable-length
+kernel, or by cuDNN's for packed sequences."""
 MAX_PADDING = 0.25
 """Sequences share one padded attention call while padding adds at most this share to their tokens."""
+RUN_RATIO = 16
+"""The longest sequence of a cuDNN call is at most so many times as long as its shortest may be."""
+WORTH_A_CALL = 8
+"""Fewer shorter sequences than this come along all the same."""
+SHORTEST = 128
+"""Tokens below which lengths make no difference to cuDNN."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Sequences of similar lengths, for one call of cuDNN. Their count and longest length are rounded up, so that few
+    different ones occur; what that adds has no tokens."""
+
+    count: int
+    """Sequences."""
+    longest: int
+    """No sequence is longer."""
+    lengths: Tensor
+    """int32 [count]: each one's tokens."""
+    begins: Tensor
+    """int64 [count + 1]: where each one begins in the spread-out tokens, and their number."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +50,12 @@ class SequenceLayout:
     """int32 [sequences + 1]: where each sequence begins in the spread-out tokens, and their number."""
     longest: int
     """Tokens of the longest sequence."""
+    kernel: AttentionKernel
+    """How attention is computed."""
     blocks: tuple[tuple[int, int], ...]
-    """(sequences, padded length) of each padded attention call; empty where the variable-length kernel is used."""
+    """(sequences, padded length) of each padded attention call."""
+    runs: tuple[Run, ...]
+    """The calls of cuDNN."""
     as_packed: bool
     """Whether the spread-out tokens are the packed ones as they lie, and nothing has to be moved."""
     spread: Tensor
@@ -40,16 +69,21 @@ class SequenceLayout:
     """int64 [P]: all places of the first token, then of the second ..."""
     copies_begin: Tensor
     """int64 [T + 1]: where in `copies` each token's begin, and P."""
+    router: RouterInputs
+    """For the routers of a mixture of experts."""
 
 
-def sequence_layout(batch: PackedMicroBatch, device: torch.device, *, varlen: bool) -> SequenceLayout:
+def sequence_layout(
+    batch: PackedMicroBatch, device: torch.device, kernel: AttentionKernel, router: RouterInputs | None = None
+) -> SequenceLayout:
     """Lay out the sequences of a micro-batch.
 
     Args:
         batch: the micro-batch.
         device: where to put the indices.
-        varlen: for torch's variable-length kernel, which needs no padding. Otherwise sequences of similar length come
-            into one padded block, so that there is one attention call and not one per sequence.
+        kernel: how attention is computed. Only "blocks" needs padding: sequences of similar length come into one padded
+            block, so that there is one attention call and not one per sequence.
+        router: for the routers of a mixture of experts.
     """
     begins, lengths_before = batch.prefixes[:, 0], batch.prefixes[:, 1]
     members = [
@@ -58,8 +92,8 @@ def sequence_layout(batch: PackedMicroBatch, device: torch.device, *, varlen: bo
         if begin < end
     ]
     lengths = [len(member) for member in members]
-    blocks = [] if varlen else _blocks(lengths)
-    order = list(range(len(members))) if varlen else [i for block in blocks for i in block]
+    blocks = _blocks(lengths) if kernel == "blocks" else []
+    order = [i for block in blocks for i in block] if blocks else list(range(len(members)))
     width_of = {i: lengths[block[0]] for block in blocks for i in block}
     padded = [np.pad(members[i], (0, width_of.get(i, lengths[i]) - lengths[i]), mode="wrap") for i in order]
     spread = np.concatenate(padded).astype(np.int64)
@@ -69,13 +103,16 @@ def sequence_layout(batch: PackedMicroBatch, device: torch.device, *, varlen: bo
     return SequenceLayout(
         to_device(cu_seqlens.astype(np.int32), device),
         max(lengths),
+        kernel,
         tuple((len(block), lengths[block[0]]) for block in blocks),
+        cudnn_runs(lengths, device) if kernel == "cudnn" else (),
         np.array_equal(spread, np.arange(len(batch.tokens))),
         to_device(spread, device),
         to_device(home, device),
         sum(lengths) > len(batch.tokens),
         to_device(np.argsort(spread, kind="stable"), device),
         to_device(np.cumsum([0, *np.bincount(spread, minlength=len(batch.tokens))]), device),
+        router or RouterInputs(),
     )
 
 
@@ -92,6 +129,34 @@ def _blocks(lengths: Sequence[int]) -> list[list[int]]:
                 continue
         blocks.append([i])
     return blocks
+
+
+def cudnn_runs(lengths: Sequence[int], device: torch.device) -> tuple[Run, ...]:
+    """Calls of cuDNN for sequences that lie one after the other.
+
+    A call starts programs for as many tokens as its longest sequence has, for each sequence; those of short ones have
+    nothing to do. So a long sequence gets no company of much shorter ones.
+    """
+    begins, runs = np.cumsum([0, *lengths]), []
+    left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    while left:
+        longest = max(rounded_up(lengths[left[0]], 2), SHORTEST)
+        least = longest // RUN_RATIO if longest > SHORTEST else 0
+        here = sorted(i for i in left if lengths[i] >= least)
+        if len(left) - len(here) < WORTH_A_CALL:
+            here = sorted(left)
+        left = left[len(here) :]
+        count = rounded_up(len(here), 4)
+        of_run, places = np.zeros(count, np.int32), np.full(count + 1, begins[-1], np.int64)
+        of_run[: len(here)], places[: len(here)] = [lengths[i] for i in here], begins[here]
+        runs.append(Run(count, longest, to_device(of_run, device), to_device(places, device)))
+    return tuple(runs)
+
+
+def rounded_up(number: int, steps: int) -> int:
+    """The next of few different numbers: so many between two powers of two; a power of two itself."""
+    step = max((1 << (number - 1).bit_length()) // (2 * steps), 1)
+    return -(-number // step) * step
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -1,0 +1,58 @@
+"""Causal attention within packed sequences."""
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from services.trainer.attention.attention_kernels import varlen_attention
+from services.trainer.attention.sequence_layout import SequenceLayout, bring_home, spread_out
+from services.trainer.kernels.recompute import Remaking
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each packed sequence, by the kernel that the sequences are laid out for."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, remaking: Remaking) -> Tensor:
+        """query [T, heads, size], key and value [T, kv_heads, size] -> [T, heads, size]."""
+        if not layout.as_packed:
+            # Repeated queries are computed for nothing: their output isn't read and their gradient is zero.
+            query = remaking(partial(spread_out, add_up=False), query, layout)
+            key, value = (remaking(partial(spread_out, add_up=layout.shared), x, layout) for x in (key, value))
+        scale = self.scale or query.shape[-1] ** -0.5
+        if layout.kernel == "cudnn":
+            from services.trainer.attention.cudnn_attention import cudnn_attention
+
+            output = cudnn_attention(query, key, value, layout.runs, scale)
+        elif layout.kernel == "varlen":
+            output = varlen_attention(query, key, value, layout.cu_seqlens, layout.longest, scale)
+        else:
+            output = self._blocks(query, key, value, layout, scale)
+        return output if layout.as_packed else remaking(bring_home, output, layout)
+
+    def _blocks(self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, scale: float) -> Tensor:
+        outputs, begin = [], 0
+        for count, width in layout.blocks:
+            end = begin + count * width
+            q, k, v = (x[begin:end].view(count, width, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+            block = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            outputs.append(block.transpose(1, 2).reshape(count * width, *query.shape[1:]))
+            begin = end
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
+        """Nothing to save."""
+        return {}

@@ -1,0 +1,105 @@
+"""Matrix products of all experts at once: each expert's rows with its own matrix."""
+
+import logging
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from services.trainer.kernels.fusion import fused_kernels
+from services.trainer.kernels.gradients import add_product_
+
+logger = logging.getLogger(__name__)
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """rows of e @ matrices[e], for every expert e.
+
+    Args:
+        rows: [R, k], contiguous, sorted by expert.
+        matrices: [E, k, n], each contiguous or transposed.
+        ends: int32 [E], where each expert's rows end.
+
+    Returns:
+        [R, n].
+    """
+    if not len(rows):
+        return rows.new_empty(0, matrices.shape[2])
+    if _grouped(rows, matrices.shape[2]):
+        product: Tensor = functional.grouped_mm(rows, matrices, offs=ends)
+        return product
+    output = rows.new_empty(len(rows), matrices.shape[2])
+    for expert, part in _parts(ends):
+        torch.mm(rows[part], matrices[expert], out=output[part])
+    return output
+
+
+def add_grouped_products_(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
+    """total[e] += (left's rows of e).T @ (right's rows of e), for every expert e, with float32 sums.
+
+    Args:
+        total: float32 [E, m, n], contiguous.
+        left: [R, m], contiguous, sorted by expert.
+        right: [R, n], of the same type.
+        ends: int32 [E], where each expert's rows end.
+    """
+    if not len(left):
+        return
+    if _grouped(left, right.shape[1]):
+        from services.trainer.kernels import expert_kernels
+
+        expert_kernels.add_grouped_products_(total, left, right, ends)
+        return
+    for expert, part in _parts(ends):
+        add_product_(total[expert], left[part], right[part])
+
+
+@lru_cache(maxsize=1)
+def grouped_kernels() -> bool:
+    """Whether this machine's GPU can multiply all experts at once, found out by doing it; logs once what is used."""
+    if not torch.cuda.is_available() or not fused_kernels():
+        return False
+    try:
+        _try_kernels()
+    except (AssertionError, AttributeError, ImportError, OSError, RuntimeError) as error:
+        logger.warning(
+            "experts are computed one after the other, which takes several times as long: a grouped matrix product "
+            "needs torch 2.10 and an H100 or newer, and fails here: %r",
+            error,
+        )
+        return False
+    logger.info("experts are computed at once, by grouped matrix products")
+    return True
+
+
+def _try_kernels() -> None:
+    """Raise RuntimeError unless the kernels give what a loop over three experts gives, one of them without a row."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        raise RuntimeError(f"the GPU has compute capability {torch.cuda.get_device_capability()}")
+    from services.trainer.kernels import expert_kernels
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    settings: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    rows, right = torch.randn(100, 64, **settings), torch.randn(100, 32, **settings)
+    matrices = torch.randn(3, 64, 32, **settings)
+    ends = torch.tensor([70, 70, 100], dtype=torch.int32, device="cuda")
+    product = functional.grouped_mm(rows, matrices, offs=ends)
+    total = torch.ones(3, 64, 32, device="cuda")
+    expert_kernels.add_grouped_products_(total, rows, right, ends)
+    for expert, part in _parts(ends):
+        torch.testing.assert_close(product[part], rows[part] @ matrices[expert], atol=0.1, rtol=0.02)
+        expected = 1 + rows[part].float().t() @ right[part].float()
+        torch.testing.assert_close(total[expert], expected, atol=0.01, rtol=0.01)
+
+
+def _grouped(rows: Tensor, width: int) -> bool:
+    aligned = rows.shape[1] % 8 == 0 and width % 8 == 0  # rows of 16 bytes
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and grouped_kernels()
+
+
+def _parts(ends: Tensor) -> list[tuple[int, slice]]:
+    """The experts that have rows, and which. On a GPU this waits for it."""
+    bounds = [0, *ends.tolist()]
+    return [(e, slice(bounds[e], bounds[e + 1])) for e in range(len(ends)) if bounds[e] < bounds[e + 1]]

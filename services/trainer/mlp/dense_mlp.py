@@ -1,0 +1,37 @@
+"""The MLP of a dense layer, and of an expert that all tokens share."""
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+from copy import copy
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from services.trainer.kernels.recompute import Remaking
+from services.trainer.kernels.swiglu import swiglu
+
+
+class DenseMLP(MLP):
+    """Megatron's MLP (its products and their tensor parallelism) with our SwiGLU."""
+
+    def __init__(self, config: TransformerConfig, ffn_size: int | None = None) -> None:
+        """`ffn_size` is the inner width; None: the configuration's."""
+        if ffn_size is not None:
+            config = copy(config)
+            config.ffn_hidden_size = ffn_size
+        backend = LocalSpecProvider()
+        linear = MLPSubmodules(linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear())
+        super().__init__(config, linear, ffn_hidden_size=config.ffn_hidden_size)
+
+    def forward(self, x: Tensor, remaking: Remaking) -> Tensor:
+        """x [T, 1, hidden] -> [T, 1, hidden]; where `remaking` is active, both products' inputs are made anew."""
+        first = remaking(self._first, x)
+        output, _ = self.linear_fc2(remaking(swiglu, first))
+        return output
+
+    def _first(self, x: Tensor) -> Tensor:
+        first, _ = self.linear_fc1(x)
+        return first

@@ -1,0 +1,54 @@
+"""How evenly a step's tokens were spread over the experts, and the routers' own losses."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from services.trainer.megatron.parallel import World
+from services.trainer.mlp.router import Router
+
+
+def forget(routers: Sequence[Router]) -> None:
+    """Begin to count anew."""
+    for router in routers:
+        router.load.zero_()
+        router.losses.zero_()
+
+
+def metrics(routers: Sequence[Router], world: World, *, with_losses: bool) -> dict[str, float]:
+    """The step's metrics, from what this stage's routers have counted. All ranks call it together, and all get it.
+
+    Args:
+        routers: this stage's; at least one.
+        world: this rank's place.
+        with_losses: whether the routers have losses of their own.
+
+    Returns:
+        expert_load_max: tokens of the layer's fullest expert over their mean, in the layer where that is most.
+        expert_load_mean: the same, averaged over layers.
+        expert_load_empty: share of the experts that no token went to.
+        expert_dropped: share of the tokens that an expert had no room for: always 0.
+        expert_balance_loss, expert_z_loss: the losses without their coefficients, averaged over layers.
+    """
+    layers, begin = len(routers) * world.stages, len(routers) * world.stage
+    counts = torch.zeros(layers, len(routers[0].load), dtype=torch.float64, device=world.device)
+    losses = torch.zeros(layers, 3, dtype=torch.float64, device=world.device)
+    counts[begin : begin + len(routers)] = torch.stack([router.load for router in routers]).double()
+    losses[begin : begin + len(routers)] = torch.stack([router.losses for router in routers]).double()
+    everything = torch.cat((counts, losses), 1)
+    if world.size > 1:
+        dist.all_reduce(everything)
+    everything = everything.cpu()
+    counts, losses = everything[:, :-3], everything[:, -3:]
+    fullest = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
+    found = {
+        "expert_load_max": float(fullest.max()),
+        "expert_load_mean": float(fullest.mean()),
+        "expert_load_empty": float((counts == 0).double().mean()),
+        "expert_dropped": 0.0,
+    }
+    if with_losses:
+        averages = losses[:, :2] / losses[:, 2:].clamp(min=1e-9)
+        found |= {"expert_balance_loss": float(averages[:, 0].mean()), "expert_z_loss": float(averages[:, 1].mean())}
+    return found

@@ -1,0 +1,65 @@
+"""A mixture-of-experts layer's MLP: router, experts, and an expert that all tokens share."""
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from services.trainer.kernels.recompute import Remaking
+from services.trainer.mlp.dense_mlp import DenseMLP
+from services.trainer.mlp.experts import Experts
+from services.trainer.mlp.router import Router, float32_logits
+from services.trainer.mlp.routing import RouterInputs
+
+
+class MixtureOfExperts(MegatronModule):
+    """Stands where a dense layer has its MLP.
+
+    No token is dropped. Without expert parallelism nothing waits for the device; with it, once per layer.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.router = Router(config)
+        self.experts = Experts(config)
+        self.shared_expert: DenseMLP | None = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            self.shared_expert = DenseMLP(config, config.moe_shared_expert_intermediate_size)
+            self.shared_expert_gate = SharedExpertGate(config)
+
+    def forward(self, x: Tensor, inputs: RouterInputs, layer: int, remaking: Remaking) -> Tensor:
+        """Send each token through its experts.
+
+        Args:
+            x: [T, 1, hidden], this rank's tokens.
+            inputs: what the router needs to know.
+            layer: which layer of this stage it is, from 0.
+            remaking: where the backward pass makes tensors anew.
+
+        Returns:
+            [T, 1, hidden].
+        """
+        tokens = x.squeeze(1)
+        chosen = None if inputs.experts is None else inputs.experts[layer]
+        routing = self.router(tokens, inputs.weight, chosen)
+        output: Tensor = self.experts(tokens, routing, remake=remaking.active).unsqueeze(1)
+        if self.shared_expert is not None:
+            output = output + self.shared_expert_gate(x) * self.shared_expert(x, remaking)
+        return output
+
+
+class SharedExpertGate(MegatronModule):
+    """How much of the shared expert a token gets (Qwen2-MoE): sigmoid(x @ weight.T), in float32."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> [..., 1]."""
+        return float32_logits(x.flatten(0, -2), self.weight).view(*x.shape[:-1], 1).sigmoid().to(x.dtype)

@@ -1,0 +1,151 @@
+"""The router of a mixture of experts: which experts each token goes to, and with which weights."""
+
+from typing import Any
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from services.trainer.kernels.gradients import add_product_
+from services.trainer.mlp.routing import Routing
+
+
+class Router(MegatronModule):
+    """Softmax routing in float32, as in Qwen's and Mixtral's models.
+
+    Attributes:
+        load: int64 [experts], how many tokens have gone to each expert since `expert_load.forget`, on this rank.
+        losses: float32 [3], likewise: the load-balancing loss and the z-loss, each times the micro-batch's weight and
+            summed, and the weights' sum.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        assert config.num_moe_experts is not None
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.weight = torch.nn.Parameter(
+            torch.empty(config.num_moe_experts, config.hidden_size, dtype=config.params_dtype, device=device)
+        )
+        # Each tensor-parallel rank routes its own slice of the tokens.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.load = torch.zeros(config.num_moe_experts, dtype=torch.int64, device=device)
+        self.losses = torch.zeros(3, dtype=torch.float32, device=device)
+
+    def forward(self, x: Tensor, weight: float = 0.0, experts: Tensor | None = None) -> Routing:
+        """Route this rank's tokens.
+
+        Args:
+            x: [T, hidden].
+            weight: `RouterInputs.weight`.
+            experts: int64 [T, top_k], the experts to use; None: those with the highest scores.
+        """
+        top_k = self.config.moe_router_topk
+        logits = float32_logits(x, self.weight)
+        if experts is None:
+            experts = logits.detach().topk(top_k, dim=-1).indices
+        elif experts.shape != (len(x), top_k):
+            raise ValueError(f"experts is {list(experts.shape)}: it must be [tokens, top_k] = [{len(x)}, {top_k}]")
+        if self.config.moe_router_pre_softmax:
+            weights = logits.softmax(-1).gather(-1, experts)
+        else:  # the same as normalising the chosen ones' share of the whole softmax
+            weights = logits.gather(-1, experts).softmax(-1)
+        # Passes without gradients are evaluation, or will be computed again.
+        if torch.is_grad_enabled():
+            counts = torch.zeros_like(self.load).scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
+            self.load += counts
+            weights = self._with_losses(weights, logits, counts, weight)
+        return Routing(experts, weights)
+
+    def _with_losses(self, weights: Tensor, logits: Tensor, counts: Tensor, weight: float) -> Tensor:
+        """Let the router's own losses have their gradient where the weights have theirs.
+
+        A rank that has a slice of the micro-batch adds its part: over all of them these are the micro-batch's losses.
+        """
+        balance, z = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff or 0.0
+        if not balance and not z:
+            return weights
+        sizes = torch.full((1,), float(len(logits)), device=logits.device)
+        whole = torch.cat((counts.float(), sizes))
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(whole, group=group)
+        tokens = whole[-1]
+        probabilities, experts = logits.softmax(-1).sum(0), len(counts)
+        balance_loss = experts * (whole[:-1] * probabilities).sum() / (self.config.moe_router_topk * tokens * tokens)
+        z_loss = logits.logsumexp(-1).square().sum() / tokens
+        found = torch.stack((balance_loss.detach(), z_loss.detach(), (sizes / tokens).squeeze()))
+        self.losses += weight * found
+        extra: Tensor = balance * balance_loss + z * z_loss
+        attached: Tensor = _Attach.apply(weights, extra, weight)
+        return attached
+
+
+class _Attach(torch.autograd.Function):
+    """x as it is; its backward pass also begins that of a loss, whose gradient is `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(loss)
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grads[0], torch.full_like(ctx.saved_tensors[0], ctx.scale), None
+
+
+def float32_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in float32.
+
+    A weight with Megatron's gradient buffer (`main_grad`) gets its gradient there, and none in `grad`.
+
+    Args:
+        x: [T, hidden].
+        weight: [experts, hidden].
+
+    Returns:
+        float32 [T, experts].
+    """
+    logits: Tensor = _Float32Logits.apply(x, weight)
+    return logits
+
+
+class _Float32Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        if _on_tensor_cores(x):
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)  # products of bf16 are exact in float32
+        return x.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, weight), grad = ctx.saved_tensors, grads[0]
+        grad_x = grad_weight = None
+        if _on_tensor_cores(x):
+            # The gradient as the sum of two bf16 numbers, which have 16 significant bits together: each product is
+            # taken by tensor cores, and added up in float32.
+            high = grad.bfloat16()
+            grad = torch.cat((high, (grad - high).bfloat16()), 1)
+            matrix = torch.cat((weight, weight))
+        else:
+            matrix, x = weight.float(), x.float()
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ matrix).to(ctx.saved_tensors[0].dtype)
+        if ctx.needs_input_grad[1]:
+            total = torch.zeros_like(weight, dtype=torch.float32) if ctx.main_grad is None else ctx.main_grad
+            for part in grad.split(len(weight), 1):
+                add_product_(total, part, x)
+            grad_weight = total.to(weight.dtype) if ctx.main_grad is None else None
+        return grad_x, grad_weight
+
+
+def _on_tensor_cores(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16

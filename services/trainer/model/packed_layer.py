@@ -1,0 +1,59 @@
+"""A layer on packed sequences: Megatron's modules and their names, our order of doing things."""
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from torch import Tensor
+
+from services.trainer.attention.sequence_layout import SequenceLayout
+from services.trainer.kernels.recompute import Remaking
+from services.trainer.mlp.mixture import MixtureOfExperts
+
+
+@dataclass
+class PolicyConfig(TransformerConfig):
+    """Megatron's configuration, and what our layers need besides."""
+
+    selective_layers: int = 0
+    """The first so many layers of each pipeline stage make most of their tensors anew in the backward pass."""
+
+
+class PackedLayer(TransformerLayer):
+    """Norm, attention, norm, MLP or experts, each half added to the residual."""
+
+    config: PolicyConfig
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._index = self.layer_number - 1 - get_transformer_layer_offset(self.config)
+        """Which layer of this pipeline stage it is, from 0."""
+
+    def forward(
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: SequenceLayout, **_: object
+    ) -> tuple[Tensor, None]:
+        """Run the layer.
+
+        Args:
+            hidden_states: [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism).
+            rotary_pos_emb: `rotary_table` of the tokens' positions.
+            packed_seq_params: where the sequences are.
+
+        Returns:
+            [T, 1, hidden], and None where Megatron has a context.
+        """
+        with Remaking(self._index < self.config.selective_layers) as remaking:
+            residual, x = self.input_layernorm.of_sum(hidden_states)
+            remaking.offer(x, self.input_layernorm, residual)
+            attended = self.self_attention(x, rotary_pos_emb, packed_seq_params, remaking)
+            residual, x = self.pre_mlp_layernorm.of_sum(residual, attended)
+            remaking.offer(x, self.pre_mlp_layernorm, residual)
+            if isinstance(self.mlp, MixtureOfExperts):
+                output = self.mlp(x, packed_seq_params.router, self._index, remaking)
+            else:
+                output = self.mlp(x, remaking)
+            return residual + output, None
