@@ -63,7 +63,7 @@ secrets: ## write random secrets for the compose files into deploy/compose/secre
 	@deploy/secrets.sh deploy/compose/secrets
 
 .PHONY: certificates
-certificates: ## make an authority and certificates for TLS into deploy/compose/secrets/tls; again: renew them
+certificates: ## make a CA and certificates for TLS into deploy/compose/secrets/tls; again: renew them
 	@deploy/certificates.sh deploy/compose/secrets/tls
 	@chmod 644 deploy/compose/secrets/tls/service.key deploy/compose/secrets/tls/person.key # containers have users of their own; the folder is yours alone
 

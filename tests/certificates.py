@@ -13,13 +13,13 @@ SCRIPT = Path(__file__).parents[1] / "deploy" / "certificates.sh"
 
 
 @dataclass(frozen=True)
-class Authority:
-    """A folder with an authority; `authority.crt`, `service.crt` and so on are there from the start."""
+class CertificateAuthority:
+    """A folder with a CA; `ca.crt`, `service.crt` and so on are there from the start."""
 
     folder: Path
 
     @classmethod
-    def create(cls, folder: Path, *names: str) -> "Authority":
+    def create(cls, folder: Path, *names: str) -> "CertificateAuthority":
         """Make one by the script, with certificates for localhost and `names`; skips where there is no openssl."""
         if shutil.which("openssl") is None:
             pytest.skip("there is no openssl command")
@@ -28,8 +28,8 @@ class Authority:
 
     @property
     def certificate(self) -> str:
-        """The authority's own certificate."""
-        return str(self.folder / "authority.crt")
+        """The CA's own certificate."""
+        return str(self.folder / "ca.crt")
 
     def issue(self, name: str, alternative_names: str = "DNS:localhost,IP:127.0.0.1", days: int = 30) -> None:
         """Write NAME.crt and NAME.key; a negative number of days makes a certificate that has expired."""
@@ -37,17 +37,17 @@ class Authority:
         self._openssl("genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", "-out", f"{name}.key")
         self._openssl("req", "-new", "-key", f"{name}.key", "-subj", f"/CN={name}", "-out", "request")
         self._openssl(
-            *("x509", "-req", "-in", "request", "-CA", "authority.crt", "-CAkey", "authority.key", "-CAcreateserial"),
+            *("x509", "-req", "-in", "request", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial"),
             *("-days", str(days), "-extfile", "extensions", "-out", f"{name}.crt"),
         )
 
     def files(self, name: str = "", *, clients: bool = False, server_name: str = "") -> TlsFiles:
-        """What a process needs that trusts this authority and, with a `name`, has that certificate."""
+        """What a process needs that trusts this CA and, with a `name`, has that certificate."""
         return TlsFiles(
             certificate=str(self.folder / f"{name}.crt") if name else "",
             key=str(self.folder / f"{name}.key") if name else "",
-            authority=self.certificate,
-            client_authority=self.certificate if clients else "",
+            ca=self.certificate,
+            client_ca=self.certificate if clients else "",
             name=server_name,
         )
 

@@ -14,8 +14,8 @@ def tls_proxy(port: int, files: TlsFiles) -> Iterator[int]:
     """Listen on a free port of loopback, with `files`' certificate, and pass everything on to `port`."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(files.certificate, files.key)
-    if files.client_authority:
-        context.load_verify_locations(files.client_authority)
+    if files.client_ca:
+        context.load_verify_locations(files.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

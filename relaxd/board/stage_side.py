@@ -87,7 +87,7 @@ class StageSide(BoardCore):
         held = self._connection.script("renew", self.prefix, stage, consumer, *arguments)
         return {group_id.decode() for group_id in held}
 
-    def release(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, failed: bool = False) -> int:
+    def nack(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, failed: bool = False) -> int:
         """Hand groups back, so that others get them at once. Returns how many were still held.
 
         With `failed`, the delivery counts towards limits.max_deliveries; otherwise it is as if it had not happened.
@@ -96,7 +96,7 @@ class StageSide(BoardCore):
             return 0
         arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
         settings = (stage, consumer, int(failed), self.limits.max_deliveries)
-        return int(self._connection.script("release", self.prefix, *settings, *arguments))
+        return int(self._connection.script("nack", self.prefix, *settings, *arguments))
 
     def commit(self, items: Sequence[tuple[Delivery, Mapping[str, Column]]]) -> list[bool]:
         """Commit columns, exactly those that each delivery's stage writes, and let the groups move on; one round trip.
@@ -128,7 +128,7 @@ class StageSide(BoardCore):
                 attempt.pointer,
                 version,
                 attempt.shared,
-                f"{delivery.offered} {delivery.worked[0]} {delivery.worked[1]}" if delivery.worked else "",
+                f"{delivery.enqueued_at} {delivery.worked[0]} {delivery.worked[1]}" if delivery.worked else "",
             ]
         return [result == 1 for result in self._write_and_run(attempts, "commit", self._routes, *arguments)]
 
@@ -234,6 +234,6 @@ def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries:
         consumer=consumer,
         attempt=int(fields.get(b"attempts", 0)) + deliveries,
         trace={} if trace == b"{}" else dict(json.loads(trace)),
-        offered=int(entry_id.split(b"-", 1)[0]) * 1000,
+        enqueued_at=int(entry_id.split(b"-", 1)[0]) * 1000,
         pointers={name.decode(): value.decode() for name, value in fields.items() if name[:1] == b"@"},
     )

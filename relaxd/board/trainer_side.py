@@ -27,12 +27,12 @@ class TrainerSide(BoardCore):
         return int(self._state("trainer_term"))
 
     def open_versions(self) -> dict[str, int]:
-        """Id -> oldest weight version, of the open groups whose generation has begun.
+        """Id -> oldest weight version, of the open groups whose generation has started.
 
         Until the rollout commits, that is the version that generation began with; then the oldest of the tokens'.
         """
-        begun = self._connection.run(lambda client: client.hgetall(f"{self.prefix}begun"))
-        return {group_id.decode(): int(version) for group_id, version in begun.items()}
+        started = self._connection.run(lambda client: client.hgetall(f"{self.prefix}started"))
+        return {group_id.decode(): int(version) for group_id, version in started.items()}
 
     def times(self, group_ids: Sequence[str]) -> dict[str, GroupTimes]:
         """What the stages took that open groups have passed; without groups that are closed."""

@@ -45,7 +45,7 @@ class Delivery:
     """1 for the first delivery of this group at this stage."""
     trace: dict[str, str]
     """Trace context of the publish span."""
-    offered: int
+    enqueued_at: int
     """When it was offered to the stage (or handed back), by Redis's clock, in microseconds of Unix time."""
     pointers: dict[str, str] = field(repr=False, compare=False)
     """Where the columns lie (the board's own)."""

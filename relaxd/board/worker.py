@@ -146,7 +146,7 @@ class StageWorker:
             left = list(self._held.values())
             self._held.clear()
         try:
-            self._board.release(self._stage, self._consumer, left)
+            self._board.nack(self._stage, self._consumer, left)
         except BoardError as error:
             logger.warning("%d held groups could not be handed back; their leases run out: %s", len(left), error)
         return len(left)
@@ -168,7 +168,7 @@ class StageWorker:
     def _admit(self, taken: list[Delivery]) -> None:
         """Start work on groups that were just taken."""
         if self._paused or self._stop.is_set():
-            self._patiently(lambda: self._board.release(self._stage, self._consumer, taken))
+            self._patiently(lambda: self._board.nack(self._stage, self._consumer, taken))
             return
         with self._changed:
             # A group whose lease ran out may come back while it is worked on: the work goes on, under the new hold.
@@ -197,15 +197,15 @@ class StageWorker:
     # --- working ------------------------------------------------------------------------------------------------
 
     def _work(self, delivery: Delivery, columns: dict[str, Column]) -> None:
-        begun = microseconds()
-        waited_seconds = StageTime(delivery.offered, begun, begun).queue_seconds
+        started_at = microseconds()
+        waited_seconds = StageTime(delivery.enqueued_at, started_at, started_at).queue_seconds
         labels = {"relaxd.run_id": self._board.run_id, "relaxd.stage": self._stage}
         record("queue.wait_seconds", waited_seconds, labels)
         span = open_stage_span(
             self._stage,
             delivery.trace,
             waited_seconds=waited_seconds,
-            begun=begun,
+            started_at=started_at,
             attributes={"relaxd.group_id": delivery.group_id, "relaxd.attempt": delivery.attempt},
         )
 
@@ -215,8 +215,8 @@ class StageWorker:
                 span.record_exception(outcome)
                 span.set_status(trace.StatusCode.ERROR, str(outcome))
             span.end(ended * 1000)
-            record("stage.seconds", (ended - begun) / MICROSECONDS, labels)
-            self._finished.put(_Finished(delivery.group_id, outcome, (begun, ended)))
+            record("stage.seconds", (ended - started_at) / MICROSECONDS, labels)
+            self._finished.put(_Finished(delivery.group_id, outcome, (started_at, ended)))
 
         def finish_future(future: Future[Result]) -> None:
             if future.cancelled():
@@ -292,8 +292,8 @@ class StageWorker:
         return [delivery for delivery, _ in commits] if results is not None else []
 
     def _hand_back(self, delivery: Delivery, *, failed: bool) -> list[Delivery]:
-        released = self._patiently(lambda: self._board.release(self._stage, self._consumer, [delivery], failed=failed))
-        return [delivery] if released is not None else []
+        nacked = self._patiently(lambda: self._board.nack(self._stage, self._consumer, [delivery], failed=failed))
+        return [delivery] if nacked is not None else []
 
     # --- holding ------------------------------------------------------------------------------------------------
 

@@ -95,9 +95,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
     token_file: Annotated[str, typer.Option(help="File with the bearer token of calls. [RELAXD_TOKEN_FILE]")] = "",
-    tls_authority: Annotated[
-        str, typer.Option(help="File with the authority of the services' certificates. [RELAXD_TLS_AUTHORITY]")
-    ] = "",
+    tls_ca: Annotated[str, typer.Option(help="File with the CA of the services' certificates. [RELAXD_TLS_CA]")] = "",
     tls_certificate: Annotated[
         str, typer.Option(help="File with the certificate to show to services. [RELAXD_TLS_CERTIFICATE]")
     ] = "",
@@ -107,7 +105,7 @@ def _root(
     ] = "",
 ) -> None:
     # Into the environment, where every channel of this process looks, and that of the services it starts.
-    given = {"TOKEN_FILE": token_file, "TLS_AUTHORITY": tls_authority, "TLS_CERTIFICATE": tls_certificate}
+    given = {"TOKEN_FILE": token_file, "TLS_CA": tls_ca, "TLS_CERTIFICATE": tls_certificate}
     given |= {"TLS_KEY": tls_key, "TLS_NAME": tls_name}
     os.environ.update({f"RELAXD_{name}": value for name, value in given.items() if value})
     if token_file:

@@ -127,7 +127,7 @@ class _Life:
         self.service = service
         self.settings = settings
         self.gpus = gpus
-        self.begun = time.monotonic()
+        self.started_at = time.monotonic()
         self.follower = AssignmentFollower(service, self.changed, gpus)
         self.server: RunningServer | None = None
         self.membership: Membership | None = None
@@ -174,7 +174,7 @@ class _Life:
             held_groups=own.held_groups,
             done_groups=own.done_groups,
             weights=own.weights,
-            uptime_seconds=time.monotonic() - self.begun,
+            uptime_seconds=time.monotonic() - self.started_at,
             package_version=__version__,
             protocol_version=PROTOCOL_VERSION,
             gauges={**own.gauges, **gpu_gauges(self.gpus.held)},

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 from relaxd.rpc.access import Access, Tokens
 from relaxd.rpc.tls import TlsFiles
 
-REDIS_FILES = {"authority": "ssl_ca_certs", "certificate": "ssl_certfile", "key": "ssl_keyfile"}
+REDIS_FILES = {"ca": "ssl_ca_certs", "certificate": "ssl_certfile", "key": "ssl_keyfile"}
 """Files for TLS to Redis, and what redis-py calls them in a URL."""
 
 
@@ -52,8 +52,8 @@ def read_tls(role: str, values: Mapping[str, str]) -> TlsFiles:
     """The files of TLS, checked. Raises ValueError."""
     tls = TlsFiles(**values)
     tls.check()
-    if role != "launcher" and bool(tls.certificate) != bool(tls.authority):
-        missing, given = ("authority", "certificate") if tls.certificate else ("certificate", "authority")
+    if role != "launcher" and bool(tls.certificate) != bool(tls.ca):
+        missing, given = ("ca", "certificate") if tls.certificate else ("certificate", "ca")
         raise ValueError(
             f"RELAXD_TLS_{given.upper()} is set, but not RELAXD_TLS_{missing.upper()}: a service is called and calls "
             "others, over TLS both or neither"
@@ -62,7 +62,7 @@ def read_tls(role: str, values: Mapping[str, str]) -> TlsFiles:
 
 
 def with_certificates(redis_url: str, files: Mapping[str, str]) -> str:
-    """The URL with the files for TLS ("authority", "certificate", "key"; "" for none) in its query.
+    """The URL with the files for TLS ("ca", "certificate", "key"; "" for none) in its query.
 
     Raises OSError, ValueError.
     """

@@ -34,8 +34,8 @@ def check(address: str, seconds: float = SECONDS) -> str:
 def _channel(address: str) -> grpc.Channel:
     """Plain, or over TLS where the service's own settings are in the environment."""
     options: list[tuple[str, object]] = [("grpc.enable_http_proxy", 0)]
-    files = {name: os.environ.get(f"RELAXD_TLS_{name}") for name in ("AUTHORITY", "KEY", "CERTIFICATE")}
-    if not files["AUTHORITY"]:
+    files = {name: os.environ.get(f"RELAXD_TLS_{name}") for name in ("CA", "KEY", "CERTIFICATE")}
+    if not files["CA"]:
         return grpc.insecure_channel(address, options=options)
     # The service's certificate is for the name by which others call it; here, it is called by address.
     options.append(("grpc.ssl_target_name_override", os.environ.get("RELAXD_TLS_NAME") or "localhost"))

@@ -36,11 +36,11 @@ class Doors:
                 self.tokens.refuse_weak()
             except ValueError as error:
                 raise ServerError(f"{where}: {error}. Make one with `openssl rand -hex 32`; {trusted}") from None
-        elif not self.tls.client_authority:
+        elif not self.tls.client_ca:
             raise ServerError(
                 f"{where} without authentication: whoever reaches it could start runs, which run code. Set a token "
-                "(RELAXD_TOKEN_FILE or RELAXD_TOKENS_FILE) or ask for clients' certificates (--tls-client-authority / "
-                f"RELAXD_TLS_CLIENT_AUTHORITY); {trusted}"
+                "(RELAXD_TOKEN_FILE or RELAXD_TOKENS_FILE) or ask for clients' certificates (--tls-client-ca / "
+                f"RELAXD_TLS_CLIENT_CA); {trusted}"
             )
 
 

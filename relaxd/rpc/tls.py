@@ -25,16 +25,16 @@ class TlsFiles:
     """Its certificate, and those of intermediate authorities after it: shown to callers, and to servers that ask."""
     key: str = ""
     """The certificate's private key, not encrypted."""
-    authority: str = ""
+    ca: str = ""
     """Certificates of the authorities whose servers are trusted. Set: every call is made over TLS."""
-    client_authority: str = ""
+    client_ca: str = ""
     """Certificates of the authorities whose clients are let in. Set: a caller without such a certificate isn't."""
     name: str = ""
     """The name that a server's certificate must have; empty: the host that is called."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "TlsFiles":
-        """RELAXD_TLS_CERTIFICATE, _KEY, _AUTHORITY, _CLIENT_AUTHORITY and _NAME."""
+        """RELAXD_TLS_CERTIFICATE, _KEY, _CA, _CLIENT_CA and _NAME."""
         environment = os.environ if environment is None else environment
         return cls(**{field: environment.get(f"RELAXD_TLS_{field.upper()}", "") for field in cls.__dataclass_fields__})
 
@@ -43,10 +43,10 @@ class TlsFiles:
         if bool(self.certificate) != bool(self.key):
             missing, given = ("key", "certificate") if self.certificate else ("certificate", "key")
             raise ValueError(f"{_setting(given)} is set, but not {_setting(missing)}")
-        if self.client_authority and not self.certificate:
-            raise ValueError(f"{_setting('client_authority')} is set, but not {_setting('certificate')}")
-        if self.name and not self.authority:
-            raise ValueError(f"{_setting('name')} is set, but not {_setting('authority')}")
+        if self.client_ca and not self.certificate:
+            raise ValueError(f"{_setting('client_ca')} is set, but not {_setting('certificate')}")
+        if self.name and not self.ca:
+            raise ValueError(f"{_setting('name')} is set, but not {_setting('ca')}")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         if self.certificate:
             _readable("certificate", self.certificate)
@@ -58,7 +58,7 @@ class TlsFiles:
                     f"{self.certificate} and {self.key} are no certificate and its unencrypted private key, both PEM: "
                     f"{error.reason or error}"
                 ) from error
-        for field in ("authority", "client_authority"):
+        for field in ("ca", "client_ca"):
             if file := getattr(self, field):
                 _readable(field, file)
                 try:
@@ -74,20 +74,20 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """
     files.check()
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(files), _Renewal(files), require_client_authentication=bool(files.client_authority)
+        _configuration(files), _Renewal(files), require_client_authentication=bool(files.client_ca)
     )
 
 
 def open_channel(kind: Any, address: str, options: list[tuple[str, Any]], files: TlsFiles) -> Any:
-    """A channel of `kind` (grpc or grpc.aio): plain unless an authority is named.
+    """A channel of `kind` (grpc or grpc.aio): plain unless a CA is named.
 
     Raises ValueError: see TlsFiles.check.
     """
-    if not files.authority:
+    if not files.ca:
         return kind.insecure_channel(address, options=options)
     files.check()
     pair = (Path(files.key).read_bytes(), Path(files.certificate).read_bytes()) if files.certificate else (None, None)
-    credentials = grpc.ssl_channel_credentials(Path(files.authority).read_bytes(), *pair)
+    credentials = grpc.ssl_channel_credentials(Path(files.ca).read_bytes(), *pair)
     if files.name:
         options = [*options, ("grpc.ssl_target_name_override", files.name)]
     return kind.secure_channel(address, credentials, options=options)
@@ -103,23 +103,23 @@ def connection_hint(address: str, details: str, files: TlsFiles) -> str:
 
     May connect to the server to find out, for a second.
     """
-    if not files.authority:
+    if not files.ca:
         if not _probe(address, files):
             return ""
-        return f"it speaks TLS: name the authority of its certificate with {_setting('authority')}"
+        return f"it speaks TLS: name the CA of its certificate with {_setting('ca')}"
     if "WRONG_VERSION_NUMBER" in details:
-        return f"it does not speak TLS: unset {_setting('authority')}, or give it a certificate"
+        return f"it does not speak TLS: unset {_setting('ca')}, or give it a certificate"
     if "certificate has expired" in details:
         return "its certificate has expired: renew it"
     if "Hostname Verification" in details:
         name = files.name or address.rpartition(":")[0]
         return f"its certificate is not for {name}: call it by a name in the certificate, or set {_setting('name')}"
     if "CERTIFICATE_VERIFY_FAILED" in details:
-        return f"its certificate is not signed by an authority in {files.authority} ({_setting('authority')})"
+        return f"its certificate is not signed by a CA in {files.ca} ({_setting('ca')})"
     if _probe(address, files) == "refused":
         if not files.certificate:
             return f"it asks for a client's certificate: set {_setting('certificate')} and {_setting('key')}"
-        return f"it refuses the certificate in {files.certificate}: expired, or not signed by its client authority"
+        return f"it refuses the certificate in {files.certificate}: expired, or not signed by its client CA"
     return ""
 
 
@@ -173,7 +173,7 @@ class _Renewal:
 
     def _look(self) -> list[tuple[int, int, int] | None]:
         stamps: list[tuple[int, int, int] | None] = []
-        for file in filter(None, (self._files.certificate, self._files.key, self._files.client_authority)):
+        for file in filter(None, (self._files.certificate, self._files.key, self._files.client_ca)):
             try:
                 status = os.stat(file)
                 stamps.append((status.st_ino, status.st_mtime_ns, status.st_size))
@@ -183,7 +183,7 @@ class _Renewal:
 
 
 def _configuration(files: TlsFiles) -> Any:
-    clients = Path(files.client_authority).read_bytes() if files.client_authority else None
+    clients = Path(files.client_ca).read_bytes() if files.client_ca else None
     pair = (Path(files.key).read_bytes(), Path(files.certificate).read_bytes())
     return grpc.ssl_server_certificate_configuration([pair], root_certificates=clients)
 

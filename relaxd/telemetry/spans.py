@@ -65,7 +65,7 @@ def open_stage_span(
     carrier: Mapping[str, str],
     *,
     waited_seconds: float | None = None,
-    begun: int | None = None,
+    started_at: int | None = None,
     attributes: Attributes = None,
     links: Iterable[Mapping[str, str]] = (),
 ) -> Span:
@@ -76,7 +76,7 @@ def open_stage_span(
         carrier: what publish_span yielded. When empty, the span does nothing.
         waited_seconds: how long the group waited before the stage: an attribute, and a span "wait" that ends where this
             one begins.
-        begun: when the work began, in microseconds of Unix time; None: now.
+        started_at: when the work began, in microseconds of Unix time; None: now.
         attributes: further attributes.
         links: carriers of spans to link to, such as the step's.
     """
@@ -84,11 +84,11 @@ def open_stage_span(
         return INVALID_SPAN
     parent = extract(carrier)
     values = {**(attributes or {}), "relaxd.stage": stage}
-    start = time.time_ns() if begun is None else begun * 1000
+    start = time.time_ns() if started_at is None else started_at * 1000
     if waited_seconds is not None:
         values["relaxd.wait_seconds"] = waited_seconds
-        offered = start - int(waited_seconds * 1e9)
-        tracer().start_span("wait", parent, SpanKind.INTERNAL, {"relaxd.stage": stage}, start_time=offered).end(start)
+        enqueued = start - int(waited_seconds * 1e9)
+        tracer().start_span("wait", parent, SpanKind.INTERNAL, {"relaxd.stage": stage}, start_time=enqueued).end(start)
     return tracer().start_span(
         SPAN_NAMES.get(stage, stage),
         parent,

@@ -80,8 +80,8 @@ def test_what_polling_finds_is_not_forgotten(books: Books) -> None:
 def test_what_is_delivered_again_is_counted(board: Board, books: Books) -> None:
     assert STAGES[-1].name == "train"
     held = take(board, "train", "somebody", 2)
-    board.release("train", "somebody", held[:1])  # as if it had not happened
-    board.release("train", "somebody", held[1:], failed=True)
+    board.nack("train", "somebody", held[:1])  # as if it had not happened
+    board.nack("train", "somebody", held[1:], failed=True)
     books.audit()
     assert books.recomputed == len(held[1:]) == 1
 

@@ -14,7 +14,7 @@ from urllib.parse import quote, quote_plus
 import psutil
 import pytest
 
-from tests.certificates import Authority, environment
+from tests.certificates import CertificateAuthority, environment
 from tests.conftest import RedisServer
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
@@ -46,8 +46,8 @@ def command_lines() -> Iterator[set[str]]:
 @pytest.mark.timeout(280)
 def test_a_run_behind_locked_doors_leaves_no_secret(workplace: Workplace, redis_server) -> None:
     place = workplace.folder
-    authority = Authority.create(place / "certificates")
-    files = authority.files("service", clients=True)
+    ca = CertificateAuthority.create(place / "certificates")
+    files = ca.files("service", clients=True)
     token, password, key = (f"{name}/+ {secrets.token_urlsafe(18)}" for name in ("token", "password", "key"))
     hidden = place / "hidden"
     hidden.mkdir()
@@ -62,7 +62,7 @@ def test_a_run_behind_locked_doors_leaves_no_secret(workplace: Workplace, redis_
         variables |= {
             "REDIS_URL": f"rediss://{USER}@localhost:{redis_port}/0",
             "RELAXD_REDIS_PASSWORD_FILE": str(hidden / "password"),
-            "RELAXD_REDIS_AUTHORITY": authority.certificate,
+            "RELAXD_REDIS_CA": ca.certificate,
             "RELAXD_REDIS_CERTIFICATE": files.certificate,
             "RELAXD_REDIS_KEY": files.key,
             "RELAXD_TOKENS_FILE": str(hidden / "tokens"),
@@ -89,7 +89,7 @@ def test_a_run_behind_locked_doors_leaves_no_secret(workplace: Workplace, redis_
     texts |= {f"export {number}": data for number, data in enumerate(exported)}
     texts["config show"] = workplace.relaxd("config", "show", "tiny.toml", **variables)[1].encode()
     for path in place.rglob("*"):
-        if path.is_file() and not path.is_relative_to(hidden) and not path.is_relative_to(authority.folder):
+        if path.is_file() and not path.is_relative_to(hidden) and not path.is_relative_to(ca.folder):
             texts[str(path)] = path.read_bytes()
     kept = {place / ".relaxd" / "redis_password"}
     found = {Path(name) for name, text in texts.items() if any(form in text for form in forms)}

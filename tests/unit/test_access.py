@@ -145,7 +145,7 @@ def test_beyond_loopback_someone_has_to_ask_who_calls(host):
         with pytest.raises(ServerError, match=r"RELAXD_TOKEN_FILE.*--allow-insecure / RELAXD_ALLOW_INSECURE=1"):
             open_doors.check(host)
     Doors(Tokens(token=ADMIN)).check(host)
-    Doors(tls=TlsFiles(certificate="c", key="k", client_authority="a")).check(host)
+    Doors(tls=TlsFiles(certificate="c", key="k", client_ca="a")).check(host)
     Doors(allow_insecure=True).check(host)
 
 
@@ -163,7 +163,7 @@ def test_beyond_loopback_no_token_may_be_one_that_can_be_guessed(tmp_path, text,
     Doors(Tokens(path)).check("127.0.0.1")
     Doors(Tokens(path), allow_insecure=True).check("0.0.0.0")
     with pytest.raises(ServerError, match=f"refusing to listen on 0.0.0.0: the token {told}.*openssl rand") as caught:
-        Doors(Tokens(path), TlsFiles(certificate="c", key="k", client_authority="a")).check("0.0.0.0")
+        Doors(Tokens(path), TlsFiles(certificate="c", key="k", client_ca="a")).check("0.0.0.0")
     assert "development" not in str(caught.value)
 
 

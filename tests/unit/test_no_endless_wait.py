@@ -32,7 +32,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/fleet/patience.py", "answer"),
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),
-        ("services/coordinator/service.py", "Coordinator.run"),
+        ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/coordinator/weights/weight_calls.py", "WeightCalls._together"),
         ("services/rollout/service/engine.py", "Engine.start"),
         ("services/trainer/service/ranks.py", "Ranks._exited"),
@@ -46,7 +46,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/rpc/server.py", "RunningServer.wait"),
         ("relaxd/weights/cuda_ipc.py", "IpcConnection._work"),
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
-        ("services/coordinator/service.py", "Coordinator.run"),
+        ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/reward/worker.py", "Rewards.work"),
         ("services/rollout/engines/gate.py", "Gate.rest"),
         ("services/rollout/engines/sglang/engine.py", "SGLangEngine._supervise"),
@@ -56,7 +56,7 @@ WITHOUT_DEADLINE = {
             "SGLangProcess._launch",
         ),  # schedulers end with the thread
         ("services/trainer/loop/sleeping.py", "Sleeping.follow"),
-        ("services/trainer/service/rank_supervisor.py", "World._announce"),
+        ("services/trainer/service/rank_supervisor.py", "RankSupervisor._announce"),
     },
     ENDS: {
         ("relaxd/board/worker.py", "StageWorker.stop"),  # its threads look at the stop between waits of 0.5 s

@@ -17,6 +17,7 @@ ARGUED = {
     "services/trainer/learner/checkpoint.py": CHECKPOINTS,
     "services/trainer/learner/checkpoint_reader.py": CHECKPOINTS,
     "services/trainer/learner/checkpoint_writer.py": CHECKPOINTS,
+    "services/trainer/mlp/experts.py": CHECKPOINTS,
     "services/trainer/model/hf_weights.py": RANKS,
     "services/trainer/megatron/parallel.py": RANKS,
     "services/trainer/learner/sums.py": RANKS,

@@ -1,5 +1,5 @@
 -- Commit columns of many groups. ARGV: stages (JSON), then for each: id, stage, entry, pointer, version (or empty), the
--- payload of its small columns, when the work was offered, begun and ended (or empty).
+-- payload of its small columns, when the work was enqueued, started and ended (or empty).
 -- Answers for each 1 (committed), 0 (another was first, or the group is closed) or -1 (its payloads expired: write them again).
 local stages = cjson.decode(ARGV[1])
 local results = {}
@@ -23,7 +23,7 @@ for i = 2, #ARGV, 7 do
       end
       offer_ready(id, group, stages, changes)
       call('HSET', group_key(id), unpack(changes))
-      if version ~= '' then call('HSET', BEGUN, id, version) end
+      if version ~= '' then call('HSET', STARTED, id, version) end
     else
       result = -1
     end

@@ -2,12 +2,12 @@
 --
 --   state            hash: counters, terms, gate, data cursor, bytes that open groups take and may yet take
 --   open             set: ids of the groups that are neither trained nor dropped
---   begun            hash: group id -> oldest weight version in it, once its generation has begun
+--   started          hash: group id -> oldest weight version in it, once its generation has started
 --   group:<id>       hash of an open group:
 --                      trace, retries (where there were any)
 --                      stored             bytes of its payloads
 --                      room               bytes that it may take in all; 0 once a stage has committed
---                      published, time:<stage>  when; "<offered> <begun> <ended>" of a stage (in microseconds of Unix time)
+--                      published, time:<stage>  when; "<enqueued_at> <started_at> <ended>" of a stage (microseconds of Unix time)
 --                      @<writer>          pointer to the columns that a stage (or "publish") wrote
 --                      entry:<stage>      its entry in the stage's stream; set once it was offered
 --                      attempts:<stage>   deliveries under earlier entries
@@ -19,7 +19,7 @@
 --   sizes            list: bytes that the groups closed last took, newest first
 --   redelivered      hash: stage -> deliveries that began anew what a holder had not finished
 local P = KEYS[1]
-local STATE, OPEN, BEGUN, RETRIES = P .. 'state', P .. 'open', P .. 'begun', P .. 'retries'
+local STATE, OPEN, STARTED, RETRIES = P .. 'state', P .. 'open', P .. 'started', P .. 'retries'
 local WORKERS = 'workers'
 local FAILED, FILTERED = 'consecutive_drops', 'consecutive_filtered' -- counters of drops in a row
 local KEPT_GROUPS, KEPT_BYTES = 256, 65536
@@ -132,7 +132,7 @@ local function finish(reply)
   end
   in_batches(removed.payloads, function(...) call('UNLINK', ...) end)
   in_batches(removed.groups, function(...) call('SREM', OPEN, ...) end)
-  in_batches(removed.groups, function(...) call('HDEL', BEGUN, ...) end)
+  in_batches(removed.groups, function(...) call('HDEL', STARTED, ...) end)
   return reply
 end
 

@@ -203,7 +203,7 @@ class Intake:
             deliveries = [taken.delivery for taken in self._held.values()]
             self._held.clear()
         if deliveries:
-            self._board.release(STAGE, self._consumer, deliveries)
+            self._board.nack(STAGE, self._consumer, deliveries)
 
     def close(self) -> None:
         """Stop renewing holds."""

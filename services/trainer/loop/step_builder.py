@@ -31,7 +31,7 @@ class StepBuilder:
         self.wrote = 0.0
         """Seconds for which the step file was written."""
         self.started = time.monotonic()
-        self.begun: dict[str, int] = {}
+        self.started_at: dict[str, int] = {}
         """When it took each group, in microseconds of Unix time."""
         self.times: dict[str, GroupTimes] = {}
         """What the stages before took, by group; known when the step closes."""
@@ -48,14 +48,14 @@ class StepBuilder:
         now = microseconds()
         for taken in chosen:
             self.members[taken.group.group_id] = taken
-            self.begun[taken.group.group_id] = now
+            self.started_at[taken.group.group_id] = now
             self.packer.add(taken.group.group_id, taken.group.sample_tokens)
             self._spans.append(
                 telemetry.open_stage_span(
                     STAGE,
                     taken.delivery.trace,
-                    waited_seconds=StageTime(taken.delivery.offered, now, now).queue_seconds,
-                    begun=now,
+                    waited_seconds=StageTime(taken.delivery.enqueued_at, now, now).queue_seconds,
+                    started_at=now,
                     attributes={"relaxd.group_id": taken.group.group_id, "relaxd.step": self.number},
                     links=[self._carrier],
                 )

@@ -31,7 +31,7 @@ def group_times(opened: StepBuilder, ended: int) -> dict[str, float]:
         ages.append(max(0, ended - before.published) / MICROSECONDS)
         for name, time in before.stages.items():
             stages.setdefault(name, []).append(time)
-        stages.setdefault(STAGE, []).append(StageTime(taken.delivery.offered, opened.begun[group_id], ended))
+        stages.setdefault(STAGE, []).append(StageTime(taken.delivery.enqueued_at, opened.started_at[group_id], ended))
     result = {"group_seconds": _mean(ages)} if ages else {}
     for name, all_times in stages.items():
         work = "in_step" if name == STAGE else SPAN_NAMES.get(name, name)

@@ -15,7 +15,7 @@ from relaxd.client.errors import CliError
 from relaxd.local import embedded_redis
 from relaxd.rpc.settings import parse_settings
 from tests.boards import advance, group, make_board, take
-from tests.certificates import Authority
+from tests.certificates import CertificateAuthority
 from tests.redis_acl import USER, apply_acl
 from tests.tls_proxy import tls_proxy
 
@@ -28,7 +28,7 @@ class Locked(NamedTuple):
 
     port: int
     tls_port: int
-    authority: Authority
+    ca: CertificateAuthority
     password_file: Path
 
     def url(self, *, tls: bool, **variables: str) -> str:
@@ -39,9 +39,9 @@ class Locked(NamedTuple):
 
     def certificates(self) -> dict[str, str]:
         """All that TLS to it takes."""
-        files = self.authority.files("person")
+        files = self.ca.files("person")
         return {
-            "RELAXD_REDIS_AUTHORITY": files.authority,
+            "RELAXD_REDIS_CA": files.ca,
             "RELAXD_REDIS_CERTIFICATE": files.certificate,
             "RELAXD_REDIS_KEY": files.key,
         }
@@ -51,10 +51,10 @@ class Locked(NamedTuple):
 def locked(redis_server, tmp_path: Path) -> Iterator[Locked]:
     server = redis_server(append_only=False)
     apply_acl(server.url, PASSWORD)
-    authority = Authority.create(tmp_path / "certificates")
+    ca = CertificateAuthority.create(tmp_path / "certificates")
     (tmp_path / "password").write_text(PASSWORD + "\n")
-    with tls_proxy(server.port, authority.files("service", clients=True)) as tls_port:
-        yield Locked(server.port, tls_port, authority, tmp_path / "password")
+    with tls_proxy(server.port, ca.files("service", clients=True)) as tls_port:
+        yield Locked(server.port, tls_port, ca, tmp_path / "password")
 
 
 @pytest.mark.parametrize("tls", [False, True])
@@ -84,7 +84,7 @@ def test_the_user_may_do_nothing_else(locked: Locked):
 @pytest.mark.parametrize(
     ("missing", "told"),
     [
-        ("RELAXD_REDIS_AUTHORITY", "CERTIFICATE_VERIFY_FAILED"),
+        ("RELAXD_REDIS_CA", "CERTIFICATE_VERIFY_FAILED"),
         ("RELAXD_REDIS_CERTIFICATE", ""),  # whether the alert or the end of the connection is seen first, is luck
     ],
 )
@@ -100,9 +100,9 @@ def test_redis_over_tls_wants_both_sides_certificates(locked: Locked, missing: s
 
 
 def test_a_redis_for_another_host_is_not_talked_to(locked: Locked):
-    locked.authority.issue("elsewhere", "DNS:elsewhere.example")
+    locked.ca.issue("elsewhere", "DNS:elsewhere.example")
     with (
-        tls_proxy(locked.port, locked.authority.files("elsewhere")) as port,
+        tls_proxy(locked.port, locked.ca.files("elsewhere")) as port,
         pytest.raises(BoardUnavailable, match="certificate is not valid for 'localhost'"),
     ):
         make_board(locked._replace(tls_port=port).url(tls=True, **locked.certificates()), **WAITS)
@@ -129,7 +129,7 @@ def test_files_for_tls_need_a_url_with_tls(locked: Locked, capsys):
         locked.url(tls=False, **locked.certificates())
     assert "go with a rediss:// URL, not redis://" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        locked.url(tls=True, RELAXD_REDIS_AUTHORITY="/no/such/file")
+        locked.url(tls=True, RELAXD_REDIS_CA="/no/such/file")
     assert "/no/such/file" in capsys.readouterr().err
 
 

@@ -20,7 +20,7 @@ from relaxd.rpc.server import RunningServer, start_server
 from relaxd.rpc.tls import TlsFiles, connection_hint
 from relaxd.v1 import coordinator_pb2, replica_pb2, replica_pb2_grpc
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
-from tests.certificates import Authority, environment
+from tests.certificates import CertificateAuthority, environment
 
 PLAIN = TlsFiles()
 
@@ -36,16 +36,16 @@ class Coordinator(CoordinatorServicer):
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    authority = Authority.create(tmp_path_factory.mktemp("certificates"))
-    authority.issue("expired", days=-1)
-    authority.issue("elsewhere", "DNS:elsewhere.example")
-    return authority
+def ours(tmp_path_factory: pytest.TempPathFactory) -> CertificateAuthority:
+    ca = CertificateAuthority.create(tmp_path_factory.mktemp("certificates"))
+    ca.issue("expired", days=-1)
+    ca.issue("elsewhere", "DNS:elsewhere.example")
+    return ca
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority.create(tmp_path_factory.mktemp("foreign"))
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> CertificateAuthority:
+    return CertificateAuthority.create(tmp_path_factory.mktemp("foreign"))
 
 
 @asynccontextmanager
@@ -103,18 +103,16 @@ async def test_a_server_may_go_by_one_name_on_every_host(ours):
 async def test_a_foreign_server_is_not_talked_to(ours, theirs):
     async with serve(theirs.files("service")) as server:
         told = await call(server, ours.files())
-    assert told == (
-        f"its certificate is not signed by an authority in {ours.certificate} (--tls-authority / RELAXD_TLS_AUTHORITY)"
-    )
+    assert told == (f"its certificate is not signed by a CA in {ours.certificate} (--tls-ca / RELAXD_TLS_CA)")
 
 
 async def test_plain_and_tls_do_not_mix_and_say_so(ours):
     async with serve(ours.files("service")) as server:
-        assert "it speaks TLS: name the authority of its certificate with --tls-authority" in await call(server, PLAIN)
+        assert "it speaks TLS: name the CA of its certificate with --tls-ca" in await call(server, PLAIN)
     async with serve(ours.files("service", clients=True)) as server:
-        assert "it speaks TLS: name the authority of its certificate with --tls-authority" in await call(server, PLAIN)
+        assert "it speaks TLS: name the CA of its certificate with --tls-ca" in await call(server, PLAIN)
     async with serve(PLAIN) as server:
-        assert "it does not speak TLS: unset --tls-authority" in await call(server, ours.files())
+        assert "it does not speak TLS: unset --tls-ca" in await call(server, ours.files())
         assert await asyncio.to_thread(connection_hint, f"127.0.0.1:{server.port}", "", PLAIN) == ""
     assert await asyncio.to_thread(connection_hint, f"127.0.0.1:{server.port}", "Connection refused", PLAIN) == ""
 
@@ -125,7 +123,7 @@ async def test_mutual_tls_lets_in_only_those_with_a_certificate(ours, theirs):
         assert await call(server, ours.files("person")) == "in"
         told = await call(server, ours.files())
         assert told.startswith("it asks for a client's certificate: set --tls-certificate / RELAXD_TLS_CERTIFICATE")
-        stranger = replace(theirs.files("person"), authority=ours.certificate)
+        stranger = replace(theirs.files("person"), ca=ours.certificate)
         assert (await call(server, stranger)).startswith(f"it refuses the certificate in {stranger.certificate}: ")
         assert (await call(server, ours.files("expired"))).startswith("it refuses the certificate in ")
 
@@ -136,9 +134,9 @@ async def test_a_persons_certificate_makes_no_server(ours):
 
 
 async def test_a_renewed_certificate_is_used_without_a_restart(ours, theirs, tmp_path, caplog):
-    def install(authority: Authority, name: str) -> None:
+    def install(ca: CertificateAuthority, name: str) -> None:
         for suffix in ("crt", "key"):
-            new = shutil.copy(authority.folder / f"{name}.{suffix}", tmp_path / "new")
+            new = shutil.copy(ca.folder / f"{name}.{suffix}", tmp_path / "new")
             os.replace(new, tmp_path / f"mine.{suffix}")
 
     install(ours, "expired")
@@ -175,7 +173,7 @@ async def test_the_health_check_knocks_with_the_services_own_certificate(ours):
         )
         code, output = await run("-m", "relaxd.rpc.health_check", **port)
         assert (code, "UNAVAILABLE" in output) == (1, True)
-        code, output = await run("-m", "relaxd.rpc.health_check", **port, RELAXD_TLS_AUTHORITY="/no/such/file")
+        code, output = await run("-m", "relaxd.rpc.health_check", **port, RELAXD_TLS_CA="/no/such/file")
         assert (code, "cannot be read" in output) == (1, True)
 
 
@@ -187,10 +185,10 @@ async def test_the_command_line_says_what_it_lacks(ours, tmp_path):
         status = ("status", "--coordinator", f"127.0.0.1:{server.port}")
         code, output = await run(*cli, *status)
         assert (code, "it speaks TLS" in output) == (1, True)
-        code, output = await run(*cli, "--tls-authority", ours.certificate, *status)
+        code, output = await run(*cli, "--tls-ca", ours.certificate, *status)
         assert (code, "it asks for a client's certificate" in output) == (1, True)
         person = ours.files("person")
-        options = ("--tls-authority", ours.certificate, "--tls-certificate", person.certificate)
+        options = ("--tls-ca", ours.certificate, "--tls-certificate", person.certificate)
         options += ("--tls-key", person.key)
         code, output = await run(*cli, *options, *status)
         assert (code, "wants another token --token-file" in output.replace(" try:", "")) == (1, True), output
@@ -202,10 +200,10 @@ async def test_the_command_line_says_what_it_lacks(ours, tmp_path):
     ("values", "told"),
     [
         ({"certificate": "service.crt"}, "--tls-certificate / RELAXD_TLS_CERTIFICATE is set, but not --tls-key"),
-        ({"client_authority": "authority.crt"}, "is set, but not --tls-certificate"),
-        ({"name": "relaxd"}, "--tls-name / RELAXD_TLS_NAME is set, but not --tls-authority"),
-        ({"authority": "absent.crt"}, "--tls-authority / RELAXD_TLS_AUTHORITY: cannot read"),
-        ({"authority": "service.key"}, "there is no PEM certificate in"),
+        ({"client_ca": "ca.crt"}, "is set, but not --tls-certificate"),
+        ({"name": "relaxd"}, "--tls-name / RELAXD_TLS_NAME is set, but not --tls-ca"),
+        ({"ca": "absent.crt"}, "--tls-ca / RELAXD_TLS_CA: cannot read"),
+        ({"ca": "service.key"}, "there is no PEM certificate in"),
         ({"certificate": "service.crt", "key": "person.key"}, "are no certificate and its unencrypted private key"),
         ({"certificate": "service.crt", "key": "locked.key"}, "are no certificate and its unencrypted private key"),
     ],
@@ -219,13 +217,13 @@ def test_files_that_do_not_fit_are_named(ours, values, told):
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize("set_it", ["RELAXD_TLS_CERTIFICATE", "RELAXD_TLS_AUTHORITY"])
+@pytest.mark.parametrize("set_it", ["RELAXD_TLS_CERTIFICATE", "RELAXD_TLS_CA"])
 async def test_a_service_takes_both_ends_of_tls_or_none(ours, set_it):
     variables = environment(ours.files("service"))
-    if set_it == "RELAXD_TLS_AUTHORITY":
+    if set_it == "RELAXD_TLS_CA":
         variables = {set_it: variables[set_it]}
     else:
-        del variables["RELAXD_TLS_AUTHORITY"]
+        del variables["RELAXD_TLS_CA"]
     code, output = await run("-m", "services.reward", **variables)
     assert code == 2
     assert f"{set_it} is set, but not" in output

@@ -45,7 +45,7 @@ def test_what_each_stage_took_travels_with_the_group(redis_url):
     for number, stage in enumerate(("rollout", "critic", "reward", "advantage")):
         deliveries = take(board, stage)
         if stage == "reward":  # another attempt: what counts is when it was offered again
-            board.release(stage, "worker", deliveries)
+            board.nack(stage, "worker", deliveries)
             deliveries = take(board, stage)
         for delivery in deliveries:
             worked[stage] = delivery.worked = (before + number, before + 100 + number)
@@ -53,15 +53,15 @@ def test_what_each_stage_took_travels_with_the_group(redis_url):
             deliveries[1].worked = None  # whoever commits need not say
         assert all(board.commit([(delivery, output(stage)) for delivery in deliveries]))
     first, _ = take(board, "train")
-    board.release("train", "worker", [first])  # as a trainer that ends does
+    board.nack("train", "worker", [first])  # as a trainer that ends does
     (first,) = take(board, "train")
     both = board.times(["a", "b", "gone"])
     assert both.keys() == {"a", "b"}
     times = both["a"]
-    assert {stage: (time.begun, time.ended) for stage, time in times.stages.items()} == worked
+    assert {stage: (time.started_at, time.ended) for stage, time in times.stages.items()} == worked
     assert both["b"].stages.keys() == worked.keys() - {"critic"}
     assert before - 1000 <= times.published <= microseconds() + 1000
-    offered = [times.stages[stage].offered for stage in ("rollout", "reward", "advantage")] + [first.offered]
+    offered = [times.stages[stage].enqueued_at for stage in ("rollout", "reward", "advantage")] + [first.enqueued_at]
     assert offered == sorted(offered)
     assert offered[0] == times.published // 1000 * 1000
     assert board._connection.client.object("encoding", f"{board.prefix}group:a") == b"listpack"  # no value is long
@@ -77,7 +77,7 @@ def test_a_group_goes_from_publish_to_the_ledger(redis_url, tokens):
     assert board.cursor() == {"index": 2}
     (first, second) = take(board, "rollout")
     assert (first.group_id, first.attempt, first.trace) == ("a", 1, {"traceparent": "trace-of-a"})
-    assert 0 <= microseconds() - first.offered + 1000 < 10_000_000
+    assert 0 <= microseconds() - first.enqueued_at + 1000 < 10_000_000
     loaded = board.load([first, second], ["prompt_tokens", "prompt"])
     np.testing.assert_array_equal(loaded[1]["prompt_tokens"], np.arange(4))
     assert loaded[1]["prompt"] == {"text": "prompt of b"}
@@ -174,7 +174,7 @@ def test_what_a_dead_worker_held_goes_to_another(redis_url):
     assert board.renew("rollout", "living", [claimed]) == {"a"}
     assert not board.begin(dead, 0)
     assert not board.drop(dead, reason="late")
-    assert board.release("rollout", "dead", [dead]) == 0
+    assert board.nack("rollout", "dead", [dead]) == 0
     assert board.commit([(claimed, output("rollout"))]) == [True]
     assert board.commit([(dead, output("rollout"))]) == [False]
     audit(board)
@@ -224,13 +224,13 @@ def test_released_groups_are_taken_at_once_and_only_failures_count(redis_url):
     for _ in range(4):
         (delivery,) = take(board, "rollout", "one")
         assert delivery.attempt == 1
-        assert board.release("rollout", "one", [delivery]) == 1
+        assert board.nack("rollout", "one", [delivery]) == 1
     (delivery,) = take(board, "rollout", "one")
-    assert board.release("rollout", "one", [delivery], failed=True) == 1
+    assert board.nack("rollout", "one", [delivery], failed=True) == 1
     (delivery,) = take(board, "rollout", "two")
     assert delivery.attempt == 2
     audit(board)
-    assert board.release("rollout", "two", [delivery], failed=True) == 1
+    assert board.nack("rollout", "two", [delivery], failed=True) == 1
     assert board.counts().dropped_by_reason == {"poison": 1}
     audit(board)
 

@@ -153,7 +153,7 @@ class BoardMachine(RuleBasedStateMachine):
     def release(self, draw: Any) -> None:
         stage, chosen = self.choose(draw)
         for delivery in chosen:
-            if self.board.release(stage, delivery.consumer, [delivery], failed=draw(st.booleans())):
+            if self.board.nack(stage, delivery.consumer, [delivery], failed=draw(st.booleans())):
                 assert delivery.attempt == self.newest(delivery).attempt
                 self.deliveries[stage].remove(delivery)  # another of this attempt may come
 

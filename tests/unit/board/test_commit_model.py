@@ -87,7 +87,7 @@ class RealBoard:
                 columns: dict[str, Any] = {"tokens": np.array([len(who)], np.int32)}
                 return action, self.board.commit([(self.held.pop(who), columns)])[0]
             case "release":
-                return action, bool(self.board.release("rollout", who, [self.held.pop(who)], failed=True))
+                return action, bool(self.board.nack("rollout", who, [self.held.pop(who)], failed=True))
             case "drop":
                 return action, self.board.drop(self.held.pop(who), reason="test")
             case "die":
