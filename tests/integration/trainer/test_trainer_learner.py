@@ -134,10 +134,10 @@ def test_log_prob_difference_counts_compared_tokens_only(learner: MakeLearner) -
     samples = make_samples(4)
     made = learner()
     batch = pack(samples)
-    batch = replace(batch, logprobs_comparable=batch.compared * (np.arange(len(batch.tokens)) % 2).astype(np.uint8))
-    assert 0 < batch.compared.sum() < batch.loss_mask.sum()
+    batch = replace(batch, logprobs_comparable=batch.logprobs_comparable * (np.arange(len(batch.tokens)) % 2).astype(np.uint8))
+    assert 0 < batch.logprobs_comparable.sum() < batch.loss_mask.sum()
     exact = made.log_probs([batch])[0]
-    off = exact + np.where(batch.compared, np.float32(0.25), np.float32(9)).astype(np.float32)
+    off = exact + np.where(batch.logprobs_comparable, np.float32(0.25), np.float32(9)).astype(np.float32)
     samples_apart = replace(batch, rollout_logprobs=off)
     made.accumulate([samples_apart])
     stats = made.finish(1.0)
@@ -147,7 +147,7 @@ def test_log_prob_difference_counts_compared_tokens_only(learner: MakeLearner) -
     assert stats.metrics["logprob_difference_kl"] == pytest.approx(math.exp(-0.25) - 1 + 0.25, rel=1e-4)
     assert stats.metrics["policy_drift_max"] == pytest.approx(9, abs=1e-5)
     assert stats.tokens == int(batch.loss_mask.sum())
-    made.accumulate([replace(batch, logprobs_comparable=np.zeros_like(batch.compared))])
+    made.accumulate([replace(batch, logprobs_comparable=np.zeros_like(batch.logprobs_comparable))])
     assert "logprob_difference" not in made.finish(1.0).metrics
 
 

@@ -25,4 +25,4 @@ def test_only_tokens_of_the_same_weights_and_cache_are_compared() -> None:
     }
     samples = check_group("g", columns).samples([0, 1, 2], create(GRPOConfig()), 1.0, version=5)
     # Behind two prompt tokens: an older token, one to compare, a masked one; a continued sample; one to compare.
-    assert [sample.compared.tolist() for sample in samples] == [[0, 0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 1]]
+    assert [sample.logprobs_comparable.tolist() for sample in samples] == [[0, 0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 1]]

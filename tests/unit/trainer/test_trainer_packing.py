@@ -75,7 +75,7 @@ def test_pack_aligns_columns_with_the_tokens_they_are_about() -> None:
     assert batch.previous.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6, 7]
     assert not batch.prefixes.any()
     assert batch.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1, 0, 1]
-    assert batch.compared.tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 0]
+    assert batch.logprobs_comparable.tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 0]
     assert batch.rollout_logprobs.tolist() == [0, 0, 0, 0, 1, 0, 0, 1, 2]
     assert batch.temperature.tolist() == [1.0] * 5 + [0.5] * 4
 
