@@ -17,6 +17,7 @@ ARGUED = {
     "services/trainer/checkpoint.py": CHECKPOINTS,
     "services/trainer/checkpoint_reader.py": CHECKPOINTS,
     "services/trainer/checkpoint_writer.py": CHECKPOINTS,
+    "services/trainer/experts.py": CHECKPOINTS,
     "services/trainer/hf_weights.py": RANKS,
     "services/trainer/parallel.py": RANKS,
     "services/trainer/sums.py": RANKS,
