@@ -1,63 +1,30 @@
-"""Who may call what: bearer tokens with roles, and the one table of what each call needs."""
+"""Who may call what: bearer tokens with roles, and what each call needs."""
 
 import hashlib
 import hmac
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 from relaxd.rpc.errors import PermissionDenied, Unauthenticated
+from relaxd.rpc.methods import access, methods
+from relaxd.rpc.reflection import SERVICES as REFLECTION_SERVICES
+from relaxd.v1 import access_pb2
 
 _log = logging.getLogger(__name__)
 
 
 class Access(IntEnum):
-    """What a token lets its bearer do; each role may do what the ones below it may."""
+    """What a token lets its bearer do (protos/relaxd/v1/access.proto). Each role may do what the ones before it may."""
 
-    READ = 1
-    """Look: Get..., List..., Watch..., and reflection."""
-    SERVICE = 2
-    """What the services call on each other."""
-    ADMIN = 3
-    """Start, change and end runs, replicas and checkpoints."""
+    READ = access_pb2.ACCESS_READ
+    SERVICE = access_pb2.ACCESS_SERVICE
+    ADMIN = access_pb2.ACCESS_ADMIN
 
-
-METHODS: Mapping[str, Mapping[Access, Sequence[str]]] = {
-    "relaxd.v1.Coordinator": {
-        Access.READ: (
-            *("GetRun", "ListRuns", "WatchRun", "ListSamples", "ListReplicas", "GetWeights"),
-            *("GetScaleRequest", "ListScaleRequests"),
-        ),
-        Access.SERVICE: ("Register", "Heartbeat", "LeaseGpus", "TakeTurn", "AnnounceVersion"),
-        Access.ADMIN: (
-            *("StartRun", "PauseRun", "ResumeRun", "StopRun", "DeleteRun", "SaveCheckpoint", "RestoreRun"),
-            *("DrainReplica", "SyncWeights", "ScaleOut", "ScaleIn", "CancelScaleRequest"),
-        ),
-    },
-    "relaxd.v1.Replica": {Access.READ: ("GetStatus",), Access.SERVICE: ("Drain", "Join", "Leave", "Restart")},
-    "relaxd.v1.Launcher": {Access.READ: ("List",), Access.SERVICE: ("Launch", "Remove", "Restart")},
-    "relaxd.v1.Rollout": {
-        Access.SERVICE: (
-            *("Generate", "PauseGeneration", "ResumeGeneration"),
-            *("JoinWeightGroup", "ReceiveWeights", "LeaveWeightGroup", "Sleep", "Wake"),
-        ),
-    },
-    "relaxd.v1.Trainer": {
-        Access.READ: ("GetWeightManifest",),
-        Access.SERVICE: (
-            *("JoinWeightGroup", "BroadcastWeights", "LeaveWeightGroup"),
-            *("ExportHuggingFace", "SaveCheckpoint", "Sleep", "Wake"),
-        ),
-    },
-    "relaxd.v1.Reward": {Access.READ: ("ListRewards",), Access.SERVICE: ("Score",)},
-    "relaxd.v1.Advantage": {Access.SERVICE: ("Compute",)},
-    "grpc.reflection.v1alpha.ServerReflection": {Access.READ: ("ServerReflectionInfo",)},
-}
-"""The least role that each call needs. Health is open to everyone and not here."""
 
 SHORTEST_TOKEN = 16
 """Least characters of a token that lets callers in from other machines."""
@@ -69,16 +36,14 @@ KNOWN_TOKENS = (
 SHA-256, which doesn't show how long they are."""
 
 _LEAST = {
-    f"/{service}/{name}": access
-    for service, by_access in METHODS.items()
-    for access, names in by_access.items()
-    for name in names
+    **{f"/{method.containing_service.full_name}/{method.name}": access(method) for method in methods()},
+    **{f"/{service}/ServerReflectionInfo": access_pb2.ACCESS_READ for service in REFLECTION_SERVICES},
 }
 
 
 def least_access(method: str) -> Access:
-    """What a token must allow for a method, such as "/relaxd.v1.Reward/Score". What the table doesn't know is ADMIN."""
-    return _LEAST.get(method, Access.ADMIN)
+    """Return what a token must allow for a method, such as "/relaxd.v1.Reward/Score"; ADMIN where no proto says."""
+    return Access(_LEAST.get(method) or Access.ADMIN)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import grpc
 from opentelemetry import trace
 
 from relaxd.rpc.credentials import read_token
+from relaxd.rpc.methods import may_repeat, methods
 from relaxd.rpc.tls import TlsFiles, open_channel
 from relaxd.telemetry import inject
 
@@ -17,19 +18,6 @@ DEFAULT_DEADLINE_SECONDS = 30.0
 """Deadline of a unary call that was given none."""
 DEFAULT_STREAM_DEADLINE_SECONDS = 330.0
 """Deadline of a streaming call that was given none."""
-
-IDEMPOTENT_METHODS = {
-    "relaxd.v1.Replica": ("GetStatus",),
-    "relaxd.v1.Coordinator": (
-        *("GetRun", "ListRuns", "ListSamples", "ListReplicas", "GetWeights", "LeaseGpus"),
-        *("GetScaleRequest", "ListScaleRequests"),
-    ),
-    "relaxd.v1.Launcher": ("List",),
-    "relaxd.v1.Trainer": ("GetWeightManifest",),
-    "relaxd.v1.Reward": ("ListRewards",),
-}
-"""Calls that gRPC itself may repeat on UNAVAILABLE. Only reads, and what comes to the same when done twice: a blanket
-retry would carry a request that kills a replica to the next one."""
 
 
 def channel(
@@ -74,7 +62,9 @@ def sync_channel(
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
     """The gRPC channel arguments of our clients."""
     names = [
-        {"service": service, "method": name} for service, methods in IDEMPOTENT_METHODS.items() for name in methods
+        {"service": method.containing_service.full_name, "method": method.name}
+        for method in methods()
+        if may_repeat(method)
     ]
     service_config = {
         "loadBalancingConfig": [{"round_robin": {}}],

@@ -7,15 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import grpc
-from google.protobuf import descriptor_pool
-from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
-from grpc_reflection.v1alpha import reflection
 
 from relaxd.rpc.client import MAX_MESSAGE_BYTES
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.interceptor import DEFAULT_DEADLINE_SECONDS, DEFAULT_STREAM_DEADLINE_SECONDS, CallInterceptor
+from relaxd.rpc.reflection import enable_reflection
 from relaxd.rpc.security import Doors
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.tls import server_credentials
@@ -117,11 +115,7 @@ async def start_server(
     for add, servicer, name in services:
         add(servicer, server)
         names.append(name)
-    reflection.enable_server_reflection(
-        [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME],
-        server,
-        pool=_MethodFindingPool(),  # type: ignore[arg-type]
-    )
+    enable_reflection(server, [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name])
     try:
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if doors.tls.certificate:
@@ -164,26 +158,6 @@ def _age_options(seconds: float | None) -> list[tuple[str, int]]:
         return []
     # No grace: gRPC cuts what is still running when a grace ends, also calls whose own deadline is later.
     return [("grpc.max_connection_age_ms", int(seconds * 1000))]
-
-
-class _MethodFindingPool:
-    """protobuf's default pool, which does not find methods, as `grpcurl describe relaxd.v1.Reward.Score` needs."""
-
-    def __init__(self) -> None:
-        self._pool = descriptor_pool.Default()
-
-    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
-        try:
-            return self._pool.FindFileContainingSymbol(symbol)
-        except KeyError:
-            service, _, method = symbol.rpartition(".")
-            found = self._pool.FindServiceByName(service)
-            if method not in found.methods_by_name:
-                raise
-            return found.file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
 
 
 def _why_not_bound(host: str, port: int) -> str:

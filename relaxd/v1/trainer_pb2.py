@@ -22,11 +22,12 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from relaxd.v1 import weights_pb2 as relaxd_dot_v1_dot_weights__pb2
+from relaxd.v1 import access_pb2 as relaxd_dot_v1_dot_access__pb2
 from relaxd.v1 import replica_pb2 as relaxd_dot_v1_dot_replica__pb2
+from relaxd.v1 import weights_pb2 as relaxd_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/trainer.proto\x12\trelaxd.v1\x1a\x17relaxd/v1/weights.proto\x1a\x17relaxd/v1/replica.proto\"\x1a\n\x18GetWeightManifestRequest\"\xb1\x01\n\x19GetWeightManifestResponse\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.relaxd.v1.WeightManifest\x12\x14\n\x0csource_ranks\x18\x02 \x01(\x05\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\x05\x12)\n\x07weights\x18\x05 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"W\n\x1dTrainerJoinWeightGroupRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12%\n\x05group\x18\x02 \x01(\x0b\x32\x16.relaxd.v1.WeightGroup\" \n\x1eTrainerJoinWeightGroupResponse\"\x94\x01\n\x17\x42roadcastWeightsRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x12\n\ngroup_name\x18\x02 \x01(\t\x12)\n\x07weights\x18\x03 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x08\"\xb3\x01\n\x18\x42roadcastWeightsResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\x12\x45\n\tchecksums\x18\x03 \x03(\x0b\x32\x32.relaxd.v1.BroadcastWeightsResponse.ChecksumsEntry\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\"E\n\x1eTrainerLeaveWeightGroupRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x12\n\ngroup_name\x18\x02 \x01(\t\"!\n\x1fTrainerLeaveWeightGroupResponse\"\x1e\n\x1cTrainerSaveCheckpointRequest\"X\n\x1dTrainerSaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12)\n\x07weights\x18\x02 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"*\n\x18\x45xportHuggingFaceRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"T\n\x19\x45xportHuggingFaceResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12)\n\x07weights\x18\x02 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"?\n\x13TrainerSleepRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"?\n\x14TrainerSleepResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange\"\xab\x01\n\x12TrainerWakeRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\x12;\n\x07metrics\x18\x03 \x03(\x0b\x32*.relaxd.v1.TrainerWakeRequest.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\">\n\x13TrainerWakeResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange2\xef\x05\n\x07Trainer\x12^\n\x11GetWeightManifest\x12#.relaxd.v1.GetWeightManifestRequest\x1a$.relaxd.v1.GetWeightManifestResponse\x12\x66\n\x0fJoinWeightGroup\x12(.relaxd.v1.TrainerJoinWeightGroupRequest\x1a).relaxd.v1.TrainerJoinWeightGroupResponse\x12[\n\x10\x42roadcastWeights\x12\".relaxd.v1.BroadcastWeightsRequest\x1a#.relaxd.v1.BroadcastWeightsResponse\x12i\n\x10LeaveWeightGroup\x12).relaxd.v1.TrainerLeaveWeightGroupRequest\x1a*.relaxd.v1.TrainerLeaveWeightGroupResponse\x12^\n\x11\x45xportHuggingFace\x12#.relaxd.v1.ExportHuggingFaceRequest\x1a$.relaxd.v1.ExportHuggingFaceResponse\x12\x63\n\x0eSaveCheckpoint\x12\'.relaxd.v1.TrainerSaveCheckpointRequest\x1a(.relaxd.v1.TrainerSaveCheckpointResponse\x12H\n\x05Sleep\x12\x1e.relaxd.v1.TrainerSleepRequest\x1a\x1f.relaxd.v1.TrainerSleepResponse\x12\x45\n\x04Wake\x12\x1d.relaxd.v1.TrainerWakeRequest\x1a\x1e.relaxd.v1.TrainerWakeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/trainer.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/replica.proto\x1a\x17relaxd/v1/weights.proto\"\x1a\n\x18GetWeightManifestRequest\"\xb1\x01\n\x19GetWeightManifestResponse\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.relaxd.v1.WeightManifest\x12\x14\n\x0csource_ranks\x18\x02 \x01(\x05\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\x05\x12)\n\x07weights\x18\x05 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"W\n\x1dTrainerJoinWeightGroupRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12%\n\x05group\x18\x02 \x01(\x0b\x32\x16.relaxd.v1.WeightGroup\" \n\x1eTrainerJoinWeightGroupResponse\"\x94\x01\n\x17\x42roadcastWeightsRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x12\n\ngroup_name\x18\x02 \x01(\t\x12)\n\x07weights\x18\x03 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x08\"\xb3\x01\n\x18\x42roadcastWeightsResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\x12\x45\n\tchecksums\x18\x03 \x03(\x0b\x32\x32.relaxd.v1.BroadcastWeightsResponse.ChecksumsEntry\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\"E\n\x1eTrainerLeaveWeightGroupRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x12\n\ngroup_name\x18\x02 \x01(\t\"!\n\x1fTrainerLeaveWeightGroupResponse\"\x1e\n\x1cTrainerSaveCheckpointRequest\"X\n\x1dTrainerSaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12)\n\x07weights\x18\x02 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"*\n\x18\x45xportHuggingFaceRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"T\n\x19\x45xportHuggingFaceResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12)\n\x07weights\x18\x02 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"?\n\x13TrainerSleepRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"?\n\x14TrainerSleepResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange\"\xab\x01\n\x12TrainerWakeRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\x12;\n\x07metrics\x18\x03 \x03(\x0b\x32*.relaxd.v1.TrainerWakeRequest.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\">\n\x13TrainerWakeResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange2\xa2\x06\n\x07Trainer\x12g\n\x11GetWeightManifest\x12#.relaxd.v1.GetWeightManifestRequest\x1a$.relaxd.v1.GetWeightManifestResponse\"\x07\x90\x02\x01\x88\x80\x19\x01\x12l\n\x0fJoinWeightGroup\x12(.relaxd.v1.TrainerJoinWeightGroupRequest\x1a).relaxd.v1.TrainerJoinWeightGroupResponse\"\x04\x88\x80\x19\x02\x12\x61\n\x10\x42roadcastWeights\x12\".relaxd.v1.BroadcastWeightsRequest\x1a#.relaxd.v1.BroadcastWeightsResponse\"\x04\x88\x80\x19\x02\x12o\n\x10LeaveWeightGroup\x12).relaxd.v1.TrainerLeaveWeightGroupRequest\x1a*.relaxd.v1.TrainerLeaveWeightGroupResponse\"\x04\x88\x80\x19\x02\x12\x64\n\x11\x45xportHuggingFace\x12#.relaxd.v1.ExportHuggingFaceRequest\x1a$.relaxd.v1.ExportHuggingFaceResponse\"\x04\x88\x80\x19\x02\x12i\n\x0eSaveCheckpoint\x12\'.relaxd.v1.TrainerSaveCheckpointRequest\x1a(.relaxd.v1.TrainerSaveCheckpointResponse\"\x04\x88\x80\x19\x02\x12N\n\x05Sleep\x12\x1e.relaxd.v1.TrainerSleepRequest\x1a\x1f.relaxd.v1.TrainerSleepResponse\"\x04\x88\x80\x19\x02\x12K\n\x04Wake\x12\x1d.relaxd.v1.TrainerWakeRequest\x1a\x1e.relaxd.v1.TrainerWakeResponse\"\x04\x88\x80\x19\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,42 +38,58 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BROADCASTWEIGHTSRESPONSE_CHECKSUMSENTRY']._serialized_options = b'8\001'
   _globals['_TRAINERWAKEREQUEST_METRICSENTRY']._loaded_options = None
   _globals['_TRAINERWAKEREQUEST_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_GETWEIGHTMANIFESTREQUEST']._serialized_start=88
-  _globals['_GETWEIGHTMANIFESTREQUEST']._serialized_end=114
-  _globals['_GETWEIGHTMANIFESTRESPONSE']._serialized_start=117
-  _globals['_GETWEIGHTMANIFESTRESPONSE']._serialized_end=294
-  _globals['_TRAINERJOINWEIGHTGROUPREQUEST']._serialized_start=296
-  _globals['_TRAINERJOINWEIGHTGROUPREQUEST']._serialized_end=383
-  _globals['_TRAINERJOINWEIGHTGROUPRESPONSE']._serialized_start=385
-  _globals['_TRAINERJOINWEIGHTGROUPRESPONSE']._serialized_end=417
-  _globals['_BROADCASTWEIGHTSREQUEST']._serialized_start=420
-  _globals['_BROADCASTWEIGHTSREQUEST']._serialized_end=568
-  _globals['_BROADCASTWEIGHTSRESPONSE']._serialized_start=571
-  _globals['_BROADCASTWEIGHTSRESPONSE']._serialized_end=750
-  _globals['_BROADCASTWEIGHTSRESPONSE_CHECKSUMSENTRY']._serialized_start=702
-  _globals['_BROADCASTWEIGHTSRESPONSE_CHECKSUMSENTRY']._serialized_end=750
-  _globals['_TRAINERLEAVEWEIGHTGROUPREQUEST']._serialized_start=752
-  _globals['_TRAINERLEAVEWEIGHTGROUPREQUEST']._serialized_end=821
-  _globals['_TRAINERLEAVEWEIGHTGROUPRESPONSE']._serialized_start=823
-  _globals['_TRAINERLEAVEWEIGHTGROUPRESPONSE']._serialized_end=856
-  _globals['_TRAINERSAVECHECKPOINTREQUEST']._serialized_start=858
-  _globals['_TRAINERSAVECHECKPOINTREQUEST']._serialized_end=888
-  _globals['_TRAINERSAVECHECKPOINTRESPONSE']._serialized_start=890
-  _globals['_TRAINERSAVECHECKPOINTRESPONSE']._serialized_end=978
-  _globals['_EXPORTHUGGINGFACEREQUEST']._serialized_start=980
-  _globals['_EXPORTHUGGINGFACEREQUEST']._serialized_end=1022
-  _globals['_EXPORTHUGGINGFACERESPONSE']._serialized_start=1024
-  _globals['_EXPORTHUGGINGFACERESPONSE']._serialized_end=1108
-  _globals['_TRAINERSLEEPREQUEST']._serialized_start=1110
-  _globals['_TRAINERSLEEPREQUEST']._serialized_end=1173
-  _globals['_TRAINERSLEEPRESPONSE']._serialized_start=1175
-  _globals['_TRAINERSLEEPRESPONSE']._serialized_end=1238
-  _globals['_TRAINERWAKEREQUEST']._serialized_start=1241
-  _globals['_TRAINERWAKEREQUEST']._serialized_end=1412
-  _globals['_TRAINERWAKEREQUEST_METRICSENTRY']._serialized_start=1366
-  _globals['_TRAINERWAKEREQUEST_METRICSENTRY']._serialized_end=1412
-  _globals['_TRAINERWAKERESPONSE']._serialized_start=1414
-  _globals['_TRAINERWAKERESPONSE']._serialized_end=1476
-  _globals['_TRAINER']._serialized_start=1479
-  _globals['_TRAINER']._serialized_end=2230
+  _globals['_TRAINER'].methods_by_name['GetWeightManifest']._loaded_options = None
+  _globals['_TRAINER'].methods_by_name['GetWeightManifest']._serialized_options = b'\220\002\001\210\200\031\001'
+  _globals['_TRAINER'].methods_by_name['JoinWeightGroup']._loaded_options = None
+  _globals['_TRAINER'].methods_by_name['JoinWeightGroup']._serialized_options = b'\210\200\031\002'
+  _globals['_TRAINER'].methods_by_name['BroadcastWeights']._loaded_options = None
+  _globals['_TRAINER'].methods_by_name['BroadcastWeights']._serialized_options = b'\210\200\031\002'
+  _globals['_TRAINER'].methods_by_name['LeaveWeightGroup']._loaded_options = None
+  _globals['_TRAINER'].methods_by_name['LeaveWeightGroup']._serialized_options = b'\210\200\031\002'
+  _globals['_TRAINER'].methods_by_name['ExportHuggingFace']._loaded_options = None
+  _globals['_TRAINER'].methods_by_name['ExportHuggingFace']._serialized_options = b'\210\200\031\002'
+  _globals['_TRAINER'].methods_by_name['SaveCheckpoint']._loaded_options = None
+  _globals['_TRAINER'].methods_by_name['SaveCheckpoint']._serialized_options = b'\210\200\031\002'
+  _globals['_TRAINER'].methods_by_name['Sleep']._loaded_options = None
+  _globals['_TRAINER'].methods_by_name['Sleep']._serialized_options = b'\210\200\031\002'
+  _globals['_TRAINER'].methods_by_name['Wake']._loaded_options = None
+  _globals['_TRAINER'].methods_by_name['Wake']._serialized_options = b'\210\200\031\002'
+  _globals['_GETWEIGHTMANIFESTREQUEST']._serialized_start=112
+  _globals['_GETWEIGHTMANIFESTREQUEST']._serialized_end=138
+  _globals['_GETWEIGHTMANIFESTRESPONSE']._serialized_start=141
+  _globals['_GETWEIGHTMANIFESTRESPONSE']._serialized_end=318
+  _globals['_TRAINERJOINWEIGHTGROUPREQUEST']._serialized_start=320
+  _globals['_TRAINERJOINWEIGHTGROUPREQUEST']._serialized_end=407
+  _globals['_TRAINERJOINWEIGHTGROUPRESPONSE']._serialized_start=409
+  _globals['_TRAINERJOINWEIGHTGROUPRESPONSE']._serialized_end=441
+  _globals['_BROADCASTWEIGHTSREQUEST']._serialized_start=444
+  _globals['_BROADCASTWEIGHTSREQUEST']._serialized_end=592
+  _globals['_BROADCASTWEIGHTSRESPONSE']._serialized_start=595
+  _globals['_BROADCASTWEIGHTSRESPONSE']._serialized_end=774
+  _globals['_BROADCASTWEIGHTSRESPONSE_CHECKSUMSENTRY']._serialized_start=726
+  _globals['_BROADCASTWEIGHTSRESPONSE_CHECKSUMSENTRY']._serialized_end=774
+  _globals['_TRAINERLEAVEWEIGHTGROUPREQUEST']._serialized_start=776
+  _globals['_TRAINERLEAVEWEIGHTGROUPREQUEST']._serialized_end=845
+  _globals['_TRAINERLEAVEWEIGHTGROUPRESPONSE']._serialized_start=847
+  _globals['_TRAINERLEAVEWEIGHTGROUPRESPONSE']._serialized_end=880
+  _globals['_TRAINERSAVECHECKPOINTREQUEST']._serialized_start=882
+  _globals['_TRAINERSAVECHECKPOINTREQUEST']._serialized_end=912
+  _globals['_TRAINERSAVECHECKPOINTRESPONSE']._serialized_start=914
+  _globals['_TRAINERSAVECHECKPOINTRESPONSE']._serialized_end=1002
+  _globals['_EXPORTHUGGINGFACEREQUEST']._serialized_start=1004
+  _globals['_EXPORTHUGGINGFACEREQUEST']._serialized_end=1046
+  _globals['_EXPORTHUGGINGFACERESPONSE']._serialized_start=1048
+  _globals['_EXPORTHUGGINGFACERESPONSE']._serialized_end=1132
+  _globals['_TRAINERSLEEPREQUEST']._serialized_start=1134
+  _globals['_TRAINERSLEEPREQUEST']._serialized_end=1197
+  _globals['_TRAINERSLEEPRESPONSE']._serialized_start=1199
+  _globals['_TRAINERSLEEPRESPONSE']._serialized_end=1262
+  _globals['_TRAINERWAKEREQUEST']._serialized_start=1265
+  _globals['_TRAINERWAKEREQUEST']._serialized_end=1436
+  _globals['_TRAINERWAKEREQUEST_METRICSENTRY']._serialized_start=1390
+  _globals['_TRAINERWAKEREQUEST_METRICSENTRY']._serialized_end=1436
+  _globals['_TRAINERWAKERESPONSE']._serialized_start=1438
+  _globals['_TRAINERWAKERESPONSE']._serialized_end=1500
+  _globals['_TRAINER']._serialized_start=1503
+  _globals['_TRAINER']._serialized_end=2305
 # @@protoc_insertion_point(module_scope)

@@ -5,13 +5,15 @@ import importlib
 import pkgutil
 
 import pytest
-from google.protobuf import descriptor_pool
+from google.protobuf.descriptor_pb2 import MethodOptions
 
 import relaxd.v1
-from relaxd.rpc.access import KNOWN_TOKENS, METHODS, Access, Tokens, least_access
+from relaxd.rpc.access import KNOWN_TOKENS, Access, Tokens, least_access
 from relaxd.rpc.errors import PermissionDenied, ServerError, Unauthenticated
+from relaxd.rpc.methods import access, may_repeat, methods
 from relaxd.rpc.security import Doors, is_loopback
 from relaxd.rpc.tls import TlsFiles
+from relaxd.v1 import access_pb2
 
 READ, SERVICE, ADMIN = "r" * 32, "s" * 32, "a" * 32
 GET, HEARTBEAT, START = (f"/relaxd.v1.Coordinator/{name}" for name in ("GetRun", "Heartbeat", "StartRun"))
@@ -27,17 +29,23 @@ def every_call() -> set[tuple[str, str]]:
     return found
 
 
-def test_every_call_has_one_role_in_the_table():
-    declared = [
-        (service, name)
-        for service, by_access in METHODS.items()
-        for names in by_access.values()
-        for name in names
-        if service.startswith("relaxd.")
-    ]
-    assert len(declared) == len(set(declared)), "a call is in the table twice"
-    assert set(declared) == every_call(), "relaxd/rpc/access.py: METHODS and protos/relaxd/v1 differ"
-    assert descriptor_pool.Default().FindServiceByName("relaxd.v1.Coordinator").full_name in METHODS
+def test_every_method_says_who_may_call_it():
+    found = {(method.containing_service.full_name, method.name): method for method in methods()}
+    assert set(found) == every_call(), "relaxd/rpc/methods.py: a file of protos/relaxd/v1 is missing"
+    silent = [place for place, method in found.items() if access(method) == access_pb2.ACCESS_UNSPECIFIED]
+    assert not silent, "these methods need `option (access)` in their protos"
+    reads = {place for place, method in found.items() if access(method) == access_pb2.ACCESS_READ}
+    assert reads == {
+        place
+        for place, method in found.items()
+        if method.GetOptions().idempotency_level == MethodOptions.NO_SIDE_EFFECTS
+    }
+
+
+def test_grpc_repeats_reads_and_what_comes_to_the_same():
+    repeated = {method.name for method in methods() if may_repeat(method)}
+    assert {"GetRun", "ListReplicas", "GetStatus", "LeaseGpus"} <= repeated
+    assert not repeated & {"WatchRun", "StartRun", "Generate", "Score", "Heartbeat", "Restart", "Launch"}
 
 
 def test_looking_needs_read_and_what_nobody_thought_of_needs_admin():

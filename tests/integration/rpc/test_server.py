@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from relaxd.rpc.access import Tokens
 from relaxd.rpc.client import channel, sync_channel
@@ -130,7 +131,8 @@ async def test_grpcurl_needs_no_proto_file(server):
     )
     code, output = await grpcurl(address, "describe", "relaxd.v1.Reward.Score")
     assert code == 0
-    assert "rpc Score ( .relaxd.v1.ScoreRequest ) returns ( .relaxd.v1.ScoreResponse );" in output
+    assert "rpc Score ( .relaxd.v1.ScoreRequest ) returns ( .relaxd.v1.ScoreResponse )" in output
+    assert "option (.relaxd.v1.access) = ACCESS_SERVICE;" in output
     code, output = await grpcurl(address, "describe", "relaxd.v1.Reward.Nothing")
     assert code != 0
     assert "not found" in output.lower()
@@ -140,6 +142,18 @@ async def test_grpcurl_needs_no_proto_file(server):
     assert code != 0
     assert "InvalidArgument" in output
     assert "must not be empty" in output
+
+
+async def test_reflection_v1_answers_as_v1alpha_does(server):
+    async with channel(f"127.0.0.1:{server.port}") as to:
+        ask = to.stream_stream(
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        call = ask(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10)
+        (answer,) = [response async for response in call]
+    assert REWARD in {service.name for service in answer.list_services_response.service}
 
 
 async def test_bad_input_is_answered_with_every_field_violation(server):
