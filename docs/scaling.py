@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from admin import CONFIG, FIRST_PORT, Page  # noqa: E402
 
 from relaxd.cli.scale import ENDED  # noqa: E402
-from relaxd.client.coordinator import Coordinator  # noqa: E402
+from relaxd.client.coordinator import CoordinatorClient  # noqa: E402
 from relaxd.local import stack  # noqa: E402
 from relaxd.local.state import StateFolder  # noqa: E402
 from relaxd.v1 import scaling_pb2 as pb  # noqa: E402
@@ -168,7 +168,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.2)
 
 
-def write_page(page: Page, coordinator: Coordinator) -> None:
+def write_page(page: Page, coordinator: CoordinatorClient) -> None:
     """Type everything."""
     call = "relaxd.v1.Coordinator/{}".format
     short = "grep -vE 'nanos|_time|deadline'"
@@ -246,7 +246,7 @@ def main() -> None:
             waiting = subprocess.Popen(service, cwd=ROOT, env=os.environ | redis, stdout=log, stderr=log)
         page = Page(folder, HEAD)
         try:
-            with Coordinator(COORDINATOR) as coordinator:
+            with CoordinatorClient(COORDINATOR) as coordinator:
                 coordinator.start_run(CONFIG.replace('"tiny"', f'"{folder}/tiny"'), "tiny")
                 until(lambda: coordinator.run().step)
                 write_page(page, coordinator)

@@ -94,7 +94,7 @@ def train(folder: Path, redis_url: str) -> float:
         deliveries = board.take("reward", "me", count=GROUPS, block_seconds=5)
         for delivery, read in zip(deliveries, board.load(deliveries, ["text"]), strict=True):
             rewards = np.array([sum(map(str.islower, text)) / NEW_TOKENS for text in read["text"]])
-            board.commit([(delivery, {"reward": rewards, "reward_parts": [{} for _ in rewards]})])
+            board.commit([(delivery, {"reward": rewards, "reward_parts": {}})])
 
         # Advantage: how much better than the rest of its group an answer was, for each token.
         deliveries = board.take("advantage", "me", count=GROUPS, block_seconds=5)

@@ -14,8 +14,9 @@ from relaxd.board.errors import (
     RunMissing,
     StepConflict,
 )
+from relaxd.board.schema import COLUMNS, ROUTED_EXPERTS, ColumnSpec, trained_columns
 from relaxd.board.sizes import RedisMemory, SizeProblem, size_problems, worst_bytes
-from relaxd.board.stages import ROUTED_EXPERTS, STAGES, Stage, stages_for
+from relaxd.board.stages import STAGES, Stage, stages_for
 from relaxd.board.times import GroupTimes, StageTime, microseconds
 from relaxd.board.types import (
     JSON,
@@ -32,6 +33,7 @@ from relaxd.board.types import (
 from relaxd.board.worker import Drop, StageWorker
 
 __all__ = [
+    "COLUMNS",
     "JSON",
     "ROUTED_EXPERTS",
     "STAGES",
@@ -41,6 +43,7 @@ __all__ = [
     "BoardUnavailable",
     "Column",
     "ColumnError",
+    "ColumnSpec",
     "ColumnsTooLarge",
     "Counts",
     "Delivery",
@@ -67,5 +70,6 @@ __all__ = [
     "passing",
     "size_problems",
     "stages_for",
+    "trained_columns",
     "worst_bytes",
 ]

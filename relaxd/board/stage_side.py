@@ -13,7 +13,8 @@ from relaxd.board import payloads
 from relaxd.board.columns import decode_columns
 from relaxd.board.core import WORKERS, BoardCore
 from relaxd.board.errors import BoardError
-from relaxd.board.stages import PUBLISH, VERSIONS
+from relaxd.board.schema import VERSIONS
+from relaxd.board.stages import PUBLISH
 from relaxd.board.types import Column, Delivery, DropKind
 
 MAX_CLAIM_INTERVAL = 5.0

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from relaxd.board import schema
 from relaxd.config import RunConfig
 
 PUBLISH = "publish"
@@ -10,9 +11,6 @@ PUBLISH = "publish"
 
 TRAIN = "train"
 """The last stage: its commit is the step ledger."""
-
-VERSIONS = "versions"
-"""The column with the weight version of every token."""
 
 
 @dataclass(frozen=True)
@@ -24,37 +22,16 @@ class Stage:
     writes: tuple[str, ...]
 
 
-ROUTED_EXPERTS = "routed_experts"
-"""The column with the experts that each token was sent to, where rollout.return_routed_experts asks for it."""
-
-GENERATED = ("tokens", "lengths", "loss_mask", "rollout_logprobs", VERSIONS, "finish", "text", "spans_weight_update")
-"""What the rollout stage writes, and the trainer needs all of."""
-
 STAGES: dict[str, Stage] = {
-    stage.name: stage
-    for stage in (
-        Stage(
-            name="rollout",
-            needs=("prompt_tokens",),
-            writes=GENERATED,
-        ),
-        Stage(name="reward", needs=("prompt", "text", "finish"), writes=("reward", "reward_parts")),
-        Stage(name="advantage", needs=("reward", "lengths"), writes=("advantages",)),
-        Stage(
-            name=TRAIN,
-            needs=(
-                "prompt_tokens",
-                "prompt",
-                *GENERATED,
-                "reward",
-                "reward_parts",
-                "advantages",
-            ),
-            writes=(),
-        ),
+    name: Stage(name, needs, schema.written_by(name))
+    for name, needs in (
+        ("rollout", ("prompt_tokens",)),
+        ("reward", ("prompt", "text", "finish")),
+        ("advantage", ("reward", "lengths")),
+        (TRAIN, schema.trained_columns()),
     )
 }
-"""Every stage there is. What a column holds is in docs/architecture.md."""
+"""Every stage there is. What a column holds is in docs/columns.md."""
 
 
 def stages_for(config: RunConfig) -> tuple[Stage, ...]:
@@ -62,7 +39,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     stages = dict(STAGES)  # every algorithm so far needs the same four
     if config.rollout.return_routed_experts:
         rollout = stages["rollout"]
-        stages["rollout"] = replace(rollout, writes=(*rollout.writes, ROUTED_EXPERTS))
+        stages["rollout"] = replace(rollout, writes=(*rollout.writes, schema.ROUTED_EXPERTS))
     return tuple(stages[name] for name in ("rollout", "reward", "advantage", TRAIN))
 
 

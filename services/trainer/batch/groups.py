@@ -8,21 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm
+from relaxd.board import COLUMNS, trained_columns
 from services.trainer.batch.packing import TrainSample
 
-RESPONSE_COLUMNS = {
-    "tokens": "i",
-    "loss_mask": "iu",
-    "rollout_logprobs": "f",
-    "versions": "i",
-    "advantages": "f",
-}
-"""Columns with one value per response token [T], and the kinds of dtype that they may have."""
-SAMPLE_COLUMNS = {"lengths": "i", "spans_weight_update": "iu", "reward": "f"}
-"""Columns with one value per sample [n]."""
-SAMPLE_LISTS = ("finish", "text")
-"""JSON columns with one value per sample."""
-TRAIN_COLUMNS = ("prompt_tokens", "prompt", *RESPONSE_COLUMNS, *SAMPLE_COLUMNS, *SAMPLE_LISTS, "reward_parts")
+TRAIN_COLUMNS = {name: COLUMNS[name] for name in trained_columns()}
 """Every column that the trainer reads, and keeps in step files."""
 
 
@@ -112,31 +101,29 @@ def check_group(group_id: str, columns: Mapping[str, Any]) -> Group:
     for name in TRAIN_COLUMNS:
         if name not in columns:
             raise MalformedGroup(f"column {name} is missing")
-    prompt = _array(columns, "prompt_tokens", "i")
-    if prompt.size == 0:
+    if _array(columns, "prompt_tokens").size == 0:
         raise MalformedGroup("prompt_tokens is empty: the first response token has nothing to be predicted from")
-    lengths = _array(columns, "lengths", "i")
+    lengths = _array(columns, "lengths")
     if lengths.size == 0 or (lengths < 0).any():
         raise MalformedGroup(f"lengths is {lengths.tolist()}: it must have a length for each sample, none negative")
-    for name, kinds in SAMPLE_COLUMNS.items():
-        if _array(columns, name, kinds).size != lengths.size:
-            raise MalformedGroup(f"{name} has {columns[name].size} values for {lengths.size} samples")
-    for name in SAMPLE_LISTS:
-        if not isinstance(columns[name], list) or len(columns[name]) != lengths.size:
-            raise MalformedGroup(f"{name} must be a list of {lengths.size} values, one for each sample")
-    total = int(lengths.sum())
-    for name, kinds in RESPONSE_COLUMNS.items():
-        if _array(columns, name, kinds).size != total:
-            raise MalformedGroup(f"{name} has {columns[name].size} values for {total} response tokens")
-    trained = columns["loss_mask"] != 0
+    samples, tokens = lengths.size, int(lengths.sum())
+    for name, column in TRAIN_COLUMNS.items():
+        if column.dtype == "json":
+            if column.shape == "n" and (not isinstance(columns[name], list) or len(columns[name]) != samples):
+                raise MalformedGroup(f"{name} must be a list of {samples} values, one for each sample")
+        elif column.shape == "n" and _array(columns, name).size != samples:
+            raise MalformedGroup(f"{name} has {columns[name].size} values for {samples} samples")
+        elif column.shape == "T" and _array(columns, name).size != tokens:
+            raise MalformedGroup(f"{name} has {columns[name].size} values for {tokens} response tokens")
+    masked = columns["loss_mask"] != 0
     for name in ("rollout_logprobs", "advantages"):
-        if not np.isfinite(columns[name][trained]).all():
+        if not np.isfinite(columns[name][masked]).all():
             raise MalformedGroup(f"{name} is NaN or infinite at a trained token")
     return Group(group_id, {name: columns[name] for name in TRAIN_COLUMNS})
 
 
-def _array(columns: Mapping[str, Any], name: str, kinds: str) -> np.ndarray:
-    value = columns[name]
+def _array(columns: Mapping[str, Any], name: str) -> np.ndarray:
+    value, kinds = columns[name], TRAIN_COLUMNS[name].kinds
     if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in kinds:
         what = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
         raise MalformedGroup(f"{name} is {what}: it must be an array [values] of kind {' or '.join(kinds)}")

@@ -90,7 +90,7 @@ def _load(board: Board, deliveries: list[Delivery], patience_seconds: float) -> 
     deadline = time.monotonic() + patience_seconds
     while True:
         try:
-            loaded = board.load(deliveries, TRAIN_COLUMNS)
+            loaded = board.load(deliveries, tuple(TRAIN_COLUMNS))
         except BoardUnavailable:
             if time.monotonic() > deadline:
                 raise

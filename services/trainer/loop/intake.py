@@ -129,7 +129,7 @@ class Intake:
         deliveries = self._board.take(STAGE, self._consumer, count=TAKE_AT_ONCE, block_seconds=block_seconds)
         if not deliveries:
             return False
-        for delivery, columns in zip(deliveries, self._board.load(deliveries, TRAIN_COLUMNS), strict=True):
+        for delivery, columns in zip(deliveries, self._board.load(deliveries, tuple(TRAIN_COLUMNS)), strict=True):
             if columns is None:  # closed since it was taken
                 continue
             try:
