@@ -73,9 +73,7 @@ COLUMNS: dict[str, ColumnSpec] = {
             optional=True,
         ),
         ColumnSpec("reward", "reward", "float64", "n", "Reward of each answer."),
-        ColumnSpec(
-            "reward_parts", "reward", "json", "", "The parts that all rewards have: {name: [n values]}."
-        ),
+        ColumnSpec("reward_parts", "reward", "json", "", "The parts that all rewards have: {name: [n values]}."),
         ColumnSpec("advantages", "advantage", "float32", "T", "Advantage of each token."),
     )
 }
