@@ -11,7 +11,7 @@ from services.trainer.learner.learner import Learner, StepStats
 
 
 class RoundRunner:
-    """GpuHandoff plans and columns into gradients."""
+    """Turns plans and columns into gradients."""
 
     def __init__(self, learner: Learner, algorithm: Algorithm, temperature: float) -> None:
         """Samples were drawn at `temperature`."""

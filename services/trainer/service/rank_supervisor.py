@@ -65,7 +65,7 @@ class RankSupervisor:
         self.done_groups = 0
         self._done_before = 0
         self.turns = 0
-        """GpuHandoff of the training loop, by rank 0's last word."""
+        """Turns of the training loop, by rank 0's last word."""
         self.manifest = weights_pb2.WeightManifest()
         self.source_ranks = 0
         self.store_port = 0
