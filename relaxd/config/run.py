@@ -187,7 +187,8 @@ class TrainerConfig(Section):
     groups_per_step: int = Field(default=8, ge=1)
     """Groups in one optimizer step."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Most tokens (prompt and response) in one packed micro-batch."""
+    """Most tokens in one packed micro-batch. A prompt that its samples share counts once, as long as all samples with
+    their prompts have at most twice as many tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the model's weights and activations; bfloat16 keeps float32 main weights."""
     ranks: int = Field(default=1, ge=1)

@@ -4,12 +4,9 @@ A sum in floating point depends on the order of its terms, so the plan records t
 groups' columns and the plan can repeat the step's arithmetic.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from services.trainer.batch.packing import assign_to_ranks
 
 OUTCOME = "skipped_updates"
 """The field of a plan that is known only after the step."""
@@ -120,63 +117,3 @@ class StepPlan:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"not a step's plan: {error!r}") from error
-
-
-class Packer:
-    """Packs samples into micro-batches of a token budget, as they come.
-
-    A micro-batch is closed when the next sample doesn't fit. What is left when the step's last group is in is divided
-    anew, so that all ranks have about the same work.
-    """
-
-    def __init__(self, budget_tokens: int, data_ranks: int, per_rank: int = 1) -> None:
-        """Pack for `data_ranks` ranks, each of which takes `per_rank` micro-batches a round (one per stage)."""
-        self._budget = budget_tokens
-        self._ranks = data_ranks
-        self._per_rank = per_rank
-        self._full: deque[list[_Sample]] = deque()
-        self._open: list[_Sample] = []
-
-    def add(self, group_id: str, tokens: Sequence[int]) -> None:
-        """Add a group's samples; `tokens` are their lengths with the prompt, none above the budget."""
-        for sample, count in enumerate(tokens):
-            if self._open and sum(s.tokens for s in self._open) + count > self._budget:
-                self._full.append(self._open)
-                self._open = []
-            self._open.append(_Sample(group_id, sample, count))
-
-    def full_round(self) -> MicroBatchRound | None:
-        """A round for all ranks, if enough micro-batches are full."""
-        if len(self._full) < self._ranks * self._per_rank:
-            return None
-        return MicroBatchRound(
-            tuple(tuple(_micro_batch(self._full.popleft()) for _ in range(self._per_rank)) for _ in range(self._ranks))
-        )
-
-    def rest(self) -> MicroBatchRound | None:
-        """What is left, as one round; None if nothing is."""
-        samples = [sample for micro_batch in (*self._full, self._open) for sample in micro_batch]
-        self._full, self._open = deque(), []
-        if not samples:
-            return None
-        shares = assign_to_ranks([sample.tokens for sample in samples], self._budget, self._ranks)
-        return MicroBatchRound(
-            tuple(tuple(_micro_batch([samples[i] for i in indices]) for indices in share) for share in shares)
-        )
-
-
-@dataclass(frozen=True)
-class _Sample:
-    group_id: str
-    index: int
-    tokens: int
-
-
-def _micro_batch(samples: Sequence[_Sample]) -> MicroBatchSlices:
-    """Samples as pieces: neighbours of one group become one piece."""
-    pieces: list[tuple[str, list[int]]] = []
-    for sample in samples:
-        if not pieces or pieces[-1][0] != sample.group_id:
-            pieces.append((sample.group_id, []))
-        pieces[-1][1].append(sample.index)
-    return tuple(SampleSlice(group_id, tuple(indices)) for group_id, indices in pieces)

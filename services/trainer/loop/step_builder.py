@@ -9,7 +9,8 @@ from relaxd import telemetry
 from relaxd.algorithms import Algorithm
 from relaxd.board import GroupTimes, StageTime, microseconds
 from services.trainer.batch.groups import Group
-from services.trainer.batch.plan import MicroBatchRound, Packer, StepPlan
+from services.trainer.batch.packer import Packer
+from services.trainer.batch.plan import MicroBatchRound, StepPlan
 from services.trainer.loop.intake import STAGE, Taken
 
 
@@ -49,7 +50,8 @@ class StepBuilder:
         for taken in chosen:
             self.members[taken.group.group_id] = taken
             self.started_at[taken.group.group_id] = now
-            self.packer.add(taken.group.group_id, taken.group.sample_tokens)
+            group = taken.group
+            self.packer.add(group.group_id, len(group.columns["prompt_tokens"]), group.lengths.tolist())
             self._spans.append(
                 telemetry.open_stage_span(
                     STAGE,

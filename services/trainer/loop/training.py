@@ -15,7 +15,8 @@ from relaxd import telemetry
 from relaxd.algorithms import Algorithm
 from relaxd.board import Board, BoardUnavailable, LedgerEntry, microseconds
 from relaxd.config import RunConfig
-from services.trainer.batch.plan import OUTCOME, MicroBatchRound, Packer, StepPlan
+from services.trainer.batch.packer import Packer
+from services.trainer.batch.plan import OUTCOME, MicroBatchRound, StepPlan
 from services.trainer.batch.step_file import read_committed, step_file_path, write_step_file
 from services.trainer.checkpoints.checkpoints import Answer, Checkpoints
 from services.trainer.learner.learner import Learner, StepStats
