@@ -56,8 +56,8 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
     (
         "the coordinator dies",
         ("kill coordinator", "restart coordinator"),
-        "its supervisor starts another, which takes the next term and continues from Redis; meanwhile stages and trainer "
-        "work on the groups that are published",
+        "its supervisor starts another, which takes the next term and continues from Redis; meanwhile stages and "
+        "trainer work on the groups that are published",
     ),
     (
         "the coordinator is stopped",
