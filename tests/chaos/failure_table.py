@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.failure_table`: the table of failures in docs/reliability.md, from the last long run."""
+"""Write the table of failures in docs/reliability.md from the last long run: `python -m tests.chaos.failure_table`."""
 
 import json
 from fnmatch import fnmatchcase
@@ -10,114 +10,115 @@ from benchmarks.reporting import RESULTS
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- failures: written by python -m tests.chaos.failure_table -->", "<!-- failures: end -->"
 
-# What dies, the faults that do it, what happens. What is lost is the same for all: that is the promise.
+# The failure, the faults that cause it, the response. Nothing may be lost in any of them.
 FAILURES: list[tuple[str, tuple[str, ...], str]] = [
     (
-        "a rollout, reward or advantage replica",
+        "a rollout, reward or advantage replica dies",
         ("kill rollout", "kill reward", "kill advantage", "kill both *", "restart rollout"),
-        "its supervisor starts another; the groups that it held go to others as soon as it is known to be gone, at the "
-        "latest when their lease ends; of a drain, nothing is begun anew",
+        "its supervisor starts another; other replicas take its groups as soon as its end is known, at the latest when "
+        "their lease ends; after a drain no group is repeated",
     ),
     (
-        "an engine's process, a reward's worker",
+        "an engine's process or a reward's worker dies",
         ("kill engine", "kill reward worker"),
-        "its service starts another; the engine's groups are begun anew, the worker's sample is tried once more",
+        "its service starts another; the engine's groups are generated again, the worker's sample is tried once more",
     ),
     (
-        "a replica stands still (SIGSTOP), for less and for more than its leases",
+        "a replica is stopped (SIGSTOP), for less and for more than its leases",
         ("stall rollout *", "stall reward *", "stall advantage *", "stall engine *"),
-        "others take its groups over when the lease ends; what it commits when it wakes up is acknowledged and changes "
-        "nothing; one that is silent for longer than `--lease-seconds` is restarted",
+        "other replicas take its groups when the lease ends; what it commits when it continues is acknowledged and "
+        "changes nothing; a replica that is silent for longer than `--lease-seconds` is restarted",
     ),
     (
-        "an engine's process stands still for good, while its service answers",
+        "an engine's process hangs for good, while its service answers",
         ("freeze engine",),
-        "the trainer goes on with the other engines; the coordinator restarts the replica when nothing that it holds "
-        "gets done (`health.stuck_seconds`) or synchronisations with it keep failing (`health.max_sync_failures`)",
+        "the trainer goes on with the other engines; the coordinator restarts the replica when its groups make no "
+        "progress (`health.stuck_seconds`) or its synchronisations keep failing (`health.max_sync_failures`)",
     ),
     (
-        "the trainer, or one of its ranks",
+        "the trainer, or one of its ranks, dies",
         ("kill trainer*", "kill a rank*"),
-        "a new term: newest intact checkpoint, the steps since from their files, then a forced synchronisation; the "
-        "step that was open begins anew",
+        "under a new term it loads the newest intact checkpoint and replays the step files after it, then a "
+        "synchronisation is forced; the open step starts again",
     ),
     (
-        "the trainer stands still",
+        "the trainer is stopped",
         ("stall trainer*",),
-        "it goes on; publishing stops at the gate meanwhile; one that is silent for too long is restarted",
+        "publishing stops at the gate; the trainer continues when it wakes up, or is restarted when it is silent for "
+        "longer than `--lease-seconds`",
     ),
     (
         "a gradient overflows",
         ("overflow a gradient",),
-        "the update is skipped on all ranks, the step is committed as skipped, and so it is replayed; "
-        "`trainer.max_skipped_updates`",
+        "all ranks skip the update; the step is committed as skipped, and replayed as skipped; "
+        "`trainer.max_skipped_updates` limits this",
     ),
     (
-        "the coordinator",
+        "the coordinator dies",
         ("kill coordinator", "restart coordinator"),
-        "its supervisor starts another, which takes the next term and goes on from Redis; stages and trainer work on "
-        "with what is published",
+        "its supervisor starts another, which takes the next term and continues from Redis; meanwhile stages and "
+        "trainer work on the groups that are published",
     ),
     (
-        "the coordinator stands still",
+        "the coordinator is stopped",
         ("stall coordinator *",),
-        "the same, without a restart; it grants everybody a new lease when it wakes up",
+        "the same, without a restart; when it continues it gives every replica a new lease",
     ),
     (
-        "Redis, killed or restarted",
+        "Redis is killed or restarted",
         ("kill redis", "restart redis"),
-        "everybody waits and tries again; its append-only file has everything",
+        "services wait and retry; Redis loads everything from its append-only file",
     ),
-    ("Redis stands still", ("stall redis *",), "everybody waits and tries again"),
+    ("Redis is stopped", ("stall redis *",), "services wait and retry"),
     (
         "Redis is full",
         ("fill redis",),
-        "nothing is published; what makes room (commits, steps) is still allowed; it goes on when there is room",
+        "nothing is published; commits and steps, which make room, still pass; publishing resumes when there is room",
     ),
     (
         "Redis refuses writes: its disk is full, it is a replica, a script keeps it busy",
         ("redis: *",),
-        "everybody waits, says for what, and tries again",
+        "services wait, say for what, and retry",
     ),
     (
-        "connections to Redis: reset, late, swallowed",
+        "connections to Redis are reset, delayed or swallowed",
         ("cut: * - redis", "delay: * - redis", "drop: * - redis"),
-        "the operation is repeated, which never does it twice; groups of a replica that is away longer than its lease "
-        "go to others",
+        "operations are retried, and take effect once; other replicas take the groups of a replica that is away for "
+        "longer than its lease",
     ),
     (
-        "connections to the coordinator, in both directions",
+        "connections from and to the coordinator are reset, delayed or swallowed",
         ("cut: * - coordinator", "delay: * - coordinator", "drop: * - coordinator", "reset all connections"),
-        "work goes on; a replica that was forgotten registers again; an engine that can't be reached is left out of "
-        "synchronisations",
+        "work goes on; a replica that the coordinator has forgotten registers again; synchronisations leave out an "
+        "engine that can't be reached",
     ),
     (
-        "an engine in a weight synchronisation (join, pause, broadcast, commit, resume)",
+        "an engine fails in a weight synchronisation (join, pause, broadcast, commit, resume)",
         ("sync: engine *", "sync: rollout *"),
-        "everybody leaves the group, it is built anew from the rest, and the broadcast repeated; the trainer goes on",
+        "every member leaves the process group, the rest form a new one and repeat the broadcast; the trainer goes on",
     ),
     (
-        "the trainer in the middle of a broadcast",
+        "the trainer fails in a broadcast",
         ("sync: rank *", "sync: trainer *"),
-        "engines that were touched serve nothing until the next trainer's first synchronisation",
+        "engines that received a part of it serve nothing until the next trainer's first synchronisation",
     ),
     (
-        "the coordinator in the middle of a synchronisation",
+        "the coordinator fails in a synchronisation",
         ("sync: coordinator *",),
-        "the next coordinator aborts the one on record and begins another",
+        "the next coordinator aborts the synchronisation on record and starts another",
     ),
 ]
 
 
 def table(document: dict) -> str:
-    """The table as Markdown. Raises ValueError: a kind of fault is in no row."""
+    """Return the table as Markdown. Raises ValueError if a kind of fault is in no row."""
     outcomes = document["outcomes"]
     rest = {outcome["fault"] for outcome in outcomes}
     lines = [
-        "| what fails | what happens | lost | times | trains again after (p50 / max) | deliveries repeated |",
+        "| failure | response | lost | times | trains again after (p50 / max) | deliveries repeated |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for what, patterns, happens in FAILURES:
+    for failure, patterns, response in FAILURES:
         found = [o for o in outcomes if any(fnmatchcase(o["fault"], pattern) for pattern in patterns)]
         rest -= {outcome["fault"] for outcome in found}
         seconds = [outcome["recovery"] for outcome in found if outcome["recovery"] is not None]
@@ -125,9 +126,9 @@ def table(document: dict) -> str:
         violations = sum(outcome["violations"] for outcome in found)
         lost = "not measured" if not found else "nothing" if not violations else f"{violations} violations"
         recomputed = sum(outcome["recomputed"] for outcome in found)
-        lines.append(f"| {what} | {happens} | {lost} | {len(found)} | {figures} | {recomputed} |")
+        lines.append(f"| {failure} | {response} | {lost} | {len(found)} | {figures} | {recomputed} |")
     if rest:
-        raise ValueError(f"no row has the faults {', '.join(sorted(rest))}")
+        raise ValueError(f"no row of FAILURES has these faults: {', '.join(sorted(rest))}")
     machine, groups = document["machine"], document["groups"]["trained"]
     lines += [
         "",
