@@ -39,7 +39,7 @@ from services.trainer.checkpoints.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.host_memory import settle
+from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.parallel import shut_down
 
 SMOLLM2 = {
@@ -68,7 +68,7 @@ class Bench:
         self.part = CheckpointPart(learner)
         self.folder = folder
         self._batches = batches
-        self._trained = float(sum(int(batch.loss_mask.sum()) for batch in batches) * learner.world.data_size)
+        self._trained = float(sum(int(batch.loss_mask.sum()) for batch in batches) * learner.world.dp_size)
         self._partial: Path | None = None
         self._begun = 0.0
         self.stalled = 0.0
@@ -114,7 +114,7 @@ class Bench:
             final = folders.checkpoint_path(self.folder, self.learner.step)
             folders.seal(self._partial, final, make_state(self.learner.step))
             folders.rotate(self.folder, 1)
-            folders.remove_leaving(self.folder)
+            folders.remove_rotated(self.folder)
         self.stalled += time.perf_counter() - began
         self.wrote = time.perf_counter() - self._begun
         self._partial = None
@@ -212,7 +212,7 @@ def main() -> None:
             }
         )
         learner = Learner(model, config, AlgorithmConfig(old_logprobs="current"), steps=1000)
-        settle()
+        freeze_objects()
         vocabulary = AutoConfig.from_pretrained(model).vocab_size
         batches = [
             make_batch(vocabulary, options.tokens, options.sequences, seed) for seed in range(options.micro_batches)
@@ -227,7 +227,7 @@ def main() -> None:
                 [{"model": options.shape, "parameters": parameters, "ranks": ranks, **row}],
                 goal="a stall of at most 5 % of a step",
                 device=torch.cuda.get_device_name() if gpu else "cpu",
-                tokens_of_a_step=options.tokens * options.micro_batches * learner.world.data_size,
+                tokens_of_a_step=options.tokens * options.micro_batches * learner.world.dp_size,
                 rounds=options.rounds,
                 torch=torch.__version__,
             )

@@ -57,7 +57,7 @@ def measure(
     batches = [
         make_batch(config.vocab_size, tokens, options.sequences, seed, options.prompt)
         for seed in range(options.micro_batches)
-        if seed % world.data_size == world.data_rank
+        if seed % world.dp_size == world.dp_rank
     ]
     trained = options.micro_batches * int(batches[0].loss_mask.sum())
     torch.cuda.reset_peak_memory_stats()

@@ -4,7 +4,7 @@
     python -m benchmarks.weight_sync --shapes 4b --engines 3
 
 Side by side, in one run: NCCL alone (torch's broadcast of one buffer of the same bytes), relaxd's way (the trainer's
-Broadcaster to SGLangWeights, all but the services' calls), and SGLang's stock way (init_custom_process_group,
+WeightBroadcaster to SGLangWeights, all but the services' calls), and SGLang's stock way (init_custom_process_group,
 flattened buckets, update_weights_from_distributed's own code, without its HTTP). Seconds are medians of warm repeats,
 from telling all processes until all have answered with their GPUs done.
 """

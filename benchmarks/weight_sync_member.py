@@ -77,12 +77,12 @@ class TrainerSide(Side):
 
     def plan(self, bucket_bytes: int) -> dict[str, Any]:
         """Lay out the buckets anew."""
-        from services.trainer.loop.broadcast import Broadcaster, weight_buckets
+        from services.trainer.loop.broadcast import WeightBroadcaster, weight_buckets
 
         if self.name:
             self.broadcaster.leave(self.name)
         self.buckets = weight_buckets(self.learner, bucket_bytes)
-        self.broadcaster = Broadcaster(self.learner, self.buckets, "sglang")
+        self.broadcaster = WeightBroadcaster(self.learner, self.buckets, "sglang")
         manifest = to_proto(self.buckets).SerializeToString()
         return {"manifest": manifest.hex(), "bytes": sum(bucket.nbytes for bucket in self.buckets)}
 

@@ -1,7 +1,7 @@
-"""The plan of a step: which groups, in which order, cut into which micro-batches, on which data-parallel ranks.
+"""The plan of a step: its groups, their order, and their division into micro-batches and data-parallel ranks.
 
-A sum in floating point depends on the order of its terms, so the plan records the whole division: whoever has the
-groups' columns and the plan can repeat the step's arithmetic.
+A floating-point sum depends on the order of its terms. The plan records the whole division, so the step's
+arithmetic can be replayed from the plan and the groups' columns.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ OUTCOME = "skipped_updates"
 
 
 class PlanError(ValueError):
-    """A recorded plan isn't one; the message says what is wrong."""
+    """A recorded plan is malformed."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class SampleSlice:
 
 
 MicroBatchSlices = tuple[SampleSlice, ...]
-"""Samples that go through the model packed into one sequence."""
+"""Samples packed into one micro-batch."""
 
 
 @dataclass(frozen=True)
 class MicroBatchRound:
-    """Micro-batches that all ranks work on at the same time."""
+    """Micro-batches that all ranks process together."""
 
     micro_batches: tuple[tuple[MicroBatchSlices, ...], ...]
     """By data-parallel rank. Every rank has the same number of them; some may be empty."""
@@ -49,7 +49,7 @@ class MicroBatchRound:
 
     @classmethod
     def from_json(cls, value: list[Any]) -> "MicroBatchRound":
-        """What `to_json` made."""
+        """Restore the result of `to_json`."""
         return cls(
             tuple(
                 tuple(
@@ -62,14 +62,14 @@ class MicroBatchRound:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Everything that determines a step's arithmetic, beside the groups' columns."""
+    """Everything besides the groups' columns that determines a step's arithmetic."""
 
     step: int
     """The step, counted from 1."""
     term: int
     """Term of the trainer that took it."""
     seed: int
-    """What torch's generators were seeded with."""
+    """Seed of torch's generators."""
     groups: tuple[str, ...]
     """The groups, in the order in which they were taken."""
     rounds: tuple[MicroBatchRound, ...]
@@ -79,10 +79,10 @@ class StepPlan:
     trained_tokens: int
     """Tokens of all groups whose mask is 1."""
     normalizer: float
-    """What the summed loss is divided by."""
+    """Divisor of the summed loss."""
     skipped_updates: tuple[int, ...] | None = None
-    """Indices of the step's updates that were skipped because their loss or gradient wasn't finite. None while that
-    isn't known: the ledger has it, a step file, which is written before the update, doesn't."""
+    """Indices of the step's updates that were skipped because their loss or gradient wasn't finite. None if unknown, as
+    in a step file, which is written before the update."""
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the ledger and the step file keep it."""
@@ -101,7 +101,7 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "StepPlan":
-        """What `to_json` made.
+        """Restore the result of `to_json`.
 
         Raises:
             PlanError: a field is missing or of another kind.
@@ -119,26 +119,26 @@ class StepPlan:
                 skipped_updates=tuple(int(update) for update in value[OUTCOME]) if OUTCOME in value else None,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"not a step's plan: {error!r}") from error
+            raise PlanError(f"malformed step plan: {error!r}") from error
 
 
 class Packer:
-    """Packs samples into micro-batches of a token budget, as they come.
+    """Packs samples into micro-batches of a token budget, as they arrive.
 
-    A micro-batch is closed when the next sample doesn't fit. What is left when the step's last group is in is divided
-    anew, so that all ranks have about the same work.
+    A micro-batch is closed when the next sample doesn't fit. The rest at the end of a step is divided evenly among
+    ranks.
     """
 
-    def __init__(self, budget_tokens: int, data_ranks: int, per_rank: int = 1) -> None:
-        """Pack for `data_ranks` ranks, each of which takes `per_rank` micro-batches a round (one per stage)."""
+    def __init__(self, budget_tokens: int, dp_size: int, per_rank: int = 1) -> None:
+        """Pack for `dp_size` ranks, each of which takes `per_rank` micro-batches a round (one per stage)."""
         self._budget = budget_tokens
-        self._ranks = data_ranks
+        self._dp_size = dp_size
         self._per_rank = per_rank
         self._full: deque[list[_Sample]] = deque()
         self._open: list[_Sample] = []
 
     def add(self, group_id: str, tokens: Sequence[int]) -> None:
-        """Add a group's samples; `tokens` are their lengths with the prompt, none above the budget."""
+        """Add a group's samples; `tokens` are their lengths with the prompt, at most the budget."""
         for sample, count in enumerate(tokens):
             if self._open and sum(s.tokens for s in self._open) + count > self._budget:
                 self._full.append(self._open)
@@ -146,20 +146,22 @@ class Packer:
             self._open.append(_Sample(group_id, sample, count))
 
     def full_round(self) -> MicroBatchRound | None:
-        """A round for all ranks, if enough micro-batches are full."""
-        if len(self._full) < self._ranks * self._per_rank:
+        """Return a round for all ranks if enough micro-batches are full."""
+        if len(self._full) < self._dp_size * self._per_rank:
             return None
         return MicroBatchRound(
-            tuple(tuple(_micro_batch(self._full.popleft()) for _ in range(self._per_rank)) for _ in range(self._ranks))
+            tuple(
+                tuple(_micro_batch(self._full.popleft()) for _ in range(self._per_rank)) for _ in range(self._dp_size)
+            )
         )
 
     def rest(self) -> MicroBatchRound | None:
-        """What is left, as one round; None if nothing is."""
+        """Return the remaining samples as one round, None without any."""
         samples = [sample for micro_batch in (*self._full, self._open) for sample in micro_batch]
         self._full, self._open = deque(), []
         if not samples:
             return None
-        shares = assign_to_ranks([sample.tokens for sample in samples], self._budget, self._ranks)
+        shares = assign_to_ranks([sample.tokens for sample in samples], self._budget, self._dp_size)
         return MicroBatchRound(
             tuple(tuple(_micro_batch([samples[i] for i in indices]) for indices in share) for share in shares)
         )
@@ -173,7 +175,7 @@ class _Sample:
 
 
 def _micro_batch(samples: Sequence[_Sample]) -> MicroBatchSlices:
-    """Samples as pieces: neighbours of one group become one piece."""
+    """Group neighbouring samples of one group into slices."""
     pieces: list[tuple[str, list[int]]] = []
     for sample in samples:
         if not pieces or pieces[-1][0] != sample.group_id:
