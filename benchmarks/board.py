@@ -1,11 +1,11 @@
-"""The board beside raw Redis Streams and TransferQueue, moving the same bytes.
+"""Throughput and latency of the board, compared with raw Redis Streams and TransferQueue on the same bytes.
 
-`python -m benchmarks.board`. Three things, measured in turns so that all meet the same machine:
+`python -m benchmarks.board`. Three measurements, interleaved so that all run under the same conditions:
 
-- the whole way, publish -> three stages -> step ledger, every stage reading and writing the group's bytes, by 1 and by
-  4 processes a stage; beside XADD / XREADGROUP / XACK of the same bytes, batch and number of round trips;
-- one hop, from a producer to a consumer process; beside TransferQueue 0.1.11's put and get (the `bench` extra; left
-  out, saying so, where it isn't installed);
+- end to end, publish -> three stages -> step ledger, every stage reading and writing the group's bytes, with 1 and with
+  4 processes a stage; compared with XADD / XREADGROUP / XACK of the same bytes, batch and number of round trips;
+- one hop, from a producer to a consumer process; compared with TransferQueue 0.1.11's put and get (the `bench` extra;
+  skipped with a note if it isn't installed);
 - the latency of a hop, unloaded: from before the commit to after the columns are loaded.
 
 Redis keeps no append-only file, unless --append-only: TransferQueue keeps nothing on disk either.
@@ -35,7 +35,7 @@ from relaxd.config import BoardConfig
 from relaxd.local.embedded_redis import given_url, server_command, url, wait_until_up
 
 CASES = {4: (256, 16384), 64: (64, 2048), 256: (16, 512), 1024: (4, 128)}
-"""Group size in KB -> groups in a batch, groups in all."""
+"""By group size in KB: groups per batch, groups in total."""
 HOPS = ("publish", "one", "two", "three")
 STAGES = [Stage(name, (f"of_{before}",), (f"of_{name}",)) for before, name in itertools.pairwise(HOPS)]
 STAGES.append(Stage("train", ("of_three",), ()))
@@ -45,7 +45,7 @@ SECONDS = 120.0
 
 @contextlib.contextmanager
 def redis_server(append_only: bool) -> Iterator[str]:
-    """The Redis of REDIS_URL, or one of our own."""
+    """Yield the Redis of REDIS_URL, by default a new one."""
     if given := given_url():
         yield given
         return
@@ -66,7 +66,7 @@ def payload(size_kb: int) -> np.ndarray:
 
 
 class Clock:
-    """Lets all processes of a measurement begin together, and takes the time until one of them says that it is over."""
+    """Starts all processes of a measurement together, and takes the time until one of them stops it."""
 
     def __init__(self, processes: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -74,12 +74,12 @@ class Clock:
         self._end = context.Value("d", 0.0)
 
     def wait(self) -> float:
-        """Wait until all are ready; the time then."""
+        """Wait until all processes are ready; return the time."""
         self._ready.wait(SECONDS)
         return time.perf_counter()
 
     def stop(self) -> None:
-        """It is over. (Linux's monotonic clock is the same in all processes.)"""
+        """Stop the clock. Linux's monotonic clock is the same in all processes."""
         self._end.value = time.perf_counter()
 
     def seconds_since(self, begun: float) -> float:
@@ -87,7 +87,7 @@ class Clock:
 
 
 def in_processes(roles: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> float:
-    """Run every role in a process of its own; seconds from when all are ready until one stops the clock."""
+    """Run every role in its own process; return the seconds from when all are ready until one stops the clock."""
     clock = Clock(len(roles))
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=role, args=(clock, *arguments), daemon=True) for role, arguments in roles]
@@ -125,7 +125,7 @@ def board_publish(clock: Clock, redis_url: str, stages: list[Stage], total: int,
 def board_stage(
     clock: Clock, redis_url: str, stages: list[Stage], number: int, name: str, total: int, batch: int
 ) -> None:
-    """Until the ledger has everything: the last stage's own end is not known to its other processes."""
+    """Run a stage until the ledger is complete."""
     board = make_board(redis_url, stages, total)
     stage = stages[number]
     clock.wait()
@@ -152,14 +152,14 @@ def board_train(clock: Clock, redis_url: str, stages: list[Stage], total: int, b
         columns = board.load(deliveries, stage.needs)
         trained += [d.group_id for d, found in zip(deliveries, columns, strict=True) if found is not None]
     if len(stages) == 1:
-        clock.stop()  # a hop ends with the columns in hand, as TransferQueue's get does
+        clock.stop()  # a hop ends with the columns loaded, as TransferQueue's get does
     board.commit_step(term=term, step=1, plan={"groups": trained}, metrics={})
     if len(stages) > 1:
         clock.stop()
 
 
 def measure_board(redis_url: str, size_kb: int, stages: list[Stage], workers: int) -> float:
-    """Groups a second from publish to ledger."""
+    """Return groups per second from publish to ledger."""
     batch, total = CASES[size_kb]
     redis.Redis.from_url(redis_url).flushall()
     board = make_board(redis_url, stages, total)
@@ -189,7 +189,7 @@ def raw_publish(clock: Clock, redis_url: str, total: int, batch: int, size_kb: i
 
 
 def raw_stage(clock: Clock, redis_url: str, number: int, name: str, total: int, batch: int) -> None:
-    """Read from one stream, add to the next, acknowledge: three round trips, as many as the board's stage makes."""
+    """Read from one stream, add to the next, acknowledge: three round trips, as in a stage of the board."""
     client = redis.Redis.from_url(redis_url, protocol=2)
     clock.wait()
     while not client.exists("raw:ledger"):
@@ -200,7 +200,7 @@ def raw_stage(clock: Clock, redis_url: str, number: int, name: str, total: int, 
 
 
 def raw_train(clock: Clock, redis_url: str, number: int, total: int, batch: int) -> None:
-    """Read, and acknowledge, all; the ledger's entry at the end."""
+    """Read and acknowledge everything; write the ledger's entry at the end."""
     client = redis.Redis.from_url(redis_url, protocol=2)
     clock.wait()
     got = 0
@@ -227,7 +227,7 @@ def read(client: Any, stream: str, name: str, batch: int, block: int) -> tuple[l
 
 
 def measure_raw(redis_url: str, size_kb: int, hops: int, workers: int) -> float:
-    """Groups a second through `hops` streams."""
+    """Return groups per second through `hops` streams."""
     batch, total = CASES[size_kb]
     client = redis.Redis.from_url(redis_url)
     client.flushall()
@@ -258,14 +258,14 @@ def latency_consumer(clock: Clock, redis_url: str, stages: list[Stage], total: i
 
 
 def latency_producer(clock: Clock, redis_url: str, stages: list[Stage], total: int, times: Any, out: Any) -> None:
-    """Commit one group at a time, each after the last has arrived."""
+    """Commit one group at a time, each after the previous one has arrived."""
     board = make_board(redis_url, stages, total)
     data = payload(4)
     board.publish(term=1, groups=[NewGroup(f"g{i}", {"of_publish": data}) for i in range(total)])
     deliveries = board.take("one", "worker", count=total, block_seconds=5)
     clock.wait()
     for delivery in deliveries:
-        time.sleep(0.003)  # the consumer waits by then
+        time.sleep(0.003)  # the consumer is waiting by then
         begun = time.perf_counter()
         board.commit([(delivery, {"of_one": data})])
         out.put(times.get(timeout=SECONDS) - begun)
@@ -273,7 +273,7 @@ def latency_producer(clock: Clock, redis_url: str, stages: list[Stage], total: i
 
 
 def measure_latency(redis_url: str, total: int = 300) -> tuple[float, float]:
-    """p50 and p99 in milliseconds."""
+    """Return p50 and p99 in milliseconds."""
     stages = [STAGES[0], Stage("train", ("of_one",), ())]
     redis.Redis.from_url(redis_url).flushall()
     make_board(redis_url, stages, total)
@@ -289,7 +289,7 @@ def measure_latency(redis_url: str, total: int = 300) -> tuple[float, float]:
     return float(np.percentile(found, 50)), float(np.percentile(found, 99))
 
 
-# --- all of it ------------------------------------------------------------------------------------------------------
+# --- report ---------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -335,7 +335,7 @@ def main() -> None:
 
 
 def row(name: str, size_kb: int, board: list[float], others: dict[str, list[float]]) -> dict[str, Any]:
-    """A row of the table: medians, and the median of the ratios of neighbouring measurements."""
+    """Return a row of the table: medians, and the median of the ratios of neighbouring measurements."""
     rate = statistics.median(board)
     result: dict[str, Any] = {
         "what": name,

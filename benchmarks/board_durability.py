@@ -1,10 +1,10 @@
-"""What crash safety costs the board: no append-only file, one that is synced every second, one that is always synced.
+"""The board's cost of crash safety: no append-only file, one synced every second, one synced on every write.
 
-`python -m benchmarks.board_durability [--folder DISK]`. The whole way of `benchmarks.board` (publish -> three stages ->
-step ledger, every stage writing the bytes) on one Redis whose append-only file is switched by CONFIG SET, in turns,
-so that all three meet the same machine and disk. "everysec" (the setting of `relaxd up` and of the compose files) loses
-nothing when any process dies, and at most a second when the host does; "always" loses nothing then, either. The file is
-written anew before each measurement, and its size is told: bytes on disk for bytes moved.
+`python -m benchmarks.board_durability [--folder DISK]`. The end-to-end case of `benchmarks.board` (publish -> three
+stages -> step ledger, every stage writing the bytes) on one Redis whose append-only file is switched by CONFIG SET,
+interleaved so that all three run under the same conditions. "everysec" (the setting of `relaxd up` and of the compose
+files) loses nothing when any process dies, and at most a second when the host does; "always" loses nothing then,
+either. The file is rewritten before each measurement, and its size reported: bytes on disk for bytes moved.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from relaxd.local.ports import free_port
 
 MODES = ("off", "everysec", "always")
 SECONDS = 60.0
-"""How long Redis may take to write its file anew."""
+"""Deadline for Redis to rewrite its file."""
 
 
 @contextlib.contextmanager
 def redis_on(folder: Path) -> Iterator[str]:
-    """A Redis with its files below `folder`."""
+    """Start a Redis with its files below `folder`."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="relaxd-durability-") as data:
         port = free_port()
         process = subprocess.Popen(server_command(Path(data), port), stdout=subprocess.DEVNULL)
@@ -44,7 +44,7 @@ def redis_on(folder: Path) -> Iterator[str]:
 
 
 def switch(client: Any, mode: str) -> None:
-    """Empty Redis, and keep the append-only file like this from now on."""
+    """Empty Redis and switch the append-only file's mode."""
     client.flushall()
     client.config_set("appendonly", "no")
     if mode == "off":
@@ -59,7 +59,7 @@ def switch(client: Any, mode: str) -> None:
 
 
 def aof_bytes(client: Any) -> int:
-    """Size of the append-only file; 0 without one."""
+    """Return the size of the append-only file, 0 without one."""
     return int(client.info("persistence").get("aof_current_size", 0))
 
 
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def row(size_kb: int, mode: str, rates: dict[str, list[float]], written: dict[str, list[float]]) -> dict[str, Any]:
-    """A row of the table: medians, and the median of the ratios within each round."""
+    """Return a row of the table: medians, and the median of the ratios within each round."""
     ratios = [rate / without for rate, without in zip(rates[mode], rates["off"], strict=True)]
     rate = statistics.median(rates[mode])
     return {

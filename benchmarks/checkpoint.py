@@ -1,21 +1,20 @@
-"""How long training stands still for a checkpoint, beside the same steps without one; and how long loading takes.
+"""Time for which a checkpoint blocks training, compared with the same steps without one, and time to load it.
 
     python -m benchmarks.checkpoint                                             # CPU, SmolLM2-135M's shape, float32
     torchrun --nproc-per-node 1 -m benchmarks.checkpoint --shape 1.7b --tokens 16384 --micro-batches 8       # GPU, bf16
 
-Rounds of steps with a checkpoint and rounds without take turns on one learner, random weights and random tokens. What
-the trainer service does for a checkpoint is done here too, by the same code: the snapshot after a step, the writing
-beside the next ones, the seal once it is on the disk. Columns:
+Rounds of steps with and without a checkpoint alternate on one learner, with random weights and random tokens. The
+checkpoint uses the trainer service's code: snapshot after a step, writing during the next ones, seal once it is on
+disk. Columns:
 
 step s              median of the rounds without a checkpoint
-stall s             for how long training stands still: snapshot, what the next optimizer step waits for its copies, and
-                    seal; median (step metric `checkpoint_seconds`)
+stall s             time for which training is blocked: snapshot, wait for its copies in the next optimizer step, seal;
+                    median (step metric `checkpoint_seconds`)
 of a step           stall over step; goal: at most 5 %
-longer s            what all steps of a round take longer when there is a checkpoint: stall, and steps that are slower
-                    while it is written
+longer s            extra time of all steps of a round with a checkpoint: stall, and slower steps while it is written
 at every = 50       that, as a share of 50 steps (the default of trainer.checkpoint.every)
-write s             from the snapshot to everything on the disk
-load s              checking all files and loading them into the learner
+write s             from the snapshot to everything on disk
+load s              verifying all files and loading them into the learner
 """
 
 import argparse
@@ -35,11 +34,11 @@ from benchmarks.gpu_models import SHAPES, count_parameters, make_batch, prepare_
 from benchmarks.reporting import report
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer.batch.packing import PackedMicroBatch
-from services.trainer.checkpoints.checkpoints import folder as folders
+from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.host_memory import settle
+from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.parallel import shut_down
 
 SMOLLM2 = {
@@ -54,28 +53,28 @@ SMOLLM2 = {
 
 
 def smollm2(folder: Path, layers: int) -> Path:
-    """A model of SmolLM2-135M's shape with random weights."""
+    """Write a model of SmolLM2-135M's shape with random weights."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{**SMOLLM2, "num_hidden_layers": layers})).save_pretrained(folder)
     return folder
 
 
 class Bench:
-    """A learner, and what a run's trainer would do with it."""
+    """A learner, driven as by a run's trainer."""
 
     def __init__(self, learner: Learner, batches: Sequence[PackedMicroBatch], folder: Path) -> None:
         self.learner = learner
         self.part = CheckpointPart(learner)
         self.folder = folder
         self._batches = batches
-        self._trained = float(sum(int(batch.loss_mask.sum()) for batch in batches) * learner.world.data_size)
+        self._trained = float(sum(int(batch.loss_mask.sum()) for batch in batches) * learner.world.dp_size)
         self._partial: Path | None = None
         self._begun = 0.0
         self.stalled = 0.0
         self.wrote = 0.0
 
     def step(self) -> float:
-        """One optimizer step; its seconds."""
+        """Run one optimizer step; return its seconds."""
         began = time.perf_counter()
         self.learner.accumulate(self._batches)
         before = time.perf_counter()
@@ -88,7 +87,7 @@ class Bench:
         return time.perf_counter() - began
 
     def begin(self) -> None:
-        """Begin a checkpoint."""
+        """Start a checkpoint."""
         self._begun = time.perf_counter()
         self._partial = folders.partial_path(self.folder, self.learner.step, 1)
         if self.learner.world.rank == 0:
@@ -98,7 +97,7 @@ class Bench:
         self.stalled += time.perf_counter() - self._begun
 
     def complete(self) -> bool:
-        """Complete the checkpoint, if it is written; whether there is none under way any more."""
+        """Complete the checkpoint if it is written. Return whether none is in progress."""
         if self._partial is None:
             return True
         ranks = self.learner.world.size
@@ -114,14 +113,14 @@ class Bench:
             final = folders.checkpoint_path(self.folder, self.learner.step)
             folders.seal(self._partial, final, make_state(self.learner.step))
             folders.rotate(self.folder, 1)
-            folders.remove_leaving(self.folder)
+            folders.remove_rotated(self.folder)
         self.stalled += time.perf_counter() - began
         self.wrote = time.perf_counter() - self._begun
         self._partial = None
         return True
 
     def load(self) -> float:
-        """Check and load the newest checkpoint; the seconds of both."""
+        """Verify and load the newest checkpoint; return the seconds of both."""
         dist.barrier()
         (step,) = folders.checkpoint_steps(self.folder)
         began = time.perf_counter()
@@ -134,7 +133,7 @@ class Bench:
 
 
 def make_state(step: int) -> CheckpointState:
-    """What a run would write beside the tensors."""
+    """Return a checkpoint's state.json as of a run."""
     board = BoardState(cursor=0, open_groups=(), published=0, trained=0, dropped=0, dropped_by_reason={})
     sections: dict[str, Any] = {"trainer": {}, "algorithm": {}, "versions": {}}
     return CheckpointState(
@@ -143,7 +142,7 @@ def make_state(step: int) -> CheckpointState:
 
 
 def measure(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
-    """Rounds of steps, in turns without and with a checkpoint after the first of them."""
+    """Measure rounds of steps, alternately without and with a checkpoint after the first step."""
     bench.step()
     seconds: dict[bool, list[float]] = {False: [], True: []}
     singles, stalls, writes, spans = [], [], [], []
@@ -163,7 +162,7 @@ def measure(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
             if saving:
                 stalls.append(bench.stalled)
                 writes.append(bench.wrote)
-                # The same number of steps, as they were without.
+                # The same number of steps as without a checkpoint.
                 spans.append(whole - done * statistics.mean(seconds[False][-1:]))
             else:
                 seconds[False].append(whole / done)
@@ -212,7 +211,7 @@ def main() -> None:
             }
         )
         learner = Learner(model, config, AlgorithmConfig(old_logprobs="current"), steps=1000)
-        settle()
+        freeze_objects()
         vocabulary = AutoConfig.from_pretrained(model).vocab_size
         batches = [
             make_batch(vocabulary, options.tokens, options.sequences, seed) for seed in range(options.micro_batches)
@@ -227,7 +226,7 @@ def main() -> None:
                 [{"model": options.shape, "parameters": parameters, "ranks": ranks, **row}],
                 goal="a stall of at most 5 % of a step",
                 device=torch.cuda.get_device_name() if gpu else "cpu",
-                tokens_of_a_step=options.tokens * options.micro_batches * learner.world.data_size,
+                tokens_of_a_step=options.tokens * options.micro_batches * learner.world.dp_size,
                 rounds=options.rounds,
                 torch=torch.__version__,
             )

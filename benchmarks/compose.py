@@ -1,8 +1,8 @@
-"""Containers: sizes and build times of the images, from `up` to the first step, scaling out and in during a run.
+"""Containers: image sizes and build times, time from `up` to the first step, scaling during a run.
 
 deploy/ci/docker.sh python -m benchmarks.compose [--rounds N] [--cold] -> benchmarks/results/compose.json
 
---cold builds every image once more without the layer cache first; what pip has downloaded stays.
+--cold first builds every image without the layer cache; pip's downloads stay cached.
 """
 
 import argparse
@@ -26,14 +26,14 @@ IMAGES = (*SERVICES, "cli")
 
 
 def seconds_of(action: Callable[[], Any]) -> float:
-    """How long `action` takes."""
+    """Return the seconds that `action` takes."""
     begun = time.monotonic()
     action()
     return time.monotonic() - begun
 
 
 def build_seconds(context: Path, *options: str) -> dict[str, float]:
-    """Seconds to build each image, one after the other, from a source tree."""
+    """Build the images one by one from a source tree; return the seconds of each."""
     network = os.environ.get("BUILD_NETWORK", "default")
     seconds = {}
     for service in IMAGES:
@@ -46,7 +46,7 @@ def build_seconds(context: Path, *options: str) -> dict[str, float]:
 
 
 def builds(cold: bool) -> dict[str, Any]:
-    """Build times: without the layer cache, with it, and after a change of relaxd's code."""
+    """Measure build times without the layer cache, with it, and after a change of relaxd's code."""
     with tempfile.TemporaryDirectory() as folder:
         context = Path(folder)
         for name in ("relaxd", "services", "examples", "requirements"):
@@ -65,12 +65,12 @@ def builds(cold: bool) -> dict[str, Any]:
 
 
 def sizes() -> dict[str, float]:
-    """Megabytes of each image."""
+    """Return the megabytes of each image."""
     return {name: json.loads(docker("image", "inspect", f"relaxd/{name}:dev"))[0]["Size"] / 1e6 for name in IMAGES}
 
 
 def new_replica_seconds(stack: Stack, role: str, count: int) -> float:
-    """Scale a role to `count`; seconds until every replica that is new has done its first group."""
+    """Scale a role to `count`; return the seconds until every new replica has completed its first group."""
     known = {replica.registration.replica_id for replica in stack.replicas(role)}
     begun = time.monotonic()
     stack.scale(**{role: count})
@@ -84,7 +84,7 @@ def new_replica_seconds(stack: Stack, role: str, count: int) -> float:
 
 
 def one_run(folder: Path, number: int) -> dict[str, float]:
-    """Bring everything up, start a run, scale out and in."""
+    """Start everything, start a run, scale out and in."""
     examples = folder / "examples"
     examples.mkdir(parents=True)
     (examples / "tiny_reward.py").write_text(REWARD)

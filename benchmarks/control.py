@@ -1,8 +1,8 @@
-"""Control: a unary call through our server and client stack beside a bare grpc.aio echo.
+"""Latency of a unary call through relaxd's server and client stack, compared with a bare grpc.aio echo.
 
-`python -m benchmarks.control`. Both servers run in processes of their own. Our stack has everything on: a token is
-checked, every call carries the trace of a span and opens a span on the server, traces and metrics are exported to a
-collector that discards them. The two are called in turns, so that both meet the same machine. Goal: p50 <= 2 x and
+`python -m benchmarks.control`. Both servers run in their own processes. relaxd's stack has everything enabled: a token
+is checked, every call carries a trace context and opens a span on the server, traces and metrics are exported to a
+collector that discards them. Calls alternate, so that both run under the same conditions. Goal: p50 <= 2 x and
 < 1 ms.
 """
 
@@ -33,7 +33,7 @@ STATUS = replica_pb2.GetStatusResponse(replica_id="reward-1", role=replica_pb2.R
 
 
 class Echo(replica_pb2_grpc.ReplicaServicer):
-    """Answers at once."""
+    """Service that answers at once."""
 
     async def GetStatus(self, request: replica_pb2.GetStatusRequest, context: Any) -> replica_pb2.GetStatusResponse:
         return STATUS
@@ -56,7 +56,7 @@ async def serve(ours: bool) -> None:
 
 
 class _Discard(trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2_grpc.MetricsServiceServicer):
-    """A collector that keeps nothing."""
+    """Collector that discards everything."""
 
     def __init__(self, response: Any) -> None:
         self._response = response
@@ -76,7 +76,7 @@ def collect() -> None:
 
 
 async def measure(stub: replica_pb2_grpc.ReplicaStub, calls: int, concurrency: int) -> list[float]:
-    """Seconds of each of `calls` calls, `concurrency` of them under way at once."""
+    """Return the seconds of each of `calls` calls, `concurrency` of them in flight."""
     seconds = []
 
     async def caller() -> None:

@@ -1,18 +1,18 @@
-"""How long until training goes on when an engine is lost in the middle of a weight broadcast.
+"""Recovery time when an engine is lost during a weight broadcast.
 
     python -m benchmarks.dead_engine --times 50            # CPU, gloo: about 20 minutes
     python -m benchmarks.dead_engine --times 2             # a smoke test
 
 The whole stack on one machine: coordinator, trainer, two rollout replicas with transformers engines, on a random model
-whose broadcast takes a while. Over and over, at a random moment of a synchronisation, one engine's process is killed
-(SIGKILL: its connections break), or frozen (SIGSTOP: nobody is told; it is killed once the others have recovered).
-Measured from then:
+with a slow broadcast. Repeatedly, at a random moment of a synchronisation, one engine's process is killed (SIGKILL: its
+connections break) or frozen (SIGSTOP: its connections stay open; it is killed once the others have recovered). Measured
+from that moment:
 
 synchronised    until the other engine serves the version that was being sent, or a later one: the trainer has aborted
                 the broken broadcast, joined a new weight group and sent everything again. Goal: p99 at most
                 weights.timeout_seconds + 2 s
-next step       until the trainer has committed its next step. That also takes prompts, answers of the one engine that
-                is left, and maybe groups that the lost one held
+next step       until the trainer has committed its next step. That includes prompts, answers of the remaining
+                engine, and possibly groups that the lost one held
 
 The trainer must be the same process throughout. A moment at which both engines had the version already doesn't count
 and is repeated.
@@ -91,7 +91,7 @@ PATIENCE_SECONDS = 180.0
 
 
 def until(what: str, look: Callable[[], Any], tick: float = 0.002) -> Any:
-    """Wait for something; a coordinator that doesn't answer at once is asked again."""
+    """Wait for a condition, retrying calls to the coordinator that fail."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -105,7 +105,7 @@ def until(what: str, look: Callable[[], Any], tick: float = 0.002) -> Any:
 
 
 def children(state: StateFolder, role: str, module: str) -> dict[str, psutil.Process]:
-    """The process of a module below each service of a role, by the service's name, where there is one."""
+    """Find the processes of a module below the services of a role, by service name."""
     found = {}
     services = stack_state.services if (stack_state := state.read()) else ()
     for service in services:
@@ -115,12 +115,12 @@ def children(state: StateFolder, role: str, module: str) -> dict[str, psutil.Pro
                     if module in process.cmdline():
                         found[service.name] = process
             except psutil.Error:
-                continue  # it ended just now
+                continue  # it has just ended
     return found
 
 
 class Bench:
-    """The stack, and what happens to its engines."""
+    """The running stack, and the loss of its engines."""
 
     def __init__(self, state: StateFolder, stub: CoordinatorStub, seed: int) -> None:
         self._state = state
@@ -128,18 +128,18 @@ class Bench:
         self._random = random.Random(seed)
         self._typical = 0.1
         self._last = 0
-        """The version that was announced when the last case ended."""
+        """The version announced at the end of the last case."""
 
     def weights(self) -> pb.GetWeightsResponse:
-        """Which versions are where."""
+        """Return the versions on trainer and engines."""
         return self._stub.GetWeights(pb.GetWeightsRequest(), timeout=5)
 
     def step(self) -> int:
-        """The last committed step."""
+        """Return the last committed step."""
         return int(self._stub.GetRun(pb.GetRunRequest(), timeout=5).run.step)
 
     def both_serve(self) -> pb.GetWeightsResponse | None:
-        """What two engines serve; None while there is only one. One that was lost has no version since."""
+        """Return the version that both engines serve, None if there is only one. A lost engine has no version."""
         weights = self.weights()
         oldest = max(self._last + 1, weights.announced.version - 1, 2)
         serving = [engine for engine in weights.engines if engine.HasField("weights")]
@@ -147,7 +147,7 @@ class Bench:
         return weights if len(recent) == 2 else None
 
     def lose(self, how: str) -> dict[str, float] | None:
-        """Lose an engine once; the seconds to recovery, None where it was too late."""
+        """Lose an engine once; return the seconds to recovery, None if it was too late."""
         until("two engines that serve", self.both_serve, 0.05)
         engines = until("two engines", lambda: (e := self.engines()) and len(e) == 2 and e, 0.05)
         before = self.both_serve()
@@ -155,12 +155,12 @@ class Bench:
             return None
         self._typical = 0.8 * self._typical + 0.2 * before.last_sync_seconds
         until("a synchronisation", lambda: self.weights().last_sync_id > before.last_sync_id, 0.0)
-        time.sleep(self._random.uniform(0, 0.9 * self._typical))  # the moment is what is chosen, not waited for
+        time.sleep(self._random.uniform(0, 0.9 * self._typical))  # a chosen moment, not a wait
         name = self._random.choice(sorted(engines))
         victim = engines[name]
         try:
             victim.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-        except psutil.NoSuchProcess:  # the coordinator had it restarted just now
+        except psutil.NoSuchProcess:  # the coordinator has just had it restarted
             return None
         lost = time.monotonic()
         try:
@@ -187,25 +187,25 @@ class Bench:
             return found
         finally:
             if victim.is_running():
-                victim.kill()  # also a frozen one
+                victim.kill()  # works for a frozen process too
 
     def engines(self) -> dict[str, psutil.Process]:
-        """The engines' processes."""
+        """Return the engines' processes."""
         return children(self._state, "rollout", "services.rollout.engines.transformers.process")
 
     def trainer(self) -> int:
-        """The process id of the trainer's rank."""
+        """Return the process id of the trainer's rank."""
         (rank,) = children(self._state, "trainer", "services.trainer.loop.rank").values()
         return rank.pid
 
 
 def p99(seconds: list[float]) -> float:
-    """The 99th percentile: of fewer than 100 the largest."""
+    """Return the 99th percentile; the maximum of fewer than 100 values."""
     return sorted(seconds)[max(0, -(-99 * len(seconds) // 100) - 1)]
 
 
 def rows_of(found: dict[str, list[dict[str, float]]], limit: float) -> list[dict[str, Any]]:
-    """Two rows for each way to lose an engine."""
+    """Return two rows for each way of losing an engine."""
     return [
         {
             "engine": how,

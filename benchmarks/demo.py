@@ -1,4 +1,4 @@
-"""The demo, asynchronous beside strictly on-policy (max_staleness = 0): wall time, rewards, memory of each service.
+"""The demo, asynchronous and strictly on-policy (max_staleness = 0): wall time, rewards, memory of each service.
 
 python -m benchmarks.demo [--steps N] [--seeds 0,1,2] [--model NAME_OR_FOLDER] -> benchmarks/results/demo.json
 """
@@ -23,7 +23,7 @@ MODES = {"asynchronous": 1, "on-policy": 0}
 
 
 class MemoryWatch(threading.Thread):
-    """Notes the peak resident memory of each service, its child processes included."""
+    """Records the peak resident memory of each service, including its child processes."""
 
     def __init__(self, state: StateFolder) -> None:
         super().__init__(daemon=True)
@@ -32,7 +32,7 @@ class MemoryWatch(threading.Thread):
         self.peak_mib: dict[str, float] = {}
 
     def run(self) -> None:
-        """Look twice a second."""
+        """Sample twice a second."""
         while not self._ended.wait(0.5):
             state = self._state.read()
             for service in state.services if state else ():
@@ -41,13 +41,13 @@ class MemoryWatch(threading.Thread):
                     self.peak_mib[service.name] = max(self.peak_mib.get(service.name, 0.0), used)
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._ended.set()
         self.join()
 
 
 def _resident_mib(pid: int) -> float:
-    """Proportional set size where the kernel tells it, so that pages shared by parent and child count once."""
+    """Return the proportional set size if available, so that pages shared by parent and child count once."""
     total = 0.0
     try:
         process = psutil.Process(pid)
@@ -55,12 +55,12 @@ def _resident_mib(pid: int) -> float:
             memory = member.memory_full_info()
             total += getattr(memory, "pss", memory.rss)
     except psutil.Error:
-        pass  # it ended just now
+        pass  # it has just ended
     return total / 2**20
 
 
 def run_once(mode: str, seed: int, steps: int, model: str, folder: Path) -> dict[str, Any]:
-    """One run of the demo's configuration."""
+    """Run the demo's configuration once."""
     state = StateFolder(folder / "state")
     memory = MemoryWatch(state)
     memory.start()

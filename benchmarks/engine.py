@@ -1,11 +1,11 @@
-"""Tokens per second of SGLang inside relaxd, beside the bare in-process sglang.Engine under the same settings.
+"""Tokens per second of SGLang in relaxd, compared with the bare sglang.Engine under the same settings.
 
     python -m benchmarks.engine --shape 4b
 
-Three ways to the same model (random weights), with the same prompts, lengths and number of requests in flight:
+Three interfaces to the same model (random weights), with the same prompts, lengths and number of requests in flight:
 bare: sglang.Engine in this process, asked with async_generate. relaxd: services.rollout.service.engine, as the stage
-asks it: whole answers. grpc: the Generate call of a rollout service, token by token, from one client in a process of
-its own: the naive case. Each request is one prompt and one answer of a forced length, with log-probabilities.
+calls it: whole answers. grpc: the Generate call of a rollout service, token by token, from one client in its own
+process: the naive case. Each request is one prompt and one answer of a forced length, with log-probabilities.
 """
 
 import argparse
@@ -34,16 +34,16 @@ SHAPES: dict[str, dict[str, int]] = {
     "0.2b": {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "heads": 16},
     "4b": {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "heads": 32},
 }
-"""Of Qwen3; 4b is Qwen3-4B's."""
+"""Shapes of Qwen3 models; 4b is Qwen3-4B's."""
 PROMPT_TOKENS = 32
 READY_SECONDS = 420.0
 
 Ask = Callable[[list[int], int], Awaitable[int]]
-"""Send a prompt, wait for an answer of so many tokens; returns how many came."""
+"""Sends a prompt, waits for an answer of the given length, and returns its number of tokens."""
 
 
 def write_model(folder: Path, shape: str) -> None:
-    """A model's configuration and a tokenizer; SGLang makes up the weights."""
+    """Write a model's configuration and a tokenizer; SGLang generates random weights."""
     values = dict(SHAPES[shape])
     heads = values.pop("heads")
     small = shape == "tiny"
@@ -64,7 +64,7 @@ def write_model(folder: Path, shape: str) -> None:
 
 
 def default_options(concurrent: int) -> dict[str, Any]:
-    """SGLang's options for this machine: what it chooses itself, unless the kernels for that are not installed."""
+    """Return SGLang's options for this machine: its defaults, unless their kernels aren't installed."""
     options: dict[str, Any] = {"load_format": "dummy"}
     if not torch.cuda.is_available():
         options |= {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
@@ -78,7 +78,7 @@ def default_options(concurrent: int) -> dict[str, Any]:
 
 
 async def measure(ask: Ask, arguments: argparse.Namespace) -> list[float]:
-    """Tokens per second of each round, after a round that warms up."""
+    """Return the tokens per second of each round, after a warm-up round."""
     numbers = random.Random(0)
     vocabulary = SHAPES[arguments.shape]["vocab_size"]
     free = asyncio.Semaphore(arguments.concurrent)
@@ -127,7 +127,7 @@ async def measure_bare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Service:
-    """As much of a rollout service as Generate needs."""
+    """The part of a rollout service that Generate needs."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -226,7 +226,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.part != "all":
         if arguments.part == "bare":
-            importlib.import_module("sglang.srt.entrypoints.engine")  # it chooses its event loop
+            importlib.import_module("sglang.srt.entrypoints.engine")  # it selects its event loop
         parts = {"bare": measure_bare, "relaxd": measure_relaxd, "client": measure_client}
         print(json.dumps(asyncio.run(parts[arguments.part](arguments))))
         return

@@ -1,4 +1,4 @@
-"""The SGLang engine's process, but it serves the weights that it was started with: for measuring without a trainer."""
+"""The SGLang engine's process with its initial weights, for benchmarks without a trainer."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from services.rollout.engines.sglang.process import SGLangProcess
 
 class UntrainedProcess(SGLangProcess):
     def join(self, params: dict[str, Any]) -> None:
-        """Nothing is received."""
+        """Do nothing."""
 
     def receive(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Commit what is there."""
+        """Commit the current weights."""
         with self._loaded().update(Version(params["term"], params["version"])):
             pass
         return {"seconds": 0.0, "checksums": {}}

@@ -1,8 +1,8 @@
-"""What the trainer's kernels gain: the same micro-batch before and after, in one run on one GPU.
+"""Speed-up by the trainer's kernels: the same micro-batch with and without them, in one run on one GPU.
 
     python -m benchmarks.gpu_full_speed moe 1.7b 4b
 
-Before: Megatron's SequentialMLP for experts, torch's variable-length attention, full recompute where memory asks for
+Before: Megatron's SequentialMLP for experts, torch's variable-length attention, full recompute where memory requires
 it. Measured as in `benchmarks.gpu_training`: medians of the timed steps, MFU from forward's and backward's seconds.
 """
 
@@ -23,7 +23,7 @@ from services.trainer.megatron.parallel import leave_layout, shut_down
 
 @dataclass(frozen=True)
 class Case:
-    """One row."""
+    """One row of the table."""
 
     shape: str
     name: str
@@ -41,7 +41,9 @@ class Case:
 CASES = (
     Case("moe", "now"),
     Case("moe", "attention before", attention="varlen"),
-    Case("moe", "experts and attention before", attention="varlen", sequential=True),  # last: Megatron keeps its memory
+    Case(
+        "moe", "experts and attention before", attention="varlen", sequential=True
+    ),  # last, because Megatron keeps its memory
     Case("1.7b", "attention before", attention="varlen"),
     Case("1.7b", "now"),
     Case("4b", "before", 32768, 1, attention="varlen", recompute="full", steps=1),
@@ -78,7 +80,7 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the cases of the shapes that are asked for."""
+    """Measure the cases of the requested shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="+", choices=sorted({case.shape for case in CASES}))
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits a GPU, with logits in chunks and with all of them at once."""
+"""The largest micro-batch that fits on a GPU, with chunked logits and with all logits at once."""
 
 import gc
 import time
@@ -8,34 +8,34 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_models import make_batch
+from services.trainer.learner import policy_loss
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.learner import learner as learner_module
 
 SEQUENCE = 2048
 """Tokens of each sequence."""
 SMALL, MIDDLE = 8 * SEQUENCE, 12 * SEQUENCE
-"""Sizes from whose memory the largest is foretold."""
+"""Sizes whose memory use predicts the largest one."""
 STEP = 2 * SEQUENCE
-"""How exactly the largest is found."""
+"""Precision of the largest size, in tokens."""
 
 
 def whole_logprobs(
     hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
-    """What `token_logprobs` returns, as it is first written down: log_softmax of all tokens' float32 logits."""
+    """Reference for `token_logprobs`: log_softmax of all tokens' float32 logits."""
     logprobs = torch.log_softmax((hidden @ weight.t()).float() / temperature.unsqueeze(-1), -1)
-    entropies = torch.zeros_like(temperature)  # the loss doesn't need it: it would take another copy of the logits
+    entropies = torch.zeros_like(temperature)  # unused by the loss; computing it would take another copy of the logits
     return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropies
 
 
 def largest(learner: Learner, vocabulary: int, *, chunked: bool) -> dict[str, float]:
-    """Find the most tokens whose forward and backward pass fit.
+    """Find the largest number of tokens whose forward and backward pass fit.
 
-    Memory grows in proportion to tokens: two small sizes foretell the largest, and a few trials round it settle it.
+    Memory grows linearly with tokens: two small sizes predict the largest one, and a few trials near it confirm it.
     """
-    original = learner_module.token_logprobs
+    original = policy_loss.token_logprobs
     if not chunked:
-        learner_module.token_logprobs = whole_logprobs  # type: ignore[assignment]
+        policy_loss.token_logprobs = whole_logprobs  # type: ignore[assignment]
     try:
         small, middle = _peak(learner, vocabulary, SMALL), _peak(learner, vocabulary, MIDDLE)
         assert small is not None
@@ -60,11 +60,11 @@ def largest(learner: Learner, vocabulary: int, *, chunked: bool) -> dict[str, fl
                 break
         return {"tokens": fits, "fails_at": fails or 0, "kb_per_token": slope / 1e3, "seconds": seconds}
     finally:
-        learner_module.token_logprobs = original
+        policy_loss.token_logprobs = original
 
 
 def _peak(learner: Learner, vocabulary: int, tokens: int) -> int | None:
-    """Bytes that forward and backward of so many tokens take at most; None: they don't fit."""
+    """Return the peak memory in bytes of forward and backward, None if they don't fit."""
     batch = make_batch(vocabulary, tokens, tokens // SEQUENCE)
     gc.collect()
     torch.cuda.empty_cache()

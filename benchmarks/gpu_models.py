@@ -15,7 +15,7 @@ from services.trainer.batch.packing import PackedMicroBatch, TrainSample, pack
 from services.trainer.learner.learner import Learner
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
-"""Dense bf16 peak by a word in the GPU's name."""
+"""Dense bf16 peak FLOP/s, by a word in the GPU's name."""
 SHAPES = {
     "0.2b": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -43,14 +43,14 @@ COMMON = {
 
 
 def make_config(shape: str) -> PretrainedConfig:
-    """The configuration of a shape: of SHAPES, or "moe", the MIXTURE."""
+    """Return the configuration of a shape: one of SHAPES, or "moe" for MIXTURE."""
     if shape == "moe":
         return Qwen3MoeConfig(**MIXTURE, **COMMON)
     return Qwen3Config(**SHAPES[shape], num_key_value_heads=8 if shape != "0.2b" else 4, **COMMON)
 
 
 def prepare_model(shape: str, folder: Path | None) -> Path:
-    """A folder with a Qwen3 of this shape and random bf16 weights; rank 0 writes it where it isn't there yet."""
+    """Return the folder of a Qwen3 of this shape with random bf16 weights, which rank 0 writes if it doesn't exist."""
     folder = folder or Path(tempfile.gettempdir()) / f"relaxd-bench-{shape}"
     done = folder / "complete"
     if os.environ.get("RANK", "0") == "0" and not done.is_file():
@@ -68,7 +68,7 @@ def prepare_model(shape: str, folder: Path | None) -> Path:
 
 
 def make_learner(shape: str, ranks: int, settings: dict[str, object]) -> Learner:
-    """The trainer's learner on a bf16 model of a shape, whose weights are drawn where they are needed."""
+    """Create the trainer's learner on a bf16 model of a shape, with random weights drawn on the device."""
     config = TrainerConfig.model_validate({"dtype": "bfloat16", "ranks": ranks, **settings})
     with tempfile.TemporaryDirectory() as folder, mock.patch("services.trainer.learner.load_hf", _draw):
         make_config(shape).save_pretrained(folder)
@@ -86,9 +86,9 @@ def _draw(model: torch.nn.Module, *_: object) -> None:
 
 
 def make_batch(vocabulary: int, tokens: int, sequences: int, seed: int = 0, prompt: int = 0) -> PackedMicroBatch:
-    """Random sequences of equal length, of `tokens` in all, each of which is trained but the first of a sequence.
+    """Make random sequences of equal length, `tokens` in total. All tokens but the first of each sequence are trained.
 
-    With `prompt` > 0 they share a prompt of so many tokens, which is packed once and not trained.
+    With `prompt` > 0 the sequences share a prompt of that length, which is packed once and not trained.
     """
     rng = np.random.default_rng(seed)
     length = (tokens - prompt) // sequences + prompt
@@ -113,16 +113,15 @@ def make_batch(vocabulary: int, tokens: int, sequences: int, seed: int = 0, prom
 
 
 def count_parameters(learner: Learner) -> int:
-    """Parameters of the whole model, tied ones once."""
+    """Return the number of parameters of the whole model, counting tied ones once."""
     return sum(int(np.prod(spec.shape)) for spec in learner.hf_tensor_specs())
 
 
 def flops(config: PretrainedConfig, parameters: int, batch: PackedMicroBatch) -> float:
-    """Model FLOPs of forward and backward of a micro-batch.
+    """Return the model FLOPs of forward and backward of a micro-batch.
 
-    6 x parameters for each of its tokens, without those of experts that it doesn't go to, and 12 x layers x heads x
-    head size for each pair of tokens of which one attends to the other: as many for each token as its place in its
-    sequence.
+    They are 6 x active parameters per token, and 12 x layers x heads x head size per pair of tokens of which one
+    attends to the other.
     """
     experts = getattr(config, "num_experts", 0)
     idle = experts - config.num_experts_per_tok if experts else 0
@@ -133,6 +132,6 @@ def flops(config: PretrainedConfig, parameters: int, batch: PackedMicroBatch) ->
 
 
 def peak_flops() -> float:
-    """This GPU's dense bf16 peak; NaN where it isn't known."""
+    """Return this GPU's dense bf16 peak FLOP/s, NaN if unknown."""
     name = torch.cuda.get_device_name()
     return next((value for word, value in PEAK_FLOPS.items() if word in name), float("nan"))

@@ -1,4 +1,4 @@
-"""Where a GPU's time goes: the kernels of a profiled call, grouped by what they do."""
+"""GPU time of a profiled call, by kernel and by group of kernels."""
 
 import json
 import re
@@ -21,16 +21,16 @@ GROUPS = (
     ("lookups", r"index|gather|scatter|embedding|sort"),
     ("elementwise", r"elementwise|vectorized|reduce"),
 )
-"""Group and the pattern of its kernels' names; the first that matches counts."""
+"""Groups with the pattern of their kernels' names; the first match counts."""
 
 
 def profile(call: Callable[[], object], path: Path | None = None, *, top: int = 28) -> str:
     """Run `call` once under torch's profiler.
 
     Args:
-        call: what to profile; warmed up already.
-        path: where to keep the trace, for a browser.
-        top: kernels to list.
+        call: the function to profile, already warmed up.
+        path: file for the trace, for a browser.
+        top: number of kernels to list.
 
     Returns:
         A table of groups, then of kernels: milliseconds, share of the time from first to last kernel, count, name.
@@ -76,7 +76,7 @@ def _group(name: str) -> str:
 
 
 def _shortened(name: str) -> str:
-    """A kernel's name without what all of torch's have."""
+    """Return a kernel's name without the prefixes common to torch's kernels."""
     for noise in ("at::native::", "void ", "(anonymous namespace)::", "c10::", "std::", "pytorch_flash::"):
         name = name.replace(noise, "")
     return name[:150]

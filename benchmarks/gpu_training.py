@@ -1,4 +1,4 @@
-"""Training speed on GPUs: the trainer's own learner on a model of a given shape with random weights.
+"""Training speed on GPUs: the trainer's learner on a model of a given shape with random weights.
 
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape 1.7b --tokens 8192 16384
     torchrun --nproc-per-node 4 -m benchmarks.gpu_training --shape 1.7b --tokens 16384 --micro-batches 8
@@ -7,10 +7,10 @@
     torchrun --nproc-per-node 1 -m benchmarks.gpu_training --shape moe --experts sequential --attention varlen
 
 Every layout of LAYOUTS for this number of GPUs is measured (or those named with --layouts), each on the same
-micro-batches, which data-parallel ranks share out. Reported are medians over the timed steps: seconds of forward and
-backward of all micro-batches, of the optimizer with the gradients' reduction, tokens/s of both together, and MFU:
-`gpu_models.flops` over forward's and backward's seconds, the GPUs and their dense bf16 peak. Every token but prompts
-and the first of a sequence is trained, so all logits are computed. What is computed twice doesn't count.
+micro-batches, divided among data-parallel ranks. The results are medians over the timed steps: seconds of forward and
+backward of all micro-batches, seconds of the optimizer with the gradients' reduction, tokens/s of both together, and
+MFU: `gpu_models.flops` relative to the GPUs' dense bf16 peak during forward and backward. All tokens but prompts and
+the first of a sequence are trained, so all logits are computed. Recomputation isn't counted in FLOPs.
 """
 
 import argparse
@@ -41,23 +41,23 @@ LAYOUTS = {
     2: ["DP2", "TP2", "CP2", "PP2"],
     4: ["DP4", "TP2xDP2", "CP2xDP2", "PP2xDP2", "PP2xTP2", "TP4"],
 }
-"""By GPUs; what isn't TP, PP or CP is DP."""
+"""Layouts by number of GPUs; the remaining factor is DP."""
 
 
 def parse_layout(name: str) -> dict[str, int]:
-    """TP2xDP2 to the trainer's settings."""
+    """Convert a layout such as TP2xDP2 to the trainer's settings."""
     return {SIZES[part[:2]]: int(part[2:]) for part in name.split("x") if part[:2] in SIZES}
 
 
 def measure(
     learner: Learner, config: PretrainedConfig, layout: str, tokens: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Time some steps of `options.micro_batches` micro-batches of so many tokens over all ranks."""
+    """Time steps of `options.micro_batches` micro-batches of `tokens` tokens over all ranks."""
     world = learner.world
     batches = [
         make_batch(config.vocab_size, tokens, options.sequences, seed, options.prompt)
         for seed in range(options.micro_batches)
-        if seed % world.data_size == world.data_rank
+        if seed % world.dp_size == world.dp_rank
     ]
     trained = options.micro_batches * int(batches[0].loss_mask.sum())
     torch.cuda.reset_peak_memory_stats()

@@ -1,10 +1,10 @@
-"""Models with random weights whose answers have a long-tailed length, for timing whole runs without a real model.
+"""Random models with long-tailed answer lengths, for timing whole runs without a real model.
 
 `python -m benchmarks.long_tail FOLDER --shape 0.6b --mean 256` writes one. After each token the answer ends with the
-same probability, 1 / mean, whatever was said: lengths are geometric, and the longest of n answers is about ln(n) times
-the mean.
+same probability, 1 / mean, whatever the context: lengths are geometric, and the longest of n answers is about ln(n)
+times the mean.
 
-How: one hidden dimension is the same for every token, no layer writes to it, and it is so large that the norm of the
+Method: one hidden dimension is the same for every token, no layer writes to it, and it is so large that the norm of the
 hidden state is nearly the same everywhere. Of the output matrix, the end token's row sees that dimension alone.
 """
 
@@ -35,17 +35,17 @@ LONG_TAIL_SHAPES = {
 CONSTANT = 0
 """The hidden dimension that is the same everywhere."""
 SIZE = 1.0
-"""Its size; everything else adds up to a few percent of it."""
+"""Its value; all other dimensions together are a few percent of it."""
 OUTPUT = 0.2
-"""Its size after the last norm: what it adds to the logit of each token but the end token, which bfloat16 can bear."""
+"""Its value after the last norm, small enough for the logits' precision in bfloat16."""
 END = 2
 """The end token of the byte-level tokenizer."""
 
 
 def make_long_tail_model(folder: Path, shape: str, mean: float, *, dtype: torch.dtype, device: str = "cpu") -> float:
-    """Write a Qwen3 of this shape, with a tokenizer; returns the end token's probability in a test of it.
+    """Write a Qwen3 of this shape, with a tokenizer; return the end token's measured probability.
 
-    Raises RuntimeError when that isn't 1 / mean to within a tenth.
+    Raises RuntimeError if that differs from 1 / mean by more than a tenth.
     """
     config = Qwen3Config(
         **LONG_TAIL_SHAPES[shape],
@@ -62,7 +62,7 @@ def make_long_tail_model(folder: Path, shape: str, mean: float, *, dtype: torch.
     with torch.no_grad():
         body = model.model
         embeddings = body.embed_tokens.weight
-        # The rest of the hidden state is an eighth of the constant in all, however wide it is.
+        # The rest of the hidden state is an eighth of the constant in total, whatever its width.
         embeddings.normal_(std=SIZE / 8 / config.hidden_size**0.5)
         embeddings[:, CONSTANT] = SIZE
         for layer in body.layers:
@@ -90,7 +90,7 @@ def make_long_tail_model(folder: Path, shape: str, mean: float, *, dtype: torch.
 
 @torch.no_grad()
 def _end_probability(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> float:
-    """Its mean over tokens that may be anything. tokens: [batch, length]."""
+    """Return the end token's mean probability after random tokens [batch, length]."""
     logits = model(tokens).logits.float()
     return float(logits.softmax(-1)[..., END].mean())
 

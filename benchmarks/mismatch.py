@@ -1,18 +1,18 @@
-"""What TIS and IcePop change when the trained tokens come from another policy: old weights, and another precision.
+"""The effect of TIS and IcePop when the trained tokens come from old weights and another precision.
 
     python -m benchmarks.mismatch                              # CPU, a tiny random model that learns to count: 10 min
     python -m benchmarks.mismatch --steps 6 --seeds 0          # the same as a smoke test
     python -m benchmarks.mismatch --task addition --model FOLDER --gpu   # one GPU: SmolLM2-135M-Instruct and sums
 
-Each setting trains the same model from the same seeds with the trainer's own learner, losses and corrections, on
+Each setting trains the same model from the same seeds with the trainer's learner, losses and corrections, on
 answers of an engine in bf16 that are `--delay` versions old (benchmarks/delayed_training.py):
 
-on-policy   no delay: what the task and the learning rate would give
+on-policy   no delay: the reference for task and learning rate
 none        policy gradient with no correction at all (old_logprobs = "current")
 clip        PPO's ratio to the engine, clipped (old_logprobs = "rollout": relaxd's default)
 tis, icepop old_logprobs = "current" and that correction, with its default limits
 
-Reported of each setting over the seeds: the reward of the current weights at the end (mean of the last tenth of the
+Results of each setting over the seeds: the reward of the current weights at the end (mean of the last tenth of the
 steps) and over all steps, how many seeds ended below half of their on-policy reward, and, as means over the steps, the
 divergence between engine and trainer and the share of tokens that was clipped, truncated or left out.
 """
@@ -40,16 +40,16 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 COLORS = {"on-policy": "#9ca3af", "none": "#dc2626", "clip": "#f59e0b", "tis": "#2563eb", "icepop": "#16a34a"}
 Curves = dict[str, list[list[dict[str, float]]]]
-"""By method, by seed, by step."""
+"""Values by method, seed and step."""
 
 
 def end_reward(lines: Sequence[dict[str, float]]) -> float:
-    """Mean reward of the last tenth of the steps."""
+    """Return the mean reward of the last tenth of the steps."""
     return statistics.mean(line["reward"] for line in lines[-max(len(lines) // 10, 1) :])
 
 
 def row(method: str, curves: Curves) -> dict[str, Any]:
-    """One method's figures."""
+    """Return one method's row of the table."""
     runs = curves[method]
     ends = [end_reward(lines) for lines in runs]
     best = [end_reward(lines) for lines in curves["on-policy"]] if "on-policy" in curves else []
@@ -74,7 +74,7 @@ def row(method: str, curves: Curves) -> dict[str, Any]:
 
 
 def draw(curves: Curves, title: str, path: Path) -> None:
-    """Reward, and divergence between engine and trainer, by step: thin lines are seeds, thick ones their means."""
+    """Plot reward and divergence by step: thin lines are seeds, thick lines their means."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")
@@ -135,11 +135,11 @@ def main() -> None:
                 delay = 0 if method == "on-policy" else options.delay
                 algorithm = AlgorithmConfig.model_validate(METHODS[method])
 
-                def tell(line: dict[str, float], method: str = method, seed: int = seed) -> None:
+                def record(line: dict[str, float], method: str = method, seed: int = seed) -> None:
                     if line["step"] % max(options.steps // 5, 1) == 0:
                         print(f"{method}, seed {seed}, step {line['step']}: reward {line['reward']:.3f}", flush=True)
 
-                curves.setdefault(method, []).append(train(setting, algorithm, delay, seed, tell))
+                curves.setdefault(method, []).append(train(setting, algorithm, delay, seed, record))
     name = f"mismatch-{options.task}-{options.delay}"
     title = f"{options.task}, answers {options.delay} versions old, engine in bf16, learning rate {setting.lr:g}"
     draw(curves, title, RESULTS / f"{name}.png")

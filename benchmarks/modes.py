@@ -1,11 +1,11 @@
-"""Whole runs side by side on the same GPUs: async, strictly on-policy (sync) and colocate, with long-tailed answers.
+"""Whole runs on the same GPUs: async, strictly on-policy (sync) and colocate, with long-tailed answers.
 
 `python -m benchmarks.modes [--gpus 2] [--modes async,sync,colocate] [--replicas 1,2,3] [--minutes 9]`. The real stack,
 as `relaxd run` brings it up, on a Qwen3 with random weights whose answers have geometric lengths
 (benchmarks/long_tail.py), rewards at random and a learning rate that changes nothing. async and sync have half of the
 GPUs for the trainer and an engine on each of the others; colocate has a rank and an engine on every GPU. async@3 is
 async with max_staleness 3; --replicas adds async runs of a one-rank trainer with so many engines. Runs for which there
-are too few GPUs or minutes are left out, and said to be. --cpu tries the script on a tiny model.
+are too few GPUs or minutes are skipped with a note. --cpu tries the script on a tiny model.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import Role
 
 START_SECONDS = 240.0
-"""How long services, engines and the first steps may take."""
+"""Deadline for services, engines and the first steps."""
 LEFT_SECONDS = 130.0
-"""Less time than this is not enough for another run."""
+"""Shortest remaining time in which another run is started."""
 CONFIG = """
 [run]
 steps = 1000000
@@ -106,17 +106,17 @@ class Case:
 
     @property
     def run_id(self) -> str:
-        """Its name as that of a run."""
+        """Id of the run."""
         return re.sub(r"[^A-Za-z0-9]+", "-", self.name)
 
     @property
     def gpus(self) -> int:
-        """How many it works on."""
+        """Number of GPUs."""
         return self.ranks if self.colocate else self.ranks + self.engines
 
 
 def make_cases(modes: Sequence[str], replicas: Sequence[int], gpus: int, ranks: int) -> list[Case]:
-    """The runs that are asked for; those of --modes on all GPUs, `ranks` of them the trainer's."""
+    """Return the requested runs; those of --modes use all GPUs, `ranks` of them for the trainer."""
     cases = []
     for mode in modes:
         kind, _, staleness = mode.partition("@")
@@ -130,11 +130,11 @@ def make_cases(modes: Sequence[str], replicas: Sequence[int], gpus: int, ranks: 
 
 
 def make_config(case: Case, folder: Path, options: argparse.Namespace) -> str:
-    """The run's TOML."""
+    """Return the run's TOML."""
     sglang = {"cuda_graph_max_bs_decode": options.running, "cuda_graph_backend_prefill": "disabled"}
     kernels = find_spec("sgl_kernel")
     places = (kernels.submodule_search_locations or []) if kernels else []
-    if not any(list(Path(place).glob("flash_ops*")) for place in places):  # not what SGLang would choose
+    if not any(list(Path(place).glob("flash_ops*")) for place in places):  # not SGLang's default
         sglang |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
     return CONFIG.format(
         folder=folder,
@@ -156,7 +156,7 @@ def make_config(case: Case, folder: Path, options: argparse.Namespace) -> str:
 
 
 class UtilisationWatch(threading.Thread):
-    """NVML's utilisation of the replicas' GPUs, five times a second: the share of time in which a kernel ran."""
+    """Samples NVML's utilisation of the replicas' GPUs, the share of time with a kernel, five times a second."""
 
     def __init__(self, replicas: Sequence[pb.ReplicaInfo]) -> None:
         super().__init__(daemon=True)
@@ -169,7 +169,7 @@ class UtilisationWatch(threading.Thread):
         self._busy: dict[str, list[float]] = {uuid: [] for uuid in self._users}
 
     def run(self) -> None:
-        """Look until `stop`."""
+        """Sample until `stop`."""
         if not self._users:
             return
         import pynvml
@@ -181,7 +181,7 @@ class UtilisationWatch(threading.Thread):
                 self._busy[uuid].append(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
 
     def stop(self) -> list[tuple[str, float]]:
-        """End the thread; returns of each GPU who uses it, and in which share of the time it was idle."""
+        """Stop the thread; return each GPU's user and idle share."""
         self._ended.set()
         self.join()
         shares = [
@@ -192,7 +192,7 @@ class UtilisationWatch(threading.Thread):
 
 @contextlib.contextmanager
 def services(state: StateFolder, engines: int) -> Iterator[CoordinatorClient]:
-    """The stack of one run; what it logged is shown where the run fails."""
+    """Run the stack of one run; print its logs if the run fails."""
     plan = stack.make_plan(state, port=0, replicas={"rollout": engines}, stop_with_parent=True, grace_seconds=2)
     stack.up(state, plan, lambda text: print(f"  {text}", flush=True))
     try:
@@ -207,9 +207,9 @@ def services(state: StateFolder, engines: int) -> Iterator[CoordinatorClient]:
 
 
 def run_case(case: Case, folder: Path, options: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """One run from its start until it has been measured for long enough; returns its figures.
+    """Start a run and measure it for long enough; return its figures.
 
-    `folder` has the model; `deadline` is of time.monotonic(). Raises CliError, TimeoutError.
+    `folder` has the model; `deadline` is a time.monotonic() value. Raises CliError, TimeoutError.
     """
     begun = time.monotonic()
     with services(StateFolder(folder / f"state-{case.run_id}"), case.engines) as coordinator:
@@ -246,7 +246,7 @@ def run_case(case: Case, folder: Path, options: argparse.Namespace, deadline: fl
 
 
 def summarise(case: Case, lines: Sequence[dict[str, Any]], gpu_idle: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """The figures of a run from the metrics of the measured steps, and the idle shares of its GPUs."""
+    """Compute a run's figures from the metrics of the measured steps and the idle shares of its GPUs."""
     seconds = sum(line["step_seconds"] for line in lines)
 
     def total(name: str) -> float | None:
@@ -254,7 +254,7 @@ def summarise(case: Case, lines: Sequence[dict[str, Any]], gpu_idle: Sequence[tu
         return sum(values) if values else None
 
     def share(name: str) -> float | str:
-        """Of all steps' time."""
+        """Return a share of all steps' time."""
         value = total(name)
         return "" if value is None else value / seconds
 
@@ -288,7 +288,7 @@ def summarise(case: Case, lines: Sequence[dict[str, Any]], gpu_idle: Sequence[tu
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    """The trained steps in metrics.jsonl; its last line may not be whole yet."""
+    """Read the trained steps of metrics.jsonl, whose last line may be incomplete."""
     if not file.exists():
         return []
     lines = file.read_text().split("\n")[:-1]
@@ -296,21 +296,21 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, each with how many times the samples/s of sync and of colocate it has."""
+    """Add to each row the ratio of its samples/s to those of sync and colocate."""
     speeds = {row["mode"]: row["samples/s"] for row in rows}
     bases = [base for base in ("sync", "colocate") if base in speeds]
     return [row | {f"x {base}": row["samples/s"] / speeds[base] for base in bases} for row in rows]
 
 
 def show(name: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Print a column for each run, and write them as JSON."""
+    """Print a column per run and write the results as JSON."""
     columns = with_ratios(rows)
     figures = [figure for figure in columns[0] if figure != "mode"]
     report(name, [{"": figure} | {row["mode"]: row[figure] for row in columns} for figure in figures], **facts)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=0, help="0: all that are visible")
     parser.add_argument("--ranks", type=int, default=0, help="trainer's GPUs in async and sync; 0: half of them")
@@ -366,7 +366,7 @@ def main() -> None:
                 print(f"  {left_out[case.name]}", flush=True)
                 continue
             print(f"  {json.dumps(rows[-1])}", flush=True)
-            show(name, rows, settings=facts, left_out=left_out)  # again each time, in case that the next is cut off
+            show(name, rows, settings=facts, left_out=left_out)  # after each run, in case the next one is interrupted
     if not rows:
         print(f"nothing was measured: {left_out}")
         sys.exit(1)

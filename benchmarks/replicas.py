@@ -1,13 +1,13 @@
-"""Samples per second with 1, 2 and 4 replicas of a role, the other roles staying as they are.
+"""Samples per second with 1, 2 and 4 replicas of a role, all other roles unchanged.
 
 `python -m benchmarks.replicas`. The whole stack on a tiny random model, local processes, one thread each. Two cases:
 
-- rollout: engines that compute. They share the machine's cores with each other and with the trainer, so that on few
-  cores there is little to gain; the figure says how much of it is left.
-- reward: a judge that is waited for (0.25 s a sample, as one over a network would be) and costs no processor. What one
-  replica can do is then its number of workers / 0.25 s, and more replicas are so many times as much.
+- rollout: engines that compute. They share the machine's cores with each other and with the trainer, so the gain is
+  limited by the number of cores.
+- reward: a judge with a latency of 0.25 s a sample, as over a network, and without processor time. One replica's
+  capacity is its number of workers / 0.25 s, and grows in proportion to replicas.
 
-The numbers of replicas take turns, forwards and backwards, in one run each; a window begins when all replicas work.
+Each number of replicas is one run, in forward and backward order; a window begins when all replicas work.
 """
 
 import argparse
@@ -63,13 +63,13 @@ every = 0
 
 
 def judge(sample: RewardInput) -> float:
-    """A reward that waits, as for an answer from another machine."""
+    """Wait as for an answer from another machine; return a reward."""
     time.sleep(JUDGE_SECONDS)
     return float(len(sample.response) % 2)
 
 
 def samples_per_second(coordinator: CoordinatorClient, seconds: float) -> float:
-    """Trained samples per second over at least `seconds`, from one committed step to another."""
+    """Return the trained samples per second over at least `seconds`, between two committed steps."""
 
     def next_step(after: int) -> tuple[int, float]:
         until("a step", lambda: coordinator.run().step > after, 0.01)
@@ -82,7 +82,7 @@ def samples_per_second(coordinator: CoordinatorClient, seconds: float) -> float:
 
 
 def measure(role: str, reward: str, new_tokens: int, counts: list[int], seconds: float) -> dict[int, list[float]]:
-    """Rates by number of replicas."""
+    """Return the rates by number of replicas."""
     rates: dict[int, list[float]] = {count: [] for count in counts}
     with tempfile.TemporaryDirectory() as name:
         folder = StateFolder(Path(name) / "state")

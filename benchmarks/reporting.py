@@ -1,4 +1,4 @@
-"""What every benchmark shares: say on what machine it ran, print a table, keep the figures as JSON."""
+"""Reporting of benchmarks: description of the machine, table, JSON file."""
 
 import json
 import os
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """The machine in words: processor, cores, memory in GiB, Python, and how busy it was before the benchmark."""
+    """Describe the machine: processor, cores, memory in GiB, Python, and its load before the benchmark."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     model = next(
         (line.split(":", 1)[1].strip() for line in cpuinfo if "model name" in line),

@@ -1,18 +1,18 @@
-"""How long a run takes to come back after every process was killed: from `relaxd resume` to the first new step.
+"""Recovery time of a run after all processes were killed: from `relaxd resume` to the first new step.
 
     python -m benchmarks.resume examples/addition.toml                                  # CPU: the demo's run
     python -m benchmarks.resume examples/addition-gpu.toml --model FOLDER               # GPUs
 
-`relaxd run`, until some steps after a checkpoint are committed; SIGKILL to all processes at once; `relaxd resume`,
-which starts Redis on its data and the services, loads the checkpoint, repeats the steps after it from their files,
-brings the weights to the engines, and trains on. Then killed again, and so on. Columns:
+`relaxd run` until some steps after a checkpoint are committed; SIGKILL to all processes at once; `relaxd resume`, which
+starts Redis on its data and the services, loads the checkpoint, replays the later steps from their files, sends the
+weights to the engines, and continues training. Then everything is killed again, and so on. Columns:
 
 at step             the last step before the kill; `--replayed` of them, or a few more, are after the last checkpoint
-resumed s           from the command to the first new step that is committed
-of that, step s     what a step takes: median of those before the kill
-load to step s      the part of resumed s from the loaded checkpoint: repeated steps, weights to engines, the new step
+resumed s           from the command to the first new committed step
+of that, step s     seconds per step: median of those before the kill
+load to step s      the part of resumed s after loading the checkpoint: replayed steps, weights to engines, the new step
 
-Further words are the run's settings, such as --trainer.groups_per_step 2.
+Further arguments are the run's settings, such as --trainer.groups_per_step 2.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LIMIT_SECONDS = 900.0
 
 
 def kill_everything(process: "subprocess.Popen[str]", state: StateFolder) -> None:
-    """Kill a command, its services and their children, so that none sees another one die."""
+    """Kill a command, its services and their children at once."""
     running = state.read()
     assert running is not None
     supervisor = psutil.Process(running.pid)
@@ -51,7 +51,7 @@ def kill_everything(process: "subprocess.Popen[str]", state: StateFolder) -> Non
 
 
 class Life:
-    """One life of the run: from a command to the death of everything."""
+    """The run's processes from one command until they are killed."""
 
     def __init__(self, words: list[str], place: Path, state: StateFolder) -> None:
         self._state = state
@@ -66,7 +66,7 @@ class Life:
         )
 
     def until_step(self, step: int) -> tuple[int, float]:
-        """Read until a step, or a later one, is committed; which, and the seconds since the command began."""
+        """Wait until at least this step is committed; return the step and the seconds since the command started."""
         assert self.process.stdout is not None
         said = []
         for line in self.process.stdout:
@@ -83,7 +83,7 @@ class Life:
 
 
 def seconds_between(text: str, begin: str, end: str) -> float:
-    """Seconds between the last lines of a log that contain two words; NaN where there are none."""
+    """Return the seconds between a log's last lines with each of two words, NaN without them."""
     stamps = []
     for word in (begin, end):
         lines = [line for line in text.splitlines() if word in line]

@@ -1,4 +1,4 @@
-"""Rewards for benchmarks, whose models say nothing that could be judged."""
+"""Rewards for benchmarks, whose random models give meaningless answers."""
 
 import random
 
@@ -6,5 +6,5 @@ from relaxd.rewards import RewardInput
 
 
 def coin(sample: RewardInput) -> float:
-    """1 or 0, at random, so that a group has better and worse answers."""
+    """Return 1 or 0 at random, so that rewards within a group differ."""
     return float(random.random() < 0.5)

@@ -1,10 +1,10 @@
-"""Tokens per second of the rollout engine beside transformers' own generate: same model, batch and number of threads.
+"""Tokens per second of the rollout engine, compared with transformers' generate on the same model, batch and threads.
 
     python -m benchmarks.rollout --model ~/.cache/relaxd/models/smollm2-135m
 
-Both make n samples of each prompt at temperature 1, of a forced length. Ours also reports each token's log-probability,
-with transformers' that is a second figure. The three take turns, and their order changes from round to round.
-Reported are medians of wall time and of the process's processor time; on a busy machine trust the latter.
+Both generate n samples of each prompt at temperature 1, of a forced length. relaxd's engine also reports log-probs;
+transformers is measured with and without them. The order of the three changes from round to round. The results are
+medians of wall time and of the process's processor time; on a busy machine the latter is more reliable.
 """
 
 import argparse
@@ -26,14 +26,14 @@ PROMPTS = ["What is 12 + 34?", "What is 71 + 18?", "What is 95 + 5? Answer with 
 
 
 def tokens_of(folder: Path) -> list[list[int]]:
-    """The prompts in ChatML."""
+    """Return the prompts in ChatML."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n" for prompt in PROMPTS]
     return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
 
 
 class Ours:
-    """Our engine on a model."""
+    """relaxd's engine on a model."""
 
     def __init__(self, model: PreTrainedModel, threads: int) -> None:
         self._left = 0
@@ -47,7 +47,7 @@ class Ours:
         self._engine.resume()
 
     def generate(self, prompts: list[list[int]], n: int, new: int) -> None:
-        """All samples of all prompts."""
+        """Generate all samples of all prompts."""
         self._left = n * len(prompts)
         self._done.clear()
         for number, prompt in enumerate(prompts):
@@ -66,7 +66,7 @@ class Ours:
 
 
 def theirs(model: PreTrainedModel, prompts: list[list[int]], n: int, new: int, *, logprobs: bool) -> None:
-    """transformers' generate on the same batch, padded on the left."""
+    """Generate with transformers on the same batch, padded on the left."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])

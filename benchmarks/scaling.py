@@ -1,8 +1,8 @@
-"""Scaling: how long until a new rollout replica delivers, how long one drains, and what is lost on the way (nothing).
+"""Scaling: time until a new rollout replica delivers, time to drain one, and lost groups (none).
 
 `python -m benchmarks.scaling`. The whole stack on a tiny random model: real engines, a real trainer, the process
-launcher. Over and over two replicas are added to one, and taken away again one by one in the middle of the run's work,
-every other one with no time to finish what it holds. Goal: 0 of at least 2,000 groups lost over at least 20 scale-ins.
+launcher. Repeatedly, two replicas are added to one and removed one by one while the run works,
+every other one without time to finish its groups. Goal: 0 of at least 2,000 groups lost over at least 20 scale-ins.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def until(what: str, condition: Callable[[], object], tick: float = 0.02) -> Non
 
 
 class Figures:
-    """Seconds of everything that was done."""
+    """Measured seconds."""
 
     def __init__(self, coordinator: CoordinatorClient) -> None:
         self.coordinator = coordinator
@@ -80,7 +80,7 @@ class Figures:
         self.held: list[int] = []
 
     def follow(self, request: pb.ScaleRequest, begun: float) -> dict[int, float]:
-        """Seconds from `begun` until each state of a request was seen first."""
+        """Return the seconds from `begun` until each state of a request was first seen."""
         seen: dict[int, float] = {}
         while request.state not in ENDED:
             request = self.coordinator.scale_requests(1)[0]
@@ -101,7 +101,7 @@ class Figures:
             self.first_group.append(time.monotonic() - begun)
 
     def into(self, drain_seconds: float) -> None:
-        """Take away a replica that was scaled out, while it holds groups."""
+        """Remove an added replica while it holds groups."""
         with contextlib.ExitStack() as channels:
             ask = {}
             for replica in self.coordinator.replicas():
@@ -127,7 +127,7 @@ class Figures:
 
 
 def audit(redis: str, run_id: str, config_json: str) -> tuple[int, int, Counter[str]]:
-    """Published and trained groups, and dropped ones by reason. Raises AssertionError: lost, or trained twice."""
+    """Return published, trained and dropped groups. Raises AssertionError if one was lost or trained twice."""
     config = RunConfig.model_validate_json(config_json)
     board = Board(redis, run_id, stages_for(config), config.board)
     counts = board.counts()

@@ -1,4 +1,4 @@
-"""What experts were computed by before: Megatron's SequentialMLP, one expert after the other. For comparisons."""
+"""Megatron's SequentialMLP, which computes experts one by one, as a baseline."""
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
@@ -22,7 +22,7 @@ from services.trainer.kernels.swiglu import swiglu
 
 
 class SequentialExperts(nn.Module):
-    """Megatron's layer where ours has its `MixtureOfExperts`."""
+    """Megatron's layer with the interface of `MixtureOfExperts`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class SequentialExperts(nn.Module):
         self.layer = build_module(spec, config=config, pg_collection=get_default_pg_collection())
 
     def forward(self, x: Tensor, _: object) -> Tensor:
-        """x [T, 1, hidden] -> [T, 1, hidden]."""
+        """Run the layer: x [T, 1, hidden] -> [T, 1, hidden]."""
         output: Tensor = self.layer(x)[0]
         return output
 
@@ -50,7 +50,7 @@ def _weighted_swiglu(x: Tensor, bias: None, weights: Tensor, *_: object) -> Tens
 
 @contextmanager
 def sequential_experts() -> Iterator[None]:
-    """Inside, learners of mixture-of-experts models are made with Megatron's experts. They can't export weights."""
+    """Build learners with Megatron's experts inside the block. They can't export weights."""
     with (
         mock.patch("services.trainer.model.layers.MixtureOfExperts", SequentialExperts),
         mock.patch("services.trainer.learner.exported_parameters", return_value=[]),

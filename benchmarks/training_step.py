@@ -1,12 +1,13 @@
-"""Time of the demo's training step, beside plain transformers and torch AdamW on the same batch.
+"""Time of the demo's training step, compared with plain transformers and torch AdamW on the same batch.
 
     python -m benchmarks.training_step ~/.cache/relaxd/models/smollm2-135m
 
 Both sides get the same samples (4 groups of 8, about 30 prompt and 8 response tokens), the same GRPO loss, float32 and
-the same threads, and take turns in one process: forward, backward, clipping, AdamW. The plain side is what one would
-write by hand: a right-padded batch, the model's logits (all of them, or with --response-logits only where a response
-token is predicted), log_softmax, the loss, clip_grad_norm_, AdamW as it comes. Ours computes each group's prompt once,
-unless --no-shared-prompts. Reported are medians of wall time and of processor time; on a busy machine trust the latter.
+the same threads, and alternate in one process: forward, backward, clipping, AdamW. The plain side is a direct
+implementation: a right-padded batch, the model's logits (all of them, or with --response-logits only where a response
+token is predicted), log_softmax, the loss, clip_grad_norm_, default AdamW. Ours computes each group's prompt once,
+unless --no-shared-prompts. The results are medians of wall time and of processor time; on a busy machine the latter is
+more reliable.
 """
 
 import argparse
@@ -31,7 +32,7 @@ LR = 1e-5
 
 
 def make_samples(vocab: int, groups: int, samples: int, seed: int) -> list[TrainSample]:
-    """Random token ids in the demo's lengths; a group's samples share a prompt and differ in length."""
+    """Make random samples of the demo's lengths; a group's samples share a prompt and differ in length."""
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(groups):
@@ -54,7 +55,7 @@ def make_samples(vocab: int, groups: int, samples: int, seed: int) -> list[Train
 def plain_step(
     folder: Path, algorithm: AlgorithmConfig, *, response_logits: bool
 ) -> Callable[[list[TrainSample]], float]:
-    """The step as one would write it with transformers and torch alone."""
+    """Return the step with transformers and torch alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     loss_of = create(algorithm).loss
@@ -95,7 +96,7 @@ def plain_step(
 def our_step(
     folder: Path, algorithm: AlgorithmConfig, threads: int, budget: int, *, share_prompts: bool
 ) -> Callable[[list[TrainSample]], float]:
-    """The trainer's step, packing included."""
+    """Return the trainer's step, including packing."""
     config = TrainerConfig.model_validate({"threads": threads, "micro_batch_tokens": budget, "optimizer": {"lr": LR}})
     learner = Learner(folder, config, algorithm, steps=1000)
 

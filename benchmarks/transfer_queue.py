@@ -1,4 +1,4 @@
-"""TransferQueue 0.1.11 as a peer of the board: put and get of the same bytes. Needs the `bench` extra."""
+"""TransferQueue 0.1.11 for comparison with the board: put and get of the same bytes. Needs the `bench` extra."""
 
 import importlib.util
 import logging
@@ -11,12 +11,12 @@ TIMEOUT_SECONDS = 120.0
 
 
 def installed() -> bool:
-    """Whether it can be measured here."""
+    """Return whether TransferQueue is installed."""
     return importlib.util.find_spec("transfer_queue") is not None
 
 
 class TransferQueue:
-    """TransferQueue on ray, with a consumer actor in a process of its own; as its documentation sets it up."""
+    """TransferQueue on ray, set up as documented, with a consumer actor in its own process."""
 
     def __init__(self) -> None:
         os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
@@ -52,7 +52,7 @@ class TransferQueue:
         self._consumer = ray.remote(Consumer).remote()
 
     def measure(self, row: np.ndarray, batch: int, total: int) -> float:
-        """Groups a second from put to get, both going on at once, of `total` groups that each hold this row."""
+        """Return groups per second of concurrent put and get, for `total` groups with this row."""
         import torch
         from tensordict import TensorDict
 

@@ -1,12 +1,12 @@
-"""Weight synchronisation on GPUs: one trainer, one or more SGLang models, each on a GPU of its own.
+"""Weight synchronisation on GPUs: one trainer, one or more SGLang models, each on its own GPU.
 
     python -m benchmarks.weight_sync --shapes 0.2b 1.7b 4b --engines 1
     python -m benchmarks.weight_sync --shapes 4b --engines 3
 
-Side by side, in one run: NCCL alone (torch's broadcast of one buffer of the same bytes), relaxd's way (the trainer's
-Broadcaster to SGLangWeights, all but the services' calls), and SGLang's stock way (init_custom_process_group,
+Compared in one run: NCCL alone (torch's broadcast of one buffer of the same bytes), relaxd's way (the trainer's
+WeightBroadcaster to SGLangWeights, all but the services' calls), and SGLang's stock way (init_custom_process_group,
 flattened buckets, update_weights_from_distributed's own code, without its HTTP). Seconds are medians of warm repeats,
-from telling all processes until all have answered with their GPUs done.
+from the command to all processes until all have answered with their GPUs done.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from services.trainer.model.hf_weights import hf_tensor_specs
 
 
 def write_model(shape: str, folder: Path) -> None:
-    """Write a Qwen3 of this shape whose weights are zeros, in a sparse file: it takes neither time nor space."""
+    """Write a Qwen3 of this shape with zero weights, in a sparse file that takes no time or space."""
     heads = {"num_key_value_heads": 8 if shape != "0.2b" else 4, "head_dim": 128}
     config = Qwen3Config(
         **SHAPES[shape], **heads, vocab_size=151936, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"]
@@ -40,7 +40,7 @@ def write_model(shape: str, folder: Path) -> None:
     config.save_pretrained(folder)
     header: dict[str, Any] = {}
     size = 0
-    for spec in hf_tensor_specs(read_architecture(folder), torch.bfloat16, stages=1, expert_ranks=1):
+    for spec in hf_tensor_specs(read_architecture(folder), torch.bfloat16, pp_size=1, ep_size=1):
         end = size + 2 * torch.Size(spec.shape).numel()
         header[spec.name] = {"dtype": "BF16", "shape": spec.shape, "data_offsets": [size, end]}
         size = end
@@ -52,7 +52,7 @@ def write_model(shape: str, folder: Path) -> None:
 
 
 class Member:
-    """One process."""
+    """A member process."""
 
     def __init__(self, kind: str, gpu: str) -> None:
         self.process = subprocess.Popen(
@@ -61,14 +61,14 @@ class Member:
             env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "4"},
         )  # fmt: skip
 
-    def tell(self, do: str, **command: Any) -> None:
-        """Begin something."""
+    def send(self, do: str, **command: Any) -> None:
+        """Send a command."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """How it ended."""
+        """Return the answer to the last command."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -77,7 +77,7 @@ class Member:
 
 
 class Fleet:
-    """A trainer and engines that hold one model."""
+    """A trainer and engines with one model."""
 
     def __init__(self, shape: str, engines: int, bucket_bytes: int) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
@@ -89,86 +89,87 @@ class Fleet:
             self.engines = [Member("engine", gpu) for gpu in gpus[1 : 1 + engines]]
             if len(self.engines) < engines:
                 raise SystemExit(f"{engines} engines and a trainer need {engines + 1} GPUs, there are {len(gpus)}")
-            self.trainer.tell("load", folder=place, bucket_bytes=bucket_bytes)
+            self.trainer.send("load", folder=place, bucket_bytes=bucket_bytes)
             for engine in self.engines:
-                engine.tell("load", folder=place, port=free_port())
+                engine.send("load", folder=place, port=free_port())
             self.loaded = self.trainer.answer()
             print(f"{shape}: the trainer is up after {self.loaded['seconds']:.1f} s", flush=True)
             for engine in self.engines:
                 print(f"{shape}: an engine is up after {engine.answer()['seconds']:.1f} s", flush=True)
         self.bytes = self.loaded["bytes"]
 
-    def together(self, count: int, do: str, **command: Any) -> tuple[float, list[dict[str, Any]]]:
-        """Have the trainer and `count` engines do the same; seconds until all have answered, and what they said."""
+    def run_on_all(self, count: int, do: str, **command: Any) -> tuple[float, list[dict[str, Any]]]:
+        """Send a command to the trainer and `count` engines; return the seconds until all answered, and the answers."""
         members = [self.trainer, *self.engines[:count]]
         started = time.monotonic()
         for member in members:
-            member.tell(do, **command)
+            member.send(do, **command)
         answers = [member.answer() for member in members]
         return time.monotonic() - started, answers
 
     def join(self, count: int) -> float:
-        """Connect a new weight group; how long that took."""
+        """Connect a new weight group; return the seconds."""
         self.names += 1
         place = {"port": self.loaded["port"], "name": f"group-{self.names}", "world_size": count + 1}
         started = time.monotonic()
-        self.trainer.tell("join", rank=0, **place)
+        self.trainer.send("join", rank=0, **place)
         for rank, engine in enumerate(self.engines[:count], start=1):
-            engine.tell("join", rank=rank, manifest=self.loaded["manifest"], **place)
+            engine.send("join", rank=rank, manifest=self.loaded["manifest"], **place)
         for member in (self.trainer, *self.engines[:count]):
             member.answer()
         return time.monotonic() - started
 
     def plan(self, bucket_bytes: int) -> None:
-        """Other buckets."""
-        self.trainer.tell("plan", bucket_bytes=bucket_bytes)
+        """Change the buckets."""
+        self.trainer.send("plan", bucket_bytes=bucket_bytes)
         self.loaded |= self.trainer.answer()
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         for member in (self.trainer, *self.engines):
             member.process.kill()
             member.process.wait()
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def measure(shape: str, engines: int, bucket_sizes: list[int], repeat: int) -> list[dict[str, Any]]:
-    """All rows of one model size."""
+    """Return all rows of one model size."""
     fleet = Fleet(shape, engines, bucket_sizes[0])
     rows: list[dict[str, Any]] = []
     try:
         for count in sorted({1, engines}):
             port = free_port()
             for rank, member in enumerate((fleet.trainer, *fleet.engines[:count])):
-                member.tell("join_stock", port=port, rank=rank, world_size=count + 1)
+                member.send("join_stock", port=port, rank=rank, world_size=count + 1)
             for member in (fleet.trainer, *fleet.engines[:count]):
                 member.answer()
-            fleet.together(count, "raw", nbytes=fleet.bytes, repeat=2)
+            fleet.run_on_all(count, "raw", nbytes=fleet.bytes, repeat=2)
             raw = (
-                statistics.median(fleet.together(count, "raw", nbytes=fleet.bytes, repeat=10)[0] for _ in range(3)) / 10
+                statistics.median(fleet.run_on_all(count, "raw", nbytes=fleet.bytes, repeat=10)[0] for _ in range(3))
+                / 10
             )
-            fleet.together(count, "forget")
+            fleet.run_on_all(count, "forget")
             for bucket_bytes in bucket_sizes:
                 fleet.plan(bucket_bytes)
                 joined = fleet.join(count)
                 name = f"group-{fleet.names}"
-                first, _ = fleet.together(count, "sync", name=name, checksum=False)
-                runs = [fleet.together(count, "sync", name=name, checksum=False) for _ in range(repeat)]
+                first, _ = fleet.run_on_all(count, "sync", name=name, checksum=False)
+                runs = [fleet.run_on_all(count, "sync", name=name, checksum=False) for _ in range(repeat)]
                 warm = statistics.median(seconds for seconds, _ in runs)
                 inside = statistics.median(max(a["seconds"] for a in answers) for _, answers in runs)
-                verified, answers = fleet.together(count, "sync", name=name, checksum=True)
+                verified, answers = fleet.run_on_all(count, "sync", name=name, checksum=True)
                 sums = [answer["checksums"] for answer in answers]
                 if any(each != sums[0] for each in sums):
                     wrong = sorted(n for n in sums[0] if any(each.get(n) != sums[0][n] for each in sums))
                     raise SystemExit(f"checksums differ: {wrong[:5]} and others, {len(wrong)} of {len(sums[0])}")
-                fleet.together(count, "sync_stock")
-                stock = statistics.median(fleet.together(count, "sync_stock")[0] for _ in range(repeat))
+                fleet.run_on_all(count, "sync_stock")
+                stock = statistics.median(fleet.run_on_all(count, "sync_stock")[0] for _ in range(repeat))
                 rows.append(
                     {
                         "model": shape,
@@ -189,7 +190,7 @@ def measure(shape: str, engines: int, bucket_sizes: list[int], repeat: int) -> l
                     }
                 )
                 print({name: round(v, 2) if isinstance(v, float) else v for name, v in rows[-1].items()}, flush=True)
-                fleet.together(count, "forget")
+                fleet.run_on_all(count, "forget")
     finally:
         fleet.close()
     return rows

@@ -1,6 +1,6 @@
-"""One process of benchmarks.weight_sync, on a GPU of its own: a trainer with its Learner, or an SGLang model.
+"""One process of benchmarks.weight_sync, on its own GPU: a trainer with its Learner, or an SGLang model.
 
-Told line by line in JSON what to do. The answers have the seconds that each thing took on this side, GPU included.
+It reads commands as lines of JSON. Each answer has the seconds that the command took on this side, including the GPU.
 """
 
 import json
@@ -29,7 +29,7 @@ STOCK_GROUP = "stock"
 
 
 class Side:
-    """What both sides do: SGLang's own group, and NCCL alone."""
+    """Commands of both sides: SGLang's own group, and NCCL alone."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
@@ -37,7 +37,7 @@ class Side:
         self.stock: Any = None
 
     def join_stock(self, port: int, rank: int, world_size: int) -> None:
-        """Make SGLang's kind of group. NCCL connects in the first broadcast, so there is one."""
+        """Create SGLang's kind of group, with one broadcast, in which NCCL connects."""
         from sglang.srt.utils import init_custom_process_group
 
         self.stock = init_custom_process_group(
@@ -48,13 +48,13 @@ class Side:
         torch.cuda.synchronize()
 
     def raw(self, nbytes: int, repeat: int) -> None:
-        """Broadcast one buffer of this size again and again."""
+        """Broadcast one buffer of this size repeatedly."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         for _ in range(repeat):
             dist.broadcast(buffer, src=0, group=self.stock)
 
     def forget(self) -> None:
-        """Give memory back."""
+        """Free memory."""
         torch.cuda.empty_cache()
 
 
@@ -62,7 +62,7 @@ class TrainerSide(Side):
     """Megatron's model and optimizer, as in a run."""
 
     def load(self, folder: str, bucket_bytes: int) -> dict[str, Any]:
-        """Load, and fill the weights with random numbers: the folder's are zeros."""
+        """Load the model and fill the weights with random numbers, as the folder's are zeros."""
         from relaxd.config import AlgorithmConfig, TrainerConfig
         from services.trainer.learner.learner import Learner
 
@@ -76,13 +76,13 @@ class TrainerSide(Side):
         return {"port": self.store.port, **self.plan(bucket_bytes)}
 
     def plan(self, bucket_bytes: int) -> dict[str, Any]:
-        """Lay out the buckets anew."""
-        from services.trainer.loop.broadcast import Broadcaster, weight_buckets
+        """Plan the buckets."""
+        from services.trainer.loop.broadcast import WeightBroadcaster, weight_buckets
 
         if self.name:
             self.broadcaster.leave(self.name)
         self.buckets = weight_buckets(self.learner, bucket_bytes)
-        self.broadcaster = Broadcaster(self.learner, self.buckets, "sglang")
+        self.broadcaster = WeightBroadcaster(self.learner, self.buckets, "sglang")
         manifest = to_proto(self.buckets).SerializeToString()
         return {"manifest": manifest.hex(), "bytes": sum(bucket.nbytes for bucket in self.buckets)}
 
@@ -92,7 +92,7 @@ class TrainerSide(Side):
         self.broadcaster.join("nccl", "127.0.0.1", port, name, world_size, TIMEOUT)
 
     def sync(self, name: str, checksum: bool) -> dict[str, Any]:
-        """Send."""
+        """Send the weights."""
         return {"checksums": self.broadcaster.broadcast(name, TIMEOUT, checksum).checksums}
 
     def sync_stock(self) -> None:
@@ -107,10 +107,10 @@ class TrainerSide(Side):
 
 
 class EngineSide(Side):
-    """An SGLang model, as its scheduler holds it."""
+    """An SGLang model, as in its scheduler."""
 
     def load(self, folder: str, port: int) -> None:
-        """Make the model with dummy weights."""
+        """Create the model with dummy weights."""
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.configs.model_config import ModelConfig
@@ -145,7 +145,7 @@ class EngineSide(Side):
         self.weights.join("nccl", "127.0.0.1", port, name, rank, world_size, data, TIMEOUT)
 
     def sync(self, name: str, checksum: bool) -> dict[str, Any]:
-        """Receive."""
+        """Receive the weights."""
         return {"checksums": self.weights.receive(name, TIMEOUT, checksum=checksum).checksums}
 
     def sync_stock(self) -> None:
@@ -170,7 +170,7 @@ class EngineSide(Side):
 def main() -> None:
     """Answer each line with one line."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries print, too
+    os.dup2(2, 1)  # libraries print to stdout, too
     side: Any = TrainerSide() if sys.argv[1] == "trainer" else EngineSide()
     for line in sys.stdin:
         command = json.loads(line)

@@ -1,12 +1,12 @@
-"""Weight synchronisation of a whole run on GPUs, as its coordinator measures it.
+"""Weight synchronisation in a whole run on GPUs, as measured by its coordinator.
 
     python -m benchmarks.weight_sync_run --shape 4b --engines 1
     python -m benchmarks.weight_sync_run --shape 4b --engines 2 --kill
 
 NCCL alone is measured first, on the same GPUs. Then `relaxd run` trains a model of this shape strictly on-policy with
-tiny answers, so that engines are idle when a version comes; seconds are those from the coordinator's first call to all
-engines serving the version. With --kill NCCL is slowed down and an engine is killed (-9) while weights travel: reported
-is how long it takes until the others serve that version.
+tiny answers, so that engines are idle when a version arrives; seconds are from the coordinator's first call to all
+engines serving the version. With --kill, NCCL is slowed down and an engine is killed (-9) during the broadcast; the
+result is the time until the others serve that version.
 """
 
 import argparse
@@ -85,20 +85,20 @@ TIMEOUT_SECONDS = 10.0
 
 
 def raw_seconds(nbytes: int, engines: int) -> float:
-    """NCCL alone: seconds of one broadcast of this many bytes."""
+    """Return the seconds of one broadcast of this many bytes by NCCL alone."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     members = [Member("engine", gpu) for gpu in gpus[: engines + 1]]
     try:
         port = free_port()
         for rank, member in enumerate(members):
-            member.tell("join_stock", port=port, rank=rank, world_size=len(members))
+            member.send("join_stock", port=port, rank=rank, world_size=len(members))
         for member in members:
             member.answer()
         took = []
         for _ in range(4):
             started = time.monotonic()
             for member in members:
-                member.tell("raw", nbytes=nbytes, repeat=10)
+                member.send("raw", nbytes=nbytes, repeat=10)
             for member in members:
                 member.answer()
             took.append((time.monotonic() - started) / 10)
@@ -110,14 +110,14 @@ def raw_seconds(nbytes: int, engines: int) -> float:
 
 
 class Killer(threading.Thread):
-    """Kills the newest engine's process, with what it started, when a synchronisation has just begun."""
+    """Kills the newest engine's process and its children when a synchronisation has just started."""
 
     def __init__(self, state: StateFolder, delay: float) -> None:
         super().__init__(daemon=True)
         self._state, self._delay = state, delay
 
     def run(self) -> None:
-        """Wait until all engines have version 2, and then for the next synchronisation."""
+        """Wait until all engines have version 2, then kill one during the next synchronisation."""
         while (stack := self._state.read()) is None:
             time.sleep(0.1)
         with grpc.insecure_channel(stack.coordinator) as channel:
@@ -139,7 +139,7 @@ class Killer(threading.Thread):
 def _weights(stub: CoordinatorStub) -> GetWeightsResponse:
     try:
         return stub.GetWeights(GetWeightsRequest(), timeout=5)
-    except grpc.RpcError:  # it is starting, or there is no run yet
+    except grpc.RpcError:  # it is starting, or has no run yet
         return GetWeightsResponse()
 
 
@@ -148,7 +148,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def run(arguments: argparse.Namespace, place: Path) -> tuple[list[dict[str, Any]], str]:
-    """One run; its synchronisations, and the coordinator's log."""
+    """Run once; return its synchronisations and the coordinator's log."""
     model = place / "model"
     write_model(arguments.shape, model)
     byte_tokenizer().save_pretrained(model)

@@ -90,7 +90,7 @@ def test_a_run_goes_on_after_everything_was_killed(workplace: Workplace, tiny_mo
     assert exported.keys() == load_file(tiny_model / "model.safetensors").keys()
     code, output = workplace.relaxd("export", "r", "exported", "--step", "7")
     assert code == 1
-    assert re.search(r"no intact checkpoint of step 7; there are those of steps: \d, 8", output)
+    assert re.search(r"no intact checkpoint of step 7; available steps: \d, 8", output)
     code, output = workplace.relaxd("resume", "r")
     assert code == 1
     assert "has ended" in output

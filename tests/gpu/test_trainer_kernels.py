@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.trainer.attention.attention_kernels import attention_kernel, varlen_attention
 from services.trainer.attention.heads import rotary_table, rotate, split_heads
-from services.trainer.attention.sequence_layout import cudnn_runs, sequence_layout, spread_out
+from services.trainer.attention.sequence_layout import cudnn_batches, scatter_to_sequences, sequence_layout
 from services.trainer.batch.packing import TrainSample, pack
 from services.trainer.kernels.grouped_products import grouped_kernels
 from services.trainer.kernels.swiglu import swiglu
@@ -124,9 +124,9 @@ def test_gradients_of_shared_prompts() -> None:
     assert layout.shared
     x = leaf(len(batch.tokens), 3, 100)
     reference = exact(x)
-    grad = torch.randn(len(layout.spread), 3, 100, device="cuda", dtype=torch.bfloat16)
-    spread_out(x, layout, add_up=True).backward(grad)
-    reference[layout.spread].backward(grad.double())
+    grad = torch.randn(len(layout.token_of_slot), 3, 100, device="cuda", dtype=torch.bfloat16)
+    scatter_to_sequences(x, layout, sum_copies=True).backward(grad)
+    reference[layout.token_of_slot].backward(grad.double())
     assert x.grad is not None
     assert reference.grad is not None
     assert relative(x.grad, reference.grad) < 5e-3
@@ -161,7 +161,7 @@ def test_attention(kernel: str, lengths: list[int], heads: tuple[int, int]) -> N
     if kernel == "cudnn":
         from services.trainer.attention.cudnn_attention import cudnn_attention
 
-        ours = cudnn_attention(*inputs, cudnn_runs(lengths, torch.device("cuda")), scale)
+        ours = cudnn_attention(*inputs, cudnn_batches(lengths, torch.device("cuda")), scale)
     else:
         cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
         ours = varlen_attention(*inputs, cu_seqlens, max(lengths), scale)
@@ -175,9 +175,9 @@ def test_attention(kernel: str, lengths: list[int], heads: tuple[int, int]) -> N
         assert relative(a.grad, b.grad.double()) < 1e-2
 
 
-@pytest.mark.parametrize("remake", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("load", LOADS)
-def test_experts(load: str, remake: bool) -> None:
+def test_experts(load: str, recompute: bool) -> None:
     if not grouped_kernels():
         pytest.skip("grouped matrix products don't work here")
     experts = choose(load, 1000).cuda()
@@ -193,7 +193,7 @@ def test_experts(load: str, remake: bool) -> None:
     torch.cuda.set_sync_debug_mode("error")  # nothing waits for the GPU
     try:
         places, ends = sort_by_expert(experts, EXPERTS)
-        ours = _Experts.apply(x, weights, fc1, fc2, places, ends, remake)
+        ours = _Experts.apply(x, weights, fc1, fc2, places, ends, recompute)
         ours.backward(grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")

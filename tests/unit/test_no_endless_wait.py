@@ -35,7 +35,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/coordinator/weights/weight_calls.py", "WeightCalls._together"),
         ("services/rollout/service/engine.py", "Engine.start"),
-        ("services/trainer/service/ranks.py", "Ranks._exited"),
+        ("services/trainer/service/rank_processes.py", "RankProcesses._exited"),
     },
     WORK: {
         ("relaxd/board/worker.py", "StageWorker._commit"),
@@ -55,7 +55,7 @@ WITHOUT_DEADLINE = {
             "services/rollout/engines/sglang/process.py",
             "SGLangProcess._launch",
         ),  # schedulers end with the thread
-        ("services/trainer/loop/sleeping.py", "Sleeping.follow"),
+        ("services/trainer/loop/sleep_controller.py", "SleepController.run_requests"),
         ("services/trainer/service/rank_supervisor.py", "RankSupervisor._announce"),
     },
     ENDS: {
@@ -72,7 +72,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/weights/group.py", "WeightGroup.broadcast"),
         ("services/rollout/engines/transformers/parameters.py", "WeightReceiver.receive"),
         ("services/rollout/engines/sglang/weights.py", "_Receiver.receive"),
-        ("services/trainer/loop/broadcast.py", "Broadcaster._send"),
+        ("services/trainer/loop/broadcast.py", "WeightBroadcaster._send"),
         ("services/coordinator/runs/manager.py", "RunManager.start"),  # the run has ended: its calls have deadlines
         ("services/coordinator/runs/manager.py", "RunManager.close"),  # cancelled
         ("services/coordinator/runs/active_run.py", "ActiveRun._train"),  # an evaluation: see eval.stall_seconds
@@ -90,9 +90,9 @@ WITHOUT_DEADLINE = {
         ("services/rollout/engines/sglang/process.py", "SGLangProcess.load"),  # see health.start_seconds
         ("services/trainer/learner/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
         ("services/trainer/loop/rank.py", "Rank._join_group"),  # not a thread's join: it has a timeout among its params
-        ("services/trainer/service/ranks.py", "Ranks.kill"),  # SIGKILL was sent
+        ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled
-        ("services/trainer/loop/training.py", "Training._between_rounds"),  # it was seen that there is something
+        ("services/trainer/loop/training.py", "Training._serve_requests"),  # it was seen that there is something
         ("services/trainer/loop/training.py", "Training._export"),
     },
 }

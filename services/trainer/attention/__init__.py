@@ -1,4 +1,4 @@
-"""Attention over packed sequences: heads, their layout in a micro-batch, and the kernels.
+"""Attention over packed sequences: heads, the sequences' layout in a micro-batch, and the kernels.
 
-`attention_kernels.py` chooses the kernel; `sequence_layout.py` says which token is where.
+`attention_kernels.py` chooses the kernel; `sequence_layout.py` says where each token is.
 """

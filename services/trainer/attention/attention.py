@@ -13,33 +13,37 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from services.trainer.attention.attention_kernels import varlen_attention
-from services.trainer.attention.sequence_layout import SequenceLayout, bring_home, spread_out
-from services.trainer.kernels.recompute import Remaking
+from services.trainer.attention.sequence_layout import SequenceLayout, gather_from_sequences, scatter_to_sequences
+from services.trainer.kernels.recompute import Recompute
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each packed sequence, by the kernel that the sequences are laid out for."""
+    """Causal attention within each packed sequence, by the kernel of the layout."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, remaking: Remaking) -> Tensor:
-        """query [T, heads, size], key and value [T, kv_heads, size] -> [T, heads, size]."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, recompute: Recompute
+    ) -> Tensor:
+        """Attend: query [T, heads, size], key and value [T, kv_heads, size] -> [T, heads, size]."""
         if not layout.as_packed:
-            # Repeated queries are computed for nothing: their output isn't read and their gradient is zero.
-            query = remaking(partial(spread_out, add_up=False), query, layout)
-            key, value = (remaking(partial(spread_out, add_up=layout.shared), x, layout) for x in (key, value))
+            # The output of repeated queries isn't read, so their gradient is zero.
+            query = recompute(partial(scatter_to_sequences, sum_copies=False), query, layout)
+            key, value = (
+                recompute(partial(scatter_to_sequences, sum_copies=layout.shared), x, layout) for x in (key, value)
+            )
         scale = self.scale or query.shape[-1] ** -0.5
         if layout.kernel == "cudnn":
             from services.trainer.attention.cudnn_attention import cudnn_attention
 
-            output = cudnn_attention(query, key, value, layout.runs, scale)
+            output = cudnn_attention(query, key, value, layout.cudnn_batches, scale)
         elif layout.kernel == "varlen":
             output = varlen_attention(query, key, value, layout.cu_seqlens, layout.longest, scale)
         else:
             output = self._blocks(query, key, value, layout, scale)
-        return output if layout.as_packed else remaking(bring_home, output, layout)
+        return output if layout.as_packed else recompute(gather_from_sequences, output, layout)
 
     def _blocks(self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, scale: float) -> Tensor:
         outputs, begin = [], 0
@@ -54,5 +58,5 @@ class PackedAttention(MegatronModule):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def sharded_state_dict(self, *_: object, **__: object) -> dict[str, Any]:
-        """Nothing to save."""
+        """Return {}: there are no parameters."""
         return {}

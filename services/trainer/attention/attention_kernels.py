@@ -1,4 +1,4 @@
-"""Which attention kernel this machine has, found out once by trying."""
+"""The choice of attention kernel: the first one that works on this machine, tried once per process."""
 
 import inspect
 import logging
@@ -11,50 +11,52 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from services.trainer.attention.sequence_layout import AttentionKernel, cudnn_runs
+from services.trainer.attention.sequence_layout import AttentionKernel, cudnn_batches
 
 logger = logging.getLogger(__name__)
 
 LENGTHS = (300, 1, 77, 128)
-"""Sequences on which kernels are tried."""
+"""Sequence lengths on which kernels are tried."""
 
 
 class AttentionUnavailable(RuntimeError):
-    """The attention kernel that was asked for doesn't work here; the message says why."""
+    """The configured attention kernel doesn't work on this machine."""
 
 
-def attention_kernel(device: torch.device, dtype: torch.dtype, head_size: int, asked: str) -> AttentionKernel:
-    """The kernel to use; logs once which, and why not a faster one.
+def attention_kernel(device: torch.device, dtype: torch.dtype, head_size: int, configured: str) -> AttentionKernel:
+    """Return the kernel to use; log it once, with the reason if a faster one doesn't work.
 
     Args:
-        device: where it is computed.
-        dtype: of queries, keys and values.
+        device: device of the computation.
+        dtype: element type of queries, keys and values.
         head_size: width of a head.
-        asked: `trainer.attention`.
+        configured: `trainer.attention`.
 
     Raises:
-        AttentionUnavailable: `asked` isn't "auto" and doesn't work.
+        AttentionUnavailable: `configured` isn't "auto" and doesn't work.
     """
     if device.type != "cuda" or dtype != torch.bfloat16:
         return "blocks"
-    return _on_gpu(asked, head_size)
+    return _on_gpu(configured, head_size)
 
 
 @lru_cache
-def _on_gpu(asked: str, head_size: int) -> AttentionKernel:
-    why = None
-    if asked != "varlen":
-        why = _why_not(_cudnn, head_size)
-        if why is None:
+def _on_gpu(configured: str, head_size: int) -> AttentionKernel:
+    failure = None
+    if configured != "varlen":
+        failure = _failure(_cudnn, head_size)
+        if failure is None:
             logger.info("attention by cuDNN")
             return "cudnn"
-        if asked == "cudnn":
+        if configured == "cudnn":
             raise AttentionUnavailable(
-                f'trainer.attention is "cudnn", which doesn\'t work here: {why}. It needs the package '
+                f'trainer.attention is "cudnn", which doesn\'t work here: {failure}. It needs the package '
                 'nvidia-cudnn-frontend, cuDNN 9.6 and an H100 or newer; "auto" uses it only where it works'
             )
     flash = _newest_flash_attention(head_size)
-    logger.info("attention by torch's variable-length kernel (%s)%s", flash, f": cuDNN fails: {why}" if why else "")
+    logger.info(
+        "attention by torch's variable-length kernel (%s)%s", flash, f"; cuDNN fails: {failure}" if failure else ""
+    )
     return "varlen"
 
 
@@ -69,7 +71,7 @@ def varlen_attention(
         value: like `key`.
         cu_seqlens: int32 [sequences + 1].
         longest: tokens of the longest sequence.
-        scale: what the scores are multiplied by.
+        scale: factor of the scores.
 
     Returns:
         [T, heads, size].
@@ -83,24 +85,24 @@ def varlen_attention(
 
 @lru_cache
 def _grouped_heads() -> dict[str, bool]:
-    """What torch from 2.13 on wants to be told where there are fewer key heads than query heads."""
+    """Return the argument that torch 2.13 and later need for grouped-query attention."""
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def _newest_flash_attention(head_size: int) -> str:
-    """Have torch's kernel be FlashAttention 3 where that is installed and works."""
+    """Make torch's kernel FlashAttention 3 if it is installed and works; return the version in use."""
     try:
         from torch.nn import attention
 
         attention.activate_flash_attention_impl("FA3")
     except (AttributeError, ImportError, RuntimeError, ValueError):
         return "FlashAttention 2"
-    why = _why_not(_varlen, head_size)
-    if why is None:
+    failure = _failure(_varlen, head_size)
+    if failure is None:
         return "FlashAttention 3"
-    logger.warning("FlashAttention 3 is installed, but fails: %s", why)
+    logger.warning("FlashAttention 3 is installed, but fails: %s", failure)
     attention.restore_flash_attention_impl()
     return "FlashAttention 2"
 
@@ -108,7 +110,7 @@ def _newest_flash_attention(head_size: int) -> str:
 def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     from services.trainer.attention.cudnn_attention import cudnn_attention
 
-    return cudnn_attention(query, key, value, cudnn_runs(LENGTHS, query.device), query.shape[-1] ** -0.5)
+    return cudnn_attention(query, key, value, cudnn_batches(LENGTHS, query.device), query.shape[-1] ** -0.5)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -116,8 +118,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return varlen_attention(query, key, value, cu_seqlens, max(LENGTHS), query.shape[-1] ** -0.5)
 
 
-def _why_not(attend: Callable[[Tensor, Tensor, Tensor], Tensor], head_size: int) -> str | None:
-    """Try a kernel, forward and backward, against the formula in float32. Returns what is wrong with it."""
+def _failure(attend: Callable[[Tensor, Tensor, Tensor], Tensor], head_size: int) -> str | None:
+    """Compare a kernel, forward and backward, with the formula in float32. Return the failure or None."""
     try:
         if attend is _cudnn and torch.cuda.get_device_capability() < (9, 0):
             return f"the GPU has compute capability {torch.cuda.get_device_capability()}"
@@ -134,7 +136,7 @@ def _why_not(attend: Callable[[Tensor, Tensor, Tensor], Tensor], head_size: int)
             error = float((ours.detach().float() - theirs.detach()).norm() / theirs.detach().norm())
             if not error < 0.02:
                 return f"its results are off by {error:.3g}"
-    except Exception as error:  # a third party's: whatever it raises, it doesn't work
+    except Exception as error:  # third-party code: any exception means that it doesn't work
         return f"{type(error).__name__}: {error}"
     return None
 

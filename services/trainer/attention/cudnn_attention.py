@@ -1,8 +1,8 @@
-"""Causal attention by cuDNN on packed sequences of any lengths, through NVIDIA's frontend for Python.
+"""Causal attention by cuDNN on packed sequences of any lengths, through NVIDIA's Python frontend.
 
-One call computes many sequences: cuDNN reads their places and lengths on the device. A plan is made for each shape of
-call, which takes a while; so counts are rounded up to few sizes, and what is added has length 0. Import only on a
-machine with a GPU; whether it works there, `attention_kernels` finds out.
+One call computes many sequences: cuDNN reads their offsets and lengths on the device. Building a plan is slow and each
+shape of call needs one, so counts are rounded up to few sizes by adding empty sequences. Import only on a machine with
+a GPU; `attention_kernels` finds out whether it works there.
 """
 
 import math
@@ -15,45 +15,47 @@ import cudnn  # type: ignore[import-not-found, unused-ignore]
 import torch
 from torch import Tensor
 
-from services.trainer.attention.sequence_layout import Run, rounded_up
+from services.trainer.attention.sequence_layout import CudnnBatch, rounded_up
 
 _BFLOAT16, _FLOAT, _INT32, _INT64 = (getattr(cudnn.data_type, name) for name in ("BFLOAT16", "FLOAT", "INT32", "INT64"))
 
 
-ROOM = 4
-"""Statistics are kept sequence after sequence, each with room for the longest, while that is at most so many times the
-room that they need; else token after token, which makes the backward pass slower by up to a tenth."""
+MAX_STATISTICS_RATIO = 4
+"""Statistics are padded to the longest sequence while that takes at most this many times the memory of packed ones.
+Packed statistics make the backward pass slower, by up to a tenth."""
 
 
-def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float) -> Tensor:
-    """Causal attention within each sequence.
+def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, batches: Sequence[CudnnBatch], scale: float) -> Tensor:
+    """Compute causal attention within each sequence.
 
     Args:
         query: bfloat16 [T, heads, size], contiguous.
         key: bfloat16 [T, kv_heads, size], contiguous; kv_heads divide heads.
         value: like `key`.
-        runs: where the sequences are; each token is in one of them.
-        scale: what the scores are multiplied by.
+        batches: the sequences, one call each; together they cover all tokens.
+        scale: factor of the scores.
 
     Returns:
         [T, heads, size].
     """
-    output: Tensor = _Attention.apply(query, key, value, runs, scale)
+    output: Tensor = _Attention.apply(query, key, value, batches, scale)
     return output
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, batches: Sequence[CudnnBatch], scale: float
+    ) -> Tensor:
         output = torch.empty_like(query)
         tensors, statistics = {"q": query, "k": key, "v": value, "o": output}, []
-        for run in runs:
-            shape = _Shape.of(query, key, run, scale)
-            size = (len(query), shape.heads) if shape.packed else (run.count, shape.heads, run.longest)
+        for batch in batches:
+            shape = _Shape.of(query, key, batch, scale)
+            size = (len(query), shape.heads) if shape.packed else (batch.count, shape.heads, batch.longest)
             statistics.append(torch.empty(size, dtype=torch.float32, device=query.device))
-            _execute(_forward_plan(shape), {**tensors, "stats": statistics[-1], **_places(run, shape)})
+            _execute(_forward_plan(shape), {**tensors, "stats": statistics[-1], **_offsets(batch, shape)})
         ctx.save_for_backward(query, key, value, output, *statistics)
-        ctx.runs, ctx.scale = runs, scale
+        ctx.batches, ctx.scale = batches, scale
         return output
 
     @staticmethod
@@ -62,32 +64,32 @@ class _Attention(torch.autograd.Function):
         gradients = [torch.empty_like(x) for x in (query, key, value)]
         tensors = {"q": query, "k": key, "v": value, "o": output, "do": grads[0].contiguous()}
         tensors |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-        for run, logsumexp in zip(ctx.runs, statistics, strict=True):
-            shape = _Shape.of(query, key, run, ctx.scale)
-            _execute(_backward_plan(shape), {**tensors, "stats": logsumexp, **_places(run, shape)})
+        for batch, logsumexp in zip(ctx.batches, statistics, strict=True):
+            shape = _Shape.of(query, key, batch, ctx.scale)
+            _execute(_backward_plan(shape), {**tensors, "stats": logsumexp, **_offsets(batch, shape)})
         return *gradients, None, None
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a plan is made for."""
+    """The shape of a call: the key of its plan."""
 
     device: int
     count: int
     longest: int
-    tokens: int  # all tokens, rounded up: the size of what the backward pass adds up
+    tokens: int  # all tokens, rounded up: size of the backward pass's accumulators
     heads: int
     kv_heads: int
     size: int
     scale: float
-    packed: bool  # whether statistics are kept token after token
+    packed: bool  # whether statistics are packed
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, run: Run, scale: float) -> "_Shape":
+    def of(cls, query: Tensor, key: Tensor, batch: CudnnBatch, scale: float) -> "_Shape":
         tokens = max(rounded_up(len(query), 4), 1024)
         index, (_, heads, size) = query.device.index or 0, query.shape
-        packed = run.count * run.longest > ROOM * tokens
-        return cls(index, run.count, run.longest, tokens, heads, key.shape[1], size, scale, packed)
+        packed = batch.count * batch.longest > MAX_STATISTICS_RATIO * tokens
+        return cls(index, batch.count, batch.longest, tokens, heads, key.shape[1], size, scale, packed)
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,12 @@ class _Plan:
     workspace: int
 
 
-def _places(run: Run, shape: _Shape) -> dict[str, Tensor]:
+def _offsets(batch: CudnnBatch, shape: _Shape) -> dict[str, Tensor]:
     return {
-        "lengths": run.lengths,
-        "in_queries": run.begins * (shape.heads * shape.size),
-        "in_keys": run.begins * (shape.kv_heads * shape.size),
-        "in_stats": run.begins * shape.heads,
+        "lengths": batch.lengths,
+        "in_queries": batch.begins * (shape.heads * shape.size),
+        "in_keys": batch.begins * (shape.kv_heads * shape.size),
+        "in_stats": batch.begins * shape.heads,
     }
 
 
@@ -122,7 +124,7 @@ def _execute(plan: _Plan, tensors: dict[str, Tensor]) -> None:
 
 
 class _Builder:
-    """The parts that the graphs of both directions have."""
+    """Builds the graph of one direction, forward or backward."""
 
     def __init__(self, shape: _Shape) -> None:
         self.shape = shape
@@ -145,14 +147,14 @@ class _Builder:
         return self.graph.tensor(name=name, dim=dim, stride=[math.prod(dim[i + 1 :]) for i in range(4)], data_type=kind)
 
     def add_heads(self, name: str, *, like: str) -> None:
-        """Add [T, heads, size], which cuDNN sees as [sequences, heads, longest, size]."""
-        dim, stride, places = self.geometry(like)
+        """Add an input [T, heads, size], to cuDNN [sequences, heads, longest, size]."""
+        dim, stride, offsets = self.geometry(like)
         self.tensors[name] = self.graph.tensor(
-            name=name, dim=dim, stride=stride, data_type=_BFLOAT16, ragged_offset=places
+            name=name, dim=dim, stride=stride, data_type=_BFLOAT16, ragged_offset=offsets
         )
 
     def add_statistics(self, tensor: Any = None) -> None:
-        """Add the log of each softmax's sum, float32: an input, or this output of the graph."""
+        """Add the softmax's log-sum-exp, float32: an output of the graph if `tensor` is given, otherwise an input."""
         shape = self.shape
         dim = [shape.count, shape.heads, shape.longest, 1]
         stride = [shape.heads * shape.longest, shape.longest, 1, 1]
@@ -167,20 +169,20 @@ class _Builder:
         self.tensors["stats"] = tensor
 
     def geometry(self, like: str) -> tuple[list[int], list[int], Any]:
-        """Dimensions, strides and places of the "queries" or the "keys"."""
+        """Return dimensions, strides and offsets of the "queries" or the "keys"."""
         shape = self.shape
         heads = shape.heads if like == "queries" else shape.kv_heads
         dim = [shape.count, heads, shape.longest, shape.size]
         return dim, [shape.longest * heads * shape.size, shape.size, heads * shape.size, 1], self.tensors[f"in_{like}"]
 
     def set_output(self, name: str, tensor: Any, *, like: str) -> None:
-        """Have an output of the graph written like the queries or the keys."""
-        dim, stride, places = self.geometry(like)
-        tensor.set_output(True).set_dim(dim).set_stride(stride).set_data_type(_BFLOAT16).set_ragged_offset(places)
+        """Give an output of the graph the layout of the "queries" or the "keys"."""
+        dim, stride, offsets = self.geometry(like)
+        tensor.set_output(True).set_dim(dim).set_stride(stride).set_data_type(_BFLOAT16).set_ragged_offset(offsets)
         self.tensors[name] = tensor
 
     def masks(self) -> dict[str, Any]:
-        """Causal, and each sequence's own length."""
+        """Return the arguments for a causal mask within each sequence's length."""
         return {
             "attn_scale": self.shape.scale,
             "use_padding_mask": True,
@@ -191,7 +193,7 @@ class _Builder:
         }
 
     def build(self) -> _Plan:
-        """Make the plan."""
+        """Build the plan."""
         self.graph.validate()
         self.graph.build_operation_graph()
         self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])

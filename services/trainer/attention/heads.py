@@ -1,4 +1,4 @@
-"""Query, key and value heads from their common projection: split, normalised per head, rotated."""
+"""Query, key and value heads: split from their common projection, normalised per head, rotated."""
 
 from typing import Any
 
@@ -12,19 +12,19 @@ from services.trainer.kernels.fusion import fused_kernels
 def split_heads(
     qkv: Tensor, norms: tuple[Tensor, Tensor] | None, table: Tensor, head_size: int, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, normalised per head and rotated.
+    """Split into queries, keys and values, normalise per head, and rotate.
 
     Args:
         qkv: [T, groups, (queries + 2) x head_size]: each key-value head with its query heads before it.
-        norms: weights of the queries' and the keys' RMSNorm, [head_size]; None: there are none.
+        norms: weights [head_size] of the queries' and the keys' RMSNorm, if there are any.
         table: `rotary_table` of the tokens' positions, [2, T, 1, head_size / 2].
         head_size: width of a head.
-        epsilon: the norms'.
+        epsilon: epsilon of the norms.
 
     Returns:
         [T, groups x queries, head_size], [T, groups, head_size] and [T, groups, head_size].
     """
-    power_of_two = head_size & (head_size - 1) == 0  # Triton's blocks are
+    power_of_two = head_size & (head_size - 1) == 0  # Triton needs it
     if qkv.dtype == torch.bfloat16 and power_of_two and fused_kernels():
         query_weight, key_weight = norms or (None, None)
         fused: tuple[Tensor, Tensor, Tensor] = _Heads.apply(qkv, query_weight, key_weight, table, head_size, epsilon)
@@ -70,10 +70,10 @@ class _Heads(torch.autograd.Function):
 
 
 def rotary_table(positions: Tensor, inverse_frequencies: Tensor) -> Tensor:
-    """Cosine and sine of every token's rotary angles.
+    """Compute cosine and sine of every token's rotary angles.
 
     Args:
-        positions: int64 [T], each token's place in its sequence.
+        positions: int64 [T], each token's position in its sequence.
         inverse_frequencies: float32 [head_size / 2].
 
     Returns:

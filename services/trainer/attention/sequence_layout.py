@@ -1,4 +1,8 @@
-"""Where the sequences of a packed micro-batch are, and moving its tokens to where attention wants them."""
+"""The layout of sequences in a packed micro-batch, and moving tokens between the packed and the attention order.
+
+Attention needs every sequence whole, so a shared prompt is repeated in front of each response, and some kernels need
+padding. The tokens in that order are the *scattered* tokens; a *slot* is a place among them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,62 +19,63 @@ from services.trainer.kernels.fusion import fused_kernels
 from services.trainer.mlp.routing import RouterInputs
 
 AttentionKernel = Literal["blocks", "varlen", "cudnn"]
-"""How attention is computed: in padded blocks by torch's scaled_dot_product_attention, by torch's variable-length
-kernel, or by cuDNN's for packed sequences."""
+"""The implementation of attention: torch's scaled_dot_product_attention on padded blocks, torch's variable-length
+kernel, or cuDNN's kernel for packed sequences."""
 MAX_PADDING = 0.25
-"""Sequences share one padded attention call while padding adds at most this share to their tokens."""
-RUN_RATIO = 16
-"""The longest sequence of a cuDNN call is at most so many times as long as its shortest may be."""
-WORTH_A_CALL = 8
-"""Fewer shorter sequences than this come along all the same."""
-SHORTEST = 128
-"""Tokens below which lengths make no difference to cuDNN."""
+"""Largest share of padding tokens in a padded attention call."""
+MAX_LENGTH_RATIO = 16
+"""Largest ratio of the longest to the shortest sequence in one cuDNN call."""
+MIN_SEQUENCES = 8
+"""Shorter sequences get a cuDNN call of their own only if there are at least this many."""
+MIN_LENGTH = 128
+"""cuDNN takes the same time for all sequences up to this many tokens."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """Sequences of similar lengths, for one call of cuDNN. Their count and longest length are rounded up, so that few
-    different ones occur; what that adds has no tokens."""
+class CudnnBatch:
+    """Sequences of similar lengths for one cuDNN call.
+
+    Count and longest length are rounded up, so that few distinct shapes occur; the added sequences are empty.
+    """
 
     count: int
     """Sequences."""
     longest: int
-    """No sequence is longer."""
+    """Upper bound of the lengths, in tokens."""
     lengths: Tensor
-    """int32 [count]: each one's tokens."""
+    """int32 [count]: tokens of each sequence."""
     begins: Tensor
-    """int64 [count + 1]: where each one begins in the spread-out tokens, and their number."""
+    """int64 [count + 1]: first slot of each sequence, and the number of slots."""
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Where the sequences of a packed micro-batch are, in the forms that attention needs."""
+    """Where the sequences of a packed micro-batch are, in the forms that attention needs: T tokens, P slots."""
 
     cu_seqlens: Tensor
-    """int32 [sequences + 1]: where each sequence begins in the spread-out tokens, and their number."""
+    """int32 [sequences + 1]: first slot of each sequence, and P."""
     longest: int
     """Tokens of the longest sequence."""
     kernel: AttentionKernel
-    """How attention is computed."""
+    """The implementation of attention."""
     blocks: tuple[tuple[int, int], ...]
     """(sequences, padded length) of each padded attention call."""
-    runs: tuple[Run, ...]
-    """The calls of cuDNN."""
+    cudnn_batches: tuple[CudnnBatch, ...]
+    """The cuDNN calls."""
     as_packed: bool
-    """Whether the spread-out tokens are the packed ones as they lie, and nothing has to be moved."""
-    spread: Tensor
-    """int64 [P]: the token that goes to each place of the spread-out tokens, in which every sequence is whole, shared
-    prompts repeated, and padded to its block (with any of its tokens)."""
-    home: Tensor
-    """int64 [T]: the place of each token in there; of a shared prompt's tokens the first."""
+    """Whether packed and scattered tokens are the same, so that nothing has to be moved."""
+    token_of_slot: Tensor
+    """int64 [P]: the token in each slot. A sequence is padded to its block with its own tokens."""
+    slot_of_token: Tensor
+    """int64 [T]: the first slot of each token."""
     shared: bool
-    """Whether a token is in more than one sequence."""
-    copies: Tensor
-    """int64 [P]: all places of the first token, then of the second ..."""
-    copies_begin: Tensor
-    """int64 [T + 1]: where in `copies` each token's begin, and P."""
+    """Whether any token is in more than one sequence."""
+    slots: Tensor
+    """int64 [P]: all slots of the first token, then of the second ..."""
+    slots_begin: Tensor
+    """int64 [T + 1]: where each token's slots begin in `slots`, and P."""
     router: RouterInputs
-    """For the routers of a mixture of experts."""
+    """Inputs of the routers, in a mixture of experts."""
 
 
 def sequence_layout(
@@ -80,10 +85,10 @@ def sequence_layout(
 
     Args:
         batch: the micro-batch.
-        device: where to put the indices.
-        kernel: how attention is computed. Only "blocks" needs padding: sequences of similar length come into one padded
-            block, so that there is one attention call and not one per sequence.
-        router: for the routers of a mixture of experts.
+        device: device of the indices.
+        kernel: the implementation of attention. Only "blocks" needs padding: it puts sequences of similar length into
+            one padded block, for one attention call instead of one per sequence.
+        router: inputs of the routers, in a mixture of experts.
     """
     begins, lengths_before = batch.prefixes[:, 0], batch.prefixes[:, 1]
     members = [
@@ -96,28 +101,28 @@ def sequence_layout(
     order = [i for block in blocks for i in block] if blocks else list(range(len(members)))
     width_of = {i: lengths[block[0]] for block in blocks for i in block}
     padded = [np.pad(members[i], (0, width_of.get(i, lengths[i]) - lengths[i]), mode="wrap") for i in order]
-    spread = np.concatenate(padded).astype(np.int64)
-    home = np.empty(len(batch.tokens), np.int64)
-    home[spread[::-1]] = np.arange(len(spread))[::-1]  # of several places the first, which is written last
+    token_of_slot = np.concatenate(padded).astype(np.int64)
+    slot_of_token = np.empty(len(batch.tokens), np.int64)
+    slot_of_token[token_of_slot[::-1]] = np.arange(len(token_of_slot))[::-1]  # the last write wins: the first slot
     cu_seqlens = np.cumsum([0, *(len(member) for member in padded)])
     return SequenceLayout(
         to_device(cu_seqlens.astype(np.int32), device),
         max(lengths),
         kernel,
         tuple((len(block), lengths[block[0]]) for block in blocks),
-        cudnn_runs(lengths, device) if kernel == "cudnn" else (),
-        np.array_equal(spread, np.arange(len(batch.tokens))),
-        to_device(spread, device),
-        to_device(home, device),
+        cudnn_batches(lengths, device) if kernel == "cudnn" else (),
+        np.array_equal(token_of_slot, np.arange(len(batch.tokens))),
+        to_device(token_of_slot, device),
+        to_device(slot_of_token, device),
         sum(lengths) > len(batch.tokens),
-        to_device(np.argsort(spread, kind="stable"), device),
-        to_device(np.cumsum([0, *np.bincount(spread, minlength=len(batch.tokens))]), device),
+        to_device(np.argsort(token_of_slot, kind="stable"), device),
+        to_device(np.cumsum([0, *np.bincount(token_of_slot, minlength=len(batch.tokens))]), device),
         router or RouterInputs(),
     )
 
 
 def _blocks(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of sequences of similar length, the longest first; equal ones in their order."""
+    """Group the indices of sequences of similar length, longest first; equal lengths keep their order."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     blocks: list[list[int]] = []
     for i in order:
@@ -131,94 +136,96 @@ def _blocks(lengths: Sequence[int]) -> list[list[int]]:
     return blocks
 
 
-def cudnn_runs(lengths: Sequence[int], device: torch.device) -> tuple[Run, ...]:
-    """Calls of cuDNN for sequences that lie one after the other.
+def cudnn_batches(lengths: Sequence[int], device: torch.device) -> tuple[CudnnBatch, ...]:
+    """Divide consecutive sequences among cuDNN calls.
 
-    A call starts programs for as many tokens as its longest sequence has, for each sequence; those of short ones have
-    nothing to do. So a long sequence gets no company of much shorter ones.
+    For every sequence, a call starts programs for as many tokens as the longest has; most of a short sequence's
+    programs are idle. So a long sequence doesn't share a call with much shorter ones.
     """
-    begins, runs = np.cumsum([0, *lengths]), []
+    begins, batches = np.cumsum([0, *lengths]), []
     left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     while left:
-        longest = max(rounded_up(lengths[left[0]], 2), SHORTEST)
-        least = longest // RUN_RATIO if longest > SHORTEST else 0
+        longest = max(rounded_up(lengths[left[0]], 2), MIN_LENGTH)
+        least = longest // MAX_LENGTH_RATIO if longest > MIN_LENGTH else 0
         here = sorted(i for i in left if lengths[i] >= least)
-        if len(left) - len(here) < WORTH_A_CALL:
+        if len(left) - len(here) < MIN_SEQUENCES:
             here = sorted(left)
         left = left[len(here) :]
         count = rounded_up(len(here), 4)
-        of_run, places = np.zeros(count, np.int32), np.full(count + 1, begins[-1], np.int64)
-        of_run[: len(here)], places[: len(here)] = [lengths[i] for i in here], begins[here]
-        runs.append(Run(count, longest, to_device(of_run, device), to_device(places, device)))
-    return tuple(runs)
+        batch_lengths, batch_begins = np.zeros(count, np.int32), np.full(count + 1, begins[-1], np.int64)
+        batch_lengths[: len(here)], batch_begins[: len(here)] = [lengths[i] for i in here], begins[here]
+        batches.append(CudnnBatch(count, longest, to_device(batch_lengths, device), to_device(batch_begins, device)))
+    return tuple(batches)
 
 
 def rounded_up(number: int, steps: int) -> int:
-    """The next of few different numbers: so many between two powers of two; a power of two itself."""
+    """Round up to one of `steps` numbers between consecutive powers of two."""
     step = max((1 << (number - 1).bit_length()) // (2 * steps), 1)
     return -(-number // step) * step
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A numpy array as a tensor, copied to a GPU without waiting for what it is doing."""
+    """Convert a numpy array to a tensor on `device`; a copy to a GPU is asynchronous."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def spread_out(x: Tensor, layout: SequenceLayout, *, add_up: bool) -> Tensor:
-    """x [T, ...] to [P, ...], its tokens spread out as in `layout`.
+def scatter_to_sequences(x: Tensor, layout: SequenceLayout, *, sum_copies: bool) -> Tensor:
+    """Copy packed tokens to their slots: [T, ...] -> [P, ...].
 
     Args:
         x: the packed tokens.
-        layout: where they go.
-        add_up: whether several places of one token send gradients back.
+        layout: the slots.
+        sum_copies: sum the gradients of all copies of a token; otherwise only the first slot's gradient is used.
     """
-    spread: Tensor = _Spread.apply(x, layout, add_up)
-    return spread
+    scattered: Tensor = _Scatter.apply(x, layout, sum_copies)
+    return scattered
 
 
-def bring_home(x: Tensor, layout: SequenceLayout) -> Tensor:
-    """x [P, ...] to [T, ...]: the tokens back in their packed order."""
-    home: Tensor = _Home.apply(x, layout)
-    return home
+def gather_from_sequences(x: Tensor, layout: SequenceLayout) -> Tensor:
+    """Copy tokens from their first slots back to the packed order: [P, ...] -> [T, ...]."""
+    gathered: Tensor = _Gather.apply(x, layout)
+    return gathered
 
 
-class _Spread(torch.autograd.Function):
-    """x[spread], with a backward pass that looks up where it can.
+class _Scatter(torch.autograd.Function):
+    """x[token_of_slot], with a lookup as backward pass where possible.
 
-    Padding comes last in its sequence and attention is causal, so no gradient comes back from there. Only tokens that
-    are in several sequences have gradients to be added up.
+    Padding comes last in its sequence and attention is causal, so padding has no gradient. Only tokens that are in
+    several sequences have gradients to sum.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: SequenceLayout, add_up: bool) -> Tensor:
-        ctx.layout, ctx.add_up, ctx.shape = layout, add_up, x.shape
-        return x.flatten(1).index_select(0, layout.spread).view(-1, *x.shape[1:])
+    def forward(ctx: Any, x: Tensor, layout: SequenceLayout, sum_copies: bool) -> Tensor:
+        ctx.layout, ctx.sum_copies, ctx.shape = layout, sum_copies, x.shape
+        return x.flatten(1).index_select(0, layout.token_of_slot).view(-1, *x.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         layout: SequenceLayout = ctx.layout
         grad = grads[0].flatten(1)
-        if ctx.add_up and grad.dtype == torch.bfloat16 and fused_kernels():
+        if ctx.sum_copies and grad.dtype == torch.bfloat16 and fused_kernels():
             from services.trainer.kernels.layer_kernels import sum_copies
 
-            total = sum_copies(grad.contiguous(), layout.copies, layout.copies_begin)
-        elif ctx.add_up:
-            total = grad.new_zeros(ctx.shape[0], grad.shape[1]).index_add_(0, layout.spread, grad)
+            total = sum_copies(grad.contiguous(), layout.slots, layout.slots_begin)
+        elif ctx.sum_copies:
+            total = grad.new_zeros(ctx.shape[0], grad.shape[1]).index_add_(0, layout.token_of_slot, grad)
         else:
-            total = grad.index_select(0, layout.home)
+            total = grad.index_select(0, layout.slot_of_token)
         return total.view(ctx.shape), None, None
 
 
-class _Home(torch.autograd.Function):
-    """x[home]: the tokens back in their packed order."""
+class _Gather(torch.autograd.Function):
+    """x[slot_of_token]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: SequenceLayout) -> Tensor:
         ctx.layout, ctx.shape = layout, x.shape
-        return x.flatten(1).index_select(0, layout.home).view(-1, *x.shape[1:])
+        return x.flatten(1).index_select(0, layout.slot_of_token).view(-1, *x.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         grad = grads[0].flatten(1)
-        return grad.new_zeros(ctx.shape[0], grad.shape[1]).index_copy_(0, ctx.layout.home, grad).view(ctx.shape), None
+        return grad.new_zeros(ctx.shape[0], grad.shape[1]).index_copy_(0, ctx.layout.slot_of_token, grad).view(
+            ctx.shape
+        ), None

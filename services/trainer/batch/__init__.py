@@ -1,4 +1,4 @@
-"""From groups to packed micro-batches and step files: numpy only.
+"""Groups, packed micro-batches, plans and step files, in numpy only.
 
-Nothing here knows a model, a process group or the board.
+Nothing here depends on a model, a process group or the board.
 """

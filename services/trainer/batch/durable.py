@@ -1,11 +1,11 @@
-"""Waiting until something is on the disk."""
+"""Durable writes."""
 
 import os
 from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk. Raises OSError."""
+    """Wait until a file's content, or a folder's entries, are on disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

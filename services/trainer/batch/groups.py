@@ -1,4 +1,4 @@
-"""A group as the trainer sees it: its columns checked, cut into samples."""
+"""Groups for training: validated columns, divided into samples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from relaxd.board import COLUMNS, trained_columns
 from services.trainer.batch.packing import TrainSample
 
 TRAIN_COLUMNS = {name: COLUMNS[name] for name in trained_columns()}
-"""Every column that the trainer reads, and keeps in step files."""
+"""All columns that the trainer reads and keeps in step files."""
 
 
 class MalformedGroup(ValueError):
-    """A group's columns can't be trained on; the message names the column."""
+    """A column of a group is missing or malformed."""
 
 
 @dataclass(frozen=True)
-class Group:
-    """A group whose columns were checked."""
+class TrainGroup:
+    """A group with validated columns."""
 
     group_id: str
     """Its id."""
@@ -55,20 +55,20 @@ class Group:
         return int(versions.min()) if versions.size else None
 
     def bounds(self) -> NDArray[np.int64]:
-        """Where each sample begins in the per-token columns, and their end: [n + 1]."""
+        """Return the begin of each sample in the per-token columns, and their end: [n + 1]."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
     def samples(
         self, indices: Sequence[int], algorithm: Algorithm, temperature: float, version: int
     ) -> list[TrainSample]:
-        """Some of the samples, ready to be packed.
+        """Return samples, ready for packing.
 
         Args:
-            indices: which of them.
-            algorithm: whose token weights they get.
-            temperature: they were drawn at it.
-            version: of the weights that will compute their log-probs; those of its own tokens are compared with the
-                engine's, unless the engine went on with a cache of other weights.
+            indices: indices of the samples.
+            algorithm: source of the token weights.
+            temperature: sampling temperature.
+            version: version of the weights that will compute the log-probs. Log-probs of tokens of this version are
+                comparable with the engine's, unless the sample spans a weight update with a stale cache.
         """
         columns, bounds = self.columns, self.bounds()
         weights = algorithm.token_weights(columns["loss_mask"], self.lengths)
@@ -91,18 +91,19 @@ class Group:
         return chosen
 
 
-def check_group(group_id: str, columns: Mapping[str, Any]) -> Group:
-    """Make a Group of columns, if they fit together.
+def check_group(group_id: str, columns: Mapping[str, Any]) -> TrainGroup:
+    """Validate a group's columns.
 
     Raises:
-        MalformedGroup: a column is missing, of another kind or size than the others say, or holds NaN or infinity
-            where a token is trained.
+        MalformedGroup: a column is missing, has a wrong kind or size, or is NaN or infinite at a trained token.
     """
     for name in TRAIN_COLUMNS:
         if name not in columns:
             raise MalformedGroup(f"column {name} is missing")
     if _array(columns, "prompt_tokens").size == 0:
-        raise MalformedGroup("prompt_tokens is empty: the first response token has nothing to be predicted from")
+        raise MalformedGroup(
+            "prompt_tokens is empty: it must have a token, from which the first response token is predicted"
+        )
     lengths = _array(columns, "lengths")
     if lengths.size == 0 or (lengths < 0).any():
         raise MalformedGroup(f"lengths is {lengths.tolist()}: it must have a length for each sample, none negative")
@@ -119,7 +120,7 @@ def check_group(group_id: str, columns: Mapping[str, Any]) -> Group:
     for name in ("rollout_logprobs", "advantages"):
         if not np.isfinite(columns[name][masked]).all():
             raise MalformedGroup(f"{name} is NaN or infinite at a trained token")
-    return Group(group_id, {name: columns[name] for name in TRAIN_COLUMNS})
+    return TrainGroup(group_id, {name: columns[name] for name in TRAIN_COLUMNS})
 
 
 def _array(columns: Mapping[str, Any], name: str) -> np.ndarray:

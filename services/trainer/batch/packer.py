@@ -79,10 +79,10 @@ class Packer:
     step's last group is in is divided so that all ranks have about the same work.
     """
 
-    def __init__(self, budget_tokens: int, data_ranks: int, per_rank: int = 1) -> None:
-        """Pack for `data_ranks` ranks, each of which takes `per_rank` micro-batches a round (one per stage)."""
+    def __init__(self, budget_tokens: int, dp_size: int, per_rank: int = 1) -> None:
+        """Pack for `dp_size` ranks, each of which takes `per_rank` micro-batches a round (one per stage)."""
         self._budget = budget_tokens
-        self._ranks = data_ranks
+        self._dp_size = dp_size
         self._per_rank = per_rank
         self._samples: list[Sample] = []
 
@@ -92,7 +92,7 @@ class Packer:
 
     def full_round(self) -> MicroBatchRound | None:
         """Return a round of the fullest micro-batches, if enough samples are there."""
-        count = self._ranks * self._per_rank
+        count = self._dp_size * self._per_rank
         if _row_tokens(self._samples) < LOOKAHEAD * count * self._budget:
             return None
         bins = pack_bins(self._samples, self._budget)
@@ -108,16 +108,16 @@ class Packer:
         if not samples:
             return None
         bins = pack_bins(samples, self._budget)
-        per_rank = -(-len(bins) // self._ranks)
-        even = spread_bins(samples, self._budget, per_rank * self._ranks)
+        per_rank = -(-len(bins) // self._dp_size)
+        even = spread_bins(samples, self._budget, per_rank * self._dp_size)
         return self._round(even if even is not None else bins, per_rank)
 
     def _round(self, bins: Sequence[_Bin], per_rank: int) -> MicroBatchRound:
         """Deal micro-batches out to ranks, the most work first, each to the rank that has the least so far."""
-        shares: list[list[_Bin]] = [[] for _ in range(self._ranks)]
-        loads = [0.0] * self._ranks
+        shares: list[list[_Bin]] = [[] for _ in range(self._dp_size)]
+        loads = [0.0] * self._dp_size
         for each in sorted(bins, key=lambda each: -each.work):
-            rank = min((r for r in range(self._ranks) if len(shares[r]) < per_rank), key=lambda r: (loads[r], r))
+            rank = min((r for r in range(self._dp_size) if len(shares[r]) < per_rank), key=lambda r: (loads[r], r))
             shares[rank].append(each)
             loads[rank] += each.work
         return MicroBatchRound(

@@ -1,4 +1,4 @@
-"""Samples to packed micro-batches: pure functions on numpy arrays."""
+"""Packing of samples into micro-batches: pure functions on numpy arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 
 
 class PackingError(ValueError):
-    """Samples that can't be packed; the message says which and why."""
+    """A sample can't be packed."""
 
 
 @dataclass(frozen=True)
 class TrainSample:
-    """One trajectory, prompt first. Per-token arrays are [L], aligned to the token that they are about."""
+    """One trajectory, prompt first. Per-token arrays are [L], aligned with `tokens`."""
 
     tokens: NDArray[np.int64]
     """int64 [L]: token ids of prompt and response."""
     loss_mask: NDArray[np.uint8]
-    """uint8 [L]: 1 for tokens to train on. 0 for the first token, which nothing predicts."""
+    """uint8 [L]: 1 for tokens to train on; 0 for the first token, which nothing predicts."""
     rollout_logprobs: NDArray[np.float32]
     """float32 [L]: log-probs that the engine reported."""
     advantages: NDArray[np.float32]
@@ -27,11 +27,11 @@ class TrainSample:
     weight: NDArray[np.float32]
     """float32 [L]: aggregation weight, from `Algorithm.token_weights`."""
     logprobs_comparable: NDArray[np.uint8]
-    """uint8 [L]: 1 for trained tokens whose log-prob may be compared with the engine's."""
+    """uint8 [L]: 1 for trained tokens whose log-prob is comparable with the engine's."""
     temperature: float = 1.0
     """Sampling temperature."""
     prompt_length: int = 0
-    """The first so many tokens are a prompt, which `pack` keeps once for neighbours that share it. 0: nothing is."""
+    """Number of prompt tokens, which `pack` stores once for neighbours that share them; 0: no prompt."""
 
     @classmethod
     def from_response(
@@ -46,7 +46,7 @@ class TrainSample:
         logprobs_comparable: NDArray[np.bool_] | bool = True,
         temperature: float = 1.0,
     ) -> Self:
-        """Make a sample from columns that begin after the prompt, as the board has them.
+        """Make a sample from columns without the prompt, as on the board.
 
         Args:
             prompt: [P] token ids, at least one.
@@ -55,15 +55,17 @@ class TrainSample:
             rollout_logprobs: float32 [R].
             advantages: float32 [R].
             weight: float32 [R].
-            logprobs_comparable: [R] or one for all: whether the log-prob may be compared with the engine's, because
-                the engine had the same weights, and a cache that they wrote.
+            logprobs_comparable: [R] or one value: whether the log-prob is comparable with the engine's, because the
+                engine had the same weights and a cache written by them.
             temperature: sampling temperature, > 0.
 
         Raises:
             PackingError: lengths differ, the prompt is empty, or the temperature isn't positive.
         """
         if len(prompt) == 0:
-            raise PackingError("prompt is empty: the first response token has nothing to be predicted from")
+            raise PackingError(
+                "prompt is empty: it must have a token, from which the first response token is predicted"
+            )
         if not temperature > 0:
             raise PackingError(f"temperature is {temperature}: it must be positive")
         columns: dict[str, tuple[NDArray[Any], type]] = {
@@ -88,21 +90,21 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class PackedMicroBatch:
-    """Some samples as one row of T tokens, one after the other. Arrays are aligned as in `TrainSample`.
+    """Consecutive samples as one row of T tokens. Arrays are aligned as in `TrainSample`.
 
-    A prompt that neighbours share is there once, as the beginning of the first of them; the others are their responses.
+    A prompt shared by neighbours is stored once, in the first of them; the others have only their responses.
     """
 
     tokens: NDArray[np.int64]
     """int64 [T]."""
     positions: NDArray[np.int64]
-    """int64 [T]: place of each token in its sample."""
+    """int64 [T]: position of each token in its sample."""
     cu_seqlens: NDArray[np.int32]
-    """int32 [samples + 1]: where the tokens of each sample begin, and T."""
+    """int32 [samples + 1]: begin of each sample's tokens, and T."""
     prefixes: NDArray[np.int32]
-    """int32 [samples, 2]: where the shared prompt before a sample's own tokens begins, and its length (0: none)."""
+    """int32 [samples, 2]: begin and length of the shared prompt stored with an earlier sample (length 0: none)."""
     previous: NDArray[np.int64]
-    """int64 [T]: the token that comes before each one in its sample, and so predicts it; -1 before the first."""
+    """int64 [T]: index of the previous token in the sample, which predicts this one; -1 for the first."""
     loss_mask: NDArray[np.uint8]
     """uint8 [T]."""
     rollout_logprobs: NDArray[np.float32]
@@ -116,24 +118,24 @@ class PackedMicroBatch:
     temperature: NDArray[np.float32]
     """float32 [T]."""
     ref_logprobs: NDArray[np.float32] | None = None
-    """float32 [T]: log-probs under the reference. None: the learner computes them where the algorithm needs them."""
+    """float32 [T]: log-probs under the reference. None: the learner computes them if needed."""
 
 
 def pack(samples: Sequence[TrainSample], *, share_prompts: bool = True) -> PackedMicroBatch:
-    """Put samples into one micro-batch, in this order.
+    """Pack samples into one micro-batch, in this order.
 
-    The samples of a group begin with the same prompt. Causal attention makes its hidden states the same for all of
-    them, so it is computed once, and its gradient is the sum of theirs: the same numbers for a fraction of the work.
+    The samples of a group start with the same prompt, whose hidden states are the same for all of them under causal
+    attention. So the prompt is computed once, and its gradient is the sum of theirs.
 
     Args:
-        samples: at least one; those that share a prompt next to each other.
-        share_prompts: keep the prompts of neighbours once.
+        samples: at least one; samples that share a prompt are neighbours.
+        share_prompts: store the prompts of neighbours once.
 
     Raises:
-        PackingError: there are none, or one has arrays of different lengths, no token, or trains on its first token.
+        PackingError: there are no samples, or one has arrays of different lengths, no token, or trains on its prompt.
     """
     if not samples:
-        raise PackingError("a micro-batch needs at least one sample; use empty_micro_batch() to fill up")
+        raise PackingError("a micro-batch needs at least one sample: use empty_micro_batch() as padding")
     for i, sample in enumerate(samples):
         _check(i, sample)
     starts, prefixes, previous, positions = [0], [], [], []
@@ -167,7 +169,7 @@ def pack(samples: Sequence[TrainSample], *, share_prompts: bool = True) -> Packe
 
 
 def empty_micro_batch() -> PackedMicroBatch:
-    """A micro-batch that adds nothing, for ranks that have fewer than the others."""
+    """Return a micro-batch without trained tokens, for ranks with fewer micro-batches than others."""
     zeros = np.zeros(1, np.float32)
     mask = np.zeros(1, np.uint8)
     return pack([TrainSample(np.zeros(1, np.int64), mask, zeros, zeros, zeros, mask)])
@@ -195,14 +197,14 @@ def with_padding(batch: PackedMicroBatch, multiple: int) -> PackedMicroBatch:
 def assign(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Divide sequences among micro-batches of at most `budget` tokens: first fit, longest first.
 
-    Sequences of similar length come together, which attention on CPU likes.
+    Sequences of similar length come together, which reduces padding in attention on CPU.
 
     Args:
         lengths: tokens of each sequence.
-        budget: most tokens in a micro-batch.
+        budget: largest number of tokens in a micro-batch.
 
     Returns:
-        For each micro-batch the indices of its sequences, ascending. The same input gives the same answer.
+        For each micro-batch the indices of its sequences, ascending. Deterministic.
 
     Raises:
         PackingError: a sequence is longer than the budget.
@@ -211,7 +213,7 @@ def assign(lengths: Sequence[int], budget: int) -> list[list[int]]:
         if length > budget:
             raise PackingError(
                 f"sample {i} has {length} tokens, but trainer.micro_batch_tokens is {budget}: "
-                "raise it, or allow shorter prompts and answers only"
+                "raise it, or limit prompts and answers to fewer tokens"
             )
     batches: list[list[int]] = []
     room: list[int] = []
@@ -227,31 +229,31 @@ def assign(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(batch) for batch in batches]
 
 
-def assign_to_ranks(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
+def assign_to_ranks(lengths: Sequence[int], budget: int, dp_size: int) -> list[list[list[int]]]:
     """Divide sequences among data-parallel ranks and their micro-batches, with about the same work for each rank.
 
     Args:
         lengths: tokens of each sequence.
-        budget: most tokens in a micro-batch.
-        ranks: data-parallel ranks.
+        budget: largest number of tokens in a micro-batch.
+        dp_size: number of data-parallel ranks.
 
     Returns:
-        For each rank its micro-batches, each a list of indices; every rank has the same number of them, filled up with
+        For each rank its micro-batches, each a list of indices; every rank has the same number of them, padded with
         empty lists (to be trained as `empty_micro_batch`).
 
     Raises:
         PackingError: a sequence is longer than the budget.
     """
-    if ranks > 1 and lengths:
+    if dp_size > 1 and lengths:
         total = sum(lengths)
-        rounds = -(-total // (ranks * budget))
-        budget = min(budget, max(max(lengths), -(-total // (ranks * rounds)))) if max(lengths) <= budget else budget
+        rounds = -(-total // (dp_size * budget))
+        budget = min(budget, max(max(lengths), -(-total // (dp_size * rounds)))) if max(lengths) <= budget else budget
     batches = assign(lengths, budget)
-    rounds = -(-len(batches) // ranks)
-    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
+    rounds = -(-len(batches) // dp_size)
+    shares: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    loads = [0] * dp_size
     for batch in sorted(batches, key=lambda batch: -sum(lengths[i] for i in batch)):
-        rank = min((r for r in range(ranks) if len(shares[r]) < rounds), key=lambda r: (loads[r], r))
+        rank = min((r for r in range(dp_size) if len(shares[r]) < rounds), key=lambda r: (loads[r], r))
         shares[rank].append(batch)
         loads[rank] += sum(lengths[i] for i in batch)
     return [share + [[] for _ in range(rounds - len(share))] for share in shares]

@@ -1,7 +1,7 @@
-"""The plan of a step: which groups, in which order, cut into which micro-batches, on which data-parallel ranks.
+"""The plan of a step: its groups, their order, and their division into micro-batches and data-parallel ranks.
 
-A sum in floating point depends on the order of its terms, so the plan records the whole division: whoever has the
-groups' columns and the plan can repeat the step's arithmetic.
+A floating-point sum depends on the order of its terms. The plan records the whole division, so the step's
+arithmetic can be replayed from the plan and the groups' columns.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ OUTCOME = "skipped_updates"
 
 
 class PlanError(ValueError):
-    """A recorded plan isn't one; the message says what is wrong."""
+    """A recorded plan is malformed."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class SampleSlice:
 
 
 MicroBatchSlices = tuple[SampleSlice, ...]
-"""Samples that go through the model packed into one sequence."""
+"""Samples packed into one micro-batch."""
 
 
 @dataclass(frozen=True)
 class MicroBatchRound:
-    """Micro-batches that all ranks work on at the same time."""
+    """Micro-batches that all ranks process together."""
 
     micro_batches: tuple[tuple[MicroBatchSlices, ...], ...]
     """By data-parallel rank. Every rank has the same number of them; some may be empty."""
@@ -46,7 +46,7 @@ class MicroBatchRound:
 
     @classmethod
     def from_json(cls, value: list[Any]) -> "MicroBatchRound":
-        """What `to_json` made."""
+        """Restore the result of `to_json`."""
         return cls(
             tuple(
                 tuple(
@@ -59,14 +59,14 @@ class MicroBatchRound:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Everything that determines a step's arithmetic, beside the groups' columns."""
+    """Everything besides the groups' columns that determines a step's arithmetic."""
 
     step: int
     """The step, counted from 1."""
     term: int
     """Term of the trainer that took it."""
     seed: int
-    """What torch's generators were seeded with."""
+    """Seed of torch's generators."""
     groups: tuple[str, ...]
     """The groups, in the order in which they were taken."""
     rounds: tuple[MicroBatchRound, ...]
@@ -76,10 +76,10 @@ class StepPlan:
     trained_tokens: int
     """Tokens of all groups whose mask is 1."""
     normalizer: float
-    """What the summed loss is divided by."""
+    """Divisor of the summed loss."""
     skipped_updates: tuple[int, ...] | None = None
-    """Indices of the step's updates that were skipped because their loss or gradient wasn't finite. None while that
-    isn't known: the ledger has it, a step file, which is written before the update, doesn't."""
+    """Indices of the step's updates that were skipped because their loss or gradient wasn't finite. None if unknown, as
+    in a step file, which is written before the update."""
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the ledger and the step file keep it."""
@@ -98,7 +98,7 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "StepPlan":
-        """What `to_json` made.
+        """Restore the result of `to_json`.
 
         Raises:
             PlanError: a field is missing or of another kind.
@@ -116,4 +116,4 @@ class StepPlan:
                 skipped_updates=tuple(int(update) for update in value[OUTCOME]) if OUTCOME in value else None,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"not a step's plan: {error!r}") from error
+            raise PlanError(f"malformed step plan: {error!r}") from error

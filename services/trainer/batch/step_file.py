@@ -1,7 +1,7 @@
-"""Step files: a step's plan and the columns of its groups, in one safetensors file beside the run's other files.
+"""Step files: a step's plan and its groups' columns, in one safetensors file in the run's folder.
 
-A step is committed only when its file is durable. From then on the board may free the groups, and a trainer that
-starts anew replays the files to get its weights back.
+A step is committed only once its file is durable. The board may then free the groups, and a restarted trainer replays
+the files to restore its weights.
 """
 
 import json
@@ -19,7 +19,7 @@ from services.trainer.batch.durable import sync
 from services.trainer.batch.plan import PlanError, StepPlan
 
 JSON_SUFFIX = ":json"
-"""Ends the name of a tensor that holds a JSON value as UTF-8."""
+"""Suffix of tensors that hold a JSON value as UTF-8."""
 
 Columns = Mapping[str, Any]
 """A group's columns: numpy arrays, or JSON values."""
@@ -31,7 +31,7 @@ class StepFileError(Exception):
 
 @dataclass(frozen=True)
 class StepFile:
-    """What a step file holds."""
+    """The content of a step file."""
 
     plan: StepPlan
     """The step's plan."""
@@ -40,15 +40,15 @@ class StepFile:
 
 
 def step_file_path(run_folder: Path, step: int) -> Path:
-    """Where the file of a step is."""
+    """Return the path of a step's file."""
     return run_folder / "steps" / f"step-{step:06d}.safetensors"
 
 
 def write_step_file(path: Path, plan: StepPlan, groups: Mapping[str, Columns]) -> None:
-    """Write a step file, whole or not at all, and wait until it is on the disk.
+    """Write a step file atomically and wait until it is on disk.
 
     Args:
-        path: where; an existing file (of a step that was never committed) is replaced.
+        path: the file; an existing one, of a step that was never committed, is replaced.
         plan: the step's plan.
         groups: columns by group id, of every group in the plan.
 
@@ -64,7 +64,7 @@ def write_step_file(path: Path, plan: StepPlan, groups: Mapping[str, Columns]) -
                 text = json.dumps(column, ensure_ascii=False).encode()
                 tensors[f"{group_id}/{name}{JSON_SUFFIX}"] = np.frombuffer(text, np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The term in the name keeps a frozen trainer that wakes up from writing into its successor's file.
+    # The term in the name keeps a revived old trainer from writing into its successor's file.
     partial = path.with_name(f"{path.name}.{plan.term}.partial")
     save_file(tensors, partial, metadata={"plan": json.dumps(plan.to_json())})
     sync(partial)
@@ -76,8 +76,8 @@ def read_step_file(path: Path, progress: Callable[[int], None] = lambda count: N
     """Read a step file.
 
     Args:
-        path: where it is.
-        progress: called with the bytes that have been read.
+        path: the file.
+        progress: called with the bytes read.
 
     Raises:
         StepFileError: it is missing or damaged.
@@ -94,7 +94,7 @@ def read_step_file(path: Path, progress: Callable[[int], None] = lambda count: N
                     name, value = name.removesuffix(JSON_SUFFIX), json.loads(value.tobytes())
                 groups.setdefault(group_id, {})[name] = value
     except FileNotFoundError as error:
-        raise StepFileError(f"{path} is missing: the trainer's weights can't be brought back without it") from error
+        raise StepFileError(f"{path} is missing: the trainer's weights can't be restored without it") from error
     except (OSError, SafetensorError, PlanError, ValueError, KeyError, TypeError) as error:
         raise StepFileError(f"{path} is damaged: {error}") from error
     missing = [group for group in plan.groups if group not in groups]
@@ -109,14 +109,13 @@ def read_committed(
     ledger_plan: Mapping[str, Any],
     progress: Callable[[int], None] = lambda count: None,
 ) -> StepFile:
-    """Read the file of a committed step and make sure that it is the one that was committed.
+    """Read the file of a committed step and verify that its plan is the committed one.
 
     Args:
         run_folder: the run's folder.
         step: the step.
-        ledger_plan: the plan that the board's ledger has for it. The returned plan says, as this one does, what became
-            of the updates.
-        progress: called with the bytes that have been read.
+        ledger_plan: the step's plan in the board's ledger, whose `skipped_updates` the returned plan has.
+        progress: called with the bytes read.
 
     Raises:
         StepFileError: it is missing, damaged, or has another plan.

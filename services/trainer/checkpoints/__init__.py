@@ -1,4 +1,4 @@
-"""Checkpoints of a run on the disk: when one is taken, what makes it complete, which one is loaded.
+"""Checkpoints of a run on disk: when to take one, when it is complete, which one to load.
 
-What is in one is the learner's business (`services.trainer.learner`).
+Their content belongs to the learner (`services.trainer.learner.checkpoint`).
 """

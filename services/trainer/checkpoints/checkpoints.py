@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as rank 0 drives them: when one is taken, when it is complete, which one is loaded."""
+"""Rank 0's control of a run's checkpoints: when to take one, when it is complete, which one to load."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 logger = logging.getLogger(__name__)
 
 Answer = Future[tuple[str, int]]
-"""Resolved with the checkpoint's path and step, once it is on the disk."""
+"""Resolved with the checkpoint's path and step once it is on disk."""
 
 
 class CheckpointFailed(Exception):
@@ -51,39 +51,39 @@ class Checkpoints:
         self._part = part
         self._channel = channel
         self._wanted = False
-        self._waiting: list[Answer] = []
-        """Who asked for the next one."""
+        self._requesters: list[Answer] = []
+        """Requesters of the next checkpoint."""
         self._saving: _Saving | None = None
         self._stalled = 0.0
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
     def after_step(self, step: int) -> None:
-        """A step is committed: one may be due."""
+        """Schedule a checkpoint if one is due after a committed step."""
         if self._settings.every and step % self._settings.every == 0:
             self._wanted = True
 
     def request(self, answer: Answer) -> None:
-        """Take one as soon as possible."""
+        """Request a checkpoint as soon as possible."""
         self._wanted = True
-        self._waiting.append(answer)
+        self._requesters.append(answer)
 
     def poll(self, step: int) -> None:
-        """Begin one that is wanted; complete one that is written. Called whenever nothing else is under way.
+        """Start a requested checkpoint; complete one that is written. Call it between rounds.
 
         Args:
             step: the last committed step, whose weights the learner has.
         """
         if self._saving is not None:
-            self._look(self._saving)
+            self._check(self._saving)
         if self._wanted and self._saving is None:
             try:
                 self._begin(step)
             except BoardUnavailable as error:
                 logger.debug("the checkpoint waits for the board: %s", error)
 
-    def let_copy(self) -> None:
-        """Wait until the weights may change, because a snapshot's copies are made; the learner keeps the deadline."""
+    def wait_for_copies(self) -> None:
+        """Wait for a snapshot's copies, after which the weights may change. The learner enforces the deadline."""
         if self._part.copied(0.0):
             return
         began = time.monotonic()
@@ -93,49 +93,49 @@ class Checkpoints:
         self._stalled += time.monotonic() - began
 
     def take_stall(self) -> float:
-        """Seconds for which training stood still for checkpoints since this was last asked."""
+        """Return and reset the seconds for which checkpoints have blocked training."""
         stalled, self._stalled = self._stalled, 0.0
         return stalled
 
     def _begin(self, step: int) -> None:
-        answers = self._waiting
+        answers = self._requesters
         final = folders.checkpoint_path(self._run_folder, step)
-        if final.exists():  # the weights haven't changed since
-            self._wanted, self._waiting = False, []
+        if final.exists():  # the weights are unchanged since then
+            self._wanted, self._requesters = False, []
             for answer in answers:
                 answer.set_result((str(final), step))
             return
         state = self._state(step)
-        self._wanted, self._waiting = False, []
+        self._wanted, self._requesters = False, []
         began = time.monotonic()
         partial = folders.partial_path(self._run_folder, step, self._term)
-        with self._channel.alone(f"making {partial}"):
-            problem = _make_anew(partial)
+        with self._channel.rank0_only(f"creating {partial}"):
+            problem = _make_empty_folder(partial)
         if problem:
-            self._fail(answers, f"{partial} can't be made: {problem}")
+            self._fail(answers, f"{partial} can't be created: {problem}")
             return
         self._channel.send({"do": "begin_checkpoint", "folder": str(partial)})
-        state = state.model_copy(update={"weights_checksum": self._channel.add_up(self._part.checksum())})
+        state = state.model_copy(update={"weights_checksum": self._channel.sum_over_ranks(self._part.checksum())})
         self._part.begin(partial)
         self._stalled += time.monotonic() - began
         self._saving = _Saving(state, partial, final, answers, began)
 
-    def _look(self, saving: "_Saving") -> None:
-        """How far the writing is."""
+    def _check(self, saving: "_Saving") -> None:
+        """Complete the checkpoint if all ranks have written their files; abandon it if one failed or is late."""
         try:
             reports = folders.read_reports(saving.partial)
         except (OSError, ValueError) as error:
-            self._give_up(saving, str(error))
+            self._abandon(saving, str(error))
             return
         errors = [str(report["error"]) for report in reports.values() if "error" in report]
         if errors:
-            self._give_up(saving, "; ".join(errors))
+            self._abandon(saving, "; ".join(errors))
         elif len(reports) == self._channel.size:
             self._complete(saving)
         elif time.monotonic() - saving.began > self._settings.timeout_seconds:
             late = sorted(set(range(self._channel.size)) - set(reports))
             seconds = self._settings.timeout_seconds
-            self._give_up(saving, f"ranks {late} did not write within trainer.checkpoint.timeout_seconds = {seconds:g}")
+            self._abandon(saving, f"ranks {late} did not write within trainer.checkpoint.timeout_seconds = {seconds:g}")
 
     def _complete(self, saving: "_Saving") -> None:
         began = time.monotonic()
@@ -144,11 +144,11 @@ class Checkpoints:
         self._saving = None
         step = saving.state.step
         problem, oldest = "", None
-        with self._channel.alone(f"completing {saving.final}"):
+        with self._channel.rank0_only(f"completing {saving.final}"):
             try:
                 folders.seal(saving.partial, saving.final, saving.state)
                 oldest = folders.rotate(self._run_folder, self._settings.keep)
-                folders.remove_leaving(self._run_folder)
+                folders.remove_rotated(self._run_folder)
             except OSError as error:
                 problem = str(error)
             if oldest is not None and self._settings.keep_step_files == "until_checkpoint":
@@ -159,20 +159,20 @@ class Checkpoints:
         self._stalled += time.monotonic() - began
         seconds = time.monotonic() - saving.began
         telemetry.record("checkpoint.seconds", seconds, {"relaxd.run_id": self._run_id})
-        logger.info("checkpoint of step %d is on the disk, %.1f s after it was begun", step, seconds)
+        logger.info("checkpoint of step %d is on disk, after %.1f s", step, seconds)
         for answer in saving.answers:
             answer.set_result((str(saving.final), step))
 
-    def _give_up(self, saving: "_Saving", reason: str) -> None:
+    def _abandon(self, saving: "_Saving", reason: str) -> None:
         self._saving = None
         self._channel.send({"do": "abandon_checkpoint"})
         self._part.abandon()
-        with self._channel.alone(f"removing {saving.partial}"):
+        with self._channel.rank0_only(f"removing {saving.partial}"):
             shutil.rmtree(saving.partial, ignore_errors=True)
         self._fail(saving.answers, reason)
 
     def _fail(self, answers: Sequence[Answer], reason: str) -> None:
-        logger.error("no checkpoint was written, the ones before stay: %s", reason)
+        logger.error("no checkpoint was written; earlier ones are kept: %s", reason)
         for answer in answers:
             answer.set_exception(CheckpointFailed(reason))
 
@@ -181,10 +181,10 @@ class Checkpoints:
         if step:
             (entry,) = self._board.ledger(after_step=step - 1, limit=1)
             ledger = Ledger(step=step, term=entry.term, plan_sha256=folders.plan_sha256(entry.plan))
-        # The cursor first: what is published meanwhile is then beyond it, whether it is open or not.
+        # Read the cursor first, so that groups published meanwhile are beyond it.
         cursor = self._board.cursor()
-        waiting = [retry.group_id for retry in self._board.retries(limit=1_000_000)]
-        open_groups = sorted({*self._board.open_groups(), *waiting})
+        retries = [retry.group_id for retry in self._board.retries(limit=1_000_000)]
+        open_groups = sorted({*self._board.open_groups(), *retries})
         counts = self._board.counts()
         return CheckpointState(
             run_id=self._run_id,
@@ -207,40 +207,40 @@ class Checkpoints:
     # --- loading --------------------------------------------------------------------------------------------------
 
     def restore(self, ledger: Sequence[LedgerEntry]) -> int:
-        """Load the newest checkpoint that is intact and that the ledger knows.
+        """Load the newest intact checkpoint of a step in the ledger.
 
         Args:
             ledger: every committed step, in order.
 
         Returns:
-            Its step; 0 when there is none, and the learner has the initial model.
+            Its step; 0 if there is none, so that the learner keeps the initial model.
 
         Raises:
-            CheckpointError: it is intact, but not one of this model.
+            CheckpointError: it is intact, but doesn't fit this model.
         """
-        with self._channel.alone("removing unfinished checkpoints"):
+        with self._channel.rank0_only("removing unfinished checkpoints"):
             folders.remove_partials(self._run_folder, self._term)
         entries = {entry.step: entry for entry in ledger}
         for step in folders.checkpoint_steps(self._run_folder):
             path = folders.checkpoint_path(self._run_folder, step)
             if step and step not in entries:
-                logger.error("checkpoint %s isn't used: the ledger ends before it, with step %d", path, len(entries))
+                logger.error("checkpoint %s isn't used: the ledger ends earlier, at step %d", path, len(entries))
                 continue
             self._channel.send({"do": "verify_checkpoint", "folder": str(path)})
-            if not self._channel.agree(self._part.intact(path)):
+            if not self._channel.all_ranks_agree(self._part.intact(path)):
                 self._put_aside(path)
                 continue
             try:
                 state = folders.read_state(path)
                 if step and state.ledger.plan_sha256 != folders.plan_sha256(entries[step].plan):
-                    raise CheckpointBroken(f"{path} comes after another step {step} than the ledger has")
+                    raise CheckpointBroken(f"{path} is of another step {step} than the ledger's")
             except CheckpointBroken as error:
                 logger.error("%s", error)
                 self._put_aside(path)
                 continue
             same = same_layout(state, self._config)
             if not same:
-                logger.warning("checkpoint %s is of ranks arranged otherwise: sums come in another order", path.name)
+                logger.warning("checkpoint %s has another parallel layout: sums will differ in their order", path.name)
             self._channel.send({"do": "restore", "folder": str(path), "step": step, "same_layout": same})
             self._part.restore(path, step, same_layout=same)
             logger.info("checkpoint %s is loaded", path.name)
@@ -248,13 +248,13 @@ class Checkpoints:
         return 0
 
     def _put_aside(self, path: Path) -> None:
-        with self._channel.alone(f"putting {path} aside"):
+        with self._channel.rank0_only(f"putting {path} aside"):
             aside = folders.put_aside(path)
-        logger.error("checkpoint %s is broken and put aside as %s; trying the one before", path, aside)
+        logger.error("checkpoint %s is broken and was renamed to %s; trying the previous one", path, aside)
 
 
 class _Saving:
-    """A checkpoint that is being written."""
+    """A checkpoint being written."""
 
     def __init__(
         self, state: CheckpointState, partial: Path, final: Path, answers: Sequence[Answer], began: float
@@ -266,8 +266,8 @@ class _Saving:
         self.began = began
 
 
-def _make_anew(folder: Path) -> str:
-    """Make an empty folder; returns what went wrong."""
+def _make_empty_folder(folder: Path) -> str:
+    """Create an empty folder, replacing an existing one. Return '' or the error."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -277,13 +277,13 @@ def _make_anew(folder: Path) -> str:
 
 
 def same_layout(state: CheckpointState, config: RunConfig) -> bool:
-    """Whether ranks are arranged as they were when a checkpoint was written."""
+    """Return whether the parallel layout is the checkpoint's."""
     names = ("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
     return all(state.trainer.get(name) == getattr(config.trainer, name) for name in names)
 
 
 def remove_step_files(run_folder: Path, up_to: int) -> None:
-    """Remove the step files up to a step: checkpoints cover them."""
+    """Remove the step files up to a step, which checkpoints cover."""
     for path in step_file_path(run_folder, 1).parent.glob("step-*.safetensors"):
         if int(path.name.removeprefix("step-").removesuffix(".safetensors")) <= up_to:
             os.unlink(path)

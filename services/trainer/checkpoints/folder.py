@@ -1,11 +1,11 @@
-"""The checkpoints of a run on the disk: names, what makes one valid, which are kept. Never imports torch.
+"""The checkpoint folders of a run: names, validation, rotation. Never imports torch.
 
-checkpoints/step-000020/           complete: it got this name only once everything in it was on the disk
+checkpoints/step-000020/           complete: renamed to this once everything in it was on disk
     manifest.json                  size and SHA-256 of every other file
-    state.json                     what isn't a tensor: step, ledger, data cursor, configuration
+    state.json                     step, ledger, data cursor, configuration: everything but tensors
     common.pt .metadata metadata.json __0_0.distcp ...    Megatron's
 checkpoints/.step-000040.3.partial being written by the trainer of term 3
-checkpoints/step-000040.broken     found damaged, put aside
+checkpoints/step-000040.broken     found damaged, renamed
 """
 
 import hashlib
@@ -25,24 +25,24 @@ from services.trainer.batch.plan import OUTCOME
 
 MANIFEST, STATE = "manifest.json", "state.json"
 CHUNK_BYTES = 1 << 20
-"""Read at once for a checksum."""
-LEAVING_TERM = 0
-"""In the place of a trainer's term: of checkpoints that are being removed."""
+"""Bytes per read for a checksum."""
+REMOVED_TERM = 0
+"""Replaces the trainer's term in the names of checkpoints being removed."""
 NAME = re.compile(r"step-(\d{6,})")
 REPORT = re.compile(r"written-(\d+)\.json")
 
 
 class CheckpointBroken(Exception):
-    """A checkpoint isn't what it was when it was written; the message says which file, and how."""
+    """A file of a checkpoint is missing or has changed since it was written."""
 
 
 class Ledger(BaseModel):
-    """Which committed step a checkpoint comes after."""
+    """The committed step of a checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
-    """0 before the first."""
+    """Number of the step; 0 before the first."""
     term: int = 0
     """Term of the trainer that took it."""
     plan_sha256: str = ""
@@ -50,14 +50,14 @@ class Ledger(BaseModel):
 
 
 class BoardState(BaseModel):
-    """Where the run's groups were: enough to publish what is neither trained nor dropped anew, on an empty board."""
+    """State of the run's groups, from which an empty board can be restored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cursor: Any
     """The data cursor."""
     open_groups: tuple[str, ...]
-    """Ids of the groups that are neither trained nor dropped, and of dropped ones whose prompt waits for a retry."""
+    """Ids of groups that are open, or dropped with their prompt waiting for a retry."""
     published: int
     trained: int
     dropped: int
@@ -65,7 +65,7 @@ class BoardState(BaseModel):
 
 
 class CheckpointState(BaseModel):
-    """state.json."""
+    """The content of state.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -78,9 +78,9 @@ class CheckpointState(BaseModel):
     ledger: Ledger
     board: BoardState
     trainer: dict[str, Any]
-    """Section trainer of the configuration."""
+    """The configuration's section trainer."""
     algorithm: dict[str, Any]
-    """Section algorithm. Algorithms have no state of their own: the reference model is the initial one."""
+    """The configuration's section algorithm. Algorithms have no state; the reference is the initial model."""
     weights_checksum: int = 0
     """`Learner.checksum`, summed over all ranks."""
     versions: dict[str, str]
@@ -88,40 +88,40 @@ class CheckpointState(BaseModel):
 
 
 def checkpoints_folder(run_folder: Path) -> Path:
-    """Where a run's checkpoints are."""
+    """Return the folder of a run's checkpoints."""
     return run_folder / "checkpoints"
 
 
 def checkpoint_path(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Return the path of a step's checkpoint."""
     return checkpoints_folder(run_folder) / f"step-{step:06d}"
 
 
 def partial_path(run_folder: Path, step: int, term: int) -> Path:
-    """Where it is written first. The term keeps a frozen trainer that wakes up out of its successor's files."""
+    """Return the path of an unfinished checkpoint. The term keeps a revived trainer out of its successor's files."""
     return checkpoints_folder(run_folder) / f".step-{step:06d}.{term}.partial"
 
 
 def checkpoint_steps(run_folder: Path) -> list[int]:
-    """Steps of the complete checkpoints, newest first."""
+    """Return the steps of the complete checkpoints, newest first."""
     folder = checkpoints_folder(run_folder)
     found = (NAME.fullmatch(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
 def newest_before(run_folder: Path, step: int) -> int | None:
-    """The newest checkpoint of `step` or an earlier one."""
+    """Return the step of the newest checkpoint up to `step`."""
     return next((found for found in checkpoint_steps(run_folder) if found <= step), None)
 
 
 def plan_sha256(plan: Mapping[str, Any]) -> str:
-    """The checksum of a plan as the step file has it. A ledger that is restored from step files knows no outcome."""
+    """Return a plan's checksum without its outcome, which step files, and ledgers restored from them, don't have."""
     planned = {name: value for name, value in plan.items() if name != OUTCOME}
     return hashlib.sha256(json.dumps(planned, sort_keys=True).encode()).hexdigest()
 
 
 def describe(path: Path, progress: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
-    """Size and checksum of a file, for the manifest; `progress` is called with the bytes that have been read."""
+    """Return a file's size and checksum for the manifest; call `progress` with the bytes read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -131,23 +131,23 @@ def describe(path: Path, progress: Callable[[int], None] = lambda count: None) -
 
 
 def write_report(partial: Path, rank: int, report: Mapping[str, Any]) -> None:
-    """Say in the folder that a rank has written its files ("files": by name), or that it couldn't ("error")."""
+    """Write a rank's report to the folder: its files by name ("files"), or its error ("error")."""
     temporary = partial / f".written-{rank}.tmp"
     temporary.write_text(json.dumps(report))
     os.replace(temporary, partial / f"written-{rank:05d}.json")
 
 
 def read_reports(partial: Path) -> dict[int, dict[str, Any]]:
-    """What ranks have said so far."""
+    """Read the ranks' reports so far."""
     found = ((REPORT.fullmatch(path.name), path) for path in partial.iterdir())
     return {int(match[1]): json.loads(path.read_text()) for match, path in found if match}
 
 
 def seal(partial: Path, final: Path, state: CheckpointState) -> None:
-    """Make a folder in which every rank has written its files a checkpoint: all of it or nothing.
+    """Atomically turn a folder with all ranks' files into a checkpoint.
 
     Raises:
-        OSError: it can't be written, or there is a checkpoint of this step.
+        OSError: it can't be written, or a checkpoint of this step exists.
     """
     files: dict[str, Any] = {}
     for report in read_reports(partial).values():
@@ -183,12 +183,12 @@ def verify(path: Path, share: int = 0, shares: int = 1, progress: Callable[[int]
 
     Args:
         path: the checkpoint.
-        share: which part of the files this process reads, from 0.
-        shares: how many processes share the reading.
-        progress: called with the bytes that have been read.
+        share: number of this process among those that share the reading, from 0.
+        shares: number of these processes.
+        progress: called with the bytes read.
 
     Raises:
-        CheckpointBroken: a file is missing, or not as it was written.
+        CheckpointBroken: a file is missing or has changed.
     """
     try:
         files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text())["files"]
@@ -202,7 +202,7 @@ def verify(path: Path, share: int = 0, shares: int = 1, progress: Callable[[int]
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a checkpoint that is broken, so that it is neither used nor in the way. Returns where it is now."""
+    """Rename a broken checkpoint, so that it isn't used. Returns its new path."""
     aside = path.with_name(path.name + ".broken")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)
@@ -210,32 +210,32 @@ def put_aside(path: Path) -> Path:
 
 
 def remove_partials(run_folder: Path, before_term: int) -> None:
-    """Remove what trainers of earlier terms did not finish."""
+    """Remove the unfinished checkpoints of trainers of earlier terms."""
     for path in checkpoints_folder(run_folder).glob(".step-*.partial"):
         if int(path.name.split(".")[2]) < before_term:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_leaving(run_folder: Path) -> threading.Thread:
-    """Remove what `rotate` put out of sight, in the thread that is returned; what is left, the next trainer removes."""
-    arguments = (run_folder, LEAVING_TERM + 1)
+def remove_rotated(run_folder: Path) -> threading.Thread:
+    """Start, and return, a thread that removes checkpoints renamed by `rotate`. The next trainer removes leftovers."""
+    arguments = (run_folder, REMOVED_TERM + 1)
     thread = threading.Thread(target=remove_partials, args=arguments, name="remove-checkpoints")
     thread.start()
     return thread
 
 
 def rotate(run_folder: Path, keep: int) -> int | None:
-    """Put all checkpoints but the newest `keep` out of sight; `remove_leaving` removes them, which can take a second.
+    """Rename all checkpoints but the newest `keep`; `remove_rotated` removes them, which can take a second.
 
     Returns:
-        The step of the oldest one that is kept, once there are as many as that: what came before it isn't needed any
-        more to bring the weights back, even if the newest turns out to be broken. None before.
+        The step of the oldest kept checkpoint if there are `keep` of them, else None. Earlier steps are then no longer
+        needed to restore the weights, even if newer checkpoints are broken.
     """
     steps = checkpoint_steps(run_folder)
     for step in steps[keep:]:
-        # Out of sight at once: a checkpoint that is half removed must not be taken for one.
+        # Rename first: a half-removed checkpoint must not look complete.
         path = checkpoint_path(run_folder, step)
-        os.rename(path, path.with_name(f".{path.name}.{LEAVING_TERM}.partial"))
+        os.rename(path, path.with_name(f".{path.name}.{REMOVED_TERM}.partial"))
     for path in checkpoints_folder(run_folder).glob("step-*.broken"):
         if steps and int(path.name.split("-")[1].split(".")[0]) < steps[:keep][-1]:
             shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""One rank's part in a run's checkpoints. Every rank has one; rank 0's `Checkpoints` says what happens."""
+"""One rank's part in a run's checkpoints, controlled by rank 0's `Checkpoints`."""
 
 import logging
 import threading
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointPart:
-    """Takes, writes, checks and loads what is this rank's. `begin`, `end`, `intact`, `restore`: all ranks together."""
+    """Takes, writes, verifies and loads this rank's part. All ranks call begin, end, intact and restore together."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
@@ -23,7 +23,7 @@ class CheckpointPart:
         return self._learner.checksum()
 
     def begin(self, partial: Path) -> None:
-        """Take a snapshot and start to write it into an empty folder; a report there will say how that went."""
+        """Take a snapshot and start writing it to an empty folder, where a report will tell the outcome."""
         snapshot = self._learner.snapshot(partial)
         self._snapshot = snapshot
         writing = threading.Thread(
@@ -32,23 +32,23 @@ class CheckpointPart:
         writing.start()
 
     def copied(self, seconds: float) -> bool:
-        """Wait for the snapshot's copies; whether they are made, so that the weights may change."""
+        """Wait up to `seconds` for the snapshot's copies. Return whether they are complete."""
         return self._snapshot is None or self._snapshot.copies.wait(seconds)
 
     def end(self) -> None:
-        """Write what describes the files, once every rank has reported that it is done."""
+        """Write the metadata, after every rank has reported success."""
         snapshot, self._snapshot = self._snapshot, None
         assert snapshot is not None
         snapshot.finish()
 
     def abandon(self) -> None:
-        """Let go of the snapshot: it could not be written."""
+        """Drop the snapshot, which could not be written."""
         self._snapshot = None
 
     def intact(self, path: Path) -> bool:
-        """Whether this rank's share of a checkpoint's files is as it was written; says why not."""
+        """Verify this rank's share of a checkpoint's files; log the first damage."""
         world = self._learner.world
-        with world.disk.together(f"checking {path}") as progress:
+        with world.disk.all_ranks(f"checking {path}") as progress:
             try:
                 verify(path, world.rank, world.size, progress)
             except CheckpointBroken as error:
@@ -60,13 +60,13 @@ class CheckpointPart:
         """Load a checkpoint.
 
         Raises:
-            CheckpointError: it isn't one of this model.
+            CheckpointError: it doesn't fit this model.
         """
         self._learner.restore(path, step, same_layout=same_layout)
 
 
 def _write(snapshot: Snapshot, partial: Path, rank: int) -> None:
-    """Write this rank's files and report. Whatever goes wrong goes into the report: training doesn't end for it."""
+    """Write this rank's files and report. An error goes into the report and doesn't end training."""
     try:
         snapshot.write()
         written = sorted(partial.glob(f"__{rank}_*.distcp"))
@@ -76,4 +76,4 @@ def _write(snapshot: Snapshot, partial: Path, rank: int) -> None:
         try:
             write_report(partial, rank, {"error": f"rank {rank}: {type(error).__name__}: {error}"})
         except OSError:
-            logger.error("nor could it report that: the checkpoint is given up when its time is over")
+            logger.error("the failure could not be reported either; the checkpoint will time out")

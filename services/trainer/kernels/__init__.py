@@ -1,4 +1,4 @@
 """GPU kernels in Triton, and the autograd functions around them.
 
-Each has a plain torch equivalent that is used where Triton can't run.
+Each has an equivalent in plain torch for machines on which Triton doesn't run.
 """

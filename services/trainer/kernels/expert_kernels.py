@@ -1,9 +1,9 @@
-"""Triton kernels of the experts: rows to and from their experts, weighted SwiGLU, gradients of all experts' matrices.
+"""Triton kernels of the experts: copying rows to and from experts, weighted SwiGLU, gradients of the experts' matrices.
 
-Import only where `fusion.fused_kernels` says that Triton works.
+Import only if `fusion.fused_kernels()` is True.
 """
 
-# ruff: noqa: ANN001, ANN202  Triton has no types for what a kernel is given
+# ruff: noqa: ANN001, ANN202  Triton has no types for kernel arguments
 # mypy: disable-error-code="no-untyped-def, import-not-found, import-untyped, misc, unused-ignore"
 
 import torch
@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Columns that a program moves at once."""
+"""Columns per program."""
 TILES = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
-"""Tiles of a matrix's gradient, and the rows that they add up at a time. Two such programs fit each of an H100's
-multiprocessors, so that one multiplies while the other one adds its tile to the gradient."""
+"""Tile of a matrix's gradient, and rows summed at a time. Two such programs fit on a multiprocessor of an H100, so that
+one multiplies while the other adds its tile to the gradient."""
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def _weighted_swiglu_backward(x, weights, grad, grad_x, output, grad_weights, si
 
 
 def weighted_swiglu_forward(x: Tensor, weights: Tensor) -> Tensor:
-    """silu(gate) * up * weight of x [R, 2 n] = [gate, up] and float32 weights [R]: [R, n]."""
+    """Return silu(gate) * up * weight [R, n] for x [R, 2 n] = [gate, up] and float32 weights [R]."""
     rows, size = x.shape[0], x.shape[1] // 2
     output = x.new_empty(rows, size)
     if output.numel():
@@ -103,7 +103,7 @@ def weighted_swiglu_forward(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_swiglu_backward(x: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and of the weights from the output's, and the output once more: [R, 2 n], [R], [R, n]."""
+    """Return the gradients of x [R, 2 n] and of the weights [R], and the recomputed output [R, n]."""
     rows, size = grad.shape
     grad_x, output, grad_weights = torch.empty_like(x), torch.empty_like(grad), torch.empty_like(weights)
     if output.numel():
@@ -122,7 +122,7 @@ def _add_grouped_products(
         tiles = tl.cdiv(n, BLOCK_N)
         in_m = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
         in_n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-        # What is beyond the matrix's edge reads some other column, and isn't written.
+        # Indices beyond the matrix's edge wrap around; their results are masked out at the end.
         read_m = tl.max_contiguous(tl.multiple_of(in_m % m, BLOCK_M), BLOCK_M)
         read_n = tl.max_contiguous(tl.multiple_of(in_n % n, BLOCK_N), BLOCK_N)
         step = tl.arange(0, BLOCK_K)

@@ -1,4 +1,4 @@
-"""Whether our fused GPU kernels can be used here, found out once by running one."""
+"""Detection of Triton: whether the fused GPU kernels work on this machine."""
 
 import logging
 from functools import lru_cache
@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 @lru_cache(maxsize=1)
 def fused_kernels() -> bool:
-    """Whether Triton can build and run kernels on this machine's GPU; logs once what is used.
+    """Return whether Triton can build and run kernels on this machine's GPU; try and log it once.
 
-    Triton comes with torch's CUDA wheels, but needs a C compiler when it runs. Without it everything works with
-    torch's own operations, more slowly.
+    Triton comes with torch's CUDA wheels, but needs a C compiler at run time. Without it training uses torch's own
+    operations, which are slower.
     """
     if not torch.cuda.is_available():
         return False
@@ -23,7 +23,7 @@ def fused_kernels() -> bool:
         swiglu_forward(torch.ones(1, 32, device="cuda", dtype=torch.bfloat16))
         torch.cuda.synchronize()
     except (ImportError, OSError, RuntimeError) as error:
-        logger.warning("training without fused kernels, which costs a fifth of its speed: Triton fails: %r", error)
+        logger.warning("training without fused kernels, at about four fifths of the speed: Triton fails: %r", error)
         return False
     logger.info("training with fused kernels")
     return True

@@ -1,4 +1,4 @@
-"""Matrix products of all experts at once: each expert's rows with its own matrix."""
+"""Grouped matrix products: each expert's rows times its own matrix, for all experts at once."""
 
 import logging
 from functools import lru_cache
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """rows of e @ matrices[e], for every expert e.
+    """Return (rows of e) @ matrices[e] for every expert e.
 
     Args:
         rows: [R, k], contiguous, sorted by expert.
         matrices: [E, k, n], each contiguous or transposed.
-        ends: int32 [E], where each expert's rows end.
+        ends: int32 [E], the end of each expert's rows.
 
     Returns:
         [R, n].
@@ -37,13 +37,13 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_grouped_products_(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
-    """total[e] += (left's rows of e).T @ (right's rows of e), for every expert e, with float32 sums.
+    """Add (left's rows of e).T @ (right's rows of e) to total[e] for every expert e, with float32 sums.
 
     Args:
         total: float32 [E, m, n], contiguous.
         left: [R, m], contiguous, sorted by expert.
-        right: [R, n], of the same type.
-        ends: int32 [E], where each expert's rows end.
+        right: [R, n], the same element type.
+        ends: int32 [E], the end of each expert's rows.
     """
     if not len(left):
         return
@@ -58,24 +58,24 @@ def add_grouped_products_(total: Tensor, left: Tensor, right: Tensor, ends: Tens
 
 @lru_cache(maxsize=1)
 def grouped_kernels() -> bool:
-    """Whether this machine's GPU can multiply all experts at once, found out by doing it; logs once what is used."""
+    """Return whether grouped products work on this machine's GPU; try and log it once."""
     if not torch.cuda.is_available() or not fused_kernels():
         return False
     try:
         _try_kernels()
     except (AssertionError, AttributeError, ImportError, OSError, RuntimeError) as error:
         logger.warning(
-            "experts are computed one after the other, which takes several times as long: a grouped matrix product "
-            "needs torch 2.10 and an H100 or newer, and fails here: %r",
+            "experts are computed one by one, several times slower than together: grouped matrix products need "
+            "torch 2.10 and an H100 or newer, and fail here: %r",
             error,
         )
         return False
-    logger.info("experts are computed at once, by grouped matrix products")
+    logger.info("experts are computed together, by grouped matrix products")
     return True
 
 
 def _try_kernels() -> None:
-    """Raise RuntimeError unless the kernels give what a loop over three experts gives, one of them without a row."""
+    """Compare the kernels with a loop over three experts, one of them without rows; raise if they differ or fail."""
     if torch.cuda.get_device_capability() < (9, 0):
         raise RuntimeError(f"the GPU has compute capability {torch.cuda.get_device_capability()}")
     from services.trainer.kernels import expert_kernels
@@ -100,6 +100,6 @@ def _grouped(rows: Tensor, width: int) -> bool:
 
 
 def _parts(ends: Tensor) -> list[tuple[int, slice]]:
-    """The experts that have rows, and which. On a GPU this waits for it."""
+    """Return the experts that have rows, with their slices. Synchronizes with the GPU."""
     bounds = [0, *ends.tolist()]
     return [(e, slice(bounds[e], bounds[e + 1])) for e in range(len(ends)) if bounds[e] < bounds[e + 1]]

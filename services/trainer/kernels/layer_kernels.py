@@ -1,10 +1,9 @@
-"""Triton kernels for what lies between a layer's matrix products: SwiGLU, query, key and value heads, shared prompts.
+"""Triton kernels for a layer's work between matrix products: SwiGLU, query, key and value heads, shared prompts.
 
-torch's own operations pass over memory many times for these. Import only where `fusion.fused_kernels` says that they
-work.
+Each replaces several passes over memory by torch's own operations. Import only if `fusion.fused_kernels()` is True.
 """
 
-# ruff: noqa: ANN001, ANN202  Triton has no types for what a kernel is given
+# ruff: noqa: ANN001, ANN202  Triton has no types for kernel arguments
 # mypy: disable-error-code="no-untyped-def, import-not-found, import-untyped, misc, unused-ignore"
 
 import torch
@@ -13,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Columns that a SwiGLU program works on."""
+"""Columns per SwiGLU program."""
 PROGRAMS = 1056
-"""Programs that share the tokens in the heads' backward pass (eight for each of an H100's multiprocessors); each adds
-up its part of the norms' gradients."""
+"""Programs that share the tokens in the heads' backward pass: eight per multiprocessor of an H100. Each sums its part
+of the norms' gradients."""
 ROWS = 16
-"""Heads that such a program works on at once."""
+"""Heads per iteration of such a program."""
 
 
 @triton.jit
@@ -47,7 +46,7 @@ def _swiglu_backward(x, grad, grad_x, size, BLOCK: tl.constexpr):
 
 
 def swiglu_forward(x: Tensor) -> Tensor:
-    """silu(gate) * up of x = [gate, up]: [..., 2 n] -> [..., n]."""
+    """Return silu(gate) * up for x = [gate, up]: [..., 2 n] -> [..., n]."""
     x = x.contiguous()
     size = x.shape[-1] // 2
     output = x.new_empty(*x.shape[:-1], size)
@@ -57,7 +56,7 @@ def swiglu_forward(x: Tensor) -> Tensor:
 
 
 def swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of x, from the output's."""
+    """Return the gradient of x, given the output's."""
     grad = grad.contiguous()
     size = grad.shape[-1]
     grad_x = torch.empty_like(x)
@@ -68,7 +67,7 @@ def swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
 
 @triton.jit
 def _places(token, groups, HEADS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr):
-    """Of every head of a token: offsets of its first half in qkv, in queries and in keys (or values), and its kind."""
+    """Return the offsets of each head's first half in qkv, in queries and in keys or values, and the head's kind."""
     head = tl.arange(0, HEADS)
     group = head // (QUERIES + 2)
     place = head % (QUERIES + 2)
@@ -122,7 +121,7 @@ def _heads_backward(
     epsilon, programs,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    # A row is a head of a token, as they lie in qkv.
+    # A row is one head of one token, in the order of qkv.
     heads = groups * (QUERIES + 2)
     column = tl.arange(0, HALF)[None, :]
     sum_q1 = tl.zeros((ROWS, HALF), tl.float32)
@@ -185,22 +184,22 @@ def _heads_backward(
 
 
 def _warps(heads: int, head_size: int) -> int:
-    """Enough threads that a token's heads fit their registers."""
+    """Return the number of warps whose registers hold a token's heads."""
     return min(max(triton.next_power_of_2(heads) * head_size // 1024, 1), 16)
 
 
 def heads_forward(
     qkv: Tensor, norms: tuple[Tensor, Tensor] | None, table: Tensor, groups: int, head_size: int, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values from their common projection: normalised per head, and rotated.
+    """Split into queries, keys and values, normalise per head, and rotate.
 
     Args:
         qkv: [T, groups x (queries + 2) x head_size], contiguous: each key-value head after its query heads.
-        norms: weights of the queries' and the keys' norm [head_size]; None: there are none.
+        norms: weights [head_size] of the queries' and the keys' norm, if there are any.
         table: `rotary_table`, float32 [2, T, 1, head_size / 2], contiguous.
         groups: key-value heads.
         head_size: width of a head, a power of two.
-        epsilon: the norms'.
+        epsilon: epsilon of the norms.
 
     Returns:
         [T, groups x queries, head_size], [T, groups, head_size] and [T, groups, head_size].
@@ -226,7 +225,7 @@ def heads_backward(
     epsilon: float,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of qkv and of the norms' weights, from those of what `heads_forward` returned."""
+    """Return the gradients of qkv and of the norms' weights, given those of the outputs of `heads_forward`."""
     tokens, heads = qkv.shape[0], qkv.shape[1] // head_size
     programs = min(triton.cdiv(tokens * heads, ROWS), PROGRAMS)
     grad_qkv = torch.empty_like(qkv)
@@ -256,12 +255,12 @@ def _sum_copies(x, places, offsets, output, width, BLOCK: tl.constexpr):
 
 
 def sum_copies(x: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
-    """Add up the copies of each token, in float32 and always in the same order.
+    """Sum the copies of each token in float32, always in the same order.
 
     Args:
         x: [P, width], contiguous.
-        places: int64 [P], the places of the first token's copies in x, then of the second's ...
-        offsets: int64 [T + 1], where the places of each token begin in there, and P.
+        places: int64 [P], indices in x of the first token's copies, then of the second's ...
+        offsets: int64 [T + 1], where each token's indices begin in `places`, and P.
 
     Returns:
         [T, width].

@@ -1,9 +1,9 @@
-"""Triton kernels of RMSNorm between layers: the residual's sum and its norm in one pass over memory.
+"""Triton kernels that add to the residual and apply RMSNorm in one pass over memory.
 
-Import only where `fusion.fused_kernels` says that Triton works.
+Import only if `fusion.fused_kernels()` is True.
 """
 
-# ruff: noqa: ANN001, ANN202  Triton has no types for what a kernel is given
+# ruff: noqa: ANN001, ANN202  Triton has no types for kernel arguments
 # mypy: disable-error-code="no-untyped-def, import-not-found, import-untyped, misc, unused-ignore"
 
 import torch
@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 528
-"""Programs that share the rows in the backward pass (four for each of an H100's multiprocessors); each adds up its part
-of the weight's gradient."""
+"""Programs that share the rows in the backward pass: four per multiprocessor of an H100. Each sums its part of the
+weight's gradient."""
 
 
 @triton.jit
@@ -62,13 +62,13 @@ def _warps(width: int) -> int:
 
 
 def norm_forward(x: Tensor, addend: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x + addend, its RMSNorm, and the inverse root mean squares.
+    """Return x + addend, its RMSNorm, and the inverse root mean squares.
 
     Args:
         x: [..., width], contiguous.
-        addend: the same; None: x is the sum.
+        addend: like x; None: x is the sum already.
         weight: [width].
-        epsilon: the norm's.
+        epsilon: epsilon of the norm.
 
     Returns:
         The sum (x itself without an addend), its norm [..., width], and float32 [rows].
@@ -87,7 +87,7 @@ def norm_forward(x: Tensor, addend: Tensor | None, weight: Tensor, epsilon: floa
 def norm_backward(
     total: Tensor, weight: Tensor, inverses: Tensor, grad_total: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the sum, from its own and its norm's, and of the weight."""
+    """Return the gradients of the sum and of the weight, given those of the sum and its norm."""
     width, rows = total.shape[-1], len(inverses)
     programs = min(rows, PROGRAMS)
     grad_x = torch.empty_like(total)

@@ -1,4 +1,4 @@
-"""Tensors that the backward pass makes anew instead of keeping."""
+"""Selective recomputation: tensors that the backward pass computes again instead of keeping them."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -8,30 +8,30 @@ import torch
 from torch import Tensor
 
 
-class Remaking:
-    """Inside, autograd keeps a recipe of each tensor that was made by calling this, and not the tensor.
+class Recompute:
+    """Context in which autograd saves a recipe, not the tensor, for each tensor that was computed by calling this.
 
-    The backward pass follows the recipe when it first needs the tensor, and forgets it again after its last need. Only
-    the outermost arguments of a chain of recipes are kept. It works under any operation that saves tensors the usual
-    way, and costs the memory of none: an operation's own output, and what has no recipe, is saved as always.
+    The backward pass runs the recipe at the tensor's first use and frees the tensor after its last use. Of a chain of
+    recipes only the first arguments are kept. It works for any operation that saves tensors with `save_for_backward`.
+    Tensors without a recipe are saved as usual.
     """
 
     def __init__(self, active: bool = True) -> None:
-        """If not `active`, or without gradients, everything is kept as always."""
+        """If `active` is False, or gradients are disabled, all tensors are saved as usual."""
         self._hooks: Any = None
         if active and torch.is_grad_enabled():
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._made: dict[int, tuple[Tensor, _Recipe, int]] = {}
-        """By storage: the tensor, which is held so that the storage stays its own, its recipe, and which of the
-        recipe's tensors it is."""
+        """By storage: tensor, recipe, index among the recipe's outputs. Holding the tensor keeps its storage from being
+        reused."""
 
     @property
     def active(self) -> bool:
-        """Whether tensors are made anew."""
+        """Whether tensors are recomputed."""
         return self._hooks is not None
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Install the hooks."""
         if self._hooks is not None:
             self._hooks.__enter__()
         return self
@@ -39,34 +39,34 @@ class Remaking:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End; the recipes stay with what has saved them."""
+        """Remove the hooks; saved recipes stay alive in autograd's graph."""
         if self._hooks is not None:
             self._hooks.__exit__(kind, error, trace)
         self._made.clear()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return function(*arguments), one tensor or a tuple of tensors that the backward pass makes anew.
+        """Return function(*arguments), a tensor or a tuple of tensors that the backward pass recomputes.
 
-        The function must give the same again.
+        The function must be deterministic.
         """
         output = function(*arguments)
-        self.offer(output, function, *arguments)
+        self.register(output, function, *arguments)
         return output
 
-    def offer(self, output: Any, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have the backward pass make tensors anew, by another function than made them.
+    def register(self, output: Any, function: Callable[..., Any], *arguments: Any) -> None:
+        """Let the backward pass recompute tensors by a function that need not be the one that computed them.
 
         Args:
-            output: the tensor, or a tuple of them. One that is a part of an argument is kept: it costs nothing.
-            function: what gives the same.
-            *arguments: its arguments.
+            output: the tensor or tuple of tensors. One that is a view of an argument is kept, at no cost.
+            function: function that returns the same values as `output`.
+            *arguments: arguments of the function.
         """
         if self._hooks is None:
             return
         recipe = _Recipe(function, [self._kept(argument) for argument in arguments])
-        given = {_storage(argument) for argument in arguments if isinstance(argument, Tensor)}
+        argument_storages = {_storage(argument) for argument in arguments if isinstance(argument, Tensor)}
         for index, tensor in enumerate(output if isinstance(output, tuple) else (output,)):
-            if _storage(tensor) not in given:
+            if _storage(tensor) not in argument_storages:
                 self._made[_storage(tensor)] = tensor, recipe, index
 
     def _kept(self, argument: Any) -> Any:
@@ -89,34 +89,34 @@ def _unpack(packed: Any) -> Tensor:
 
 
 class _Recipe:
-    """How to make some tensors."""
+    """A function and its arguments, from which tensors can be recomputed."""
 
     def __init__(self, function: Callable[..., Any], arguments: list[Any]) -> None:
         self._function = function
         self._arguments = arguments
-        self._made: tuple[Tensor, ...] | None = None
-        self._needs = 0
+        self._outputs: tuple[Tensor, ...] | None = None
+        self._uses = 0
 
     def view(self, like: Tensor, index: int) -> "_View":
-        """A need for one of the tensors, seen as `like` is."""
-        self._needs += 1
+        """Return a saved use of one output, with the geometry of `like`."""
+        self._uses += 1
         return _View(self, index, like.shape, like.stride(), int(like.storage_offset()))
 
     def take(self, index: int) -> Tensor:
-        """Make the tensors, unless they are there, and forget them if nobody needs them after this."""
-        self._needs -= 1
-        if self._made is None:
+        """Return one output, recomputing all if needed, and free them after the last use."""
+        self._uses -= 1
+        if self._outputs is None:
             with torch.no_grad():
-                made = self._function(*(a() if isinstance(a, _View) else a for a in self._arguments))
-            self._made = made if isinstance(made, tuple) else (made,)
-        tensor = self._made[index]
-        if self._needs <= 0:
-            self._made = None
+                outputs = self._function(*(a() if isinstance(a, _View) else a for a in self._arguments))
+            self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        tensor = self._outputs[index]
+        if self._uses <= 0:
+            self._outputs = None
         return tensor
 
 
 class _View:
-    """One need for a tensor that a recipe makes."""
+    """A saved use of a recipe's output."""
 
     def __init__(self, recipe: _Recipe, index: int, shape: torch.Size, stride: tuple[int, ...], offset: int) -> None:
         self._recipe = recipe

@@ -10,7 +10,7 @@ from services.trainer.kernels.fusion import fused_kernels
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of x = [gate, up]: [..., 2 n] -> [..., n]."""
+    """Return silu(gate) * up for x = [gate, up]: [..., 2 n] -> [..., n]."""
     if x.dtype == torch.bfloat16 and fused_kernels():
         fused: Tensor = _SwiGLU.apply(x)
         return fused

@@ -1,9 +1,9 @@
-"""Triton kernels that read a chunk of logits once: softmax statistics, and the gradient in place.
+"""Triton kernels over a chunk of logits, one pass each: softmax statistics, and the gradient in place.
 
-Import only where `fusion.fused_kernels` says that they work.
+Import only if `fusion.fused_kernels()` is True.
 """
 
-# ruff: noqa: ANN001, ANN202  Triton has no types for what a kernel is given
+# ruff: noqa: ANN001, ANN202  Triton has no types for kernel arguments
 # mypy: disable-error-code="no-untyped-def, import-not-found, import-untyped, misc, unused-ignore"
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""Logits that a program looks at together."""
+"""Logits per iteration."""
 
 
 @triton.jit
@@ -64,12 +64,12 @@ def _vocabulary_gradient(
 
 
 def vocabulary_statistics(logits: Tensor, temperature: Tensor, tokens: Tensor) -> Tensor:
-    """What a softmax needs to know of each row of z = logits / temperature.
+    """Compute the softmax statistics of each row of z = logits / temperature.
 
     Args:
         logits: [n, size], contiguous.
         temperature: float32 [n].
-        tokens: int64 [n], a column of each row, or -1.
+        tokens: int64 [n], one column per row, or -1.
 
     Returns:
         float32 [4, n]: the largest z of each row, sum exp(z - largest), sum (z - largest) exp(z - largest), and z of
@@ -91,7 +91,7 @@ def vocabulary_gradient_(
     grad_logprobs: Tensor,
     grad_entropies: Tensor | None,
 ) -> Tensor:
-    """Replace logits [n, size] by the gradient that log-probs and entropies [n] send back to them, and return them."""
+    """Replace logits [n, size] by their gradient, given those of log-probs and entropies [n], and return them."""
     count, size = logits.shape
     if count:
         _vocabulary_gradient[(count, triton.cdiv(size, BLOCK))](

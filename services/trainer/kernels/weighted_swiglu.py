@@ -1,4 +1,4 @@
-"""SwiGLU of the experts: each row times the weight that the router gives it."""
+"""SwiGLU of the experts, each row multiplied by its router weight."""
 
 import torch
 import torch.nn.functional as functional
@@ -8,7 +8,7 @@ from services.trainer.kernels.fusion import fused_kernels
 
 
 def weighted_swiglu(x: Tensor, weights: Tensor) -> Tensor:
-    """silu(gate) * up * weight.
+    """Return silu(gate) * up * weight.
 
     Args:
         x: [R, 2 n]: gate, then up.
@@ -26,12 +26,12 @@ def weighted_swiglu(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_swiglu_backward(x: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and of the weights from the output's, and the output once more.
+    """Return the gradients of x and of the weights, and the recomputed output.
 
     Args:
         x: [R, 2 n].
         weights: float32 [R].
-        grad: [R, n].
+        grad: [R, n], the output's gradient.
 
     Returns:
         [R, 2 n], float32 [R] and [R, n].

@@ -1,4 +1,4 @@
-"""The learner: a model with its optimizer, which accumulates gradients and updates weights.
+"""The learner: model and optimizer, gradient accumulation, weight updates, snapshots of the state.
 
-Its state, with checkpoints of it, is here; when something happens is decided in the loop.
+The loop decides when each of these happens.
 """

@@ -1,8 +1,8 @@
-"""The state of a learner as a sharded Megatron checkpoint, for any arrangement of ranks: taking, writing, loading it.
+"""Snapshots of a learner's state as sharded Megatron checkpoints, which any parallel layout can load.
 
-What is in it: the model, the optimizer's float32 main weights, moments and step, the learning-rate schedule, and each
-rank's random generators. Without Transformer Engine or apex, Megatron's distributed optimizer over torch's AdamW has
-three traps on the way back; `_fill_optimizer`, `_accept_missing_step` and `_separate_steps` are for one each.
+A checkpoint holds the model, the optimizer's float32 main weights, moments and step, the learning-rate schedule, and
+each rank's random generators. Loading Megatron's distributed optimizer over torch's AdamW, without Transformer Engine
+or apex, has three pitfalls, handled by `_fill_optimizer`, `_accept_missing_step` and `_separate_steps`.
 """
 
 import contextlib
@@ -35,42 +35,44 @@ from services.trainer.megatron.parallel import World
 from services.trainer.model.model import PolicyModel
 
 SHARDING = {
-    # The optimizer's state in the shapes of the parameters, so that any other arrangement of ranks can load it.
+    # Optimizer state in the parameters' shapes, so that any other layout can load it.
     "distrib_optim_sharding_type": "fully_reshardable",
-    # Gathered over gloo on the first data-parallel rank only: no GPU memory, one copy per model on the host.
+    # Gather over gloo to the first data-parallel rank only: no GPU memory, one copy per model on the host.
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
 }
 
 
 class CheckpointError(Exception):
-    """A checkpoint can't be used; the message says why."""
+    """A checkpoint doesn't fit the model or the trainer."""
 
 
 @dataclass(frozen=True)
 class Stateful:
-    """What a checkpoint holds of a learner."""
+    """The parts of a learner that a checkpoint holds."""
 
     model: PolicyModel
     """This rank's part of the model."""
     optimizer: MegatronOptimizer
-    """Its optimizer."""
+    """The optimizer."""
     schedule: OptimizerParamScheduler
-    """Its learning-rate schedule."""
+    """The learning-rate schedule."""
     world: World
-    """Its place."""
+    """This rank's place in the world."""
 
 
 class Snapshot:
-    """The state as it was when this was made, on its way to the disk. Training may go on meanwhile, but the weights and
-    the optimizer's state must not change before `copies` are made."""
+    """The state at construction, being written to disk.
+
+    Training may continue meanwhile, but weights and optimizer state must not change before `copies` are complete.
+    """
 
     def __init__(self, state: Stateful, folder: Path) -> None:
-        """StepPlan the files and begin to copy the state. All ranks make it together; `folder` exists and is empty."""
+        """Plan the files and start copying the state. All ranks create it together; `folder` exists and is empty."""
         self.copies = HostCopies(state.world.device)
         _fill_optimizer(state.optimizer)
         model = state.model.sharded_state_dict(metadata=dict(SHARDING))
-        # The optimizer's parts are found by the parameters that the model's point to, so these are replaced only after.
+        # The optimizer's shards refer to the model's parameters, so replace those only afterwards.
         with self.copies.of_optimizers(_single_optimizers(state.optimizer)):
             optimizer = state.optimizer.sharded_state_dict(model, metadata=dict(SHARDING))
         _make_plain(optimizer)
@@ -87,36 +89,36 @@ class Snapshot:
         request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
         assert request is not None
         if not all(self.copies.owns(tensor) for tensor in strategy.tensors):
-            raise RuntimeError("Megatron has copied a tensor that nothing was written to yet")
+            raise RuntimeError("Megatron has copied a tensor before it was filled")
         self._request: AsyncRequest = request
         self.copies.start()
 
     def write(self) -> None:
-        """Write this rank's file and wait until it is on the disk. For a thread beside training.
+        """Write this rank's file and wait until it is on disk. Runs in a thread beside training.
 
         Raises:
-            Exception: what copying or writing raised, such as OSError.
+            Exception: copying or writing failed, for example with OSError.
         """
         self.copies.check()
         assert self._request.async_fn is not None
         self._request.async_fn(*self._request.async_fn_args)
 
     def finish(self) -> None:
-        """Write what describes the files. All ranks call it together, after `write` has ended well on all of them."""
-        self._strategy.finish()  # not the request's own functions: their ranks wait for files in collectives
+        """Write the metadata. All ranks call it together, after `write` has succeeded on all of them."""
+        self._strategy.finish()  # not the request's own functions, which wait for files in collectives
 
 
 def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> None:
-    """Bring a learner to a checkpoint's state. All ranks call it together.
+    """Load a checkpoint into a learner. All ranks call it together.
 
     Args:
-        state: what to fill, just made.
+        state: the newly built learner's state.
         folder: the checkpoint.
-        same_layout: whether the ranks are arranged as they were when it was saved: only then do the random generators
-            have a place to go to.
+        same_layout: whether the parallel layout is the same as when it was saved. Only then are the random generators
+            restored.
 
     Raises:
-        CheckpointError: it doesn't hold what this model needs.
+        CheckpointError: it doesn't fit this model.
         DiskWorkFailed, DiskStalled: another rank couldn't read its part.
     """
     _fill_optimizer(state.optimizer)
@@ -139,17 +141,17 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> None:
 
 
 def load_model(model: PolicyModel, folder: Path, world: World) -> None:
-    """Load the model alone. All ranks call it together.
+    """Load only the model. All ranks call it together.
 
     Raises:
-        CheckpointError: it isn't one of this model.
+        CheckpointError: it doesn't fit this model.
     """
     loaded = _load({"model": model.sharded_state_dict(metadata=dict(SHARDING))}, folder, world.disk)
     model.load_state_dict(loaded["model"])
 
 
 def read_generators() -> dict[str, Any]:
-    """The states of this process's random generators, as tensors and plain values."""
+    """Return the states of this process's random generators, as tensors and plain values."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -162,7 +164,7 @@ def read_generators() -> dict[str, Any]:
 
 
 def write_generators(states: dict[str, Any]) -> None:
-    """Bring this process's random generators to what `read_generators` gave."""
+    """Restore the states that `read_generators` returned."""
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
@@ -191,24 +193,24 @@ def _single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def _single_states(state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """What `sharded_state_dict` made of each of the `_single_optimizers`."""
+    """Return the part of `sharded_state_dict` of each of the `_single_optimizers`."""
     return [state] if "optimizer" in state else [part for _, part in sorted(state.items())]
 
 
 def _make_plain(state: dict[Any, Any]) -> None:
-    """Leave out what has no place in a file."""
+    """Remove values that can't be saved."""
     for part in _single_states(state):
-        if part["param_state"] is None:  # data-parallel ranks that gather nothing, where the others have tensors
+        if part["param_state"] is None:  # data-parallel ranks that gather nothing
             part["param_state"] = {}
         groups = part["optimizer"]["param_groups"]
-        # The offloaded optimizer has classes in there; torch wouldn't load them, and rightly so.
+        # The offloaded optimizer keeps classes here, which torch refuses to load.
         part["optimizer"]["param_groups"] = [
             {name: value for name, value in group.items() if not isinstance(value, type)} for group in groups
         ]
 
 
 def _add_classes(state: dict[Any, Any], optimizer: MegatronOptimizer) -> None:
-    """Put back the classes that `_make_plain` has left out."""
+    """Restore the classes that `_make_plain` removed."""
     for part, one in zip(_single_states(state), _single_optimizers(optimizer), strict=True):
         classes = {name: value for name, value in one.optimizer.defaults.items() if isinstance(value, type)}
         for group in part["optimizer"]["param_groups"]:
@@ -216,13 +218,13 @@ def _add_classes(state: dict[Any, Any], optimizer: MegatronOptimizer) -> None:
 
 
 def _fill_optimizer(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter the state that AdamW makes at its first step.
+    """Create the state that AdamW creates at its first step, for every parameter.
 
-    Trap 1: Megatron reads the optimizer's step from the first parameter's state, and what is to be loaded from the
-    shapes that are there. Before the first step there is nothing.
+    Pitfall 1: Megatron takes the optimizer's step and the shapes to load from the existing state, which is empty before
+    the first step.
     """
     for one in _single_optimizers(optimizer):
-        if isinstance(one.optimizer, HybridDeviceOptimizer):  # offloaded: it has an optimizer per parameter
+        if isinstance(one.optimizer, HybridDeviceOptimizer):  # offloaded: one optimizer per parameter
             for part in one.optimizer.sub_optimizers:
                 _fill(part)
             one.optimizer._sync_sub_optimizers_state_to_hdo()
@@ -244,10 +246,10 @@ def _fill(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def _accept_missing_step(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Let a parameter keep the step that it has where the tensors to be loaded have none.
+    """Keep a parameter's current step if the loaded state has none.
 
-    Trap 2: Megatron copies every entry of a parameter's state, and torch's AdamW has its step there. Megatron keeps
-    that with the groups of parameters and doesn't save it per parameter: KeyError.
+    Pitfall 2: Megatron copies every entry of a parameter's state, which for torch's AdamW includes the step. But
+    Megatron saves the step only with the parameter groups, so copying raises KeyError.
     """
     singles = _single_optimizers(optimizer)
     for one in singles:
@@ -265,10 +267,10 @@ def _accept_missing_step(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def _separate_steps(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter a step of its own.
+    """Give every parameter its own step tensor.
 
-    Trap 3: Megatron puts one tensor into every parameter's state. Each parameter's update then counts it up, so that
-    the next step is not the s-th but the (s + parameters)-th: too little bias correction, and nobody says a word.
+    Pitfall 3: Megatron shares one tensor among all parameters' states. Each parameter's update increments it, so the
+    next step counts as number s + parameters instead of s, and AdamW silently corrects too little bias.
     """
     for one in _single_optimizers(optimizer):
         for state in one.optimizer.state.values():

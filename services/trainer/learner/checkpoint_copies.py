@@ -1,8 +1,7 @@
-"""Copies of a learner's state in the host's memory, made beside the next step's forward and backward pass.
+"""Copies of a learner's state in the host's memory, made during the next step's forward and backward pass.
 
-Weights and optimizer state change in the optimizer step and nowhere else. So a snapshot needs no copies at once: it
-gets tensors that nothing has been written to, plans its files with these, and a thread fills them before the next
-optimizer step begins, which waits for it.
+Only the optimizer step changes weights and optimizer state, so a snapshot need not copy them at once. It plans its
+files with uninitialised tensors, which a thread fills; the next optimizer step waits for the thread.
 """
 
 import contextlib
@@ -19,17 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 STATE = ("param", "exp_avg", "exp_avg_sq")
-"""What the distributed optimizer has of each parameter."""
-STAGED_BYTES = 32 << 20
-"""A GPU's tensors come through two pieces of pinned memory of this size: one is filled by the GPU while the host's
-threads empty the other one."""
+"""The distributed optimizer's state of each parameter."""
+STAGING_BYTES = 32 << 20
+"""Size of each of two pinned buffers between GPU and host: the GPU fills one while the host empties the other."""
 
 
 class HostCopies:
-    """Tensors in the host's memory that will have the values that others have now."""
+    """Host tensors that will be filled with the current values of source tensors."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is where the others may be, besides the host's memory."""
+        """Sources are on `device` or in the host's memory."""
         self._device = device
         self._work: list[Callable[[_Stage], None]] = []
         self._storages: set[int] = set()
@@ -37,14 +35,14 @@ class HostCopies:
         self._error: Exception | None = None
 
     def of(self, source: Tensor) -> Tensor:
-        """A contiguous tensor that will have a tensor's values."""
+        """Return a contiguous tensor that will be filled with the values of `source`."""
         target = self._empty(source.shape, source.dtype)
         self._work.append(partial(_copy, target, source.detach()))
         return target
 
     @contextlib.contextmanager
     def of_optimizers(self, optimizers: list[Any]) -> Iterator[None]:
-        """Inside, Megatron's distributed optimizers give such tensors where they would gather and copy their state."""
+        """Make Megatron's distributed optimizers return such tensors in the block instead of gathering their state."""
         for one in optimizers:
             one.get_parameter_state_dp_zero = partial(self._state, one)
         try:
@@ -54,30 +52,30 @@ class HostCopies:
                 del one.get_parameter_state_dp_zero
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of these, or a part of one."""
+        """Return whether a tensor is one of these or a view of one."""
         return tensor.untyped_storage().data_ptr() in self._storages
 
     def start(self) -> None:
-        """Begin to fill the tensors; on all ranks, in the thread that trains."""
+        """Start to fill the tensors. All ranks call it in their training threads."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the copies aren't ordered with what was enqueued before
+            torch.cuda.synchronize(self._device)  # the copies run on another stream
         threading.Thread(target=self._fill, name="copy-checkpoint", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the others may change; returns whether they may. They also may where copying has failed."""
+        """Wait until the sources may change, also because copying failed. Returns False after `seconds`."""
         return self._filled.wait(seconds)
 
-    def let_go(self, seconds: float) -> None:
-        """Wait until the others may change.
+    def wait_or_raise(self, seconds: float) -> None:
+        """Wait until the sources may change.
 
         Raises:
-            TimeoutError: that took longer.
+            TimeoutError: copying took longer than `seconds`.
         """
         if not self.wait(seconds):
-            raise TimeoutError(f"a checkpoint's copies were not made within {seconds:g} s")
+            raise TimeoutError(f"copying the state for a checkpoint took longer than {seconds:g} s")
 
     def check(self) -> None:
-        """Wait for the copies, and raise what copying raised."""
+        """Wait for the copies; raise the exception of the copying thread, if any."""
         self._filled.wait()
         if self._error is not None:
             raise self._error
@@ -85,12 +83,12 @@ class HostCopies:
     def _fill(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a thread begins with the first one
+                torch.cuda.set_device(self._device)  # a new thread starts with device 0
             stage = _Stage(self._device)
             for work in self._work:
                 work(stage)
             stage.finish()
-        except Exception as error:  # raised again by `check`, in the thread that needs the copies
+        except Exception as error:  # `check` raises it in the thread that needs the copies
             self._error = error
         finally:
             self._work.clear()
@@ -102,7 +100,7 @@ class HostCopies:
         return target
 
     def _state(self, optimizer: Any, use_gloo_comm: bool, empty_data: bool, return_on_all_ranks: bool) -> Any:
-        """Stands in for `DistributedOptimizer.get_parameter_state_dp_zero`, which copies everything five times over."""
+        """Replaces `DistributedOptimizer.get_parameter_state_dp_zero`, which copies everything five times."""
         assert use_gloo_comm
         assert not empty_data
         assert not return_on_all_ranks
@@ -120,22 +118,22 @@ class HostCopies:
 
 
 class _Stage:
-    """Copies to the host: from a GPU on a stream of its own, through pinned memory."""
+    """Copies tensors to the host; from a GPU on a separate stream, through pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: list[Tensor] = []
         self._arriving: tuple[torch.cuda.Event, Tensor, Tensor] | None = None
-        """What the GPU copies now: its end, the pinned memory, and where the host copies it from there."""
+        """The copy in progress: its event, the pinned buffer, and the target."""
         if self._stream is not None:
-            self._free = [torch.empty(STAGED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._free = [torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy a tensor to one of its shape in the host's memory; done after `finish`."""
+        """Copy to a host tensor of the same shape; complete after `finish`."""
         if self._stream is None or not source.is_cuda:
             target.copy_(source)
             return
-        count = STAGED_BYTES // source.element_size()
+        count = STAGING_BYTES // source.element_size()
         with torch.cuda.stream(self._stream):
             for to, piece in zip(target.view(-1).split(count), source.reshape(-1).split(count), strict=True):
                 pinned = self._free.pop()
@@ -145,7 +143,7 @@ class _Stage:
                 self._arriving = arrived, pinned, to
 
     def finish(self) -> None:
-        """Complete what has begun."""
+        """Complete the copy in progress."""
         if self._arriving is None:
             return
         (arrived, pinned, to), self._arriving = self._arriving, None
@@ -161,7 +159,7 @@ def _copy(target: Tensor, source: Tensor, stage: _Stage) -> None:
 def _gather(
     optimizer: Any, buffer: Any, buckets: list[Any], targets: dict[str, Tensor], group: dist.ProcessGroup, stage: _Stage
 ) -> None:
-    """Fill float32 [numel_unpadded] targets on the first data-parallel rank with what all of them have of a buffer."""
+    """Gather a buffer's state from all data-parallel ranks into the first one's float32 [numel_unpadded] targets."""
     begin = 0
     for bucket, ranges in zip(buffer.buckets, buckets, strict=True):
         end = begin + bucket.numel_unpadded

@@ -1,7 +1,7 @@
-"""Reads a Megatron checkpoint, each rank what it needs by itself.
+"""Load strategies for Megatron checkpoints that wait for other ranks' reading outside of collectives.
 
-With Megatron's own strategies, ranks that are done wait in a collective for those that read more. That is long: the
-first data-parallel rank of a model reads the whole optimizer's state, and the others next to nothing.
+With Megatron's own strategies, ranks that finish first wait in a collective for the others. That can take long: the
+first data-parallel rank of a model reads the whole optimizer state, and the others almost nothing.
 """
 
 from pathlib import Path
@@ -30,30 +30,30 @@ from services.trainer.megatron.disk_work import DiskWork, Progress
 
 
 class ReadCommonStrategy(TorchCommonLoadStrategy):
-    """Megatron's common.pt."""
+    """Reads Megatron's common.pt."""
 
     def __init__(self, disk: DiskWork) -> None:
         self._disk = disk
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """Read it on every rank. All ranks call it together."""
-        with self._disk.together(f"reading {checkpoint_dir}"):
+        with self._disk.all_ranks(f"reading {checkpoint_dir}"):
             return super().load_common(checkpoint_dir)
 
 
 class ReadStrategy(TorchDistLoadShardedStrategy):
-    """Megatron's torch_dist format."""
+    """Reads Megatron's torch_dist format."""
 
     def __init__(self, disk: DiskWork) -> None:
         super().__init__()
         self._disk = disk
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
-        """Read this rank's part: what Megatron's strategy does, but for the collectives. All ranks call it together."""
+        """Read this rank's part as Megatron's strategy does, without collectives. All ranks call it together."""
         tensors = [part for part in nested_values(sharded_state_dict) if isinstance(part, ShardedTensor)]
         renamed, flat, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         content = mcore_to_pyt_state_dict(renamed, True)
-        with self._disk.together(f"reading {checkpoint_dir}") as progress:
+        with self._disk.all_ranks(f"reading {checkpoint_dir}") as progress:
             planner = _CountingPlanner(
                 progress,
                 shapes_validation_sharded_tensors=[part for part in tensors if not part.allow_shape_mismatch],
@@ -67,13 +67,13 @@ class ReadStrategy(TorchDistLoadShardedStrategy):
 
 
 class _CountingPlanner(MCoreLoadPlanner):
-    """Megatron's planner; it says how much has been read."""
+    """Megatron's planner, which also reports the bytes read."""
 
     def __init__(self, progress: Progress, **settings: Any) -> None:
         super().__init__(**settings)
         self._progress = progress
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """A tensor has been read."""
+        """Store a tensor and report its bytes."""
         super().commit_tensor(read_item, tensor)
         self._progress(tensor.nbytes)

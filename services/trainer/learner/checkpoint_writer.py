@@ -1,8 +1,7 @@
-"""Writes this rank's part of a Megatron checkpoint in a thread of its own.
+"""Save strategy for Megatron checkpoints that writes this rank's file in a thread.
 
-Megatron writes asynchronously by forking, and collects the results through a manager that it spawns, which imports
-`__main__` again. A rank has threads, gloo connections and CUDA beside its training: it must not fork. So the plan is
-Megatron's, and the file too, but a thread writes it.
+Megatron's asynchronous writer forks, and collects results through a spawned manager that imports `__main__` again. A
+rank has threads, gloo connections and CUDA, and must not fork. Plan and file format are Megatron's.
 """
 
 import queue
@@ -37,13 +36,13 @@ FORMAT = ("torch_dist", 1)
 
 
 class ThreadWriter(FileSystemWriterAsync):
-    """One file of this rank, written by `write` from any thread."""
+    """Writes this rank's file, from any thread."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), thread_count=1)
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Take what this rank writes. Tensors aren't copied here: the caller gives some that don't change any more."""
+        """Collect this rank's data. Tensors aren't copied: the caller passes tensors that don't change any more."""
         data = [(item, planner.resolve_data(item)) for item in plan.items]
         objects = [(item, value) for item, value in data if item.type == WriteItemType.BYTE_IO]
         tensors = [(item, value) for item, value in data if item.type != WriteItemType.BYTE_IO]
@@ -53,18 +52,18 @@ class ThreadWriter(FileSystemWriterAsync):
         self.results_queue: Any = queue.Queue() if data else None
 
     def write(self) -> None:
-        """Write the file and wait until it is on the disk.
+        """Write the file and wait until it is on disk.
 
         Raises:
-            Exception: what writing raised.
+            Exception: writing failed.
         """
         for path, name, (objects, tensors) in self.write_buckets or ():
             results: queue.Queue[tuple[int, Any]] = queue.Queue()
-            under_way: queue.Queue[int] = queue.Queue()
-            under_way.put(0)
-            # A part of a tensor is saved with the whole, so each is copied, but only when its turn comes.
+            in_progress: queue.Queue[int] = queue.Queue()
+            in_progress.put(0)
+            # torch.save would write the whole storage of a view, so each view is copied just before it is written.
             bucket: Any = (path, name, (objects, _copies(tensors)))
-            self.write_preloaded_data([self.transforms], 0, bucket, results, under_way, use_fsync=True)
+            self.write_preloaded_data([self.transforms], 0, bucket, results, in_progress, use_fsync=True)
             _, outcome = results.get_nowait()
             if isinstance(outcome, Exception):
                 raise outcome
@@ -73,18 +72,18 @@ class ThreadWriter(FileSystemWriterAsync):
 
 
 class ThreadStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format, planned by all ranks together and written by a `ThreadWriter` on each."""
+    """Writes Megatron's torch_dist format: all ranks plan together, a `ThreadWriter` writes each rank's file."""
 
     def __init__(self, disk: DiskWork) -> None:
         super().__init__(*FORMAT)
         self._disk = disk
         self._planned: tuple[ThreadWriter, Metadata | None, Any] | None = None
         self.tensors: list[torch.Tensor] = []
-        """What this rank's file gets, once it is planned."""
+        """The tensors of this rank's file, once it is planned."""
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
-        """StepPlan. The request's function writes; `finish` is for all ranks together, once all have written."""
-        with self._disk.together(f"writing {checkpoint_dir}"):
+        """Plan the files. The request's function writes; then all ranks call `finish` together."""
+        with self._disk.all_ranks(f"writing {checkpoint_dir}"):
             pass  # rank 0 has just written common.pt
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         writer = ThreadWriter(Path(checkpoint_dir))
@@ -96,18 +95,18 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
         return AsyncRequest(writer.write, (), [])
 
     def finish(self) -> None:
-        """Write what describes the files: rank 0 does, and the others wait. All ranks call it together.
+        """Write the metadata on rank 0 while the other ranks wait. All ranks call it together.
 
         Raises:
             CheckpointException: a rank has not written its file.
-            OSError: it can't be written.
-            DiskWorkFailed, DiskStalled: rank 0 couldn't write it.
+            OSError: the metadata can't be written.
+            DiskWorkFailed, DiskStalled: rank 0 failed to write it.
         """
         assert self._planned is not None
         writer, metadata, ranks = self._planned
         results = ranks.gather_object(writer.retrieve_write_results())
         folder = str(writer.checkpoint_dir)
-        with self._disk.together(f"writing {folder}"):
+        with self._disk.all_ranks(f"writing {folder}"):
             if ranks.is_coordinator:
                 if failures := _get_failure_dict(results):
                     raise CheckpointException("write", failures)
@@ -118,8 +117,8 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
 def _copies(tensors: list[tuple[Any, Any]]) -> Iterator[tuple[Any, torch.Tensor]]:
     for item, tensor in tensors:
-        yield item, tensor.detach().cpu().clone() if _is_part(tensor) else tensor.detach().cpu()
+        yield item, tensor.detach().cpu().clone() if _is_view(tensor) else tensor.detach().cpu()
 
 
-def _is_part(tensor: torch.Tensor) -> bool:
+def _is_view(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize

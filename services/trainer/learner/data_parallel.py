@@ -9,11 +9,11 @@ from services.trainer.model.model import PolicyModel
 
 
 class DataParallel(DistributedDataParallel):
-    """Megatron's buffers for summed gradients. Nothing is reduced before `finalize_model_grads` asks for it.
+    """Megatron's gradient buffers, reduced only by `finalize_model_grads`.
 
-    Micro-batches come as a stream and nobody knows which is the last, so that reduction can't overlap the backward
-    pass. A rank that shares its parameters with no other one has nothing to reduce or gather; torch would copy all
-    gradients and all parameters once each step to find that out.
+    Micro-batches arrive as a stream whose last one isn't known in advance, so reduction can't overlap the backward
+    pass. A rank that shares its parameters with no other rank skips reduction and gathering, for which torch would
+    copy all gradients and parameters in each step.
     """
 
     def __init__(self, model: PolicyModel) -> None:
@@ -24,11 +24,11 @@ class DataParallel(DistributedDataParallel):
         self._alone = self.intra_dp_cp_group.size() == 1 and self.intra_expt_dp_group.size() == 1
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Add the gradients up over the data-parallel ranks."""
+        """Sum the gradients over the data-parallel ranks."""
         if not self._alone:
             super().finish_grad_sync(force_all_reduce)
 
     def start_param_sync(self, *args: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Gather the parameters that each data-parallel rank has updated a part of."""
+        """Gather the parameters, of which each data-parallel rank has updated a part."""
         if not self._alone:
             super().start_param_sync(*args, force_sync=force_sync, force_dispatch=force_dispatch)

@@ -1,4 +1,23 @@
-"""The learner: a Megatron model that accumulates gradients from micro-batches and steps once they are all there."""
+"""The learner: this rank's model, gradients and optimizer, and the order of things in an optimizer step.
+
+A step runs as follows, on all ranks at the same time.
+
+1. `accumulate`, once per round of micro-batches. Megatron's pipeline schedule calls for each micro-batch
+
+   - `to_device_batch`: this rank's slice of the packed tokens, copied to the device;
+   - `PolicyModel`: this pipeline stage's forward pass, up to hidden states;
+   - `PolicyLoss` on the last stage: log-probs of the trained tokens, then the algorithm's loss;
+   - the backward pass, which adds to Megatron's float32 gradient buffers (`main_grad`).
+
+   The losses are sums over tokens, so the division into micro-batches doesn't matter.
+
+2. `finish`, once. It adds up statistics and gradients over ranks, divides the gradients by the step's normalizer, waits
+   for a running checkpoint's copies, and then clips and updates the weights, unless the update isn't finite. The
+   gradients are cleared at the end.
+
+Between steps the loop may take a `snapshot`, `offload` the state to the host, or write the model (`save_hf`). Another
+thread may broadcast the weights meanwhile (`iter_hf_tensors`).
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,23 +33,22 @@ import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relaxd.algorithms import LossInputs, create
+from relaxd.algorithms import create
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer.attention.attention_kernels import attention_kernel
-from services.trainer.attention.heads import rotary_table
-from services.trainer.attention.sequence_layout import SequenceLayout, sequence_layout, to_device
-from services.trainer.batch.packing import PackedMicroBatch, with_padding
+from services.trainer.batch.packing import PackedMicroBatch
 from services.trainer.learner import mismatch
 from services.trainer.learner.checkpoint import Snapshot, Stateful, load_snapshot
 from services.trainer.learner.checkpoint_copies import HostCopies
 from services.trainer.learner.data_parallel import DataParallel
-from services.trainer.learner.logprobs import VocabShard, token_logprobs
+from services.trainer.learner.device_batch import DeviceBatch, to_device_batch
+from services.trainer.learner.logprobs import VocabShard
 from services.trainer.learner.offload import Offload, gradient_tensors, memory_in_use, state_tensors
 from services.trainer.learner.optimizer import (
     NonFiniteGradients,
@@ -39,11 +57,11 @@ from services.trainer.learner.optimizer import (
     clip_and_step,
     gradient_norm,
 )
-from services.trainer.learner.sums import add, bits, total
-from services.trainer.megatron.host_memory import GIVE_BACK_STEPS, give_back
-from services.trainer.megatron.parallel import initialize
+from services.trainer.learner.policy_loss import PolicyLoss, StageOutput
+from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
+from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
+from services.trainer.megatron.parallel import World, initialize
 from services.trainer.mlp import expert_load
-from services.trainer.mlp.routing import RouterInputs
 from services.trainer.model.architecture import read_architecture
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
@@ -62,43 +80,41 @@ from services.trainer.model.model import (
     transformer_config,
 )
 
-COLUMNS = ("rollout_logprobs", "advantages", "weight", "logprobs_comparable", "temperature", "ref_logprobs")
-"""What the loss needs of each trained token."""
+OutputFunction = Callable[[Tensor, DeviceBatch, Tensor], StageOutput]
+"""Computes the last stage's output from the output layer's weight, the micro-batch and the hidden states."""
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimizer step did. The same on all ranks."""
+    """Statistics of one optimizer step, the same on all ranks."""
 
     step: int
-    """Which step it was, from 1."""
+    """Number of the step, from 1."""
     loss: float
     """Summed loss divided by the normalizer."""
     grad_norm: float
     """Norm of the gradient before clipping."""
     skipped: bool
-    """Whether the update was skipped, so that weights, optimizer and schedule are as they were before the step."""
+    """Whether the update was skipped, leaving weights, optimizer and schedule unchanged."""
     lr: float
-    """Learning rate of this step; of the last update that was done, where this one was skipped."""
+    """Learning rate of the last applied update."""
     tokens: int
     """Trained tokens in the step, over all ranks."""
     metrics: dict[str, float]
-    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), and how far the engine's log-probs were
-    from the trainer's before the update: `mismatch.metrics`."""
+    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), `expert_load.metrics`, and the difference
+    between the engine's and the trainer's log-probs before the update (`mismatch.metrics`)."""
 
 
 @dataclass(frozen=True)
-class _Inputs:
-    """A micro-batch as tensors on this rank's device."""
+class _StepTotals:
+    """Sums of a step over all ranks."""
 
-    tokens: Tensor  # int64 [1, T / context ranks]: this rank's slice
-    rotary: Tensor  # [2, T, 1, head_size / 2]
-    layout: SequenceLayout
-    # Of the tokens with loss_mask 1 the N that this rank's slice predicts:
-    places: Tensor  # int64 [N]: which of them they are
-    targets: Tensor  # int64 [N]: their ids
-    predicting: Tensor  # int64 [N]: the token in the slice that predicts each one
-    columns: dict[str, Tensor]  # float32 [N]: COLUMNS of the micro-batch, as far as it has them
+    loss: float
+    """Summed loss divided by the normalizer."""
+    tokens: int
+    """Trained tokens."""
+    metrics: dict[str, float]
+    """`StepStats.metrics`."""
 
 
 class Learner:
@@ -112,83 +128,76 @@ class Learner:
         *,
         steps: int,
         seed: int = 0,
-        tell: Callable[[str], None] | None = None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
         """Join the Megatron world and load the model.
 
         Args:
             model_folder: a Hugging Face folder.
-            trainer: sizes, optimizer, deadlines.
-            algorithm: what to train with.
+            trainer: parallel sizes, optimizer, deadlines.
+            algorithm: the algorithm and its settings.
             steps: optimizer steps of the whole run, for the learning-rate schedule.
-            seed: seeds every generator.
-            tell: called about every second while ranks read or write files, with how far they are (`DiskWork.tell`).
+            seed: seed of all random generators.
+            report: called about every second with the progress of disk work (`DiskWork.report`).
 
         Raises:
-            ModelError: the folder can't be used, or not divided like this.
-            ValueError: the world or the optimizer's settings don't fit.
+            ModelError: the model isn't supported, or can't be divided among the ranks.
+            ValueError: the number of processes or the optimizer's settings are wrong.
         """
         self._folder = model_folder
         self._config = trainer
-        self._shape = read_architecture(model_folder)
-        self._megatron_config = transformer_config(self._shape, trainer)
+        self._architecture = read_architecture(model_folder)
+        self._megatron_config = transformer_config(self._architecture, trainer)
         self.world = initialize(trainer, seed)
-        if tell is not None:
-            self.world.disk.tell = tell
+        if report is not None:
+            self.world.disk.report = report
         self._algorithm = create(algorithm)
         self._kernel = attention_kernel(
-            self.world.device, self._megatron_config.params_dtype, self._shape.head_size, trainer.attention
+            self.world.device, self._megatron_config.params_dtype, self._architecture.head_size, trainer.attention
         )
-        self._frequencies = self._shape.inverse_frequencies().to(self.world.device)
-        rows = padded_vocab(self._shape.vocab_size, self.world.tensor_size) // self.world.tensor_size
-        start = rows * self.world.tensor_rank
-        shared = self.world.tensor_size > 1
-        self._vocab = VocabShard(
-            start=start,
-            size=min(rows, self._shape.vocab_size - start),
-            group=parallel_state.get_tensor_model_parallel_group() if shared else None,
-        )
-        self._policy = build_model(self._shape, self._megatron_config, self.world)
-        load_hf(self._policy, model_folder, self._shape, self.world)
+        self._inverse_frequencies = self._architecture.inverse_frequencies().to(self.world.device)
+        self._vocab = _vocab_shard(self._architecture.vocab_size, self.world)
+        self._loss = PolicyLoss(self._algorithm, self._vocab, sequence_parallel=self._megatron_config.sequence_parallel)
+        self._policy = build_model(self._architecture, self._megatron_config, self.world)
+        load_hf(self._policy, model_folder, self._architecture, self.world)
         self._routers = routers(self._policy)
         if trainer.moe.freeze_router:
             freeze_routers(self._policy)
-        self._reference = self._frozen_copy() if self._algorithm.needs_reference else None
+        self._reference = self._load_reference() if self._algorithm.needs_reference else None
         self._model = DataParallel(self._policy)
         self._optimizer = build_optimizer(self._model, trainer)
         self._schedule = build_schedule(self._optimizer, trainer, steps)
         self._step = 0
         self._copies: HostCopies | None = None
         self._sums: dict[str, Tensor] = {}
-        self._accumulated = False  # `_sums` won't tell: the last pipeline stage alone has any
+        self._accumulated = False  # not the same as having `_sums`, which only the last pipeline stage has
         self._model.zero_grad_buffer()
         self._offload = Offload(self.world.device)
-        self._exported = exported_parameters(self._policy, self._shape, self.world)
+        self._exported = exported_parameters(self._policy, self._architecture, self.world)
         self._changed = torch.cuda.Event() if self.world.device.type == "cuda" else None
-        """When the GPU has the weights that `step` counts."""
-        self._weights_changed()
+        """Recorded on the GPU after the last change of the weights."""
+        self._record_weights_changed()
 
     @property
     def step(self) -> int:
-        """Optimizer steps done: the version of the weights."""
+        """Number of completed optimizer steps, which is the weights' version."""
         return self._step
 
     def accumulate(self, micro_batches: Sequence[PackedMicroBatch]) -> None:
-        """Run forward and backward and add the gradients of the summed loss to those that are already there.
+        """Run forward and backward, adding to the accumulated gradients of the summed loss.
 
-        May be called any number of times before `finish`. Every data-parallel rank gives the same number of
-        micro-batches per call (filled up with `empty_micro_batch`); ranks of one model, those that share its context
-        included, give the same ones.
+        Call it any number of times before `finish`. All data-parallel ranks pass the same number of micro-batches per
+        call, padded with `empty_micro_batch`; all ranks of one data-parallel replica pass the same micro-batches.
         """
         if not micro_batches:
             return
         self._accumulated = True
         if self._reference is not None:
-            micro_batches = self._with_reference(micro_batches)
-        for sums in self._run(self._model, micro_batches, self._loss, forward_only=False):
+            micro_batches = self._with_ref_logprobs(micro_batches)
+        for sums in self._run(self._model, micro_batches, self._loss.loss, forward_only=False):
             for name, value in sums.items():
-                # Not as numbers yet: that would wait for the GPU.
-                self._sums[name] = add(name, self._sums[name], value) if name in self._sums else value
+                # Tensors, not floats: converting would wait for the GPU.
+                self._sums[name] = merge(name, self._sums[name], value) if name in self._sums else value
 
     def finish(
         self,
@@ -197,101 +206,85 @@ class Learner:
         *,
         skip: bool | None = None,
     ) -> StepStats:
-        """Add up gradients over ranks, divide them by `normalizer`, clip, update the weights, clear the gradients.
+        """Sum gradients over ranks, divide them by `normalizer`, clip, update the weights, clear the gradients.
 
         An update whose loss or gradient norm isn't finite is skipped: the step counts, but weights, optimizer state and
-        schedule stay as they are. Both numbers are sums over the world, so all ranks decide the same.
+        schedule stay unchanged. Both numbers are sums over the world, so all ranks decide alike.
 
         Args:
             normalizer: `Algorithm.normalizer` of the whole step over all ranks, > 0.
-            before_step: entered when the gradients are ready and left when the weights have changed: where the caller
-                waits for a running weight broadcast and keeps a new one out.
-            skip: whether the update was skipped when the step was taken, for a step that is repeated.
+            before_step: context around the change of the weights, in which the caller can wait for a weight broadcast
+                and keep a new one from starting.
+            skip: for a replayed step, whether its update was skipped before.
 
         Raises:
             ValueError: the normalizer isn't positive.
-            NonFiniteGradients: `skip` is False, but the loss or the gradient isn't finite. The accumulated gradients
-                are dropped, and nothing else has changed.
+            NonFiniteGradients: `skip` is False, but loss or gradient norm isn't finite. The accumulated gradients are
+                dropped; nothing else has changed.
         """
         if not normalizer > 0:
             raise ValueError(f"normalizer is {normalizer}: it must be positive")
-        totals, self._sums = total(self._sums, self.world), {}
-        load = self._expert_load()
-        measured = totals.pop("mismatch", None)
-        sums = {name: float(value) for name, value in totals.items()}
-        tokens, loss = sums.pop("tokens", 0.0), sums.pop("loss", 0.0) / normalizer
+        totals = self._reduce_sums(normalizer)
         try:
-            finalize_model_grads([self._model])
-            if normalizer != 1.0:
-                self._model.scale_gradients(1.0 / normalizer)
-            self._let_copy()
+            self._reduce_gradients(normalizer)
+            self._wait_for_copies()
             with before_step or nullcontext():
-                grad_norm = gradient_norm(self._optimizer)
-                finite = math.isfinite(loss) and math.isfinite(grad_norm)
-                if skip is False and not finite:
-                    raise NonFiniteGradients(
-                        f"the update of step {self._step + 1} was done when the step was taken, but now its loss is "
-                        f"{loss} and its gradient norm {grad_norm}"
-                    )
-                skipped = not finite if skip is None else skip
-                if not skipped:
-                    self._schedule.step(1)
-                    clip_and_step(self._optimizer, self._config.optimizer.clip_grad, grad_norm)
-                    self._weights_changed()
+                grad_norm, skipped = self._update(totals.loss, skip)
                 self._step += 1
         finally:
             self.discard()
-        if self._step % GIVE_BACK_STEPS == 0:
-            give_back()
+        if self._step % TRIM_EVERY_STEPS == 0:
+            trim_heap()
         lr = float(self._optimizer.param_groups[0]["lr"])
-        metrics = {name: value / max(tokens, 1.0) for name, value in sums.items()}
-        metrics |= load | (mismatch.metrics(measured) if measured is not None else {})
-        return StepStats(self._step, loss, grad_norm, skipped, lr, int(tokens), metrics)
+        return StepStats(self._step, totals.loss, grad_norm, skipped, lr, totals.tokens, totals.metrics)
 
     def discard(self) -> None:
-        """Forget the gradients that were accumulated since the last `finish`."""
+        """Drop the gradients accumulated since the last `finish`."""
         self._sums, self._accumulated = {}, False
-        expert_load.forget(self._routers)
+        expert_load.reset(self._routers)
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def log_probs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
-        """Log-probs of the tokens with loss_mask 1 under the current weights.
+        """Compute the log-probs of the tokens with loss_mask 1 under the current weights.
 
         Returns:
-            For each micro-batch float32 [T], 0 where loss_mask is 0. On all ranks of the model.
+            For each micro-batch float32 [T], 0 where loss_mask is 0; on all ranks.
         """
         return self._log_probs(self._model, micro_batches)
 
     def hf_tensor_specs(self) -> list[HFTensorSpec]:
-        """Every tensor of the model as `iter_hf_tensors` yields it, all stages, in order. Doesn't gather."""
+        """Return the specs of all stages' tensors, in the order of `iter_hf_tensors`. Doesn't gather."""
         dtype = self._megatron_config.params_dtype
-        return hf_tensor_specs(self._shape, dtype, self.world.stages, self.world.expert_size)
+        return hf_tensor_specs(self._architecture, dtype, self.world.pp_size, self.world.ep_size)
 
     def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This stage's full tensors under their Hugging Face names; see `gather_hf_tensors`.
+        """Gather this stage's full tensors under their Hugging Face names; see `gather_hf_tensors`.
 
-        In any thread: the current stream comes after the last optimizer step, not after what was enqueued since.
+        May run in any thread. The current stream waits for the last optimizer step, but not for later work.
         """
         if self._changed is not None:
             torch.cuda.current_stream(self.world.device).wait_event(self._changed)
-        return gather_hf_tensors(self._exported, self._shape, self.world, self.world.gather)
+        return gather_hf_tensors(self._exported, self._architecture, self.world, self.world.gather)
 
     def save_hf(self, folder: Path) -> None:
         """Write the current weights as a Hugging Face folder. All ranks call it together."""
-        save_hf(self._policy, folder, self._folder, self._shape, self.world)
+        save_hf(self._policy, folder, self._folder, self._architecture, self.world)
 
     def checksum(self) -> int:
-        """The sum of the weights' `bits`. Summed over ranks it tells, almost surely, whether two worlds that are
-        arranged alike have the same weights; and it then still is a whole number as a float64, which metrics are."""
-        return bits(self._policy.parameters(), self.world.device)
+        """Return the `bit_sum` of this rank's weights.
+
+        The sum over ranks is almost surely different for different weights in the same parallel layout, and is exact
+        as a float64 metric.
+        """
+        return bit_sum(self._policy.parameters(), self.world.device)
 
     def offload(self) -> tuple[int, int]:
-        """Move weights, gradients and optimizer state to the host's memory; nothing else is called until `onload`.
+        """Move weights, gradients and optimizer state to the host's memory. The next call must be `onload`.
 
-        Returns the bytes in use on this rank's device before and after, see `memory_in_use`.
+        Returns the bytes in use on this rank's device before and after; see `memory_in_use`.
         """
-        self._let_copy()
+        self._wait_for_copies()
         before = memory_in_use(self.world.device)
         models = [self._policy] if self._reference is None else [self._policy, self._reference]
         tensors, gradients = state_tensors(models, self._optimizer), gradient_tensors(self._model)
@@ -300,56 +293,89 @@ class Learner:
         return before, memory_in_use(self.world.device)
 
     def onload(self) -> tuple[int, int]:
-        """Move everything back, to the bit. Returns the bytes in use before and after."""
+        """Move everything back, bit for bit. Returns the bytes in use before and after."""
         before = memory_in_use(self.world.device)
         self._offload.onload()
-        self._weights_changed()
+        self._record_weights_changed()
         return before, memory_in_use(self.world.device)
 
     def snapshot(self, folder: Path) -> Snapshot:
-        """Take the state after the last `finish`, to be written into an empty folder. All ranks call it together.
+        """Start a snapshot of the state, to be written to an empty folder. All ranks call it together.
 
-        The next change of the state waits for its copies.
+        The next change of the state waits until the snapshot's copies are complete.
         """
-        self._let_copy()
+        self._wait_for_copies()
         snapshot = Snapshot(self._stateful(), folder)
         self._copies = snapshot.copies
         return snapshot
 
     def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
-        """Be as the learner was whose snapshot of a step is in a folder; see `load_snapshot`. All ranks together."""
-        self._let_copy()
+        """Load the snapshot of a step; see `load_snapshot`. All ranks call it together."""
+        self._wait_for_copies()
         load_snapshot(self._stateful(), folder, same_layout=same_layout)
         self._step = step
         self.discard()
 
-    def _let_copy(self) -> None:
-        """Wait until a snapshot has what it needs of the state as it is."""
+    def _reduce_sums(self, normalizer: float) -> _StepTotals:
+        """Add up over all ranks, and reset, the sums that `accumulate` has collected."""
+        sums, self._sums = reduce_over_ranks(self._sums, self.world), {}
+        expert_metrics = self._expert_metrics()
+        measured = sums.pop("mismatch", None)
+        values = {name: float(value) for name, value in sums.items()}
+        tokens, loss = values.pop("tokens", 0.0), values.pop("loss", 0.0) / normalizer
+        metrics = {name: value / max(tokens, 1.0) for name, value in values.items()}
+        metrics |= expert_metrics | (mismatch.metrics(measured) if measured is not None else {})
+        return _StepTotals(loss, int(tokens), metrics)
+
+    def _reduce_gradients(self, normalizer: float) -> None:
+        """Add up gradients over the ranks that share parameters, and divide them by `normalizer`."""
+        finalize_model_grads([self._model])
+        if normalizer != 1.0:
+            self._model.scale_gradients(1.0 / normalizer)
+
+    def _update(self, loss: float, skip: bool | None) -> tuple[float, bool]:
+        """Update the weights unless the update must be skipped. Return the gradient norm and whether it was skipped."""
+        grad_norm = gradient_norm(self._optimizer)
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if skip is False and not finite:
+            raise NonFiniteGradients(
+                f"the update of step {self._step + 1} was applied before, but in the replay its loss is {loss} and its "
+                f"gradient norm {grad_norm}"
+            )
+        skipped = not finite if skip is None else skip
+        if not skipped:
+            self._schedule.step(1)
+            clip_and_step(self._optimizer, self._config.optimizer.clip_grad, grad_norm)
+            self._record_weights_changed()
+        return grad_norm, skipped
+
+    def _wait_for_copies(self) -> None:
+        """Wait until the last snapshot's copies are complete, so that the state may change."""
         copies, self._copies = self._copies, None
         if copies is not None:
-            copies.let_go(self._config.collective_timeout_seconds)
+            copies.wait_or_raise(self._config.collective_timeout_seconds)
 
     def _stateful(self) -> Stateful:
         return Stateful(self._policy, self._optimizer, self._schedule, self.world)
 
-    def _expert_load(self) -> dict[str, float]:
+    def _expert_metrics(self) -> dict[str, float]:
         if not self._routers:
             return {}
         moe = self._config.moe
         with_losses = moe.aux_loss_coef > 0 or moe.z_loss_coef > 0
         return expert_load.metrics(self._routers, self.world, with_losses=with_losses)
 
-    def _weights_changed(self) -> None:
+    def _record_weights_changed(self) -> None:
         if self._changed is not None:
             self._changed.record(torch.cuda.current_stream(self.world.device))
 
-    def _frozen_copy(self) -> PolicyModel:
-        """The initial model, as the reference of the KL term."""
-        reference = build_model(self._shape, self._megatron_config, self.world)
-        load_hf(reference, self._folder, self._shape, self.world)
+    def _load_reference(self) -> PolicyModel:
+        """Load the initial model as reference of the KL term."""
+        reference = build_model(self._architecture, self._megatron_config, self.world)
+        load_hf(reference, self._folder, self._architecture, self.world)
         return reference.requires_grad_(False)
 
-    def _with_reference(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
+    def _with_ref_logprobs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
         missing = [batch for batch in micro_batches if batch.ref_logprobs is None]
         computed = iter(self._log_probs(self._reference, missing) if missing else [])
         return [b if b.ref_logprobs is not None else replace(b, ref_logprobs=next(computed)) for b in micro_batches]
@@ -360,14 +386,14 @@ class Learner:
             return results
         flat = torch.zeros(sum(int(b.loss_mask.sum()) for b in micro_batches), device=self.world.device)
         with torch.no_grad():
-            outputs = self._run(model, micro_batches, self._evaluate, forward_only=True)
+            outputs = self._run(model, micro_batches, self._loss.evaluate, forward_only=True)
         begin = 0
         for batch, output in zip(micro_batches, outputs, strict=False):
-            flat[begin + output["places"]] = output["logprobs"]
+            flat[begin + output["indices"]] = output["logprobs"]
             begin += int(batch.loss_mask.sum())
-        if outputs and self.world.context_size > 1:
+        if outputs and self.world.cp_size > 1:
             dist.all_reduce(flat, group=parallel_state.get_context_parallel_group())
-        if self.world.stages > 1:
+        if self.world.pp_size > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         values, begin = flat.cpu().numpy(), 0
@@ -378,81 +404,37 @@ class Learner:
         return results
 
     def _run(
-        self, model: Any, micro_batches: Sequence[PackedMicroBatch], last: Any, *, forward_only: bool
-    ) -> list[dict[str, Any]]:
-        """Run Megatron's schedule.
+        self, model: Any, micro_batches: Sequence[PackedMicroBatch], output: OutputFunction, *, forward_only: bool
+    ) -> list[dict[str, Tensor]]:
+        """Run Megatron's schedule over micro-batches, with a backward pass unless `forward_only`.
 
         Returns:
-            What `last(output weight, inputs, hidden)` reports for each micro-batch; nothing before the last stage.
+            The values that `output` reports for each micro-batch; nothing on stages other than the last.
         """
         policy: PolicyModel = getattr(model, "module", model)
 
-        def forward(iterator: Iterator[_Inputs], model: Any) -> tuple[Tensor, Any]:
-            inputs = next(iterator)
-            hidden = model(inputs.tokens, inputs.rotary, inputs.layout)
-            return hidden, partial(last, policy.output_weight(), inputs) if self.world.last_stage else None
+        def forward(batches: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Any]:
+            batch = next(batches)
+            hidden = model(batch.tokens, batch.rotary, batch.layout)
+            return hidden, partial(output, policy.output_weight(), batch) if self.world.last_stage else None
 
-        return get_forward_backward_func()(
+        reported: list[dict[str, Tensor]] = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=map(self._inputs, micro_batches),
+            data_iterator=map(self._to_device, micro_batches),
             model=[model],
             num_microbatches=len(micro_batches),
-            seq_length=0,  # stages tell each other the shapes
+            seq_length=0,  # unused: stages exchange the shapes
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        return reported
 
-    def _inputs(self, batch: PackedMicroBatch) -> _Inputs:
-        batch = with_padding(batch, self.world.tensor_size * self.world.context_size)
-        device = self.world.device
-        share = len(batch.tokens) // self.world.context_size
-        begin = share * self.world.context_rank
-        trained = np.flatnonzero(batch.loss_mask)
-        predicting = batch.previous[trained]
-        places = np.flatnonzero((predicting >= begin) & (predicting < begin + share))
-        trained, predicting = trained[places], predicting[places] - begin
-        names = [name for name in COLUMNS if getattr(batch, name) is not None]
-        columns = np.stack([getattr(batch, name)[trained].astype(np.float32) for name in names])
-        router = RouterInputs(weight=float(batch.weight[batch.loss_mask == 1].sum()))
-        return _Inputs(
-            tokens=to_device(batch.tokens[begin : begin + share], device).unsqueeze(0),
-            rotary=rotary_table(to_device(batch.positions, device), self._frequencies),
-            layout=sequence_layout(batch, device, self._kernel, router),
-            places=to_device(places, device),
-            targets=to_device(batch.tokens[trained], device),
-            predicting=to_device(predicting, device),
-            columns=dict(zip(names, to_device(columns, device), strict=True)),
-        )
+    def _to_device(self, batch: PackedMicroBatch) -> DeviceBatch:
+        return to_device_batch(batch, self.world, self._kernel, self._inverse_frequencies)
 
-    def _token_logprobs(self, weight: Tensor, inputs: _Inputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the trained tokens only: no other position's logits are ever computed."""
-        if self._megatron_config.sequence_parallel:
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        rows = hidden.squeeze(1).index_select(0, inputs.predicting)
-        if self.world.tensor_size > 1 and not self._megatron_config.sequence_parallel:
-            rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
-        return token_logprobs(rows, weight, inputs.targets, inputs.columns["temperature"], self._vocab)
 
-    def _evaluate(self, weight: Tensor, inputs: _Inputs, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logprobs, _ = self._token_logprobs(weight, inputs, hidden)
-        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {"logprobs": logprobs, "places": inputs.places}
-
-    def _loss(self, weight: Tensor, inputs: _Inputs, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logprobs, entropy = self._token_logprobs(weight, inputs, hidden)
-        columns = inputs.columns
-        output = self._algorithm.loss(
-            LossInputs(
-                logprobs=logprobs,
-                rollout_logprobs=columns["rollout_logprobs"],
-                advantages=columns["advantages"],
-                mask=torch.ones_like(logprobs),
-                weight=columns["weight"],
-                ref_logprobs=columns.get("ref_logprobs"),
-                entropy=entropy if self._algorithm.needs_entropy else entropy.detach(),
-            )
-        )
-        sums = {"loss": output.loss.detach(), **output.sums}
-        reported = {name: value.double() for name, value in sums.items()}
-        reported["tokens"] = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
-        reported["mismatch"] = mismatch.measure(logprobs, columns["rollout_logprobs"], columns["logprobs_comparable"])
-        return output.loss, torch.zeros((), dtype=torch.int), reported
+def _vocab_shard(vocab_size: int, world: World) -> VocabShard:
+    rows = padded_vocab(vocab_size, world.tp_size) // world.tp_size
+    start = rows * world.tp_rank
+    group = parallel_state.get_tensor_model_parallel_group() if world.tp_size > 1 else None
+    return VocabShard(start=start, size=min(rows, vocab_size - start), group=group)

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of given tokens, from hidden states, without ever holding all logits."""
+"""Log-probs and entropies of given tokens from hidden states, computed over chunks of logits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,25 +11,25 @@ from services.trainer.kernels.fusion import fused_kernels
 from services.trainer.kernels.gradients import add_product_
 
 CPU_CHUNK_TOKENS = 512
-"""Tokens whose logits are computed together on CPU."""
+"""Tokens per chunk on CPU."""
 CHUNK_BYTES = 1 << 30
-"""Logits that are computed together on a GPU."""
+"""Bytes of logits per chunk on a GPU."""
 CPU_KEPT_BYTES = 256 << 20
-"""Logits that a micro-batch keeps for its backward pass on CPU; the others are made anew there."""
+"""Bytes of logits that a micro-batch keeps for its backward pass on CPU; the others are recomputed."""
 KEPT_SHARE = 1 / 24
-"""The same on a GPU, as a share of its memory."""
+"""The same limit on a GPU, as a share of its memory."""
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The part of the vocabulary that this rank's output layer has."""
+    """The part of the vocabulary in this rank's output layer."""
 
     start: int
     """First token id."""
     size: int
-    """Token ids; rows of the output layer beyond them are padding."""
+    """Number of token ids; further rows of the output layer are padding."""
     group: dist.ProcessGroup | None
-    """The ranks that share the vocabulary; None: this one has it all."""
+    """The ranks that share the vocabulary; None if this rank has all of it."""
 
 
 def token_logprobs(
@@ -41,23 +41,23 @@ def token_logprobs(
     chunk_tokens: int | None = None,
     kept_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token, and entropy of the distribution that it was drawn from.
+    """Compute each token's log-probability, and the entropy of the distribution that it was sampled from.
 
     log p(t) = z_t - log(sum_j exp z_j) and H = -sum_j p_j log p_j with z = hidden @ weight.T / temperature, in float32.
-    Logits exist chunk by chunk. The backward pass needs them again: the first chunks are kept, as far as that costs
-    little memory, the others are made anew. With a sharded vocabulary, the gradient that goes into `hidden` is this
-    shard's part: the caller's copy or gather of `hidden` over the ranks adds them up.
+    Logits are computed chunk by chunk. For the backward pass the first chunks are kept, up to `kept_bytes`, and the
+    others recomputed. With a sharded vocabulary, the gradient of `hidden` is this shard's part; the backward pass of
+    the caller's copy or gather of `hidden` sums the parts over ranks.
 
-    A weight with Megatron's gradient buffer (`main_grad`) gets its gradient there, in float32, and none in `grad`.
+    If the weight has Megatron's gradient buffer (`main_grad`), its gradient goes there in float32, and not to `grad`.
 
     Args:
         hidden: [N, hidden_size], the state that predicts each token.
         weight: [rows, hidden_size], this rank's rows of the output layer.
         tokens: int64 [N], the predicted tokens' ids (in the whole vocabulary).
-        temperature: float32 [N], the temperature that each token was sampled with.
-        shard: which ids this rank's rows are.
-        chunk_tokens: tokens per chunk; None: as fits the machine.
-        kept_bytes: most bytes of logits to keep; None: as fits the machine.
+        temperature: float32 [N], each token's sampling temperature.
+        shard: the token ids of this rank's rows.
+        chunk_tokens: tokens per chunk; by default chosen for the device.
+        kept_bytes: largest size of kept logits; by default chosen for the device.
 
     Returns:
         Log-probs and entropies in nats, both float32 [N], differentiable, the same on all ranks of the shard's group.
@@ -77,9 +77,9 @@ def token_logprobs(
 @dataclass(frozen=True)
 class _Chunks:
     tokens: int
-    """Tokens of one chunk."""
+    """Tokens per chunk."""
     kept: int
-    """How many chunks keep their logits."""
+    """Number of chunks whose logits are kept."""
     shard: VocabShard
 
     def rows(self, count: int) -> list[slice]:
@@ -108,7 +108,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 statistics[:, rows] = _statistics(logits, columns[rows], keep=len(kept) < chunks.kept)
             if len(kept) < chunks.kept:
                 kept.append(logits)
-            del logits  # or two chunks would be there at once
+            del logits  # free it before the next chunk is allocated
         largest, sums, weighted, of_token = _over_shards(statistics, shard)
         log_sums = sums.log()
         entropies = log_sums - weighted / sums
@@ -157,7 +157,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _over_shards(statistics: Tensor, shard: VocabShard) -> Tensor:
-    """Statistics [4, N] of this rank's ids to those of the whole vocabulary."""
+    """Combine statistics [4, N] of all ranks' ids."""
     if shard.group is None:
         return statistics
     largest, sums, weighted, of_token = statistics
@@ -171,12 +171,12 @@ def _over_shards(statistics: Tensor, shard: VocabShard) -> Tensor:
 
 
 def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Logits [n, ids] in float32 under each token's temperature [n]."""
+    """Return logits [n, ids] in float32, divided by each token's temperature [n]."""
     return logits.float().div_(temperature.unsqueeze(-1))
 
 
 def _statistics(logits: Tensor, columns: Tensor, *, keep: bool) -> Tensor:
-    """What `vocabulary_statistics` computes, of logits under their temperature already; changes them unless kept."""
+    """Compute `vocabulary_statistics` of logits already divided by temperature; overwrite them unless `keep`."""
     largest = logits.amax(-1)
     of_token = logits.gather(-1, columns.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (columns >= 0)
     shifted = logits.sub(largest.unsqueeze(-1)) if keep else logits.sub_(largest.unsqueeze(-1))
@@ -193,7 +193,7 @@ def _gradient(
     grad_logprobs: Tensor,
     grad_entropies: Tensor | None,
 ) -> Tensor:
-    """What `vocabulary_gradient_` computes, of logits under their temperature already; changes them."""
+    """Compute `vocabulary_gradient_` of logits already divided by temperature; overwrite them."""
     logprobs = logits.sub_(log_sums.unsqueeze(-1))
     # d logp_t / d z = onehot(t) - p and d H / d z = -p (log p + H), each divided by the temperature.
     gradient = logprobs.exp()

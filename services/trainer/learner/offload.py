@@ -1,7 +1,7 @@
-"""Weights, gradients and optimizer state between the device and the host's memory, to the bit.
+"""Offloading of weights, gradients and optimizer state to the host's memory and back, bit for bit.
 
-A tensor's storage is emptied and filled again in place: parameters, Megatron's buffers that they are views of, and
-whatever else refers to them stay what they are. verl and slime do the same for colocated training
+A tensor's storage is freed and refilled in place, so that parameters, views of Megatron's buffers and all other
+references stay valid. verl and slime do the same for colocated training
 (verl.utils.megatron_utils.offload_megatron_model_to_cpu).
 """
 
@@ -19,20 +19,20 @@ from torch import Tensor
 from services.trainer.learner.data_parallel import DataParallel
 
 CHUNK_BYTES = 256 << 20
-"""The host's memory is taken in pieces of this size: pinned memory is handed out in powers of two."""
+"""Size of host allocations. A power of two, because pinned memory is allocated in powers of two."""
 ALIGNMENT = 512
-"""Tensors begin at multiples of this many bytes of the host's memory."""
+"""Alignment of tensors in the host's memory, in bytes."""
 
 
 class Offload:
-    """Moves the storages behind some tensors away from their device and back. Not thread-safe."""
+    """Moves tensors' storages from the device to the host and back. Not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is where the tensors are that are moved; others are left where they are."""
+        """Move only tensors on `device`."""
         self._device = device
         self._chunks: list[Tensor] = []
         self._away: list[tuple[torch.UntypedStorage, int, int | None]] = []
-        """Storage, its bytes, and where its content is in the host's memory; None: nowhere, it was zero."""
+        """Storage, its bytes, and the offset of its content in the host's memory; None if the content was zero."""
 
     @property
     def away(self) -> bool:
@@ -40,12 +40,12 @@ class Offload:
         return bool(self._away)
 
     def offload(self, tensors: Iterable[Tensor], zeros: Iterable[Tensor] = ()) -> None:
-        """Free the device's memory behind tensors, keeping their content; of `zeros` only their size.
+        """Free the device memory of tensors, keeping the content of `tensors` and only the size of `zeros`.
 
-        The tensors must not be used until `onload`.
+        They must not be used until `onload`.
         """
         if self._away:
-            raise RuntimeError("the tensors are in the host's memory already")
+            raise RuntimeError("the tensors are already in the host's memory")
         empty = {storage.data_ptr(): storage for storage in self._storages(zeros)}
         offset = 0
         for storage in self._storages([*tensors, *zeros]):
@@ -66,7 +66,7 @@ class Offload:
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """Bring everything back to where it was."""
+        """Move everything back to the device."""
         for storage, size, place in self._away:
             storage.resize_(size)
             if place is None:
@@ -77,10 +77,10 @@ class Offload:
         self._synchronize()
         self._away.clear()
         if self._device.type != "cuda":
-            self._chunks.clear()  # pinned memory takes long to get, so on GPUs it is kept
+            self._chunks.clear()  # on GPUs it is kept, because allocating pinned memory is slow
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-        """The storages on the device, each once, in order."""
+        """Return the distinct storages on the device, in order."""
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -92,12 +92,12 @@ class Offload:
         pinned = self._device.type == "cuda"
         while len(self._chunks) * CHUNK_BYTES < size:
             left = size - len(self._chunks) * CHUNK_BYTES
-            # Off GPUs the last one needs to be no larger than what is put into it.
+            # Unpinned memory need not be allocated in whole chunks.
             length = CHUNK_BYTES if pinned else min(CHUNK_BYTES, left)
             self._chunks.append(torch.empty(length, dtype=torch.uint8, pin_memory=pinned))
 
     def _parts(self, storage: torch.UntypedStorage, size: int, place: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """A storage and its place in the host's memory, chunk after chunk."""
+        """Yield the parts of a storage with their places in the host's chunks."""
         whole, done = _bytes_of(storage, self._device), 0
         while done < size:
             chunk, start = divmod(place + done, CHUNK_BYTES)
@@ -115,12 +115,12 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 def gradient_tensors(model: DataParallel) -> list[Tensor]:
-    """Megatron's gradient buffers."""
+    """Return Megatron's gradient buffers."""
     return [buffer.grad_data for buffer in [*model.buffers, *model.expert_parallel_buffers]]
 
 
 def state_tensors(models: Iterable[torch.nn.Module], optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Parameters and buffers of models, main weights, and the optimizer's moments: all that a step leaves behind."""
+    """Return parameters and buffers of models, main weights, and the optimizer's moments."""
     tensors: list[Tensor] = []
     for model in models:
         tensors += [parameter.data for parameter in model.parameters()]
@@ -138,7 +138,7 @@ def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes in use: of the whole GPU, whoever uses them; on a CPU of this process."""
+    """Return the bytes in use: on a GPU by all processes, on CPU by this process."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free

@@ -14,14 +14,14 @@ from services.trainer.learner.data_parallel import DataParallel
 
 
 class NonFiniteGradients(ArithmeticError):
-    """An update that was done before can't be repeated: its loss or gradient isn't finite. Nothing has changed."""
+    """A replayed update that was applied before now has a loss or gradient that isn't finite. Nothing has changed."""
 
 
 def build_optimizer(model: DataParallel, config: TrainerConfig) -> MegatronOptimizer:
-    """AdamW (arXiv 1711.05101), its state and main weights sharded over the data-parallel ranks.
+    """Build AdamW (arXiv 1711.05101) with state and main weights sharded over the data-parallel ranks.
 
-    Norms have no weight decay. With `cpu_offload` state and main weights are in the host's memory and the update is
-    computed there, parameter after parameter, while others travel.
+    Norms have no weight decay. With `cpu_offload`, state and main weights are in the host's memory and updates are
+    computed there, one parameter at a time, overlapping the transfer of others.
     """
     settings = config.optimizer
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -43,25 +43,25 @@ def build_optimizer(model: DataParallel, config: TrainerConfig) -> MegatronOptim
         pin_cpu_grads=torch.cuda.is_available(),
     )
     if settings.cpu_offload:
-        # The main weights are the offloaded optimizer's only, none on the GPU. Set afterwards, as the constructor asks
-        # for Transformer Engine's version, which this doesn't use.
+        # Keep main weights only in the offloaded optimizer, not on the GPU. Set after construction, because the
+        # constructor would require Transformer Engine.
         megatron_config.use_precision_aware_optimizer = True
         megatron_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         megatron_config.store_param_remainders = False
     optimizer = get_megatron_optimizer(megatron_config, [model], config_overrides=no_decay_for_norms(megatron_config))
     for group in optimizer.param_groups:
-        group["fused"] = True  # one pass over memory instead of a dozen
+        group["fused"] = True  # one pass over memory instead of about twelve
     return optimizer
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: TrainerConfig, steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, linear or cosine decay to `min_lr` at the last step.
+    """Build the schedule: linear warm-up, then constant, or linear or cosine decay to `min_lr` at the last step.
 
-    Step it before each update that is done: update s of 1..steps then warms up to s / warmup_steps, and the last has
-    min_lr. An update that is skipped doesn't count.
+    Step it before each applied update: update s of 1..steps then warms up to s / warmup_steps, and the last one has
+    min_lr. Skipped updates don't count.
 
     Raises:
-        ValueError: settings that contradict each other.
+        ValueError: the settings contradict each other.
     """
     settings = config.optimizer
     if settings.min_lr > settings.lr:
@@ -86,22 +86,22 @@ def build_schedule(optimizer: MegatronOptimizer, config: TrainerConfig, steps: i
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """The norm of the gradients over all ranks, which is made ready for the update. All ranks call it together.
+    """Prepare the gradients for the update and return their norm over all ranks. All ranks call it together.
 
-    Every rank gets the same number: Megatron adds up the squares over the whole world, so that a NaN or an infinity in
-    any rank's share makes the norm of all ranks NaN or infinite. So does a sum that float32 can't hold.
+    Megatron sums the squares over the whole world in float32, so all ranks get the same number. It is NaN or infinite
+    if any rank's share has a NaN or an infinity, or if the sum overflows.
     """
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
 def clip_and_step(optimizer: MegatronOptimizer, clip_grad: float, norm: float) -> None:
-    """Clip the gradients and update the weights: what `MegatronOptimizer.step` does after the norm.
+    """Clip the gradients and update the weights, as `MegatronOptimizer.step` does after computing the norm.
 
     Args:
         optimizer: Megatron's chained optimizer.
-        clip_grad: largest norm; 0 doesn't clip.
-        norm: what `gradient_norm` has returned, finite.
+        clip_grad: largest norm; 0 disables clipping.
+        norm: the result of `gradient_norm`, finite.
     """
     for one in optimizer.chained_optimizers:
         parameters = one.get_parameters()

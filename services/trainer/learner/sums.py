@@ -1,4 +1,4 @@
-"""Sums: of what micro-batches report, over those of a step and over ranks; of the weights' bits."""
+"""Sums of the values that micro-batches report, over a step and over ranks; checksum of tensors."""
 
 from collections.abc import Iterable
 
@@ -6,29 +6,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.learner.learner import mismatch
+from services.trainer.learner import mismatch
 from services.trainer.megatron.parallel import World
 
 
-def add(name: str, one: Tensor, other: Tensor) -> Tensor:
-    """Two of what is reported under a name as one: sums, and "mismatch", a measure."""
+def merge(name: str, one: Tensor, other: Tensor) -> Tensor:
+    """Merge two values reported under a name: the measure "mismatch", or sums."""
     return mismatch.merge(one, other) if name == "mismatch" else one + other
 
 
-def total(sums: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """What all ranks have, those of one model counted once. All ranks call it together, and all get it, on the host."""
-    everyone: list[dict[str, Tensor]] = [{}] * world.size
-    counts = world.last_stage and world.tensor_rank == 0
-    dist.all_gather_object(everyone, {name: value.cpu() for name, value in sums.items()} if counts else {})
+def reduce_over_ranks(sums: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Add up the values of all data- and context-parallel ranks, on CPU. All ranks call it together."""
+    by_rank: list[dict[str, Tensor]] = [{}] * world.size
+    contributes = world.last_stage and world.tp_rank == 0  # the tensor-parallel ranks have the same values
+    dist.all_gather_object(by_rank, {name: value.cpu() for name, value in sums.items()} if contributes else {})
     totals: dict[str, Tensor] = {}
-    for one in everyone:
+    for one in by_rank:
         for name, value in one.items():
-            totals[name] = add(name, totals[name], value) if name in totals else value
+            totals[name] = merge(name, totals[name], value) if name in totals else value
     return totals
 
 
-def bits(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """The sum of the tensors' bits, as signed integers of their elements' size, modulo 2^48."""
+def bit_sum(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Sum the elements' bits as signed integers, modulo 2^48."""
     words = {2: torch.int16, 4: torch.int32}
     found = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:

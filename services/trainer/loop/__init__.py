@@ -1,4 +1,4 @@
-"""The training loop of the ranks: rank 0 fills, updates and commits steps, the others follow it.
+"""The training loop: rank 0 fills, trains and commits steps; the other ranks run its commands.
 
-Every file runs in a rank process (`rank.py`); weights leave for the engines from here.
+This code runs in the rank processes (`rank.py`). Weight broadcasts to the engines start here.
 """

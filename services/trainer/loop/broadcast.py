@@ -1,7 +1,7 @@
-"""Sending the weights: which buckets there are, joining a weight group, one pipelined broadcast.
+"""Weight broadcasts: the buckets, membership in a weight group, and the pipelined broadcast.
 
-This runs in threads beside training, on process groups of its own. `WeightReadLock` keeps the optimizer away from the
-weights meanwhile.
+Broadcasts run in threads beside training, on their own process groups. `WeightReadLock` keeps the optimizer from
+changing the weights meanwhile.
 """
 
 import logging
@@ -26,28 +26,28 @@ from services.trainer.learner.learner import Learner
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
-"""Buckets under way: one travels while the next is filled."""
+"""Buckets in flight: one is sent while the next is filled."""
 _POLL_SECONDS = 0.0005
 
 
 @dataclass(frozen=True)
 class BroadcastResult:
-    """What one rank sent."""
+    """Result of a broadcast on one rank."""
 
     seconds: float
-    """From the call to the end of the last collective."""
+    """Time from the call to the end of the last collective."""
     bytes: int
     """Bytes in this rank's own buckets."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """By tensor, of this rank's own buckets, where asked for."""
+    """Checksums of this rank's own buckets by tensor, if requested."""
 
 
 def weight_buckets(learner: Learner, bucket_bytes: int) -> list[Bucket]:
-    """Everything that a broadcast sends, stage after stage; the source rank of a stage is the stage's number."""
+    """Return all buckets of a broadcast, by pipeline stage; a stage's source rank is its number."""
     specs = learner.hf_tensor_specs()
     return [
         bucket
-        for stage in range(learner.world.stages)
+        for stage in range(learner.world.pp_size)
         for bucket in plan_buckets(
             [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in specs if spec.stage == stage],
             bucket_bytes,
@@ -56,35 +56,35 @@ def weight_buckets(learner: Learner, bucket_bytes: int) -> list[Bucket]:
     ]
 
 
-class Broadcaster:
+class WeightBroadcaster:
     """This rank's part in weight groups and broadcasts.
 
-    On a GPU all is enqueued on a stream beside training: while a bucket travels the next one is gathered, and the host
-    only waits for the end. Tensors that Megatron keeps as checkpoints do are sent from where they are.
+    On a GPU, everything is enqueued on a stream beside training: the next bucket is gathered while one is sent, and the
+    host waits only for the end. Tensors that Megatron stores in Hugging Face's layout are sent without a copy.
     """
 
     def __init__(self, learner: Learner, buckets: list[Bucket], engine: str) -> None:
-        """`engine` is the kind of engine that receives (rollout.engine)."""
+        """`engine` is the receiving engine, rollout.engine."""
         self._learner = learner
         self._buckets = buckets
         self._engine = engine
         self._lock = threading.Lock()
         self._gathering = threading.Lock()
-        """One broadcast gathers at a time: one that failed may still be at it when the next one comes."""
+        """Serialises gathering: a failed broadcast may still be gathering when the next one starts."""
         self._membership: _Membership | None = None
         device = learner.world.device
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def join(self, transport: Transport, host: str, port: int, name: str, world_size: int, timeout: float) -> None:
-        """Connect this source rank with the engines; an older group is left.
+        """Connect this source rank with the engines, leaving any older group.
 
         Raises:
-            WeightGroupError: not everybody came within `timeout` seconds, or `leave` was called meanwhile.
+            WeightGroupError: a member didn't join within `timeout` seconds, or `leave` was called meanwhile.
         """
         world = self._learner.world
         device = None if transport == "gloo" else world.device
         kind = StockWeightGroup if self._engine == "sglang_external" else WeightGroup
-        group = kind(transport, host, port, name, world.stage, world_size, device)
+        group = kind(transport, host, port, name, world.pp_rank, world_size, device)
         layout = broadcast_layout(transport, self._engine)
         membership = _Membership(group, layout, self._make_buffers(layout, device or torch.device("cpu")))
         with self._lock:
@@ -98,7 +98,7 @@ class Broadcaster:
             raise
 
     def leave(self, name: str) -> None:
-        """Abort and forget a group, also in the middle of a broadcast. Without effect if it isn't this rank's group."""
+        """Abort and forget a group, even during a broadcast. Do nothing if it isn't this rank's group."""
         with self._lock:
             membership = self._membership
             if membership is None or membership.group.name != name:
@@ -107,7 +107,7 @@ class Broadcaster:
         membership.group.abort()
 
     def broadcast(self, name: str, timeout: float, with_checksums: bool) -> BroadcastResult:
-        """Take part in one broadcast. All ranks that hold a part of the weights call it at the same time.
+        """Take part in one broadcast. All ranks that hold parts of the weights call it together.
 
         Raises:
             WeightGroupError: this rank isn't in the group; a member died or was late; the group was left meanwhile.
@@ -132,7 +132,7 @@ class Broadcaster:
                     self.leave(name)
                     raise
         finally:
-            # Ranks that hold parts of the same tensors gather together: who stopped halfway would leave them waiting.
+            # Gathering is collective: if this rank stopped halfway, the others would wait for it.
             for _ in tensors:
                 pass
         self._wait_until_gathered(started + timeout)
@@ -146,10 +146,10 @@ class Broadcaster:
         started: float,
         with_checksums: bool,
     ) -> BroadcastResult:
-        group, stage = membership.group, self._learner.world.stage
+        group, stage = membership.group, self._learner.world.pp_rank
         transfers: list[Transfer] = []
         kept: deque[list[torch.Tensor]] = deque()
-        """What is being sent lives until it is: at most IN_FLIGHT buckets of gathered tensors."""
+        """Keeps tensors alive while they are sent: at most IN_FLIGHT buckets."""
         sent = 0
         found: dict[str, int] = {}
         for index, bucket in enumerate(self._buckets):
@@ -169,7 +169,7 @@ class Broadcaster:
                 wire = pieces(bucket, buffer) if gathered is None else as_sent(bucket, gathered)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise WeightGroupError(f"the broadcast in weight group {group.name} did not end in time")
+                raise WeightGroupError(f"the broadcast in weight group {group.name} exceeded its deadline")
             transfers.append(group.start_broadcasts(wire, bucket.source_rank, left))
             kept.append(wire)
         for transfer in transfers:
@@ -177,11 +177,11 @@ class Broadcaster:
         return BroadcastResult(time.monotonic() - started, sent, found)
 
     def _make_buffers(self, layout: Layout, device: torch.device) -> list[torch.Tensor]:
-        """Buffers for buckets: all in the flat layout, else those of other stages, which this rank has no use for.
+        """Allocate buffers: for all buckets in the flat layout, otherwise only to receive other stages' buckets.
 
-        They are given up with their group: what an aborted transfer still reads must not be written again.
+        They belong to their group and aren't reused: an aborted transfer may still read them.
         """
-        stage = self._learner.world.stage
+        stage = self._learner.world.pp_rank
         if layout == "flat":
             size = max(bucket.nbytes for bucket in self._buckets)
         else:
@@ -189,19 +189,19 @@ class Broadcaster:
         return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
 
     def _wait_until_gathered(self, deadline: float) -> None:
-        """Return when this rank's parameters have been read."""
+        """Wait until this rank's parameters have been read."""
         if self._stream is None:
             return
         event = self._stream.record_event()
         while not event.query():
             if time.monotonic() > deadline:
-                raise WeightGroupError("the weights were not gathered in time")
+                raise WeightGroupError("gathering the weights exceeded the broadcast's deadline")
             time.sleep(_POLL_SECONDS)
 
 
 @dataclass(frozen=True)
 class _Membership:
-    """A group, and what belongs to it."""
+    """A weight group with its layout and buffers."""
 
     group: WeightGroup
     layout: Layout
@@ -209,5 +209,5 @@ class _Membership:
 
 
 def result_to_json(result: BroadcastResult) -> dict[str, Any]:
-    """The result as the parent gets it."""
+    """Convert the result for the parent process."""
     return {"seconds": result.seconds, "bytes": result.bytes, "checksums": result.checksums}

@@ -1,7 +1,7 @@
-"""One rank of the Megatron world: the child process that the trainer service starts for it.
+"""One rank of the Megatron world: a child process of the trainer service.
 
 Its place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, everything else from the parent's
-"start". Training runs in a thread of its own; requests are answered beside it.
+"start" request. Training runs in its own thread; other threads answer requests.
 """
 
 import logging
@@ -25,14 +25,14 @@ from relaxd.weights.manifest import to_proto
 from services.trainer.checkpoints.checkpoints import Answer, CheckpointFailed, Checkpoints
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
-from services.trainer.loop.broadcast import Broadcaster, result_to_json, weight_buckets
-from services.trainer.loop.following import follow
+from services.trainer.loop.broadcast import WeightBroadcaster, result_to_json, weight_buckets
+from services.trainer.loop.follower import follow
 from services.trainer.loop.intake import Intake
-from services.trainer.loop.rounds import RoundRunner
-from services.trainer.loop.sleeping import TurnRequest
+from services.trainer.loop.round_runner import RoundRunner
+from services.trainer.loop.sleep_controller import SleepRequest
 from services.trainer.loop.training import Controls, Training
 from services.trainer.loop.weight_read_lock import HoldRefused, WeightReadLock
-from services.trainer.megatron.host_memory import settle
+from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import RankChannel
 
 T = TypeVar("T")
@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 class Rank:
-    """This process: what it was told, and the threads that work on it."""
+    """The rank process: handlers of the parent's requests, and the training thread."""
 
     def __init__(self) -> None:
         self._number = int(os.environ.get("RANK", "0"))
         self._controls = Controls(paused=False)
-        self._broadcaster: Broadcaster | None = None
+        self._broadcaster: WeightBroadcaster | None = None
         self._weights: WeightReadLock | None = None
         self._server = ChildServer(
             {
@@ -61,13 +61,13 @@ class Rank:
                 "broadcast": self._broadcast,
                 "export": self._export,
                 "checkpoint": self._checkpoint,
-                "sleep": lambda params: self._turn(TurnRequest(asleep=True), params["seconds"]),
-                "wake": lambda params: self._turn(TurnRequest(False, params["metrics"]), params["seconds"]),
+                "sleep": lambda params: self._change_sleep(SleepRequest(asleep=True), params["seconds"]),
+                "wake": lambda params: self._change_sleep(SleepRequest(False, params["metrics"]), params["seconds"]),
             }
         )
 
     def serve(self) -> None:
-        """Answer the parent until it is gone."""
+        """Answer requests until the parent exits."""
         self._server.serve()
 
     def _start(self, params: dict[str, Any]) -> None:
@@ -79,11 +79,11 @@ class Rank:
         threading.Thread(target=self._work, args=(params,), name="training", daemon=True).start()
 
     def _work(self, params: dict[str, Any]) -> None:
-        """The training thread. Whatever goes wrong ends the process: the parent starts the world anew."""
+        """Run the training thread. Any error ends the process; the parent then restarts the world."""
         try:
             self._train(params)
         except BaseException as error:
-            logger.exception("rank %d ends", self._number)
+            logger.exception("rank %d failed", self._number)
             self._server.emit("failed", {"reason": f"{type(error).__name__}: {error}"})
             telemetry.shutdown()
             os._exit(1)
@@ -97,27 +97,26 @@ class Rank:
             config.algorithm,
             steps=config.run.steps,
             seed=config.run.seed,
-            tell=self._tell_loading if self._number == 0 else None,
+            report=self._report_loading if self._number == 0 else None,
         )
-        settle()
+        freeze_objects()
         channel = RankChannel(config.trainer.collective_timeout_seconds, learner.world.disk)
         algorithm = create(config.algorithm)
         buckets = weight_buckets(learner, config.weights.bucket_bytes)
-        self._broadcaster = Broadcaster(learner, buckets, config.rollout.engine)
+        self._broadcaster = WeightBroadcaster(learner, buckets, config.rollout.engine)
         board = Board(params["redis"], params["run_id"], stages_for(config), config.board)
         gather = learner.world.gather
-        has_part = gather.dense is not None or gather.experts is not None
-        self._server.emit("loaded", {"source": gather.source, "stage": learner.world.stage, "gathers": has_part})
+        gathers = gather.dense is not None or gather.experts is not None
+        self._server.emit("loaded", {"source": gather.source, "stage": learner.world.pp_rank, "gathers": gathers})
         if self._number != 0:
             runner = RoundRunner(learner, algorithm, config.rollout.temperature)
-            patience = config.trainer.collective_timeout_seconds / 2
             follow(
                 channel=channel,
                 learner=learner,
                 runner=runner,
                 board=board,
                 run_folder=run_folder,
-                patience_seconds=patience,
+                board_timeout_seconds=config.trainer.collective_timeout_seconds / 2,
             )
         store = host_store(params["store_host"])
         term = board.new_trainer_term()
@@ -125,7 +124,7 @@ class Rank:
         manifest = MessageToDict(to_proto(buckets))
         self._server.emit(
             "term",
-            {"term": term, "manifest": manifest, "source_ranks": learner.world.stages, "store_port": store.port},
+            {"term": term, "manifest": manifest, "source_ranks": learner.world.pp_size, "store_port": store.port},
         )
         intake = Intake(
             board,
@@ -159,14 +158,14 @@ class Rank:
             emit=self._server.emit,
         ).run()
 
-    def _tell_loading(self, detail: str) -> None:
-        """Tell the parent how far the loading is; later `Training` tells."""
-        self._server.emit("progress", {"detail": detail, "held": 0, "done": 0, "turns": 0})
+    def _report_loading(self, detail: str) -> None:
+        """Report loading progress to the parent; later `Training` reports."""
+        self._server.emit("progress", {"detail": detail, "held": 0, "done": 0, "iterations": 0})
 
     def _drain(self, params: dict[str, Any]) -> bool:
         self._controls.draining.set()
         drained = self._controls.drained.wait(params["seconds"])
-        telemetry.flush()  # what ends a run kills the ranks next
+        telemetry.flush()  # the end of a run kills the ranks right after
         return drained
 
     def _hold(self, params: dict[str, Any]) -> int:
@@ -182,45 +181,45 @@ class Rank:
 
     def _join_group(self, params: dict[str, Any]) -> None:
         try:
-            self._sender().join(**params)
+            self._require_broadcaster().join(**params)
         except WeightGroupError as error:
             raise HandlerError(str(error), kind="WeightGroupError") from error
 
     def _leave_group(self, params: dict[str, Any]) -> None:
-        self._sender().leave(params["name"])
+        self._require_broadcaster().leave(params["name"])
 
     def _broadcast(self, params: dict[str, Any]) -> dict[str, Any]:
         try:
-            return result_to_json(self._sender().broadcast(**params))
+            return result_to_json(self._require_broadcaster().broadcast(**params))
         except WeightGroupError as error:
             raise HandlerError(str(error), kind="WeightGroupError") from error
 
     def _export(self, params: dict[str, Any]) -> int:
         answer: Future[int] = Future()
         self._controls.exports.put((Path(params["folder"]), answer))
-        return self._in_time(answer, params["seconds"])
+        return self._wait_for(answer, params["seconds"])
 
     def _checkpoint(self, params: dict[str, Any]) -> dict[str, Any]:
         answer: Answer = Future()
         self._controls.checkpoints.put(answer)
         try:
-            path, step = self._in_time(answer, params["seconds"])
+            path, step = self._wait_for(answer, params["seconds"])
         except CheckpointFailed as error:
             raise HandlerError(str(error), kind="CheckpointFailed") from error
         return {"path": path, "step": step}
 
-    def _turn(self, request: TurnRequest, seconds: float) -> dict[str, Any]:
-        self._controls.turns.put(request)
-        return asdict(self._in_time(request.answer, seconds))
+    def _change_sleep(self, request: SleepRequest, seconds: float) -> dict[str, Any]:
+        self._controls.sleep_requests.put(request)
+        return asdict(self._wait_for(request.answer, seconds))
 
-    def _in_time(self, answer: "Future[T]", seconds: float) -> T:
-        """What the training thread answers. Raises HandlerError: not in time."""
+    def _wait_for(self, answer: "Future[T]", seconds: float) -> T:
+        """Wait for the training thread's answer. Raises HandlerError after `seconds`."""
         try:
             return answer.result(seconds)
         except TimeoutError as error:
-            raise HandlerError(f"the training thread did not get to it within {seconds:g} s", kind="Late") from error
+            raise HandlerError(f"the training thread did not answer within {seconds:g} s", kind="Late") from error
 
-    def _sender(self) -> Broadcaster:
+    def _require_broadcaster(self) -> WeightBroadcaster:
         if self._broadcaster is None:
             raise HandlerError("this rank has no model yet", kind="WeightGroupError")
         return self._broadcaster

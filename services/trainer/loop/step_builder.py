@@ -1,4 +1,4 @@
-"""The step that is being filled: its groups, its rounds so far, its spans and its clock."""
+"""The open step: its groups, rounds, spans and times so far."""
 
 import time
 from collections.abc import Sequence
@@ -8,44 +8,44 @@ from opentelemetry.trace import Span
 from relaxd import telemetry
 from relaxd.algorithms import Algorithm
 from relaxd.board import GroupTimes, StageTime, microseconds
-from services.trainer.batch.groups import Group
+from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.packer import Packer
 from services.trainer.batch.plan import MicroBatchRound, StepPlan
-from services.trainer.loop.intake import STAGE, Taken
+from services.trainer.loop.intake import STAGE, HeldGroup
 
 
 class StepBuilder:
-    """What a step has so far."""
+    """Collects groups and rounds of the open step."""
 
     def __init__(self, number: int, packer: Packer, carrier: dict[str, str]) -> None:
-        """`carrier` is the step's trace, to which the train span of each group is linked."""
+        """`carrier` is the step's trace context; each group's train span links to it."""
         self.number = number
         self.packer = packer
-        self.members: dict[str, Taken] = {}
+        self.members: dict[str, HeldGroup] = {}
         self.rounds: list[MicroBatchRound] = []
         self.waited = 0.0
-        """Seconds spent on waiting for groups."""
+        """Seconds spent waiting for groups."""
         self.worked = 0.0
         """Seconds spent in forward and backward, and in the optimizer."""
         self.held_back = 0.0
-        """Seconds for which the optimizer waited for a weight broadcast."""
+        """Seconds that the optimizer waited for a weight broadcast."""
         self.wrote = 0.0
-        """Seconds for which the step file was written."""
+        """Seconds spent writing the step file."""
         self.started = time.monotonic()
         self.started_at: dict[str, int] = {}
-        """When it took each group, in microseconds of Unix time."""
+        """Start of each group's part in the step, in microseconds of Unix time."""
         self.times: dict[str, GroupTimes] = {}
-        """What the stages before took, by group; known when the step closes."""
+        """Times in the earlier stages, by group; known when the step closes."""
         self._carrier = carrier
         self._spans: list[Span] = []
 
     @property
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, TrainGroup]:
         """Columns by group id."""
         return {group_id: taken.group for group_id, taken in self.members.items()}
 
-    def add(self, chosen: Sequence[Taken]) -> None:
-        """Take groups into the step."""
+    def add(self, chosen: Sequence[HeldGroup]) -> None:
+        """Add groups to the step."""
         now = microseconds()
         for taken in chosen:
             self.members[taken.group.group_id] = taken
@@ -64,7 +64,7 @@ class StepBuilder:
             )
 
     def plan(self, term: int, seed: int, algorithm: Algorithm) -> StepPlan:
-        """The plan, once all rounds are there."""
+        """Return the plan. Call it once all rounds are complete."""
         groups = list(self.groups.values())
         samples = sum(len(group.lengths) for group in groups)
         trained_tokens = sum(group.trained_tokens for group in groups)
@@ -80,7 +80,7 @@ class StepBuilder:
         )
 
     def end_spans(self, ended: int | None = None) -> None:
-        """The groups' part in the step is over, since `ended` (microseconds of Unix time) or now."""
+        """End the groups' spans, at `ended` (microseconds of Unix time) or now."""
         for span in self._spans:
             span.end(None if ended is None else ended * 1000)
         self._spans.clear()

@@ -1,4 +1,4 @@
-"""The numbers of a step, from its groups, the learner's statistics and the clock."""
+"""Metrics and sample records from a step's groups."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from relaxd import telemetry
-from services.trainer.batch.groups import Group
+from services.trainer.batch.groups import TrainGroup
 
 
-def group_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """What a step's groups say about themselves.
+def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
+    """Return the metrics of a step's groups: rewards, lengths, staleness, counts.
 
     Args:
         groups: the step's groups, at least one.
@@ -35,7 +35,7 @@ def group_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     return metrics | {f"reward_{name}": float(np.mean(values)) for name, values in parts.items()}
 
 
-def record_samples(run_id: str, groups: Sequence[Group], step: int) -> None:
+def record_samples(run_id: str, groups: Sequence[TrainGroup], step: int) -> None:
     """Export histograms of reward, response length and staleness, by sample."""
     if not telemetry.enabled():
         return
@@ -50,13 +50,13 @@ def record_samples(run_id: str, groups: Sequence[Group], step: int) -> None:
                 telemetry.record("staleness", step - 1 - oldest, attributes)
 
 
-def shown_samples(groups: Sequence[Group], step: int, limit: int) -> list[dict[str, Any]]:
-    """Some samples to show, the first of each group first, with the fields of TrainedSample in coordinator.proto.
+def shown_samples(groups: Sequence[TrainGroup], step: int, limit: int) -> list[dict[str, Any]]:
+    """Choose samples to show, every group's first sample first, with the fields of TrainedSample in coordinator.proto.
 
     Args:
         groups: the step's groups.
         step: the step.
-        limit: most samples.
+        limit: largest number of samples.
     """
     places = [
         (index, place) for place, group in enumerate(groups) for index in range(len(group.lengths))
@@ -64,7 +64,7 @@ def shown_samples(groups: Sequence[Group], step: int, limit: int) -> list[dict[s
     return [_shown(groups[place], index, step) for index, place in sorted(places)[:limit]]
 
 
-def _shown(group: Group, index: int, step: int) -> dict[str, Any]:
+def _shown(group: TrainGroup, index: int, step: int) -> dict[str, Any]:
     columns, bounds = group.columns, group.bounds()
     own = slice(int(bounds[index]), int(bounds[index + 1]))
     length = int(group.lengths[index])

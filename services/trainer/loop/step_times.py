@@ -1,4 +1,4 @@
-"""The times of a step: what its groups took on their way to it, and what the trainer did meanwhile."""
+"""Times of a step: of its groups in each stage, and of the trainer."""
 
 from collections.abc import Sequence
 
@@ -10,23 +10,22 @@ from services.trainer.loop.step_builder import StepBuilder
 
 
 def group_times(opened: StepBuilder, ended: int) -> dict[str, float]:
-    """The ways of a step's groups, each the mean over the groups, in seconds.
+    """Return the times that a step's groups spent in each stage, in seconds, averaged over groups.
 
     Args:
         opened: the step, with its groups.
-        ended: when the step's work ended, in microseconds of Unix time.
+        ended: end of the step's work, in microseconds of Unix time.
 
     Returns:
-        For each stage queue_<stage>_seconds and the time that it worked (generate_seconds, score_seconds and so on;
+        For each stage queue_<stage>_seconds and its work time (generate_seconds, score_seconds and so on;
         in_step_seconds for the step itself), the longest generation as generate_seconds_max, and group_seconds from
-        publish to the end of the step. What group_seconds has beyond the others went into commits, and into attempts
-        that failed.
+        publish to the end of the step. group_seconds exceeds the sum of the others by commits and failed attempts.
     """
     stages: dict[str, list[StageTime]] = {}
     ages = []
     for group_id, taken in opened.members.items():
         before = opened.times.get(group_id)
-        if before is None:  # closed by somebody else just now: the step can't be committed
+        if before is None:  # closed meanwhile: the step can't be committed
             continue
         ages.append(max(0, ended - before.published) / MICROSECONDS)
         for name, time in before.stages.items():
@@ -43,12 +42,12 @@ def group_times(opened: StepBuilder, ended: int) -> dict[str, float]:
 
 
 def trainer_times(opened: StepBuilder, step_seconds: float, checkpoint_seconds: float) -> dict[str, float]:
-    """What the trainer did in a step, in seconds of its own clock.
+    """Return the trainer's times in a step, in seconds.
 
     Args:
         opened: the step.
-        step_seconds: from the end of the last step to the end of this one.
-        checkpoint_seconds: for how long training stood still for checkpoints meanwhile.
+        step_seconds: time from the end of the last step to the end of this one.
+        checkpoint_seconds: time in which checkpoints blocked training.
     """
     return {
         "step_seconds": step_seconds,

@@ -21,9 +21,9 @@ from services.trainer.batch.step_file import read_committed, step_file_path, wri
 from services.trainer.checkpoints.checkpoints import Answer, Checkpoints
 from services.trainer.learner.learner import Learner, StepStats
 from services.trainer.loop.intake import Intake
-from services.trainer.loop.rounds import RoundRunner
+from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.skipped_updates import SkippedUpdates, TooManySkippedUpdates
-from services.trainer.loop.sleeping import Sleeping, TurnRequest
+from services.trainer.loop.sleep_controller import SleepController, SleepRequest
 from services.trainer.loop.step_builder import StepBuilder
 from services.trainer.loop.step_metrics import group_metrics, record_samples, shown_samples
 from services.trainer.loop.step_times import group_times, trainer_times
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 Emit = Callable[[str, dict[str, Any]], None]
 
 IDLE_SECONDS = 0.02
-"""How often the training thread looks whether it is asked for anything while it may not train."""
+"""Interval at which the training thread checks for requests while it may not train."""
 
 
 class Controls:
-    """What other threads ask of the training thread."""
+    """Requests of other threads to the training thread."""
 
     def __init__(self, paused: bool) -> None:
         self.paused = threading.Event()
@@ -47,13 +47,13 @@ class Controls:
         self.drained = threading.Event()
         self.exports: queue.SimpleQueue[tuple[Path, Future[int]]] = queue.SimpleQueue()
         self.checkpoints: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self.turns: queue.SimpleQueue[TurnRequest] = queue.SimpleQueue()
+        self.sleep_requests: queue.SimpleQueue[SleepRequest] = queue.SimpleQueue()
         if paused:
             self.paused.set()
 
 
 class Training:
-    """Drives the world through the steps of a run. Made and run by rank 0; the other ranks follow its commands."""
+    """Drives all ranks through the steps of a run. Runs on rank 0, whose commands the other ranks follow."""
 
     def __init__(
         self,
@@ -72,7 +72,11 @@ class Training:
         controls: Controls,
         emit: Emit,
     ) -> None:
-        """`emit` tells the parent: "progress" (detail, held, done, turns), "version" (term, version, trace)."""
+        """Connect the parts of a run.
+
+        `emit` sends events to the parent: "progress" (detail, held, done, iterations) and
+        "version" (term, version, trace).
+        """
         self._config = config
         self._run_id = run_id
         self._run_folder = run_folder
@@ -88,19 +92,19 @@ class Training:
         self._weights_checksum = 0
         self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
         self._controls = controls
-        self._sleeping = Sleeping(learner, channel, weights, controls.turns)
+        self._sleep_controller = SleepController(learner, channel, weights, controls.sleep_requests)
         self._emit = emit
-        # In a colocated run every wait of this thread delays who has the next turn.
-        self._patience = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
-        learner.world.disk.tell = self._tell
-        self._told: dict[str, Any] = {}
+        # In a colocated run every wait of this thread delays the engines' turn.
+        self._take_seconds = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
+        learner.world.disk.report = self._report
+        self._reported: dict[str, Any] = {}
         self._done_groups = 0
-        self._turns = 0
-        self._told_at = 0.0
+        self._iterations = 0
+        self._reported_at = 0.0
         self._last_end = time.monotonic()
 
     def run(self) -> None:
-        """Bring the weights back, train every step of the run, then only serve. Never returns."""
+        """Restore the weights, train all steps of the run, then keep serving requests. Never returns."""
         self._replay()
         self._announce({})
         while self._learner.step < self._config.run.steps:
@@ -112,10 +116,10 @@ class Training:
                 columns = {group_id: group.columns for group_id, group in opened.groups.items()}
                 began = time.monotonic()
                 path = step_file_path(self._run_folder, plan.step)
-                with self._channel.alone(f"writing {path}"):
+                with self._channel.rank0_only(f"writing {path}"):
                     write_step_file(path, plan, columns)
                 opened.wrote = time.monotonic() - began
-                self._checkpoints.let_copy()
+                self._checkpoints.wait_for_copies()
                 began = time.monotonic()
                 stats, opened.held_back = self._finish(opened, plan)
                 opened.worked += time.monotonic() - began - opened.held_back
@@ -123,14 +127,14 @@ class Training:
                 self._announce(telemetry.inject(span))
                 self._checkpoints.after_step(plan.step)
         while True:
-            self._between_rounds(f"all {self._config.run.steps} steps are done")
+            self._serve_requests(f"all {self._config.run.steps} steps are done")
             time.sleep(IDLE_SECONDS)
 
     def _fill(self, opened: StepBuilder) -> StepBuilder | None:
-        """Take groups and train on them as they come, until the step may close. None: it was given up."""
-        away = False
+        """Take groups and train on them as they arrive, until the step may close. Return None if it was discarded."""
+        unavailable = False
         while True:
-            if not self._between_rounds(f"step {opened.number}: {len(opened.members)} groups"):
+            if not self._serve_requests(f"step {opened.number}: {len(opened.members)} groups"):
                 self._discard(opened)
                 return None
             try:
@@ -144,25 +148,29 @@ class Training:
                     if self._controls.paused.is_set():
                         continue
                     if lost := self._intake.lost(opened.members):
-                        logger.warning("step %d begins anew: %s was closed", opened.number, ", ".join(lost))
+                        logger.warning(
+                            "step %d starts over: groups %s were closed",
+                            opened.number,
+                            ", ".join(lost),
+                        )
                         self._intake.forget(lost)
                         self._discard(opened)
                         return None
                     opened.times = self._board.times(list(opened.members))
                     return opened
                 began = time.monotonic()
-                self._intake.take(self._patience)
+                self._intake.take(self._take_seconds)
                 opened.waited += time.monotonic() - began
-                away = False
+                unavailable = False
             except BoardUnavailable as error:
-                if not away:
-                    logger.warning("the board is away; waiting for it: %s", error)
-                away = True
+                if not unavailable:
+                    logger.warning("waiting for the board, which is unavailable: %s", error)
+                unavailable = True
                 time.sleep(TICK_SECONDS)
 
     def _accumulate(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
-        """Forward and backward of one round, on all ranks."""
-        self._tell(f"step {opened.number}: {len(opened.members)} groups")
+        """Run forward and backward of one round on all ranks."""
+        self._report(f"step {opened.number}: {len(opened.members)} groups")
         began = time.monotonic()
         needed = {piece.group_id for rank in entry.micro_batches for micro_batch in rank for piece in micro_batch}
         deliveries = [asdict(opened.members[group_id].delivery) for group_id in sorted(needed)]
@@ -172,37 +180,37 @@ class Training:
         opened.worked += time.monotonic() - began
 
     def _finish(self, opened: StepBuilder, plan: StepPlan) -> tuple[StepStats, float]:
-        """Update the weights on all ranks, once no broadcast reads them. Returns also the seconds that this waited."""
+        """Update the weights on all ranks once no broadcast reads them. Return statistics and seconds waited."""
 
-        def waiting() -> None:
-            self._tell(f"step {opened.number}: waiting for a weight broadcast to end")
+        def on_wait() -> None:
+            self._report(f"step {opened.number}: waiting for a weight broadcast to end")
             self._channel.tick()
 
-        with self._weights.changing(waiting, TICK_SECONDS) as held_back:
+        with self._weights.changing(on_wait, TICK_SECONDS) as held_back:
             self._channel.send({"do": "finish", "normalizer": plan.normalizer})
             stats = self._learner.finish(plan.normalizer)
-            self._weights_checksum = self._channel.add_up(self._learner.checksum())
+            self._weights_checksum = self._channel.sum_over_ranks(self._learner.checksum())
         if stats.skipped:
             logger.warning(
-                "the update of step %d is skipped: its loss is %g, its gradient norm %g; its groups are %s",
+                "the update of step %d is skipped: loss %g, gradient norm %g, groups %s",
                 *(plan.step, stats.loss, stats.grad_norm, ", ".join(plan.groups)),
             )
-            self._give_up_on_too_many(opened, plan)
+            self._check_skipped_updates(opened, plan)
         return stats, held_back
 
-    def _give_up_on_too_many(self, opened: StepBuilder, plan: StepPlan) -> None:
-        """Raise TooManySkippedUpdates if this step's update was one too many. It is not committed then."""
+    def _check_skipped_updates(self, opened: StepBuilder, plan: StepPlan) -> None:
+        """Raise TooManySkippedUpdates if this step's update exceeds the limit. The step isn't committed then."""
         try:
             self._skipped.check(plan.step, plan.groups)
         except TooManySkippedUpdates:
-            # A board that is restored from the run's folder must not take the step for one that was done.
+            # A board that is restored from the run's folder must not see this step as done.
             step_file_path(self._run_folder, plan.step).unlink(missing_ok=True)
             for taken in opened.members.values():
                 self._board.drop(taken.delivery, reason="non_finite_gradients")
             raise
 
     def _commit(self, opened: StepBuilder, plan: StepPlan, stats: StepStats) -> None:
-        """Enter the step into the ledger, with what became of its update."""
+        """Commit the step to the ledger, with the outcome of its update."""
         plan = replace(plan, skipped_updates=(0,) if stats.skipped else ())
         groups = list(opened.groups.values())
         now, ended = time.monotonic(), microseconds()
@@ -215,9 +223,9 @@ class Training:
             **group_times(opened, ended),
             "tokens_per_second": metrics["tokens"] / max(seconds, 1e-9),
             "weights_checksum": float(self._weights_checksum),
-            **self._sleeping.take_metrics(),
+            **self._sleep_controller.take_metrics(),
         }
-        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no others
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN
         samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step)
         while True:
             try:
@@ -240,44 +248,44 @@ class Training:
         )
 
     def _announce(self, trace: dict[str, str]) -> None:
-        """The version is there: it may be sent, and the coordinator is told."""
+        """Allow broadcasts of the new version and announce it to the coordinator."""
         self._weights.publish(self._learner.step)
         self._emit("version", {"term": self._term, "version": self._learner.step, "trace": trace})
 
     def _replay(self) -> None:
-        """Load the newest checkpoint, and repeat the steps that the ledger has after it, from their files."""
-        self._tell("looking for a checkpoint")
+        """Load the newest checkpoint and replay the later steps of the ledger from their files."""
+        self._report("looking for a checkpoint")
         ledger = self._board.ledger()
         done = self._checkpoints.restore(ledger)
         for entry in ledger:
             if entry.step > done:
-                self._repeat(entry)
+                self._replay_step(entry)
             self._skipped.record(entry.step, entry.plan["groups"], skipped=bool(entry.plan.get(OUTCOME)))
         self._last_end = time.monotonic()
 
-    def _repeat(self, entry: LedgerEntry) -> None:
+    def _replay_step(self, entry: LedgerEntry) -> None:
         """Replay one step of the ledger on all ranks."""
-        self._tell(f"replaying step {entry.step}")
+        self._report(f"replaying step {entry.step}")
         skipped = entry.plan.get(OUTCOME)
         self._channel.send({"do": "replay", "step": entry.step, "skipped_updates": skipped})
-        with self._channel.disk.together(f"reading the file of step {entry.step}") as progress:
+        with self._channel.disk.all_ranks(f"reading the file of step {entry.step}") as progress:
             file = read_committed(self._run_folder, entry.step, entry.plan, progress)
         stats = self._runner.replay(file, skipped)
-        checksum = float(self._channel.add_up(self._learner.checksum()))
+        checksum = float(self._channel.sum_over_ranks(self._learner.checksum()))
         was = entry.metrics.get("grad_norm")
         if was is not None and abs(stats.grad_norm - was) > 1e-3 * abs(was):
             logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, stats.grad_norm, was)
         elif checksum != entry.metrics.get("weights_checksum", checksum):
-            logger.info("replayed step %d: the weights are not the same to the bit", entry.step)
+            logger.info("replayed step %d: the weights are not bitwise the same", entry.step)
 
-    def _between_rounds(self, detail: str) -> bool:
-        """Do what others ask; wait while paused or draining. Returns whether the step that is open may go on."""
+    def _serve_requests(self, detail: str) -> bool:
+        """Serve other threads' requests; wait while paused, asleep or draining. Return False if the step must end."""
         go_on = True
         while True:
-            self._tell(detail)
+            self._report(detail)
             self._channel.tick()
-            self._sleeping.follow(self._channel.tick)
-            asleep = self._sleeping.asleep
+            self._sleep_controller.run_requests(self._channel.tick)
+            asleep = self._sleep_controller.asleep
             if not asleep:
                 self._export()
             while not asleep and not self._controls.checkpoints.empty():
@@ -287,18 +295,18 @@ class Training:
                 if not self._controls.drained.is_set():
                     self._intake.release_all()
                     self._controls.drained.set()
-                    self._tell("drained")
+                    self._report("drained")
                 go_on = False
             elif asleep:
-                self._tell("asleep: the engines have the devices")
+                self._report("asleep: the engines use the devices")
             elif not self._controls.paused.is_set():
                 return go_on
             else:
-                self._tell("paused")
+                self._report("paused")
             time.sleep(IDLE_SECONDS)
 
     def _export(self) -> None:
-        """Write the model where somebody asked for it."""
+        """Write the requested exports of the model."""
         while not self._controls.exports.empty():
             folder, answer = self._controls.exports.get()
             try:
@@ -307,10 +315,10 @@ class Training:
                 answer.set_result(self._learner.step)
             except Exception as error:
                 answer.set_exception(error)
-                raise  # the other ranks give up as well
+                raise  # the other ranks fail as well
 
     def _discard(self, opened: StepBuilder) -> None:
-        """Forget what the step has; its groups are taken again."""
+        """Discard the open step; its groups stay held for the next attempt."""
         opened.end_spans()
         self._channel.send({"do": "discard"})
         self._learner.discard()
@@ -319,10 +327,10 @@ class Training:
         trainer = self._config.trainer
         return Packer(trainer.micro_batch_tokens, trainer.data_parallel, trainer.pipeline_parallel)
 
-    def _tell(self, detail: str) -> None:
-        """Tell the parent how things are, if that changed, and in any case that this thread is alive, every second."""
-        self._turns += 1
-        told, now = time.monotonic(), {"detail": detail, "held": self._intake.held, "done": self._done_groups}
-        if now != self._told or told - self._told_at > 1.0:
-            self._told, self._told_at = now, told
-            self._emit("progress", {**now, "turns": self._turns})
+    def _report(self, detail: str) -> None:
+        """Report progress to the parent if it changed, and every second to show that this thread is alive."""
+        self._iterations += 1
+        now, state = time.monotonic(), {"detail": detail, "held": self._intake.held, "done": self._done_groups}
+        if state != self._reported or now - self._reported_at > 1.0:
+            self._reported, self._reported_at = state, now
+            self._emit("progress", {**state, "iterations": self._iterations})

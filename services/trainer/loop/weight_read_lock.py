@@ -1,4 +1,4 @@
-"""Who may change or send the weights: the optimizer and a broadcast take turns."""
+"""A lock with a time limit: broadcasts read the weights, the optimizer changes them."""
 
 import threading
 import time
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 
 class HoldRefused(Exception):
-    """The weights can't be held; the message says why."""
+    """The requested weights can't be read now."""
 
 
 class WeightReadLock:
-    """Keeps the optimizer from changing the weights while a broadcast sends them, for a bounded time.
+    """Keeps the optimizer from changing the weights while a broadcast sends them, for a limited time.
 
-    Only rank 0 has one: no rank's optimizer steps before rank 0 says so.
+    Only rank 0 has one, because all ranks' optimizers wait for rank 0's command.
     """
 
     def __init__(self, term: int) -> None:
@@ -25,30 +25,32 @@ class WeightReadLock:
 
     @property
     def version(self) -> int | None:
-        """The version that may be sent; None while there is none, or while it changes."""
+        """The version that may be sent; None before the first version and while the weights change."""
         return self._version
 
     def publish(self, version: int) -> None:
-        """From now on this version may be sent."""
+        """Allow broadcasts of a version."""
         with self._condition:
             self._version = version
 
     def acquire(self, term: int, version: int, seconds: float) -> int:
-        """Keep the weights as they are for at most `seconds`. Returns what to give to `release`.
+        """Hold the weights unchanged for at most `seconds`. Returns the hold's number, for `release`.
 
         Raises:
-            HoldRefused: these aren't the weights that are there, or they are just being changed.
+            HoldRefused: the current weights are other ones, or are being changed.
         """
         with self._condition:
             if (term, version) != (self._term, self._version):
-                now = "being changed" if self._version is None else f"({self._term}, {self._version})"
-                raise HoldRefused(f"weights (term, version) are {now}: ({term}, {version}) can't be sent")
+                now = "they are being changed"
+                if self._version is not None:
+                    now = f"the trainer has ({self._term}, {self._version})"
+                raise HoldRefused(f"weights (term {term}, version {version}) can't be sent: {now}")
             self._hold += 1
             self._held_until = time.monotonic() + seconds
             return self._hold
 
     def release(self, hold: int) -> bool:
-        """End a hold. Returns whether the weights stayed as they were until now."""
+        """End a hold. Returns whether it lasted until now, so that the weights are unchanged."""
         with self._condition:
             if hold != self._hold:
                 return False
@@ -59,10 +61,9 @@ class WeightReadLock:
 
     @contextmanager
     def changing(self, tick: Callable[[], None], tick_seconds: float) -> Iterator[float]:
-        """Wait until nobody holds the weights, then keep everybody from it inside the block.
+        """Wait for the current hold to end, then refuse holds until `publish`.
 
-        `tick` is called about every `tick_seconds` while waiting. Afterwards no version may be sent until `publish`.
-        Yields the seconds that were waited.
+        `tick` is called about every `tick_seconds` while waiting. Yields the seconds waited.
         """
         started = time.monotonic()
         with self._condition:

@@ -1,4 +1,4 @@
-"""What makes Megatron run here: process groups, CPU support, fusions, the channel between ranks.
+"""The Megatron runtime: process groups, CPU support, fusions, the channel between ranks.
 
-Nothing here knows a model.
+Nothing here depends on a model.
 """

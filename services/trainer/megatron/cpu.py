@@ -1,10 +1,10 @@
-"""Lets megatron-core run on CPU.
+"""CPU support for megatron-core.
 
-megatron-core 0.16.1 names CUDA outright in many places: devices, streams, pinned memory, tensor type names. Where
-there is no CUDA, `install` puts an import hook in front that rewrites those spots in memory while Megatron's modules
-are imported. Neither the installed files nor torch itself change, and on a machine with CUDA there is no hook.
+megatron-core 0.16.1 hard-codes CUDA in many places: devices, streams, pinned memory, tensor type names. Without CUDA,
+`install` adds an import hook that rewrites this code in memory while Megatron's modules are imported. The installed
+files and torch stay unchanged. With CUDA there is no hook.
 
-Import Megatron only after this module: every module of the trainer that uses Megatron imports this one first.
+Import Megatron only after this module; every trainer module that uses Megatron does.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _REWRITES = [
 ]
 
 _MODULE_REWRITES: dict[str, list[tuple[str, str]]] = {
-    # On CPU there is one generator, so "the CPU's state must not change while CUDA's is forked" can't hold.
+    # CPU and "CUDA" share one generator here, so the check that the CPU's state stays unchanged can't hold.
     "megatron.core.tensor_parallel.random": [
         ("if not torch.all(cpu_rng_state == torch.get_rng_state()).item():", "if False:"),
         (
@@ -43,9 +43,9 @@ _MODULE_REWRITES: dict[str, list[tuple[str, str]]] = {
             "    return torch.set_rng_state(new_state)\n",
         ),
     ],
-    # The decorator is torch.compile: it needs a C++ compiler at run time and 1.6 s of imports, for nothing on CPU.
+    # torch.compile needs a C++ compiler at run time and 1.6 s of imports, without a benefit on CPU.
     "megatron.core.jit": [("jit_fuser = torch.compile", "jit_fuser = noop_decorator")],
-    # It offloads what is on a GPU.
+    # It offloads only tensors on a GPU.
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": [
         ("for param in params if param.is_cuda]", "for param in params]"),
         ("offload_params_numel < offload_threshold and param.is_cuda:", "offload_params_numel < offload_threshold:"),
@@ -55,15 +55,15 @@ _MODULE_REWRITES: dict[str, list[tuple[str, str]]] = {
 
 
 _EXPECTED_WARNINGS = (
-    # Said when Transformer Engine and apex aren't there. We never use them.
+    # From Megatron without Transformer Engine and apex, which the trainer doesn't use.
     ".*Transformer Engine and Apex are not installed.*",
     "Apex is not installed. Falling back to Torch Norm",
-    # Said by torch 2.13 to Megatron.
+    # From torch 2.13, about calls in Megatron.
     ".*torch.distributed.reduce_scatter_tensor.* is deprecated.*",
     ".*torch.distributed.all_gather_into_tensor.* is deprecated.*",
-    # Megatron's default for CUDA graphs, which are off.
+    # About Megatron's default for CUDA graphs, which are off.
     "full scope is deprecated.*",
-    # Said to Megatron when it loads a checkpoint.
+    # From torch, when Megatron loads a checkpoint.
     ".*load_state_dict. is deprecated and will be removed.*",
     "Please use DTensor instead and we are deprecating ShardedTensor.*",
     "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
@@ -71,21 +71,21 @@ _EXPECTED_WARNINGS = (
 
 
 class Stream:
-    """Stands in for a CUDA stream or event: on CPU everything is already in order."""
+    """Replaces a CUDA stream or event. CPU operations are synchronous."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     def wait_stream(self, *args: object) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     wait_event = synchronize = wait = record = wait_stream
 
     def record_event(self, *args: object) -> "Stream":
-        """An event that has already happened."""
+        """Return a completed event."""
         return self
 
     def query(self) -> bool:
-        """Whether the work is done: always."""
+        """Return True: the work is done."""
         return True
 
 
@@ -93,12 +93,12 @@ _DEFAULT_STREAM = Stream()
 
 
 def current_stream(*args: object, **kwargs: object) -> Stream:
-    """The only stream there is."""
+    """Return the only stream."""
     return _DEFAULT_STREAM
 
 
 def stream(which: Stream) -> contextlib.AbstractContextManager[None]:
-    """A context that changes nothing."""
+    """Return a null context."""
     return contextlib.nullcontext()
 
 
@@ -107,14 +107,14 @@ def _rewrite(name: str, source: str) -> str:
         source = pattern.sub(replacement, source)
     for old, new in _MODULE_REWRITES.get(name, []):
         if old not in source:
-            raise ImportError(f"{name} has no {old!r}: this release of megatron-core isn't the one the bridge is for")
+            raise ImportError(f"{name} has no {old!r}: the bridge doesn't support this release of megatron-core")
         source = source.replace(old, new)
     return source
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType | None:
-        """Compile the rewritten source, past the bytecode cache; untouched modules load the usual way."""
+        """Compile rewritten source without the bytecode cache; load unchanged modules as usual."""
         source = self.get_data(self.path).decode()
         rewritten = _rewrite(fullname, source)
         if rewritten == source:
@@ -135,13 +135,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> bool:
-    """Install the import hook unless CUDA is there.
+    """Install the import hook unless CUDA is available.
 
     Returns:
-        Whether Megatron is bridged (False: CUDA is there and Megatron is left as it is).
+        Whether Megatron runs through the bridge.
 
     Raises:
-        ImportError: Megatron was imported before, unbridged.
+        ImportError: Megatron was imported earlier, without the bridge.
     """
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)

@@ -1,9 +1,8 @@
-"""Ranks waiting for each other's work on disks: outside of collectives, for as long as it gets on.
+"""Waiting for other ranks' disk I/O, outside of collectives and for as long as it makes progress.
 
-A collective has a deadline (`trainer.collective_timeout_seconds`) that suits processes which compute side by side.
-Reading or writing a checkpoint of 100 GB takes as long as the disk takes. So nobody waits for files in a collective:
-each rank notes in the rendezvous store what it has done, and looks there for the others. No process group knows of this
-waiting, so that no watchdog of NCCL ends it either.
+Collectives have a deadline (`trainer.collective_timeout_seconds`) that suits computation, but reading or writing a
+checkpoint of 100 GB may take much longer. So no rank waits for files in a collective: each rank publishes its progress
+in the rendezvous store and polls that of the others. NCCL's watchdog doesn't see this wait, and doesn't abort it.
 """
 
 import contextlib
@@ -14,35 +13,35 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-LOOK_SECONDS = 1.0
-"""How often a rank notes what it has done, and what it waits for is looked at."""
+PROGRESS_SECONDS = 1.0
+"""Interval at which a rank publishes its progress and checks that of the others."""
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.001, 0.05
-"""Between two questions whether all are done; doubled each time."""
+"""Pause between two polls for completion; doubled each time."""
 
 Progress = Callable[[int], None]
-"""Called by work with the bytes that it has done since the last call."""
+"""Callback with the bytes processed since the last call."""
 
 
 class DiskWorkFailed(RuntimeError):
-    """Another rank could not do its part; the message says which one and why."""
+    """Another rank failed at its part of the work."""
 
 
 class DiskStalled(TimeoutError):
-    """Another rank got nothing done for too long; the message says which one, and at what."""
+    """Another rank made no progress for trainer.disk_stall_seconds."""
 
 
 @dataclass
-class _Seen:
-    """What was last seen of another rank's part."""
+class _RankProgress:
+    """Last known progress of another rank."""
 
     since: float
-    """When it changed."""
+    """Time of the last change."""
     done: int | None = None
-    """Its bytes; None before it has begun."""
+    """Bytes processed; None before the start."""
 
 
 class DiskWork:
-    """This rank's share of the work that ranks do together on disks. Used by the training thread only."""
+    """Disk work of all ranks, as seen by this rank. Used by the training thread only."""
 
     def __init__(
         self,
@@ -54,15 +53,15 @@ class DiskWork:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Meet the other ranks in a store. All ranks make one at the same time.
+        """Connect to the other ranks. All ranks create one together.
 
         Args:
-            store: shared by all ranks, for nothing else.
+            store: store shared by all ranks, used for nothing else.
             rank: this rank.
-            size: how many there are.
-            stall_seconds: a rank that gets nothing done for so long is given up.
-            clock: seconds that only grow.
-            sleep: waits so many seconds.
+            size: number of ranks.
+            stall_seconds: longest time without progress before waiting for a rank fails.
+            clock: monotonic clock, in seconds.
+            sleep: sleeps for the given seconds.
         """
         self._store = store
         self._rank = rank
@@ -71,90 +70,93 @@ class DiskWork:
         self._clock = clock
         self._sleep = sleep
         self._turn = 0
-        self.tell: Callable[[str], None] = lambda text: None
-        """Called about every LOOK_SECONDS while there is work, with what is done, or what is waited for."""
+        self.report: Callable[[str], None] = lambda text: None
+        """Called about every PROGRESS_SECONDS during work, with its progress or the ranks it waits for."""
 
     @contextmanager
-    def together(self, what: str) -> Iterator[Progress]:
-        """Do this rank's part of some work in the block, then wait until the other ranks have done theirs.
+    def all_ranks(self, work: str) -> Iterator[Progress]:
+        """Do this rank's part of the work in the block, then wait until all ranks have finished theirs.
 
-        All ranks call it, in the same order; a rank that has no part has an empty block. Inside, no collective may be
-        waited for. A rank whose block raises doesn't wait.
+        All ranks call it, in the same order, with an empty block if they have nothing to do. The block must not wait
+        for a collective. If it raises, this rank doesn't wait.
 
         Args:
-            what: the work, for people, such as "reading checkpoint step-000040".
+            work: description for logs, such as "reading checkpoint step-000040".
 
         Yields:
-            What the block calls with the bytes that it has done, so that the others see that it gets on.
+            A callback for the block to report processed bytes, which other ranks see as progress.
 
         Raises:
-            DiskWorkFailed: another rank's block raised, or the store is gone, and so rank 0.
-            DiskStalled: another rank got nothing done for stall_seconds.
+            DiskWorkFailed: another rank's block raised, or rank 0, which hosts the store, is gone.
+            DiskStalled: another rank made no progress for stall_seconds.
         """
         self._turn += 1
         try:
-            with self._reachable(what):
-                self._note(0)
-            yield self._progress(what)
+            with self._reachable(work):
+                self._publish(0)
+            yield self._progress(work)
         except BaseException as error:
-            with contextlib.suppress(DiskWorkFailed), self._reachable(what):
+            with contextlib.suppress(DiskWorkFailed), self._reachable(work):
                 self._end(f"{type(error).__name__}: {error}")
             raise
-        with self._reachable(what):
+        with self._reachable(work):
             self._end("")
-            self._await_others(what)
-            self._forget()
+            self._await_others(work)
+            self._delete_keys()
 
-    def _progress(self, what: str) -> Progress:
+    def _progress(self, work: str) -> Progress:
         done, noted = 0, self._clock()
 
         def progress(count: int) -> None:
             nonlocal done, noted
             done += count
-            if self._clock() - noted >= LOOK_SECONDS:
+            if self._clock() - noted >= PROGRESS_SECONDS:
                 noted = self._clock()
-                with self._reachable(what):
-                    self._note(done)
-                self.tell(f"{what}: {_amount(done)}")
+                with self._reachable(work):
+                    self._publish(done)
+                self.report(f"{work}: {_amount(done)}")
 
         return progress
 
-    def _await_others(self, what: str) -> None:
-        pending = {other: _Seen(self._clock()) for other in self._others}
+    def _await_others(self, work: str) -> None:
+        pending = {other: _RankProgress(self._clock()) for other in self._others}
         pause, looked = FIRST_PAUSE_SECONDS, self._clock()
         while pending:
-            if self._store.check([self._end_key(other) for other in pending]) or self._clock() - looked >= LOOK_SECONDS:
+            if (
+                self._store.check([self._end_key(other) for other in pending])
+                or self._clock() - looked >= PROGRESS_SECONDS
+            ):
                 looked = self._clock()
-                self._look(what, pending)
+                self._check(work, pending)
             else:
                 self._sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
-    def _look(self, what: str, pending: dict[int, _Seen]) -> None:
-        """Take ranks that are done out of `pending`. Raises DiskWorkFailed, DiskStalled."""
+    def _check(self, work: str, pending: dict[int, _RankProgress]) -> None:
+        """Remove finished ranks from `pending` and update the others. Raises DiskWorkFailed, DiskStalled."""
         now = self._clock()
         for other, seen in list(pending.items()):
             if self._store.check([self._end_key(other)]):
                 if failure := self._store.get(self._end_key(other)).decode():
-                    raise DiskWorkFailed(f"rank {other} failed at {what}: {failure}")
+                    raise DiskWorkFailed(f"rank {other} failed while {work}: {failure}")
                 del pending[other]
                 continue
             begun = self._store.check([self._key(other)])
             done = int(self._store.get(self._key(other))) if begun else None
             if done != seen.done:
-                pending[other] = _Seen(now, done)
+                pending[other] = _RankProgress(now, done)
             elif now - seen.since >= self._stall_seconds:
                 raise DiskStalled(
-                    f"{what}: rank {other}, which {_state(done)}, got nothing done for {now - seen.since:.0f} s "
+                    f"{work}: rank {other}, which {_state(done)}, made no progress for {now - seen.since:.0f} s "
                     f"(trainer.disk_stall_seconds = {self._stall_seconds:g})"
                 )
         if pending:
-            self.tell(
-                f"{what}: waiting for "
+            self.report(
+                f"{work}: waiting for "
                 + ", ".join(f"rank {other}, which {_state(seen.done)}" for other, seen in pending.items())
             )
 
-    def _note(self, done: int) -> None:
+    def _publish(self, done: int) -> None:
         if self._others:
             self._store.set(self._key(self._rank), str(done))
 
@@ -162,8 +164,8 @@ class DiskWork:
         if self._others:
             self._store.set(self._end_key(self._rank), failure)
 
-    def _forget(self) -> None:
-        """Remove what this rank noted in the turn before: every rank has ended this one, and so has left that one."""
+    def _delete_keys(self) -> None:
+        """Delete this rank's keys of the previous work: every rank has finished the current one, so none reads them."""
         if self._others and self._turn > 1:
             self._store.delete_key(self._key(self._rank, self._turn - 1))
             self._store.delete_key(self._end_key(self._rank, self._turn - 1))
@@ -175,15 +177,15 @@ class DiskWork:
         return f"{self._key(rank, turn)}/end"
 
     @contextmanager
-    def _reachable(self, what: str) -> Iterator[None]:
+    def _reachable(self, work: str) -> Iterator[None]:
         try:
             yield
         except dist.DistNetworkError as error:
-            raise DiskWorkFailed(f"rank 0, which has the store, is gone in the middle of {what}: {error}") from error
+            raise DiskWorkFailed(f"{work}: rank 0, which hosts the store, is gone: {error}") from error
 
 
 def _state(done: int | None) -> str:
-    return "has not begun" if done is None else f"has done {_amount(done)}"
+    return "has not started" if done is None else f"has processed {_amount(done)}"
 
 
 def _amount(count: int) -> str:

@@ -1,4 +1,4 @@
-"""A fusion that Megatron has an option for but leaves to apex, with what torch offers."""
+"""Megatron's gradient accumulation fusion, implemented with torch instead of apex."""
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
@@ -12,16 +12,16 @@ from services.trainer.kernels.gradients import add_product_
 
 
 class _MatrixProducts:
-    """Stands in for apex's extension, which Megatron asks for products that are added to its gradient buffers."""
+    """Replaces apex's extension, which Megatron calls to add products to its gradient buffers."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        """main_grad [out, in] += grad_output [tokens, out].T @ total_input [tokens, in]."""
+        """Add grad_output [tokens, out].T @ total_input [tokens, in] to main_grad [out, in]."""
         add_product_(main_grad, grad_output, total_input)
 
 
 def install() -> None:
-    """Make Megatron's option gradient_accumulation_fusion work on a bare GPU."""
+    """Make Megatron's option gradient_accumulation_fusion work without apex."""
     bare_layers: Any = layers
     bare_layers.fused_weight_gradient_mlp_cuda = _MatrixProducts
     bare_layers._grad_accum_fusion_available = True

@@ -1,27 +1,27 @@
-"""The memory of a rank's own objects: garbage that Python has to look for, and pages that the C library keeps."""
+"""Host memory of a rank: Python's garbage collector and glibc's heap."""
 
 import ctypes
 import gc
 
-GIVE_BACK_STEPS = 100
-"""Optimizer steps between two times."""
+TRIM_EVERY_STEPS = 100
+"""Optimizer steps between two calls of `trim_heap`."""
 
 
-def settle() -> None:
-    """Exempt what there is now from all later searches for garbage. For a process whose model is loaded.
+def freeze_objects() -> None:
+    """Exempt all current objects from garbage collection. Call it once the model is loaded.
 
-    Megatron searches with each checkpoint, whose pickled tensors leave 100 kB of cyclic garbage. Among all objects of
-    the imported modules that takes a quarter of a second.
+    Each checkpoint leaves 100 kB of cyclic garbage, and Megatron then runs a collection. Over all objects of the
+    imported modules it would take a quarter of a second.
     """
     gc.collect()
     gc.freeze()
 
 
-def give_back() -> None:
-    """Return free pages of the heap; does nothing where the C library can't (glibc can).
+def trim_heap() -> None:
+    """Return free pages of the heap to the system. Does nothing without glibc.
 
-    A step's tensors come and go in all sizes, between small things that stay: glibc's heap gets holes that it fills
-    again, but not all of them. A learner of a tiny model grew by 21 kB a step, with this by 3 kB.
+    A step allocates tensors of all sizes between small long-lived objects, which fragments the heap. A learner with a
+    tiny model grew by 21 kB a step without this and by 3 kB with it.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,8 @@
-"""The Megatron world: process groups with deadlines, parallel sizes, seeds."""
+"""The Megatron world: process groups with deadlines, parallel ranks and sizes, seeds.
+
+Dimensions have Megatron's short names: tp (tensor), pp (pipeline), cp (context), ep (expert), dp (data), and etp for
+the tensor parallelism of experts.
+"""
 
 import itertools
 import os
@@ -19,24 +23,24 @@ from relaxd.weights.group import host_store
 from services.trainer.megatron.disk_work import DiskWork
 
 _store: dist.Store | None = None
-"""The rendezvous of this world's processes."""
+"""The rendezvous store of this world's processes."""
 _worlds = itertools.count()
-"""Numbers the worlds of this process, which all ranks make in the same order."""
+"""Numbers the worlds of this process; all ranks create them in the same order."""
 
 
 @dataclass(frozen=True)
 class GatherGroups:
-    """Process groups on which weights are gathered.
+    """Process groups for gathering weights.
 
-    Only the first data-parallel replica gathers; its ranks with tensor rank 0 are the sources, one per pipeline stage.
+    Only the first data-parallel replica gathers. Its ranks with tp_rank 0 are the sources, one per pipeline stage.
     """
 
     source: bool
-    """Whether this rank ends up with its stage's full tensors."""
+    """Whether this rank receives its stage's full tensors."""
     dense: dist.ProcessGroup | None
-    """The tensor-parallel ranks that gather dense tensors; None where this rank isn't one of them."""
+    """The tensor-parallel ranks that gather dense tensors; None on other ranks."""
     experts: dist.ProcessGroup | None
-    """The tensor- and expert-parallel ranks that gather experts; None where this rank isn't one of them."""
+    """The tensor- and expert-parallel ranks that gather experts; None on other ranks."""
 
 
 @dataclass(frozen=True)
@@ -46,57 +50,58 @@ class World:
     rank: int
     """Global rank."""
     size: int
-    """Processes."""
+    """Number of ranks."""
     device: torch.device
-    """Where this rank computes."""
-    tensor_rank: int
-    """Rank among those that share each matrix."""
-    tensor_size: int
+    """This rank's device."""
+    tp_rank: int
+    """Rank among the ranks that share each matrix."""
+    tp_size: int
     """Ranks that share each matrix."""
-    stage: int
+    pp_rank: int
     """Pipeline stage."""
-    stages: int
-    """Pipeline stages."""
-    context_rank: int
-    """Rank among those that share each micro-batch's tokens."""
-    context_size: int
+    pp_size: int
+    """Number of pipeline stages."""
+    cp_rank: int
+    """Rank among the ranks that share each micro-batch's tokens."""
+    cp_size: int
     """Ranks that share each micro-batch's tokens."""
-    expert_rank: int
-    """Rank among those that share the experts."""
-    expert_size: int
+    ep_rank: int
+    """Rank among the ranks that share the experts."""
+    ep_size: int
     """Ranks that share the experts."""
-    expert_tensor_rank: int
-    """Rank among those that share each expert's matrices."""
-    expert_tensor_size: int
+    etp_rank: int
+    """Rank among the ranks that share each expert's matrices."""
+    etp_size: int
     """Ranks that share each expert's matrices."""
-    data_rank: int
-    """Rank among those that work on different groups."""
-    data_size: int
+    dp_rank: int
+    """Rank among the ranks that work on different groups."""
+    dp_size: int
     """Ranks that work on different groups."""
     gather: GatherGroups
-    """Groups for gathering weights in a thread beside training, which runs collectives of its own meanwhile."""
+    """Groups for gathering weights in a thread beside training, separate from training's own groups."""
     gather_in_training: GatherGroups
-    """Groups of the same ranks for gathering weights in the training thread."""
+    """Groups of the same ranks, for gathering weights in the training thread."""
     disk: DiskWork
-    """Has ranks wait for each other's work on disks."""
+    """Disk work shared with the other ranks."""
 
     @property
     def first_stage(self) -> bool:
         """Whether this rank has the embedding."""
-        return self.stage == 0
+        return self.pp_rank == 0
 
     @property
     def last_stage(self) -> bool:
         """Whether this rank computes log-probs and the loss."""
-        return self.stage == self.stages - 1
+        return self.pp_rank == self.pp_size - 1
 
 
 def initialize(config: TrainerConfig, seed: int) -> World:
-    """Join the process group (from RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them) and lay it out.
+    """Join the process group and create the parallel layout.
 
-    Every group has `collective_timeout_seconds` as its deadline, which counts once all ranks have come: they load their
-    code, and fetch the model, from disks. gloo without CUDA, nccl with it. Without RANK in the environment the world is
-    this process alone.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment, as torchrun sets them.
+    Every group has the deadline `collective_timeout_seconds`, which applies once all ranks have joined; before, they
+    load code and model from disk. The backend is nccl with CUDA, otherwise gloo. Without RANK in the environment the
+    world is this process alone.
 
     Args:
         config: parallel sizes, threads and the deadline.
@@ -109,8 +114,8 @@ def initialize(config: TrainerConfig, seed: int) -> World:
     timeout = timedelta(seconds=config.collective_timeout_seconds)
     cuda = torch.cuda.is_available()
     if config.tensor_parallel > 1:
-        # One hardware queue: communication that is launched first also starts first, beside the products that follow.
-        # CUDA reads this when it starts.
+        # With one hardware queue, communication that is launched first also starts first and overlaps the products
+        # after it. CUDA reads this when it starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not dist.is_initialized():
         if "RANK" in os.environ:
@@ -121,9 +126,9 @@ def initialize(config: TrainerConfig, seed: int) -> World:
             raise ValueError(f"WORLD_SIZE is {size}, but trainer.ranks is {config.ranks}: they must be the same")
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
-        _store = _meeting_place(rank, config.disk_stall_seconds) if size > 1 else dist.HashStore()
+        _store = _rendezvous_store(rank, config.disk_stall_seconds) if size > 1 else dist.HashStore()
         disk = _disk_work(_store, rank, size, config)
-        with disk.together("starting"):
+        with disk.all_ranks("starting"):
             pass
         _store.set_timeout(timeout)
         dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=size, store=_store, timeout=timeout)
@@ -147,26 +152,26 @@ def initialize(config: TrainerConfig, seed: int) -> World:
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
-        stage=parallel_state.get_pipeline_model_parallel_rank(),
-        stages=parallel_state.get_pipeline_model_parallel_world_size(),
-        context_rank=parallel_state.get_context_parallel_rank(),
-        context_size=parallel_state.get_context_parallel_world_size(),
-        expert_rank=parallel_state.get_expert_model_parallel_rank(),
-        expert_size=parallel_state.get_expert_model_parallel_world_size(),
-        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        data_rank=parallel_state.get_data_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
         gather=gather,
         gather_in_training=_training_groups(gather),
         disk=disk,
     )
 
 
-def _meeting_place(rank: int, seconds: float) -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT: torchrun's, else one of rank 0's that listens on that address only."""
+def _rendezvous_store(rank: int, seconds: float) -> dist.Store:
+    """Connect to the store at MASTER_ADDR:MASTER_PORT. Rank 0 hosts it, on that address only, unless torchrun does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return host_store(host, port, seconds)
@@ -174,27 +179,27 @@ def _meeting_place(rank: int, seconds: float) -> dist.Store:
 
 
 def _disk_work(store: dist.Store, rank: int, size: int, config: TrainerConfig) -> DiskWork:
-    # A connection of its own: on the store's, a thread that waits for a key keeps all others off.
-    own: Any = store.clone() if isinstance(store, dist.TCPStore) else store  # type: ignore[attr-defined]
-    return DiskWork(dist.PrefixStore(f"disk/{next(_worlds)}", own), rank, size, config.disk_stall_seconds)
+    # A separate connection: a thread that waits for a key blocks all others on its connection.
+    connection: Any = store.clone() if isinstance(store, dist.TCPStore) else store  # type: ignore[attr-defined]
+    return DiskWork(dist.PrefixStore(f"disk/{next(_worlds)}", connection), rank, size, config.disk_stall_seconds)
 
 
 def expert_tensor_parallel(config: TrainerConfig) -> int:
-    """Ranks that share each expert's matrices: either whole experts are divided among ranks, or each one is cut.
+    """Return the number of ranks that share each expert's matrices: ranks divide either whole experts or each expert.
 
-    Megatron counts experts as ordinary parameters where nobody shares them whole, and so wouldn't add up the gradients
-    of experts that tensor-parallel ranks have uncut.
+    Without expert parallelism, Megatron treats experts as ordinary parameters and wouldn't sum the gradients of experts
+    that tensor-parallel ranks hold whole.
     """
     return config.tensor_parallel if config.expert_parallel == 1 else 1
 
 
 def leave_layout() -> None:
-    """Forget how the processes are divided, so that `initialize` can divide them anew."""
+    """Destroy the layout, so that `initialize` can create another with the same processes."""
     parallel_state.destroy_model_parallel()
 
 
 def shut_down() -> None:
-    """Leave the world, so that another can be initialized in this process."""
+    """Leave the world, so that this process can initialize another."""
     global _store
     leave_layout()
     if dist.is_initialized():
@@ -203,7 +208,7 @@ def shut_down() -> None:
 
 
 def _gather_groups(timeout: timedelta) -> GatherGroups:
-    """Make the groups. Every rank makes every group, in the same order, as torch demands."""
+    """Create the groups. torch requires that every rank creates every group, in the same order."""
     source = (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -213,11 +218,11 @@ def _gather_groups(timeout: timedelta) -> GatherGroups:
         dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()),
         dist.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group()),
     )
-    everyone: list[tuple[bool, list[int], list[int]]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    all_ranks: list[tuple[bool, list[int], list[int]]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, mine)
     rank = dist.get_rank()
     dense = experts = None
-    for is_source, dense_ranks, expert_ranks in everyone:
+    for is_source, dense_ranks, expert_ranks in all_ranks:
         if not is_source:
             continue
         dense_group = dist.new_group(dense_ranks, timeout=timeout)
@@ -228,7 +233,7 @@ def _gather_groups(timeout: timedelta) -> GatherGroups:
 
 
 def _training_groups(gather: GatherGroups) -> GatherGroups:
-    """The training thread's own groups of the ranks that gather."""
+    """Return the gathering ranks' groups that belong to the training thread."""
     return replace(
         gather,
         dense=None if gather.dense is None else parallel_state.get_tensor_model_parallel_group(),

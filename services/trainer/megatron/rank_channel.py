@@ -1,8 +1,8 @@
-"""How rank 0 tells the other ranks what to do: commands in JSON over gloo, and ticks while there is nothing to do.
+"""The channel from rank 0 to the other ranks: commands in JSON over gloo, and ticks while rank 0 waits.
 
-Nobody waits in a collective for longer than its deadline: rank 0 ticks at least every TICK_SECONDS, whatever it waits
-for, so that a rank that hears nothing knows that rank 0 is gone or stuck. While rank 0 is at work on a disk it can't
-tick: it says so before, and the others wait for it as `DiskWork` does.
+Rank 0 ticks at least every TICK_SECONDS while it waits for something, so other ranks can treat silence beyond the
+collective's deadline as a dead or stuck rank 0. During disk I/O rank 0 can't tick: it announces the work first, and
+the other ranks wait as `DiskWork` does.
 """
 
 import json
@@ -18,23 +18,23 @@ import torch.distributed as dist
 from services.trainer.megatron.disk_work import DiskWork, Progress
 
 TICK_SECONDS = 0.5
-"""Longest silence of a rank 0 that only waits."""
+"""Longest silence of rank 0 while it waits."""
 
 TICK = {"do": "tick"}
 
 
 class RankChannel:
-    """The control channel of the world. Made by all ranks at the same time, used by each rank's training thread."""
+    """The control channel of the world. All ranks create it together; only their training threads use it."""
 
     def __init__(self, timeout_seconds: float, disk: DiskWork) -> None:
-        """Make the channel's group; a command that takes longer than `timeout_seconds` to come fails."""
+        """Create the channel's process group. Receiving fails after `timeout_seconds` without a command or tick."""
         self.size = dist.get_world_size()
         self.disk = disk
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._last = time.monotonic()
 
     def send(self, command: dict[str, Any]) -> None:
-        """Rank 0: tell all others. It goes on when they have it."""
+        """Rank 0: send a command to all other ranks."""
         self._last = time.monotonic()
         if self.size == 1:
             return
@@ -43,36 +43,36 @@ class RankChannel:
         dist.broadcast(payload, 0, group=self._group)
 
     @contextmanager
-    def alone(self, what: str) -> Iterator[Progress]:
-        """Rank 0: do some work on disks in the block while the others wait; see `DiskWork.together`."""
-        self.send({"do": "wait", "what": what})
-        with self.disk.together(what) as progress:
+    def rank0_only(self, work: str) -> Iterator[Progress]:
+        """Rank 0: do disk work in the block while the other ranks wait; see `DiskWork.all_ranks`."""
+        self.send({"do": "wait", "work": work})
+        with self.disk.all_ranks(work) as progress:
             yield progress
 
-    def agree(self, yes: bool) -> bool:
-        """Whether all ranks say yes. All call it together."""
+    def all_ranks_agree(self, yes: bool) -> bool:
+        """Return whether `yes` is True on all ranks. All call it together."""
         votes = torch.tensor([int(yes)])
         if self.size > 1:
             dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
         return bool(votes)
 
-    def add_up(self, value: int) -> int:
-        """The sum of every rank's value. All call it together."""
+    def sum_over_ranks(self, value: int) -> int:
+        """Return the sum of all ranks' values. All call it together."""
         values = torch.tensor([value])
         if self.size > 1:
             dist.all_reduce(values, group=self._group)
         return int(values)
 
     def tick(self) -> None:
-        """Rank 0: show the others that it lives, if it hasn't for a while."""
+        """Rank 0: send a tick if nothing was sent for TICK_SECONDS."""
         if time.monotonic() - self._last >= TICK_SECONDS:
             self.send(TICK)
 
     def receive(self) -> dict[str, Any]:
-        """Another rank: the next command that isn't a tick.
+        """Other ranks: return the next command, skipping ticks.
 
         Raises:
-            RuntimeError: rank 0 is gone, or silent for longer than the deadline.
+            RuntimeError: rank 0 is gone, or was silent for longer than the deadline.
         """
         while True:
             length = torch.zeros(1, dtype=torch.int64)

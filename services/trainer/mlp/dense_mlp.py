@@ -1,4 +1,4 @@
-"""The MLP of a dense layer, and of an expert that all tokens share."""
+"""The MLP of a dense layer, and the shared expert of a mixture."""
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
@@ -10,7 +10,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from services.trainer.kernels.recompute import Remaking
+from services.trainer.kernels.recompute import Recompute
 from services.trainer.kernels.swiglu import swiglu
 
 
@@ -18,7 +18,7 @@ class DenseMLP(MLP):
     """Megatron's MLP (its products and their tensor parallelism) with our SwiGLU."""
 
     def __init__(self, config: TransformerConfig, ffn_size: int | None = None) -> None:
-        """`ffn_size` is the inner width; None: the configuration's."""
+        """Use `ffn_size` as inner width, by default the configuration's."""
         if ffn_size is not None:
             config = copy(config)
             config.ffn_hidden_size = ffn_size
@@ -26,10 +26,10 @@ class DenseMLP(MLP):
         linear = MLPSubmodules(linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear())
         super().__init__(config, linear, ffn_hidden_size=config.ffn_hidden_size)
 
-    def forward(self, x: Tensor, remaking: Remaking) -> Tensor:
-        """x [T, 1, hidden] -> [T, 1, hidden]; where `remaking` is active, both products' inputs are made anew."""
-        first = remaking(self._first, x)
-        output, _ = self.linear_fc2(remaking(swiglu, first))
+    def forward(self, x: Tensor, recompute: Recompute) -> Tensor:
+        """Run the MLP: x [T, 1, hidden] -> [T, 1, hidden]. An active `recompute` covers the inputs of both products."""
+        first = recompute(self._first, x)
+        output, _ = self.linear_fc2(recompute(swiglu, first))
         return output
 
     def _first(self, x: Tensor) -> Tensor:

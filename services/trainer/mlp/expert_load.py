@@ -1,4 +1,4 @@
-"""How evenly a step's tokens were spread over the experts, and the routers' own losses."""
+"""Metrics of a step's routing: load per expert, and the routers' own losses."""
 
 from collections.abc import Sequence
 
@@ -9,29 +9,29 @@ from services.trainer.megatron.parallel import World
 from services.trainer.mlp.router import Router
 
 
-def forget(routers: Sequence[Router]) -> None:
-    """Begin to count anew."""
+def reset(routers: Sequence[Router]) -> None:
+    """Reset the counters."""
     for router in routers:
         router.load.zero_()
         router.losses.zero_()
 
 
 def metrics(routers: Sequence[Router], world: World, *, with_losses: bool) -> dict[str, float]:
-    """The step's metrics, from what this stage's routers have counted. All ranks call it together, and all get it.
+    """Return the step's metrics from the routers' counters, on all ranks. All ranks call it together.
 
     Args:
-        routers: this stage's; at least one.
-        world: this rank's place.
+        routers: this stage's routers, at least one.
+        world: this rank's place in the world.
         with_losses: whether the routers have losses of their own.
 
     Returns:
-        expert_load_max: tokens of the layer's fullest expert over their mean, in the layer where that is most.
-        expert_load_mean: the same, averaged over layers.
-        expert_load_empty: share of the experts that no token went to.
-        expert_dropped: share of the tokens that an expert had no room for: always 0.
+        expert_load_max: tokens of the fullest expert relative to the mean, in the layer with the largest ratio.
+        expert_load_mean: the same ratio, averaged over layers.
+        expert_load_empty: share of the experts without tokens.
+        expert_dropped: share of the tokens dropped for lack of capacity: always 0.
         expert_balance_loss, expert_z_loss: the losses without their coefficients, averaged over layers.
     """
-    layers, begin = len(routers) * world.stages, len(routers) * world.stage
+    layers, begin = len(routers) * world.pp_size, len(routers) * world.pp_rank
     counts = torch.zeros(layers, len(routers[0].load), dtype=torch.float64, device=world.device)
     losses = torch.zeros(layers, 3, dtype=torch.float64, device=world.device)
     counts[begin : begin + len(routers)] = torch.stack([router.load for router in routers]).double()

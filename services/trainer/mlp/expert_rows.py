@@ -1,6 +1,6 @@
-"""Copies of tokens, one for each expert that a token goes to, sorted by expert; and back.
+"""Rows of tokens, one per token and expert, sorted by expert.
 
-Nothing here waits for the device: how many rows there are is known, and which rows are whose stays on it.
+Nothing here synchronizes with the device: the number of rows is known, and the assignment of rows stays on the device.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ from services.trainer.kernels.fusion import fused_kernels
 
 
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find a row for each copy of a token, so that an expert's rows are next to each other, in the tokens' order.
+    """Assign a row to each copy of a token: an expert's rows are consecutive and in the tokens' order.
 
     Args:
         experts: int64 [T, K], the experts of each token.
-        count: experts there are.
+        count: number of experts.
 
     Returns:
-        int64 [T, K], the rows of each token's copies; int32 [count], where each expert's rows end.
+        int64 [T, K], the rows of each token's copies; int32 [count], the end of each expert's rows.
     """
     found, order = experts.flatten().to(torch.int16 if count < 1 << 15 else torch.int32).sort(stable=True)
     places = torch.empty_like(order)
@@ -48,7 +48,7 @@ def copy_to_rows(x: Tensor, places: Tensor) -> Tensor:
 
 
 def sum_of_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """Add up the rows of each token, in float32 and always in the same order.
+    """Sum the rows of each token in float32, always in the same order.
 
     Args:
         rows: [T x K, width].

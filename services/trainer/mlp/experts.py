@@ -1,4 +1,4 @@
-"""The experts of a layer: MLPs whose matrices are stored, and multiplied, together."""
+"""The experts of a layer: MLPs whose matrices are stored and multiplied together."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from services.trainer.kernels.grouped_products import add_grouped_products_, grouped_product
 from services.trainer.kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
-from services.trainer.mlp.expert_exchange import Exchange
+from services.trainer.mlp.expert_exchange import ExpertExchange
 from services.trainer.mlp.expert_rows import CopyToRows, SumOfRows, copy_to_rows, sort_by_expert, sum_of_rows
 from services.trainer.mlp.routing import Routing
 
 
 class Experts(MegatronModule):
-    """This rank's experts, or its columns of all of them.
+    """This rank's experts, or its columns of all experts.
 
     Attributes:
         linear_fc1: [experts, 2, ffn, hidden], gate and up.
@@ -48,50 +48,50 @@ class Experts(MegatronModule):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=cut, stride=1)
-        # To Megatron: reduce it over the ranks that have the same experts. Always, so that a checkpoint has the same
-        # parts of the optimizer however the experts are divided.
+        # Tells Megatron to reduce it over the ranks that have the same experts. Set for every layout, so that a
+        # checkpoint's optimizer state is divided alike in all of them.
         parameter.allreduce = False  # type: ignore[attr-defined]
         return parameter
 
-    def forward(self, x: Tensor, routing: Routing, *, remake: bool = False) -> Tensor:
-        """The weighted sum of each token's experts.
+    def forward(self, x: Tensor, routing: Routing, *, recompute: bool = False) -> Tensor:
+        """Compute the weighted sum of each token's experts.
 
         Args:
             x: [T, hidden], this rank's tokens.
-            routing: where they go.
-            remake: keep less for the backward pass, which then computes the first product again.
+            routing: their experts and weights.
+            recompute: compute the first product again in the backward pass instead of keeping it.
 
         Returns:
             [T, hidden].
         """
         experts, weights = routing.experts, routing.weights
         if self.expert_group.size() > 1:
-            return self._exchanged(x, experts, weights, remake)
+            return self._forward_expert_parallel(x, experts, weights, recompute)
         if self.tensor_group.size() == 1:
             places, ends = sort_by_expert(experts, self.count)
-            return self._compute(x, weights, places, ends, remake)
+            return self._compute(x, weights, places, ends, recompute)
         x, experts, weights = (
             gather_from_sequence_parallel_region(tensor, group=self.tensor_group) for tensor in (x, experts, weights)
         )
         places, ends = sort_by_expert(experts, self.count)
         output: Tensor = reduce_scatter_to_sequence_parallel_region(
-            self._compute(x, weights, places, ends, remake), group=self.tensor_group
+            self._compute(x, weights, places, ends, recompute), group=self.tensor_group
         )
         return output
 
-    def _exchanged(self, x: Tensor, experts: Tensor, weights: Tensor, remake: bool) -> Tensor:
+    def _forward_expert_parallel(self, x: Tensor, experts: Tensor, weights: Tensor, recompute: bool) -> Tensor:
         places, ends = sort_by_expert(experts, self.count)
-        exchange = Exchange(ends, self.expert_group)
-        rows = CopyToRows.apply(x, places)  # while the sizes come to the host
+        exchange = ExpertExchange(ends, self.expert_group)
+        rows = CopyToRows.apply(x, places)  # overlaps the copy of the sizes to the host
         row_weights = CopyToRows.apply(weights.reshape(-1, 1), places.view(-1, 1))
         rows, row_weights = exchange.to_experts(rows), exchange.to_experts(row_weights)
         received_places, received_ends = exchange.sort()
-        output = self._compute(rows, row_weights, received_places, received_ends, remake)
+        output = self._compute(rows, row_weights, received_places, received_ends, recompute)
         summed: Tensor = SumOfRows.apply(exchange.to_tokens(output), places)
         return summed
 
-    def _compute(self, x: Tensor, weights: Tensor, places: Tensor, ends: Tensor, remake: bool) -> Tensor:
-        output: Tensor = _Experts.apply(x, weights, self.linear_fc1, self.linear_fc2, places, ends, remake)
+    def _compute(self, x: Tensor, weights: Tensor, places: Tensor, ends: Tensor, recompute: bool) -> Tensor:
+        output: Tensor = _Experts.apply(x, weights, self.linear_fc1, self.linear_fc2, places, ends, recompute)
         return output
 
     def sharded_state_dict(
@@ -100,7 +100,7 @@ class Experts(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The parameters as parts of those of all ranks, for a checkpoint that any arrangement of ranks can load."""
+        """Return the parameters as shards, for a checkpoint that any parallel layout can load."""
         before = len(sharded_offsets)
         offsets = (
             *sharded_offsets,
@@ -120,20 +120,20 @@ class Experts(MegatronModule):
 
 
 class _Experts(torch.autograd.Function):
-    """The experts' MLPs on tokens, each of which has rows at some experts.
+    """The experts' MLPs on tokens, with one row per token and expert.
 
-    Kept for the backward pass is what goes in and, without `remake`, the first product. The tokens' copies and the
-    second product's input are made anew, which costs a pass over memory each and no product.
+    The backward pass keeps the inputs and, without `recompute`, the first product. It recomputes the tokens' copies and
+    the second product's input, at the cost of one pass over memory each.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, places: Tensor, ends: Tensor, remake: bool
+        ctx: Any, x: Tensor, weights: Tensor, fc1: Tensor, fc2: Tensor, places: Tensor, ends: Tensor, recompute: bool
     ) -> Tensor:
         first = grouped_product(copy_to_rows(x, places), fc1.flatten(1, 2).transpose(1, 2), ends)
         row_weights = copy_to_rows(weights.reshape(-1, 1), places.view(-1, 1)).squeeze(1)
         rows = grouped_product(weighted_swiglu(first, row_weights), fc2.transpose(1, 2), ends)
-        ctx.save_for_backward(x, None if remake else first, row_weights, fc1, fc2, places, ends)
+        ctx.save_for_backward(x, None if recompute else first, row_weights, fc1, fc2, places, ends)
         ctx.main_grads = getattr(fc1, "main_grad", None), getattr(fc2, "main_grad", None)
         return sum_of_rows(rows, places)
 

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer's MLP: router, experts, and an expert that all tokens share."""
+"""The MLP of a mixture-of-experts layer: router, experts, and a shared expert if the model has one."""
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
@@ -8,7 +8,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from services.trainer.kernels.recompute import Remaking
+from services.trainer.kernels.recompute import Recompute
 from services.trainer.mlp.dense_mlp import DenseMLP
 from services.trainer.mlp.experts import Experts
 from services.trainer.mlp.router import Router, float32_logits
@@ -16,9 +16,9 @@ from services.trainer.mlp.routing import RouterInputs
 
 
 class MixtureOfExperts(MegatronModule):
-    """Stands where a dense layer has its MLP.
+    """Replaces the MLP of a dense layer.
 
-    No token is dropped. Without expert parallelism nothing waits for the device; with it, once per layer.
+    No token is dropped. The host never waits for the device; with expert parallelism it waits once per layer.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -30,14 +30,14 @@ class MixtureOfExperts(MegatronModule):
             self.shared_expert = DenseMLP(config, config.moe_shared_expert_intermediate_size)
             self.shared_expert_gate = SharedExpertGate(config)
 
-    def forward(self, x: Tensor, inputs: RouterInputs, layer: int, remaking: Remaking) -> Tensor:
+    def forward(self, x: Tensor, inputs: RouterInputs, layer: int, recompute: Recompute) -> Tensor:
         """Send each token through its experts.
 
         Args:
             x: [T, 1, hidden], this rank's tokens.
-            inputs: what the router needs to know.
-            layer: which layer of this stage it is, from 0.
-            remaking: where the backward pass makes tensors anew.
+            inputs: inputs of the router.
+            layer: number of the layer within this stage, from 0.
+            recompute: the layer's recomputation context.
 
         Returns:
             [T, 1, hidden].
@@ -45,14 +45,14 @@ class MixtureOfExperts(MegatronModule):
         tokens = x.squeeze(1)
         chosen = None if inputs.experts is None else inputs.experts[layer]
         routing = self.router(tokens, inputs.weight, chosen)
-        output: Tensor = self.experts(tokens, routing, remake=remaking.active).unsqueeze(1)
+        output: Tensor = self.experts(tokens, routing, recompute=recompute.active).unsqueeze(1)
         if self.shared_expert is not None:
-            output = output + self.shared_expert_gate(x) * self.shared_expert(x, remaking)
+            output = output + self.shared_expert_gate(x) * self.shared_expert(x, recompute)
         return output
 
 
 class SharedExpertGate(MegatronModule):
-    """How much of the shared expert a token gets (Qwen2-MoE): sigmoid(x @ weight.T), in float32."""
+    """Weight of the shared expert for each token (Qwen2-MoE): sigmoid(x @ weight.T), in float32."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
@@ -61,5 +61,5 @@ class SharedExpertGate(MegatronModule):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden] -> [..., 1]."""
+        """Return the weights: x [..., hidden] -> [..., 1]."""
         return float32_logits(x.flatten(0, -2), self.weight).view(*x.shape[:-1], 1).sigmoid().to(x.dtype)

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts each token goes to, and with which weights."""
+"""The router of a mixture of experts: chooses each token's experts and their weights."""
 
 from typing import Any
 
@@ -20,9 +20,9 @@ class Router(MegatronModule):
     """Softmax routing in float32, as in Qwen's and Mixtral's models.
 
     Attributes:
-        load: int64 [experts], how many tokens have gone to each expert since `expert_load.forget`, on this rank.
-        losses: float32 [3], likewise: the load-balancing loss and the z-loss, each times the micro-batch's weight and
-            summed, and the weights' sum.
+        load: int64 [experts], tokens routed to each expert on this rank since `expert_load.reset`.
+        losses: float32 [3], sums since then over micro-batches: weight times load-balancing loss, weight times z-loss,
+            and weight.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -43,7 +43,7 @@ class Router(MegatronModule):
         Args:
             x: [T, hidden].
             weight: `RouterInputs.weight`.
-            experts: int64 [T, top_k], the experts to use; None: those with the highest scores.
+            experts: int64 [T, top_k], the experts to use; by default those with the highest scores.
         """
         top_k = self.config.moe_router_topk
         logits = float32_logits(x, self.weight)
@@ -53,9 +53,9 @@ class Router(MegatronModule):
             raise ValueError(f"experts is {list(experts.shape)}: it must be [tokens, top_k] = [{len(x)}, {top_k}]")
         if self.config.moe_router_pre_softmax:
             weights = logits.softmax(-1).gather(-1, experts)
-        else:  # the same as normalising the chosen ones' share of the whole softmax
+        else:  # equals normalising the chosen experts' part of the whole softmax
             weights = logits.gather(-1, experts).softmax(-1)
-        # Passes without gradients are evaluation, or will be computed again.
+        # A pass without gradients is an evaluation, or will be recomputed.
         if torch.is_grad_enabled():
             counts = torch.zeros_like(self.load).scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
             self.load += counts
@@ -63,9 +63,9 @@ class Router(MegatronModule):
         return Routing(experts, weights)
 
     def _with_losses(self, weights: Tensor, logits: Tensor, counts: Tensor, weight: float) -> Tensor:
-        """Let the router's own losses have their gradient where the weights have theirs.
+        """Attach the router's own losses to the weights, so that the backward pass includes their gradient.
 
-        A rank that has a slice of the micro-batch adds its part: over all of them these are the micro-batch's losses.
+        A rank with a slice of the micro-batch adds its part; the sum over ranks is the micro-batch's loss.
         """
         balance, z = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff or 0.0
         if not balance and not z:
@@ -87,7 +87,7 @@ class Router(MegatronModule):
 
 
 class _Attach(torch.autograd.Function):
-    """x as it is; its backward pass also begins that of a loss, whose gradient is `scale`."""
+    """Identity of x whose backward pass also starts that of a loss, with gradient `scale`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -101,9 +101,9 @@ class _Attach(torch.autograd.Function):
 
 
 def float32_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in float32.
+    """Return x @ weight.T in float32.
 
-    A weight with Megatron's gradient buffer (`main_grad`) gets its gradient there, and none in `grad`.
+    If the weight has Megatron's gradient buffer (`main_grad`), its gradient goes there and not to `grad`.
 
     Args:
         x: [T, hidden].
@@ -130,8 +130,8 @@ class _Float32Logits(torch.autograd.Function):
         (x, weight), grad = ctx.saved_tensors, grads[0]
         grad_x = grad_weight = None
         if _on_tensor_cores(x):
-            # The gradient as the sum of two bf16 numbers, which have 16 significant bits together: each product is
-            # taken by tensor cores, and added up in float32.
+            # Split the gradient into a sum of two bf16 numbers, with 16 significant bits together: tensor cores compute
+            # both products and sum them in float32.
             high = grad.bfloat16()
             grad = torch.cat((high, (grad - high).bfloat16()), 1)
             matrix = torch.cat((weight, weight))

@@ -1,4 +1,4 @@
-"""What goes into the routers of a mixture of experts, and what comes out of each."""
+"""Inputs and output of the routers of a mixture of experts."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RouterInputs:
-    """What the routers need to know about a micro-batch."""
+    """Inputs of the routers for one micro-batch."""
 
     weight: float = 0.0
-    """What the micro-batch's tokens weigh in the step's loss, together. The routers' own losses are scaled by it, so
-    that they are averaged over a step like the tokens' loss."""
+    """Total weight of the micro-batch's tokens in the step's loss. It scales the routers' own losses, so that they are
+    averaged over a step like the tokens' loss."""
     experts: Tensor | None = None
-    """int64 [layers of this stage, T, top_k], T being this rank's tokens: the experts to use instead of the routers'
-    own choice, as an engine reports them (routing replay). The weights are the router's own all the same."""
+    """int64 [layers of this stage, T, top_k], T being this rank's tokens: experts reported by the engine, which replace
+    the routers' choice (routing replay). The weights are still the router's."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of a layer go."""
+    """Experts and weights of a layer's tokens."""
 
     experts: Tensor
     """int64 [T, top_k]."""

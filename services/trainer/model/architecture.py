@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says about a model, as far as the trainer needs it."""
+"""The trainer's view of a Hugging Face config.json: sizes and switches of a model."""
 
 import json
 import math
@@ -13,11 +13,11 @@ SUPPORTED: tuple[str, ...] = ("llama", "qwen3", "qwen2_moe", "qwen3_moe")
 
 
 class ModelError(ValueError):
-    """A model folder that the trainer can't use; the message says what is wrong and what would be right."""
+    """A model folder that the trainer can't use."""
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertArchitecture:
     """The mixture-of-experts part of a model."""
 
     count: int
@@ -29,7 +29,7 @@ class Experts:
     normalize: bool
     """Whether the chosen experts' weights are normalised to add up to 1."""
     shared_ffn_size: int | None
-    """Inner width of the expert that all tokens go to, times a gate; None: there is none."""
+    """Inner width of the gated expert shared by all tokens; None without one."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Architecture:
     norm_epsilon: float
     """RMSNorm's epsilon."""
     max_positions: int
-    """Longest sequence the model is made for."""
+    """Longest supported sequence."""
     tied_embeddings: bool
     """Whether the output layer is the embedding."""
     qk_norm: bool
     """Whether queries and keys are normalised per head."""
     qkv_bias: bool
     """Whether queries, keys and values have biases."""
-    experts: Experts | None
+    experts: ExpertArchitecture | None
     """Mixture of experts, or None for a dense model."""
     rope: dict[str, Any]
     """Rotary embedding: rope_theta, rope_type and that type's parameters."""
@@ -70,7 +70,7 @@ class Architecture:
     def inverse_frequencies(self) -> torch.Tensor:
         """Angular frequencies of the rotary embedding (RoFormer, arXiv 2104.09864), float32 [head_size / 2].
 
-        rope_type "llama3" slows the low ones down as Llama 3.1 does (arXiv 2407.21783, section 3.4).
+        rope_type "llama3" scales the low ones down as Llama 3.1 does (arXiv 2407.21783, section 3.4).
         """
         exponents = torch.arange(0, self.head_size, 2, dtype=torch.int64).float() / self.head_size
         frequencies = 1.0 / (self.rope["rope_theta"] ** exponents)
@@ -91,7 +91,7 @@ def read_architecture(folder: Path) -> Architecture:
         folder: a Hugging Face model folder.
 
     Raises:
-        ModelError: no such file, not JSON, a field is missing, or the model has something that isn't supported.
+        ModelError: the file is missing or isn't JSON, a field is missing, or a feature isn't supported.
     """
     path = folder / "config.json"
     try:
@@ -137,14 +137,14 @@ def _parse(config: dict[str, Any]) -> Architecture:
     )
 
 
-def _experts(config: dict[str, Any]) -> Experts:
+def _experts(config: dict[str, Any]) -> ExpertArchitecture:
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise ModelError(
             "mlp_only_layers and decoder_sparse_step: only models with experts in every layer are supported"
         )
-    # The count has had two names.
+    # Two names exist for the count.
     count = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
-    return Experts(
+    return ExpertArchitecture(
         count=count,
         per_token=config["num_experts_per_tok"],
         ffn_size=config["moe_intermediate_size"],
@@ -154,7 +154,7 @@ def _experts(config: dict[str, Any]) -> Experts:
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Bring rope_parameters (transformers 5) or rope_theta and rope_scaling (before) into the former's form."""
+    """Return rope_parameters (transformers 5); convert rope_theta and rope_scaling (older releases) to that form."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.get("type", "default"))

@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face: loading a folder, gathering full tensors, writing a folder."""
+"""Weights in Hugging Face's format: loading a folder, gathering full tensors, writing a folder."""
 
 import json
 import math
@@ -19,17 +19,17 @@ from torch import Tensor
 
 from services.trainer.megatron.parallel import GatherGroups, World
 from services.trainer.model.architecture import Architecture, ModelError
-from services.trainer.model.mapping import Entry, Replicated, entries
+from services.trainer.model.mapping import ParameterEntry, Replicated, entries
 
 MAX_FILE_BYTES = 4 << 30
-"""A written safetensors file is closed when it has reached this size."""
+"""Size at which a written safetensors file is closed."""
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json", ".onnx")
 
 
 @dataclass(frozen=True)
 class HFTensorSpec:
-    """One tensor as it is exported."""
+    """Description of an exported tensor."""
 
     name: str
     """Hugging Face's name."""
@@ -38,15 +38,15 @@ class HFTensorSpec:
     shape: tuple[int, ...]
     """Full shape."""
     stage: int
-    """The pipeline stage whose source rank has it."""
+    """Pipeline stage of its source rank."""
 
 
-def hf_tensor_specs(shape: Architecture, dtype: torch.dtype, stages: int, expert_ranks: int) -> list[HFTensorSpec]:
-    """Every exported tensor, stage after stage, in the order in which `gather_hf_tensors` yields them."""
+def hf_tensor_specs(shape: Architecture, dtype: torch.dtype, pp_size: int, ep_size: int) -> list[HFTensorSpec]:
+    """List the exported tensors of all stages, in the order of `gather_hf_tensors`."""
     return [
         HFTensorSpec(part.name, dtype, part.shape, stage)
-        for stage in range(stages)
-        for entry in entries(shape, stage, stages, expert_ranks)
+        for stage in range(pp_size)
+        for entry in entries(shape, stage, pp_size, ep_size)
         if entry.exported
         for parts in entry.parts
         for part in parts
@@ -54,7 +54,7 @@ def hf_tensor_specs(shape: Architecture, dtype: torch.dtype, stages: int, expert
 
 
 class HFFolder:
-    """The safetensors files of a model folder, opened as tensors are asked for."""
+    """The safetensors files of a model folder, opened when needed."""
 
     def __init__(self, folder: Path) -> None:
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
@@ -71,7 +71,7 @@ class HFFolder:
         """Read one tensor.
 
         Raises:
-            ModelError: it isn't there, its file isn't, or it has another shape.
+            ModelError: the tensor or its file is missing, or it has another shape.
         """
         if name not in self._file_of:
             raise ModelError(f"{self._folder} has no tensor {name}, which config.json's architecture needs")
@@ -94,16 +94,16 @@ def load_hf(model: torch.nn.Module, folder: Path, shape: Architecture, world: Wo
     """Load this rank's part of a model folder, one tensor at a time. All ranks call it together.
 
     Raises:
-        ModelError: the folder doesn't hold what the architecture needs.
-        DiskWorkFailed, DiskStalled: another rank couldn't load its part.
+        ModelError: the folder doesn't have the architecture's tensors.
+        DiskWorkFailed, DiskStalled: another rank failed to load its part.
     """
-    with world.disk.together(f"reading {folder}") as progress:
+    with world.disk.all_ranks(f"reading {folder}") as progress:
         source = HFFolder(folder)
         parameters = dict(model.named_parameters())
         missing = set(parameters)
-        for entry in entries(shape, world.stage, world.stages, world.expert_size):
-            mine = entry.parts[world.expert_rank if entry.expert else 0]
-            dense, expert = (world.tensor_rank, world.tensor_size), (world.expert_tensor_rank, world.expert_tensor_size)
+        for entry in entries(shape, world.pp_rank, world.pp_size, world.ep_size):
+            mine = entry.parts[world.ep_rank if entry.expert else 0]
+            dense, expert = (world.tp_rank, world.tp_size), (world.etp_rank, world.etp_size)
             rank, size = expert if entry.expert else dense
             tensors = [source.read(part.name, part.shape) for part in mine]
             part = entry.of(parameters[entry.megatron])
@@ -114,16 +114,16 @@ def load_hf(model: torch.nn.Module, folder: Path, shape: Architecture, world: Wo
             raise AssertionError(f"no rule of the mapping loads {sorted(missing)}")
 
 
-Exported = list[tuple[Entry, torch.nn.Parameter]]
-"""What this rank exports, in order."""
+Exported = list[tuple[ParameterEntry, torch.nn.Parameter]]
+"""A rank's exported parameters, in order."""
 
 
 def exported_parameters(model: torch.nn.Module, shape: Architecture, world: World) -> Exported:
-    """What `gather_hf_tensors` goes through. It stays the same for the model's life: find it once."""
+    """List this rank's exported parameters for `gather_hf_tensors`. They stay the same for the model's lifetime."""
     parameters = dict(model.named_parameters())
     return [
         (entry, parameters[entry.megatron])
-        for entry in entries(shape, world.stage, world.stages, world.expert_size)
+        for entry in entries(shape, world.pp_rank, world.pp_size, world.ep_size)
         if entry.exported
     ]
 
@@ -134,10 +134,10 @@ def gather_hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather this stage's tensors, one at a time, on its source rank.
 
-    Ranks of the first data-parallel replica call it together; other ranks have nothing to do and yield nothing, nor do
-    ranks that only contribute. It uses these groups and no other: `world.gather_in_training` in the training thread,
-    `world.gather` in a thread beside it, as long as nobody changes the weights. A yielded tensor may be a view of the
-    parameter: don't change it. On a GPU everything is enqueued on the current stream, and nothing waited for.
+    All ranks of the first data-parallel replica call it together; other ranks do nothing. Only source ranks yield
+    tensors. It uses only the given groups: `world.gather_in_training` in the training thread, `world.gather` in a
+    thread beside it, while the weights don't change. A yielded tensor may be a view of the parameter: don't modify it.
+    On a GPU everything is enqueued on the current stream, without synchronizing.
 
     Yields:
         (Hugging Face name, full tensor) in the order of `hf_tensor_specs`, on the source rank.
@@ -154,7 +154,7 @@ def gather_hf_tensors(
             dist.gather(parameter, shards or None, group=group, group_dst=0)
         if not groups.source:
             continue
-        each = world.expert_tensor_size if entry.expert else len(shards)
+        each = world.etp_size if entry.expert else len(shards)
         for i, parts in enumerate(entry.parts):
             merged = entry.layout.merge(shards[i * each : (i + 1) * each], [part.shape for part in parts], shape)
             yield from zip((part.name for part in parts), merged, strict=True)
@@ -163,38 +163,38 @@ def gather_hf_tensors(
 def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Architecture, world: World) -> None:
     """Write the model as a Hugging Face folder that transformers loads. All ranks call it together.
 
-    It is written under another name first, so that `folder` is either absent, as it was, or complete. Ranks gather the
-    tensors of one file after another, and wait outside of any collective while the source ranks write them.
+    The files go to a temporary folder, which is renamed at the end, so `folder` is never incomplete. Ranks gather the
+    tensors of one file after another, and wait outside of collectives while the source ranks write.
 
     Args:
         model: this rank's stage.
-        folder: the folder to make, on storage that all ranks see; an existing one is replaced.
-        original: the folder the model came from; config, tokenizer and other small files are copied from there.
-        shape: the model.
-        world: this rank's place.
+        folder: the target on shared storage; an existing folder is replaced.
+        original: the model's original folder, from which config, tokenizer and other small files are copied.
+        shape: the model's architecture.
+        world: this rank's place in the world.
 
     Raises:
         OSError: this rank can't write its part.
-        DiskWorkFailed, DiskStalled: another rank can't.
+        DiskWorkFailed, DiskStalled: another rank failed to write its part.
     """
     partial = folder.with_name(folder.name + ".partial")
     what = f"writing {folder}"
-    with world.disk.together(what):
+    with world.disk.all_ranks(what):
         if world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
     dtype = next(model.parameters()).dtype
     parameters = exported_parameters(model, shape, world)
-    numbers = [_file_numbers(shape, stage, world, dtype) for stage in range(world.stages)]
+    numbers = [_file_numbers(shape, stage, world, dtype) for stage in range(world.pp_size)]
     written: dict[str, str] = {}
     total = 0
     for number in range(max(map(max, numbers)) + 1):
-        file = [pair for pair, one in zip(parameters, numbers[world.stage], strict=True) if one == number]
+        file = [pair for pair, one in zip(parameters, numbers[world.pp_rank], strict=True) if one == number]
         gathered = gather_hf_tensors(file, shape, world, world.gather_in_training)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in gathered}
-        with world.disk.together(what) as progress:
+        with world.disk.all_ranks(what) as progress:
             if tensors:
-                name = f"model-{world.stage:03d}-{number:05d}.safetensors"
+                name = f"model-{world.pp_rank:03d}-{number:05d}.safetensors"
                 save_file(tensors, partial / name, metadata={"format": "pt"})
                 written |= dict.fromkeys(tensors, name)
                 size = sum(tensor.nbytes for tensor in tensors.values())
@@ -202,7 +202,7 @@ def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Archite
                 progress(size)
     all_written: list[tuple[dict[str, str], int]] = [(written, total)] * world.size
     dist.all_gather_object(all_written, (written, total))
-    with world.disk.together(what):
+    with world.disk.all_ranks(what):
         if world.rank == 0:
             weight_map = {name: file for files, _ in all_written for name, file in files.items()}
             _write_index(partial, weight_map, sum(size for _, size in all_written))
@@ -216,9 +216,9 @@ def save_hf(model: torch.nn.Module, folder: Path, original: Path, shape: Archite
 
 
 def _file_numbers(shape: Architecture, stage: int, world: World, dtype: torch.dtype) -> list[int]:
-    """The file of each of a stage's `exported_parameters`, from 0; one is closed when it has MAX_FILE_BYTES."""
+    """Return the file number, from 0, of each of a stage's `exported_parameters`, given MAX_FILE_BYTES."""
     numbers, number, size = [], 0, 0
-    for entry in entries(shape, stage, world.stages, world.expert_size):
+    for entry in entries(shape, stage, world.pp_size, world.ep_size):
         if entry.exported:
             if size >= MAX_FILE_BYTES:
                 number, size = number + 1, 0
@@ -240,7 +240,7 @@ def _write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> 
 
 
 def _copy_small_files(original: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy everything but weights; config.json gets the element type that was written."""
+    """Copy all files but weights; set the written element type in config.json."""
     for path in sorted(original.iterdir()):
         if path.is_file() and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, folder / path.name)

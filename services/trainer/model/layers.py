@@ -1,7 +1,7 @@
-"""Our own layer specification for Megatron: no Transformer Engine, packed sequences throughout.
+"""The layer specification for Megatron: packed sequences, without Transformer Engine.
 
-A micro-batch is one row of tokens, sequence after sequence (Megatron's THD layout): hidden states are [T, 1, hidden].
-Attention keeps the sequences apart; everything else doesn't see them.
+A micro-batch is one row of consecutive sequences (Megatron's THD layout), with hidden states [T, 1, hidden]. Only
+attention distinguishes the sequences.
 """
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
@@ -18,10 +18,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor
 
 from services.trainer.attention.attention import PackedAttention
-from services.trainer.attention.context import heads_to_tokens, tokens_to_heads
+from services.trainer.attention.context_parallel import heads_to_tokens, tokens_to_heads
 from services.trainer.attention.heads import split_heads
 from services.trainer.attention.sequence_layout import SequenceLayout
-from services.trainer.kernels.recompute import Remaking
+from services.trainer.kernels.recompute import Recompute
 from services.trainer.mlp.dense_mlp import DenseMLP
 from services.trainer.mlp.mixture import MixtureOfExperts
 from services.trainer.model.norms import RMSNorm
@@ -29,20 +29,20 @@ from services.trainer.model.packed_layer import PackedLayer
 
 
 class PackedSelfAttention(SelfAttention):
-    """Megatron's self-attention (its projections and its tensor parallelism) on packed sequences.
+    """Megatron's self-attention (projections and tensor parallelism) on packed sequences.
 
-    Under context parallelism this rank has a slice of the tokens, and all of them for its heads within.
+    Under context parallelism this rank's input is a slice of the tokens, but it attends over all tokens with its heads.
     """
 
-    def forward(self, hidden_states: Tensor, rotary: Tensor, layout: SequenceLayout, remaking: Remaking) -> Tensor:
+    def forward(self, hidden_states: Tensor, rotary: Tensor, layout: SequenceLayout, recompute: Recompute) -> Tensor:
         """Attend.
 
         Args:
             hidden_states: [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism), T being this
                 rank's slice under context parallelism.
             rotary: `rotary_table` of all tokens.
-            layout: where the sequences are, in all tokens.
-            remaking: where the backward pass makes tensors anew.
+            layout: the sequences of all tokens.
+            recompute: the layer's recomputation context.
 
         Returns:
             [T, 1, hidden].
@@ -54,8 +54,8 @@ class PackedSelfAttention(SelfAttention):
             qkv = tokens_to_heads(qkv, context)
         norms = (self.q_layernorm.weight, self.k_layernorm.weight) if self.config.qk_layernorm else None
         head_size, epsilon = self.hidden_size_per_attention_head, self.config.layernorm_epsilon
-        query, key, value = remaking(split_heads, qkv, norms, rotary, head_size, epsilon)
-        output = self.core_attention(query, key, value, layout, remaking)
+        query, key, value = recompute(split_heads, qkv, norms, rotary, head_size, epsilon)
+        output = self.core_attention(query, key, value, layout, recompute)
         if context is not None:
             output = heads_to_tokens(output, context)
         output, _ = self.linear_proj(output.reshape(output.shape[0], 1, -1))
@@ -63,7 +63,7 @@ class PackedSelfAttention(SelfAttention):
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, dense or with experts, as `config` says."""
+    """Return the specification of this pipeline stage's layers, dense or with experts."""
     backend = LocalSpecProvider()
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(

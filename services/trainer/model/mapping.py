@@ -1,4 +1,4 @@
-"""Which Hugging Face tensor is which Megatron parameter: one table per architecture, used in both directions."""
+"""The mapping between Hugging Face tensors and Megatron parameters: one table per architecture, for both directions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,54 +11,54 @@ from services.trainer.model.architecture import Architecture
 
 
 class Layout(Protocol):
-    """How Hugging Face tensors (`parts`) become one Megatron parameter, cut among `size` ranks, and back."""
+    """Conversion between Hugging Face tensors (`parts`) and one Megatron parameter, sharded over `size` ranks."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """This rank's parameter."""
+        """Return this rank's parameter."""
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """The parts, of these shapes, from all ranks' parameters in rank order."""
+        """Return the parts, of the given shapes, from all ranks' parameters in rank order."""
 
 
 class Replicated:
-    """Every rank has the whole of the one part."""
+    """Every rank has the whole of the single part."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """The part."""
+        """Return the part."""
         return parts[0]
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Any rank's."""
+        """Return the first rank's parameter."""
         return [shards[0]]
 
 
 class Columns:
-    """Ranks have blocks of the one part's columns (Megatron's row-parallel linear layers)."""
+    """Ranks have blocks of the single part's columns (Megatron's row-parallel linear layers)."""
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """This rank's columns."""
+        """Return this rank's columns."""
         return parts[0].chunk(size, dim=1)[rank]
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """All columns."""
+        """Return all columns."""
         return [shards[0] if len(shards) == 1 else torch.cat(tuple(shards), dim=1)]
 
 
 class Rows:
-    """Ranks have blocks of each part's rows, part after part (column-parallel linear layers, gate and up, embeddings).
+    """Ranks have blocks of each part's rows, concatenated (column-parallel linear layers, gate and up, embeddings).
 
-    Rows that can't be divided evenly (a vocabulary) are padded with zeros.
+    If ranks don't divide the rows (of a vocabulary), the last ones are padded with zeros.
     """
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """This rank's rows of each part."""
+        """Return this rank's rows of each part."""
         blocks = []
         for part in parts:
             rows = -(-part.shape[0] // size)
@@ -70,7 +70,7 @@ class Rows:
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """All rows of each part, without padding."""
+        """Return all rows of each part, without padding."""
         sizes = [-(-part[0] // len(shards)) for part in shapes]
         split = [shard.split(sizes) for shard in shards]
         parts = [split[0][i] if len(shards) == 1 else torch.cat([s[i] for s in split]) for i in range(len(shapes))]
@@ -82,14 +82,14 @@ class QueryKeyValue:
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """This rank's heads."""
+        """Return this rank's heads."""
         heads = [part.view(shape.kv_heads, -1, shape.head_size, part.shape[-1]) for part in parts]
         mine = torch.cat([part.chunk(size)[rank] for part in heads], dim=1)
         return mine.reshape(-1, mine.shape[-1])
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Queries, keys and values of all heads."""
+        """Return queries, keys and values of all heads."""
         per_group = shape.heads // shape.kv_heads
         full = shards[0] if len(shards) == 1 else torch.cat(tuple(shards))
         heads = full.view(shape.kv_heads, per_group + 2, shape.head_size, full.shape[-1])
@@ -101,44 +101,44 @@ class QueryKeyValueBias:
 
     @staticmethod
     def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
-        """This rank's heads."""
+        """Return this rank's heads."""
         return QueryKeyValue.shard([part.unsqueeze(-1) for part in parts], rank, size, shape).squeeze(-1)
 
     @staticmethod
     def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
-        """Queries, keys and values of all heads."""
+        """Return queries, keys and values of all heads."""
         merged = QueryKeyValue.merge([shard.unsqueeze(-1) for shard in shards], shapes, shape)
         return [part.squeeze(-1) for part in merged]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the table."""
+    """One row of the table."""
 
     megatron: str
-    """Name of Megatron's parameter; {layer} counts within the stage."""
+    """Name of the Megatron parameter; {layer} counts within the stage."""
     layout: type[Layout]
-    """How it is fused and cut."""
+    """Its fusion and sharding."""
     parts: tuple[tuple[str, str], ...]
-    """Hugging Face's tensors: name ({layer} and {expert} count over the whole model) and shape, in sizes' names."""
+    """Hugging Face tensors: name ({layer} and {expert} count over the whole model) and shape, as names of sizes."""
     exported: bool = True
-    """False where the same tensor is already exported under another rule."""
+    """Whether the tensor is exported by this rule; False if another rule does."""
 
 
 _LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 _EMBEDDING = ("model.embed_tokens.weight", "vocab hidden")
 
 FIRST = (Rule("embedding.word_embeddings.weight", Rows, (_EMBEDDING,)),)
-"""Only on the first stage."""
+"""Rules of the first stage."""
 
 LAST = (Rule("decoder.final_layernorm.weight", Replicated, (("model.norm.weight", "hidden"),)),)
-"""Only on the last stage."""
+"""Rules of the last stage."""
 
 LAST_UNTIED = (Rule("output_layer.weight", Rows, (("lm_head.weight", "vocab hidden"),)),)
 """The output layer, on the last stage."""
 
 LAST_TIED = (Rule("output_layer.weight", Rows, (_EMBEDDING,), exported=False),)
-"""The last stage's copy of the embedding, where that isn't the first stage."""
+"""The last stage's copy of a tied embedding, unless it is also the first stage."""
 
 LAYER = (
     Rule(f"{_LAYER}.input_layernorm.weight", Replicated, ((f"{_HF_LAYER}.input_layernorm.weight", "hidden"),)),
@@ -160,7 +160,7 @@ LAYER = (
         f"{_LAYER}.pre_mlp_layernorm.weight", Replicated, ((f"{_HF_LAYER}.post_attention_layernorm.weight", "hidden"),)
     ),
 )
-"""In every layer of every architecture."""
+"""Rules of every layer of every architecture."""
 
 QK_NORM = tuple(
     Rule(
@@ -196,7 +196,7 @@ DENSE_MLP = (
 """A dense layer's MLP."""
 
 ROUTER = (Rule(f"{_LAYER}.mlp.router.weight", Replicated, ((f"{_HF_LAYER}.mlp.gate.weight", "experts hidden"),)),)
-"""What chooses the experts."""
+"""The router."""
 
 _EXPERTS, _HF_EXPERT = f"{_LAYER}.mlp.experts", f"{_HF_LAYER}.mlp.experts.{{expert}}"
 EXPERT = (
@@ -210,7 +210,7 @@ EXPERT = (
     ),
     Rule(f"{_EXPERTS}.linear_fc2", Columns, ((f"{_HF_EXPERT}.down_proj.weight", "hidden expert_ffn"),)),
 )
-"""One expert: its part of the parameters that the rank's experts share."""
+"""One expert: its part of the parameters of all the rank's experts."""
 
 _SHARED, _HF_SHARED = f"{_LAYER}.mlp.shared_expert", f"{_HF_LAYER}.mlp.shared_expert"
 SHARED_EXPERT = (
@@ -225,7 +225,7 @@ SHARED_EXPERT = (
     Rule(f"{_SHARED}.linear_fc2.weight", Columns, ((f"{_HF_SHARED}.down_proj.weight", "hidden shared_ffn"),)),
     Rule(f"{_SHARED}_gate.weight", Replicated, ((f"{_HF_SHARED}_gate.weight", "one hidden"),)),
 )
-"""The expert that all tokens go to, and its gate."""
+"""The shared expert and its gate."""
 
 LAYER_RULES = {
     "llama": (*LAYER, *DENSE_MLP),
@@ -233,11 +233,11 @@ LAYER_RULES = {
     "qwen2_moe": (*LAYER, *ROUTER),
     "qwen3_moe": (*LAYER, *QK_NORM, *ROUTER),
 }
-"""The rules of a layer, by model_type; experts follow where the model has them."""
+"""The rules of a layer by model_type, without experts."""
 
 
 def layer_rules(shape: Architecture) -> Iterator[Rule]:
-    """The rules of a layer, without those of its experts."""
+    """Yield the rules of a layer, without those of its routed experts."""
     yield from LAYER_RULES[shape.model_type]
     if shape.qkv_bias:
         yield from QKV_BIAS
@@ -246,66 +246,66 @@ def layer_rules(shape: Architecture) -> Iterator[Rule]:
 
 
 @dataclass(frozen=True)
-class Part:
+class HFTensor:
     """One Hugging Face tensor."""
 
     name: str
-    """Its name."""
+    """Name."""
     shape: tuple[int, ...]
-    """Its shape."""
+    """Shape."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class ParameterEntry:
     """One Megatron parameter of one pipeline stage, or an expert's part of it, and the Hugging Face tensors in it."""
 
     megatron: str
     """Name of the parameter on its rank."""
     layout: type[Layout]
-    """How it is fused and cut."""
-    parts: tuple[tuple[Part, ...], ...]
-    """Its tensors; for an expert those of each expert-parallel rank, else one tuple."""
+    """Its fusion and sharding."""
+    parts: tuple[tuple[HFTensor, ...], ...]
+    """Its tensors: one tuple, or for an expert one tuple per expert-parallel rank."""
     index: int | None
-    """Which part of the parameter it is: the expert's number on its rank; None: the whole. Ranks have different experts
-    under the same number, and not parts of one tensor."""
+    """Number of the expert on its rank, None for a whole parameter. On each expert-parallel rank the number is that of
+    another expert."""
     exported: bool
-    """Whether its tensors are exported from here."""
+    """Whether its tensors are exported by this entry."""
 
     @property
     def expert(self) -> bool:
-        """Whether it is an expert's."""
+        """Whether it belongs to an expert."""
         return self.index is not None
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Its part of the parameter, a view."""
+        """Return this entry's part of the parameter, a view."""
         return parameter if self.index is None else parameter[self.index].flatten(0, -2)
 
 
-def entries(shape: Architecture, stage: int, stages: int, expert_ranks: int) -> Iterator[Entry]:
-    """Every parameter of a pipeline stage, in the one fixed order that loading, gathering and specs share.
+def entries(shape: Architecture, pp_rank: int, pp_size: int, ep_size: int) -> Iterator[ParameterEntry]:
+    """Yield the entries of a pipeline stage, in the order shared by loading, gathering and specs.
 
     Args:
-        shape: the model.
-        stage: which stage.
-        stages: how many there are; they divide the layers.
-        expert_ranks: ranks that share the experts.
+        shape: the model's architecture.
+        pp_rank: the stage.
+        pp_size: number of stages; it divides the number of layers.
+        ep_size: number of ranks that share the experts.
     """
-    last = stage == stages - 1
-    if stage == 0:
+    last = pp_rank == pp_size - 1
+    if pp_rank == 0:
         yield from (_entry(rule, shape) for rule in FIRST)
-    per_stage = shape.layers // stages
+    per_stage = shape.layers // pp_size
     for layer in range(per_stage):
-        whole = stage * per_stage + layer
+        whole = pp_rank * per_stage + layer
         yield from (_entry(rule, shape, layer, whole) for rule in layer_rules(shape))
-        per_rank = shape.experts.count // expert_ranks if shape.experts else 0
+        per_rank = shape.experts.count // ep_size if shape.experts else 0
         for expert in range(per_rank):
-            same_place = [rank * per_rank + expert for rank in range(expert_ranks)]
+            same_place = [rank * per_rank + expert for rank in range(ep_size)]
             yield from (_entry(rule, shape, layer, whole, expert, same_place) for rule in EXPERT)
     if last:
         yield from (_entry(rule, shape) for rule in LAST)
         if not shape.tied_embeddings:
             yield from (_entry(rule, shape) for rule in LAST_UNTIED)
-        elif stages > 1:
+        elif pp_size > 1:
             yield from (_entry(rule, shape) for rule in LAST_TIED)
 
 
@@ -316,7 +316,7 @@ def _entry(
     whole_layer: int = 0,
     expert: int | None = None,
     experts: Sequence[int] = (0,),
-) -> Entry:
+) -> ParameterEntry:
     sizes = {
         "vocab": shape.vocab_size,
         "hidden": shape.hidden_size,
@@ -329,12 +329,12 @@ def _entry(
         "shared_ffn": (shape.experts.shared_ffn_size if shape.experts else None) or 0,
         "one": 1,
     }
-    return Entry(
+    return ParameterEntry(
         megatron=rule.megatron.format(layer=layer),
         layout=rule.layout,
         parts=tuple(
             tuple(
-                Part(name.format(layer=whole_layer, expert=i), tuple(sizes[size] for size in names.split()))
+                HFTensor(name.format(layer=whole_layer, expert=i), tuple(sizes[size] for size in names.split()))
                 for name, names in rule.parts
             )
             for i in experts

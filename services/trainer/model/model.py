@@ -1,4 +1,4 @@
-"""The policy: Megatron's GPT model built from a Hugging Face architecture, ending in hidden states, not logits."""
+"""The policy: Megatron's GPT model for a Hugging Face architecture, with hidden states instead of logits as output."""
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
@@ -19,21 +19,21 @@ from services.trainer.model.packed_layer import PolicyConfig
 
 
 def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConfig:
-    """Megatron's configuration for this model.
+    """Return Megatron's configuration for a model.
 
     Raises:
-        ModelError: the model can't be divided as the trainer's parallel sizes say.
+        ModelError: a parallel size doesn't divide the model.
     """
     _check_divisible(shape, config)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     experts = shape.experts
-    # On a GPU with bf16 there is a substitute for apex; Megatron's other fusions need that or Transformer Engine.
+    # `megatron_gpu` replaces apex for one fusion, with bf16 on a GPU. The others need apex or Transformer Engine.
     fused = dtype is torch.bfloat16 and torch.cuda.is_available()
     if fused:
         megatron_gpu.install()
     fusions = {
         "gradient_accumulation_fusion": fused,
-        "bias_activation_fusion": False,  # SwiGLU is ours
+        "bias_activation_fusion": False,  # replaced by our SwiGLU
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
     }
@@ -49,7 +49,7 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
             "moe_ffn_hidden_size": experts.ffn_size,
             "moe_shared_expert_intermediate_size": experts.shared_ffn_size,
             "moe_router_pre_softmax": not experts.normalize,
-            "moe_router_load_balancing_type": "none",  # the routers are ours
+            "moe_router_load_balancing_type": "none",  # replaced by our routers
             "moe_aux_loss_coeff": config.moe.aux_loss_coef,
             "moe_z_loss_coeff": config.moe.z_loss_coef,
         }
@@ -76,20 +76,20 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
         expert_model_parallel_size=config.expert_parallel,
         expert_tensor_parallel_size=expert_tensor_parallel(config),
         sequence_parallel=config.tensor_parallel > 1,
-        # Micro-batches differ in length, so stages tell each other the shapes.
+        # Micro-batches differ in length, so stages exchange the shapes.
         variable_seq_lengths=config.pipeline_parallel > 1,
-        moe_token_dispatcher_type="alltoall",  # which Megatron wants then, though ours is another
+        moe_token_dispatcher_type="alltoall",  # required by Megatron, though unused
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **recompute,
-        # The loss is a sum; the learner divides once, at the end.
+        # The loss is a sum, which the learner divides once per step.
         calculate_per_token_loss=True,
-        # Weights are loaded, so nothing is drawn; Megatron must still walk through its initialisation, where it marks
-        # the parameters that ranks share (the gradient norm counts the others once).
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
+        # Weights are loaded, not initialised. Megatron must still run its initialisation, which marks the parameters
+        # divided among ranks; the gradient norm counts the others only once.
+        init_method=_keep,
+        output_layer_init_method=_keep,
+        embedding_init_method=_keep,
         **fusions,
         **moe,
     )
@@ -98,8 +98,8 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
 class PolicyModel(GPTModel):
     """One pipeline stage of the policy.
 
-    Logits are the largest tensor of a training step, so the model doesn't compute them: the last stage returns the
-    normalised hidden states, and `logprobs` turns the rows that predict a response token into log-probs, in chunks.
+    Logits would be the largest tensor of a training step, so the model doesn't compute them: the last stage returns the
+    normalised hidden states, and `logprobs` computes log-probs of the trained tokens in chunks.
     """
 
     def forward(self, tokens: Tensor, rotary: Tensor, layout: SequenceLayout) -> Tensor:
@@ -107,8 +107,8 @@ class PolicyModel(GPTModel):
 
         Args:
             tokens: int64 [1, T], this rank's slice under context parallelism.
-            rotary: `rotary_table` of the tokens' positions; of all ranks' under context parallelism.
-            layout: where the sequences are.
+            rotary: `rotary_table` of the positions of all tokens, also under context parallelism.
+            layout: the sequences.
 
         Returns:
             Hidden states [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism).
@@ -117,24 +117,24 @@ class PolicyModel(GPTModel):
         return self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=layout)
 
     def output_weight(self) -> Tensor:
-        """This rank's rows of the output layer (of the embedding, if tied): [padded vocabulary / ranks, hidden]."""
+        """Return this rank's rows of the output layer (embedding if tied): [padded vocabulary / tp_size, hidden]."""
         tied = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
-def padded_vocab(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding in Megatron: the next multiple of the ranks that share it. The added rows stay zero."""
-    return -(-vocab_size // tensor_parallel) * tensor_parallel
+def padded_vocab(vocab_size: int, tp_size: int) -> int:
+    """Return the rows of Megatron's embedding: `vocab_size` rounded up to a multiple of `tp_size`."""
+    return -(-vocab_size // tp_size) * tp_size
 
 
 def build_model(shape: Architecture, config: PolicyConfig, world: World) -> PolicyModel:
-    """Make this rank's stage of the model, with weights still to be loaded."""
+    """Build this rank's stage of the model, without loading weights."""
     model = PolicyModel(
         config=config,
         transformer_layer_spec=block_spec(config),
-        vocab_size=padded_vocab(shape.vocab_size, world.tensor_size),
+        vocab_size=padded_vocab(shape.vocab_size, world.tp_size),
         max_sequence_length=shape.max_positions,
-        position_embedding_type="none",  # `rotary_table` does it, from positions that begin anew in each sequence
+        position_embedding_type="none",  # `rotary_table` replaces it, with positions per sequence
         pre_process=world.first_stage,
         post_process=world.last_stage,
         share_embeddings_and_output_weights=shape.tied_embeddings,
@@ -143,17 +143,17 @@ def build_model(shape: Architecture, config: PolicyConfig, world: World) -> Poli
 
 
 def freeze_routers(model: PolicyModel) -> None:
-    """Leave the routers as they are; gradients still pass through them. Before there are gradient buffers."""
+    """Exclude the routers from training; gradients still pass through them. Call it before `DataParallel`."""
     for router in routers(model):
         router.requires_grad_(False)
 
 
 def routers(model: torch.nn.Module) -> list[Router]:
-    """The routers of this stage, layer after layer; none in a dense model."""
+    """Return the routers of this stage by layer; none in a dense model."""
     return [module for module in model.modules() if isinstance(module, Router)]
 
 
-def _leave(tensor: Tensor) -> Tensor:
+def _keep(tensor: Tensor) -> Tensor:
     return tensor
 
 

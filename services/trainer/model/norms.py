@@ -1,4 +1,4 @@
-"""RMSNorm (arXiv 1910.07467), by itself and together with the residual's sum before it."""
+"""RMSNorm (arXiv 1910.07467), alone and fused with the preceding residual sum."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from services.trainer.kernels.fusion import fused_kernels
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square normalisation that works with Megatron's sequence parallelism."""
+    """Root mean square normalisation, compatible with Megatron's sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
@@ -24,13 +24,13 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden_size], same shape out."""
+        """Normalise x [..., hidden_size]."""
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def of_sum(self, x: Tensor, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x + addend (x where there is none), which goes on as the residual, and its norm.
+        """Return the new residual x + addend (x without addend) and its norm.
 
-        With fused kernels, in one pass over memory forward, and one backward, where the residual's gradient is added.
+        Fused kernels need one pass over memory forward and one backward, which includes the residual's gradient.
         """
         if x.dtype == torch.bfloat16 and x.is_cuda and fused_kernels():
             fused: tuple[Tensor, Tensor] = _NormOfSum.apply(x, addend, self.weight, self.eps)

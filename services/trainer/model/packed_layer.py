@@ -1,4 +1,4 @@
-"""A layer on packed sequences: Megatron's modules and their names, our order of doing things."""
+"""A transformer layer on packed sequences: Megatron's modules and parameter names, our forward pass."""
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
@@ -11,16 +11,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from torch import Tensor
 
 from services.trainer.attention.sequence_layout import SequenceLayout
-from services.trainer.kernels.recompute import Remaking
+from services.trainer.kernels.recompute import Recompute
 from services.trainer.mlp.mixture import MixtureOfExperts
 
 
 @dataclass
 class PolicyConfig(TransformerConfig):
-    """Megatron's configuration, and what our layers need besides."""
+    """Megatron's configuration, with the settings of our layers."""
 
     selective_layers: int = 0
-    """The first so many layers of each pipeline stage make most of their tensors anew in the backward pass."""
+    """Number of layers, the first of each pipeline stage, that recompute most of their tensors in the backward pass."""
 
 
 class PackedLayer(TransformerLayer):
@@ -31,7 +31,7 @@ class PackedLayer(TransformerLayer):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._index = self.layer_number - 1 - get_transformer_layer_offset(self.config)
-        """Which layer of this pipeline stage it is, from 0."""
+        """Number of the layer within this pipeline stage, from 0."""
 
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: SequenceLayout, **_: object
@@ -41,19 +41,19 @@ class PackedLayer(TransformerLayer):
         Args:
             hidden_states: [T, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism).
             rotary_pos_emb: `rotary_table` of the tokens' positions.
-            packed_seq_params: where the sequences are.
+            packed_seq_params: the sequences.
 
         Returns:
-            [T, 1, hidden], and None where Megatron has a context.
+            [T, 1, hidden], and None for Megatron's cross-attention context.
         """
-        with Remaking(self._index < self.config.selective_layers) as remaking:
+        with Recompute(self._index < self.config.selective_layers) as recompute:
             residual, x = self.input_layernorm.of_sum(hidden_states)
-            remaking.offer(x, self.input_layernorm, residual)
-            attended = self.self_attention(x, rotary_pos_emb, packed_seq_params, remaking)
+            recompute.register(x, self.input_layernorm, residual)
+            attended = self.self_attention(x, rotary_pos_emb, packed_seq_params, recompute)
             residual, x = self.pre_mlp_layernorm.of_sum(residual, attended)
-            remaking.offer(x, self.pre_mlp_layernorm, residual)
+            recompute.register(x, self.pre_mlp_layernorm, residual)
             if isinstance(self.mlp, MixtureOfExperts):
-                output = self.mlp(x, packed_seq_params.router, self._index, remaking)
+                output = self.mlp(x, packed_seq_params.router, self._index, recompute)
             else:
-                output = self.mlp(x, remaking)
+                output = self.mlp(x, recompute)
             return residual + output, None

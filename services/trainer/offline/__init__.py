@@ -1,4 +1,4 @@
-"""Programs that work on a run's folder without any service: replay and export.
+"""Programs on a run's folder, without services: replay and export.
 
 The command line starts them as child processes.
 """

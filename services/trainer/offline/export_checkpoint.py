@@ -1,6 +1,6 @@
-"""Write a checkpoint as a Hugging Face folder: `relaxd export` starts this program.
+"""Export a checkpoint as a Hugging Face folder; `relaxd export` starts this program.
 
-One process does it, however many ranks wrote the checkpoint, and loads the model only, not the optimizer.
+A single process loads the model, without the optimizer, whatever layout the checkpoint has.
 """
 
 import argparse
@@ -13,17 +13,17 @@ from relaxd.data.models import resolve_model
 from services.trainer.checkpoints.folder import checkpoint_path, checkpoint_steps
 from services.trainer.learner.checkpoint import CheckpointError, load_model
 from services.trainer.model.architecture import ModelError
-from services.trainer.offline.run_folder import OfflineError, answer, newest_intact, read_config
+from services.trainer.offline.run_folder import OfflineError, newest_intact, print_result, read_config
 
-ALONE = dict.fromkeys(("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"), 1)
+SINGLE_RANK = dict.fromkeys(("ranks", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"), 1)
 
 
 def export_checkpoint(run_folder: Path, step: int | None, out: Path) -> dict[str, Any]:
-    """Write a checkpoint's model, by default the newest's. Returns its path and step.
+    """Export a checkpoint's model, by default the newest. Returns its path and step.
 
     Raises:
-        OfflineError: there is no such checkpoint, or `out` is something else than a model.
-        CheckpointError: it isn't one of this model.
+        OfflineError: there is no such checkpoint, or `out` exists and isn't a model.
+        CheckpointError: the checkpoint doesn't fit the model.
     """
     from services.trainer.megatron.parallel import initialize
     from services.trainer.model.architecture import read_architecture
@@ -33,12 +33,12 @@ def export_checkpoint(run_folder: Path, step: int | None, out: Path) -> dict[str
     config = read_config(run_folder)
     found = newest_intact(run_folder, sys.maxsize if step is None else step)
     if found is None or (step is not None and found != step):
-        there = ", ".join(str(step) for step in reversed(checkpoint_steps(run_folder))) or "none"
+        available = ", ".join(str(step) for step in reversed(checkpoint_steps(run_folder))) or "none"
         wanted = "no intact checkpoint" if step is None else f"no intact checkpoint of step {step}"
-        raise OfflineError(f"{run_folder} has {wanted}; there are those of steps: {there}")
+        raise OfflineError(f"{run_folder} has {wanted}; available steps: {available}")
     if out.exists() and not (out / "config.json").is_file():
         raise OfflineError(f"{out} exists and isn't a model: it will not be replaced")
-    trainer = config.trainer.model_copy(update=ALONE)
+    trainer = config.trainer.model_copy(update=SINGLE_RANK)
     original = resolve_model(config.model.path)
     shape = read_architecture(original)
     megatron_config = transformer_config(shape, trainer)
@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     expected = (OfflineError, CheckpointError, ModelError, DataError, OSError)
-    return answer(lambda: export_checkpoint(given.run_folder, given.step, given.out), expected)
+    return print_result(lambda: export_checkpoint(given.run_folder, given.step, given.out), expected)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Repeat a step that a run recorded, without services: `relaxd replay` starts this program.
+"""Replay a recorded step, without services; `relaxd replay` starts this program.
 
-It starts from the nearest intact checkpoint before the step (or the initial model), repeats the steps up to it from
-their files, and compares what comes out with what was recorded. The world is arranged as the run's: this program starts
-its ranks itself.
+It loads the nearest intact checkpoint before the step (or the initial model), replays the steps from their files, and
+compares the results with the recorded ones. It has the run's parallel layout and starts its ranks itself.
 """
 
 import argparse
@@ -25,38 +24,38 @@ from services.trainer.checkpoints.folder import CheckpointBroken, checkpoint_pat
 from services.trainer.learner.checkpoint import CheckpointError
 from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed
 from services.trainer.model.architecture import ModelError
-from services.trainer.offline.run_folder import OfflineError, answer, newest_intact, read_config
+from services.trainer.offline.run_folder import OfflineError, newest_intact, print_result, read_config
 
-LOOK_SECONDS, LAST_WORD_SECONDS = 0.1, 5.0
-"""How often ranks are looked at; how long rank 0 may take to end after another one has failed."""
+POLL_SECONDS, RANK0_ERROR_SECONDS = 0.1, 5.0
+"""Interval between checks of the ranks; longest wait for rank 0's own error after another rank has failed."""
 COMPARED = ("loss", "grad_norm", "lr", "weights_checksum")
 
 
 def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
-    """Repeat a step on this rank. Returns the comparison on rank 0.
+    """Replay a step on this rank. Returns the comparison on rank 0.
 
     Args:
         run_folder: the run's folder.
         step: the step.
-        start: the step of the intact checkpoint to start from; 0 starts from the initial model.
+        start: the step of an intact checkpoint to load; 0 for the initial model.
 
     Raises:
-        OfflineError, StepFileError: what it needs isn't there.
-        CheckpointError: the checkpoint isn't one of this model.
+        OfflineError, StepFileError: a step file is missing or damaged.
+        CheckpointError: the checkpoint doesn't fit the model.
     """
     from relaxd.algorithms import create
     from services.trainer.checkpoints.checkpoints import same_layout
     from services.trainer.learner.learner import Learner
-    from services.trainer.loop.rounds import RoundRunner
+    from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.megatron.rank_channel import RankChannel
 
     config = read_config(run_folder)
     files = {}
-    for number in range(start + 1, step + 1):  # all must be there before the long work begins
+    for number in range(start + 1, step + 1):  # check for all files before starting the long work
         files[number] = step_file_path(run_folder, number)
         if not files[number].is_file():
             raise OfflineError(
-                f"{files[number]} is missing, which step {step} needs: it was removed when checkpoints covered it "
+                f"{files[number]} is missing, which step {step} needs: it was removed once checkpoints covered it "
                 '(trainer.checkpoint.keep_step_files = "always" keeps all)'
             )
     learner = Learner(
@@ -70,12 +69,12 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
     runner = RoundRunner(learner, create(config.algorithm), config.rollout.temperature)
     skipped = skipped_updates(run_folder)
     for number, file in files.items():
-        with disk.together(f"reading {file}") as progress:
+        with disk.all_ranks(f"reading {file}") as progress:
             recorded_step = read_step_file(file, progress)
         stats = runner.replay(recorded_step, skipped.get(number))
         if learner.world.rank == 0:
             print(f"step {number}: loss {stats.loss:.6g}, gradient norm {stats.grad_norm:.6g}", file=sys.stderr)
-    checksum = channel.add_up(learner.checksum())
+    checksum = channel.sum_over_ranks(learner.checksum())
     if learner.world.rank != 0:
         return None
     found = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "weights_checksum": float(checksum)}
@@ -88,12 +87,12 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
 
 
 def recorded_metrics(run_folder: Path, step: int) -> dict[str, Any]:
-    """What the run recorded of a step: its line of metrics.jsonl, {} without one."""
+    """Return a step's line of metrics.jsonl, {} without one."""
     return next((line for line in _lines(run_folder / "metrics.jsonl") if line.get("step") == step), {})
 
 
 def skipped_updates(run_folder: Path) -> dict[int, list[int]]:
-    """Which updates were skipped, by step, as far as ledger.jsonl has the steps."""
+    """Return the skipped updates of the steps in ledger.jsonl, by step."""
     lines = _lines(run_folder / "ledger.jsonl")
     return {line["step"]: line["plan"][OUTCOME] for line in lines if OUTCOME in line["plan"]}
 
@@ -102,14 +101,14 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
             yield json.loads(line)
-        except ValueError:  # half a line at the end: the coordinator died while it wrote
+        except ValueError:  # an incomplete last line: the coordinator died while writing it
             continue
 
 
 def start_ranks(config: RunConfig, words: list[str]) -> int:
-    """Run this program once per rank; what rank 0 prints is what this prints. Returns the exit code.
+    """Run this program once per rank, with the output of rank 0. Returns the exit code.
 
-    When a rank fails, the others are ended: they would wait for it.
+    When a rank fails, the others are killed, as they would wait for it.
     """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -125,11 +124,11 @@ def start_ranks(config: RunConfig, words: list[str]) -> int:
     ]
     try:
         while not any(rank.poll() for rank in ranks) and any(rank.poll() is None for rank in ranks):
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         codes = [rank.poll() or 0 for rank in ranks]
         failed = next((f"rank {number} ended with code {code}" for number, code in enumerate(codes) if code), "")
         try:
-            ranks[0].wait(LAST_WORD_SECONDS)  # it may be about to say why another one has failed
+            ranks[0].wait(RANK0_ERROR_SECONDS)  # it may be about to report why another rank failed
         except subprocess.TimeoutExpired:
             print(json.dumps({"error": failed}), flush=True)
         return max(map(abs, codes))
@@ -143,12 +142,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--step", type=int, required=True)
-    parser.add_argument("--start", type=int, help="the step of the checkpoint to start from; default: it is looked for")
+    parser.add_argument("--start", type=int, help="step of the checkpoint to start from; default: the newest intact")
     given = parser.parse_args()
     broken = (OfflineError, StepFileError, CheckpointError, CheckpointBroken, ModelError, DataError, ValueError)
     expected = (*broken, DiskWorkFailed, DiskStalled)
     start = given.start
-    if start is None:  # once, and not by every rank: all of the checkpoint is read
+    if start is None:  # once, not on every rank, because it reads the whole checkpoint
         start = newest_intact(given.run_folder, given.step - 1) or 0
     if "RANK" not in os.environ:
         try:
@@ -158,7 +157,7 @@ def main() -> int:
             return 1
         if config.trainer.ranks > 1:
             return start_ranks(config, [*sys.argv[1:], "--start", str(start)])
-    return answer(lambda: replay(given.run_folder, given.step, start), expected)
+    return print_result(lambda: replay(given.run_folder, given.step, start), expected)
 
 
 if __name__ == "__main__":

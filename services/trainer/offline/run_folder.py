@@ -1,4 +1,4 @@
-"""What programs share that work on a run's folder without any service: configuration, checkpoints, their result."""
+"""Shared parts of the offline programs: a run's configuration, its checkpoints, the programs' output."""
 
 import json
 import logging
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class OfflineError(Exception):
-    """What was asked for can't be done; the message says why."""
+    """The requested operation isn't possible on this run's folder."""
 
 
 def read_config(run_folder: Path) -> RunConfig:
-    """The configuration of a run.
+    """Read the configuration of a run.
 
     Raises:
-        OfflineError: the folder isn't one of a run.
+        OfflineError: the folder isn't a run's folder.
     """
     try:
         return RunConfig.model_validate_json((run_folder / "config.json").read_bytes())
@@ -32,20 +32,20 @@ def read_config(run_folder: Path) -> RunConfig:
 
 
 def newest_intact(run_folder: Path, up_to: int) -> int | None:
-    """The newest checkpoint of a step or an earlier one whose files are as they were written; None without one."""
+    """Return the step of the newest intact checkpoint up to step `up_to`, None without one."""
     for step in checkpoint_steps(run_folder):
         if step <= up_to:
             try:
                 verify(checkpoint_path(run_folder, step))
             except CheckpointBroken as error:
-                logger.error("%s; trying the one before", error)
+                logger.error("%s; trying the previous one", error)
             else:
                 return step
     return None
 
 
-def answer(work: Callable[[], dict[str, Any] | None], expected: tuple[type[Exception], ...]) -> int:
-    """Do the work and print its result as a line of JSON; an error that was to be expected as {"error": ...}.
+def print_result(work: Callable[[], dict[str, Any] | None], expected: tuple[type[Exception], ...]) -> int:
+    """Run `work` and print its result as a line of JSON, or an expected error as {"error": ...}.
 
     Returns:
         The exit code.

@@ -1,4 +1,4 @@
-"""The trainer's parent process: its gRPC calls, and its part in the life of a replica. It never imports torch."""
+"""The trainer's gRPC handlers, and its part in a run as a replica. The parent process never imports torch."""
 
 import asyncio
 import contextlib
@@ -33,11 +33,11 @@ from services.trainer.service.rank_supervisor import RankSupervisor
 
 TRANSPORTS = ("gloo", "nccl", "cuda_ipc")
 LEAVE_SECONDS = 5.0
-"""Deadline for leaving a group: it only sets a flag and closes connections."""
+"""Deadline for leaving a group, which only sets a flag and closes connections."""
 HOLD_MARGIN_SECONDS = 1.0
-"""The weights are held a little longer than a broadcast may take, so that they never change under one."""
+"""The hold on the weights outlasts the broadcast's deadline by this much, so that they never change during one."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Lets torch take the host's memory in huge pages: what a checkpoint copies from GPUs is there sooner."""
+"""Environment that makes torch allocate host memory in huge pages, which speeds up a checkpoint's copies."""
 
 
 class TrainerService(ReplicaService):
@@ -52,7 +52,7 @@ class TrainerService(ReplicaService):
         self.run_folder = Path()
 
     async def start_run(self, config: RunConfig, assignment: coordinator_pb2.Assignment) -> None:
-        """Start the run's world. Its ranks load, replay and train by themselves; `status` says how far they are."""
+        """Start the run's ranks, which load, replay and train on their own; `status` reports their progress."""
         self.run_folder = Path(assignment.folder)
         gpus = await self.lease_gpus(config.trainer.ranks)
         start = {
@@ -72,20 +72,20 @@ class TrainerService(ReplicaService):
         self._living = asyncio.create_task(self.world.live(), name="world")
 
     async def stop_run(self) -> None:
-        """Hand back what is held and end the ranks."""
+        """Hand back held groups and end the ranks."""
         if self.world is not None:
             await self.world.drain(1.0)
         if self._living is not None:
             self._living.cancel()
-            await asyncio.wait({self._living})  # and not `await`: a cancellation of our own must not pass for its
+            await asyncio.wait({self._living})  # `await` would confuse this task's cancellation with its
         self._living = self.world = None
 
     async def drain(self, seconds: float) -> int:
-        """Take no new groups, hand back those that are held."""
+        """Stop taking groups and hand back the held ones."""
         return await self.world.drain(seconds) if self.world else 0
 
     async def pause_run(self) -> None:
-        """Let no step close."""
+        """Keep steps from closing."""
         if self.world:
             await self.world.set_paused(True)
 
@@ -95,14 +95,14 @@ class TrainerService(ReplicaService):
             await self.world.set_paused(False)
 
     def status(self) -> ServiceStatus:
-        """What the ranks said last."""
+        """Return the ranks' last report."""
         world = self.world
         if world is None:
             return ServiceStatus()
         return ServiceStatus(
             held_groups=world.held_groups,
             done_groups=world.done_groups,
-            progress=world.turns,
+            progress=world.iterations,
             detail=world.detail,
             state=world.state,
             weights=world.weights if world.ready else None,
@@ -112,7 +112,7 @@ class TrainerService(ReplicaService):
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
-    """The calls of relaxd.v1.Trainer."""
+    """Handlers of relaxd.v1.Trainer."""
 
     def __init__(self, service: TrainerService, settings: ServiceSettings) -> None:
         self._service = service
@@ -124,9 +124,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def GetWeightManifest(
         self, request: trainer_pb2.GetWeightManifestRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.GetWeightManifestResponse:
-        """Say what a broadcast will send and where the ranks meet."""
+        """Return the manifest of a broadcast and the address of the ranks' store."""
         world = self._ready_world()
-        # The host under which this process is reached; the port is the store's own.
+        # The store has this process's advertised host and its own port.
         host, _, _ = advertised_address(self._settings, 0).rpartition(":")
         return trainer_pb2.GetWeightManifestResponse(
             manifest=world.manifest,
@@ -139,11 +139,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def JoinWeightGroup(
         self, request: trainer_pb2.TrainerJoinWeightGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerJoinWeightGroupResponse:
-        """Connect the source ranks with the engines."""
+        """Connect the source ranks to the engines."""
         group = request.group
         world = self._ready_world()
         violations = Violations()
-        violations.check(group.name, "group.name", "is empty: a group has a name that was never used before")
+        violations.check(group.name, "group.name", "is empty: it must be a name that was never used before")
         violations.check(
             group.transport in TRANSPORTS,
             "group.transport",
@@ -169,9 +169,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             "timeout": group.timeout_seconds,
         }
         self._group = (world.term, group.name)
-        with _answering(f"join weight group {group.name}"):
+        with _translate_errors(f"join weight group {group.name}"):
             try:
-                await _ask(world, world.senders, "join_group", params, group.timeout_seconds + 1.0)
+                await _request_all(world, world.senders, "join_group", params, group.timeout_seconds + 1.0)
             except BaseException:
                 await self._leave(world, group.name)
                 raise
@@ -180,7 +180,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def BroadcastWeights(
         self, request: trainer_pb2.BroadcastWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.BroadcastWeightsResponse:
-        """Send the weights once; the optimizer waits meanwhile."""
+        """Broadcast the weights once. The optimizer waits until it ends."""
         world = self._ready_world()
         seconds = request.timeout_seconds
         violations = Violations()
@@ -194,13 +194,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         attributes = {"relaxd.sync_id": request.sync_id, "relaxd.version": request.weights.version}
         with (
             telemetry.tracer().start_as_current_span("broadcast", attributes=attributes, links=[link] if link else []),
-            _answering(f"broadcast version {request.weights.version}"),
+            _translate_errors(f"broadcast version {request.weights.version}"),
         ):
             hold = await world.request(0, "hold", {**version, "seconds": seconds + HOLD_MARGIN_SECONDS}, 10.0)
             params = {"name": request.group_name, "timeout": seconds, "with_checksums": request.checksum}
             in_time = False
             try:
-                results = await _ask(world, world.gatherers, "broadcast", params, seconds + HOLD_MARGIN_SECONDS)
+                results = await _request_all(world, world.gatherers, "broadcast", params, seconds + HOLD_MARGIN_SECONDS)
             except BaseException:
                 await self._leave(world, request.group_name)
                 raise
@@ -217,7 +217,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def LeaveWeightGroup(
         self, request: trainer_pb2.TrainerLeaveWeightGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerLeaveWeightGroupResponse:
-        """Abort and forget a group, also in the middle of a broadcast. A group that is not there is left already."""
+        """Abort and forget a group, even during a broadcast. Do nothing if the trainer isn't in it."""
         if request.sync_id:
             self._sync_ids.take(request.sync_id)
         world = self._service.world
@@ -236,7 +236,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             raise InvalidArgument(str(error), [("folder", str(error))]) from error
         term = world.term
         seconds = self._seconds_left(context)
-        with _answering(f"export to {target}"):
+        with _translate_errors(f"export to {target}"):
             version = await world.request(0, "export", {"folder": str(target), "seconds": seconds}, seconds)
         return trainer_pb2.ExportHuggingFaceResponse(
             path=str(target), weights=replica_pb2.WeightVersion(term=term, version=version)
@@ -245,11 +245,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def SaveCheckpoint(
         self, request: trainer_pb2.TrainerSaveCheckpointRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerSaveCheckpointResponse:
-        """Take a checkpoint, and wait until it is on the disk."""
+        """Take a checkpoint and wait until it is on disk."""
         world = self._ready_world()
         term = world.term
         seconds = self._seconds_left(context)
-        with _answering("take a checkpoint"):
+        with _translate_errors("take a checkpoint"):
             saved = await world.request(0, "checkpoint", {"seconds": seconds}, seconds)
         return trainer_pb2.TrainerSaveCheckpointResponse(
             path=saved["path"], weights=replica_pb2.WeightVersion(term=term, version=saved["step"])
@@ -259,17 +259,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self, request: trainer_pb2.TrainerSleepRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerSleepResponse:
         """Move everything from the devices to the host's memory."""
-        memory = await self._change_turn(request, asleep=True, metrics={})
+        memory = await self._change_sleep(request, asleep=True, metrics={})
         return trainer_pb2.TrainerSleepResponse(memory=memory)
 
     async def Wake(
         self, request: trainer_pb2.TrainerWakeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerWakeResponse:
-        """Move everything back."""
-        memory = await self._change_turn(request, asleep=False, metrics=request.metrics)
+        """Move everything back to the devices."""
+        memory = await self._change_sleep(request, asleep=False, metrics=request.metrics)
         return trainer_pb2.TrainerWakeResponse(memory=memory)
 
-    async def _change_turn(
+    async def _change_sleep(
         self,
         request: trainer_pb2.TrainerSleepRequest | trainer_pb2.TrainerWakeRequest,
         *,
@@ -284,10 +284,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         violations.raise_if_any()
         world = self._ready_world()
         if asleep and not world.colocated:
-            raise FailedPrecondition("this run isn't colocated (run.colocate): nobody would wake the trainer up again")
+            raise FailedPrecondition("this run isn't colocated (run.colocate): the trainer would never be woken up")
         self._sync_ids.take(request.sync_id)
-        with _answering("sleep" if asleep else "wake up"):
-            change = await world.change_turn(asleep=asleep, metrics=metrics, seconds=seconds)
+        with _translate_errors("sleep" if asleep else "wake up"):
+            change = await world.change_sleep(asleep=asleep, metrics=metrics, seconds=seconds)
         return weights_pb2.MemoryChange(
             before_bytes=change["before"], after_bytes=change["after"], seconds=change["seconds"]
         )
@@ -299,7 +299,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     def _ready_world(self) -> RankSupervisor:
         world = self._service.world
         if world is None:
-            raise FailedPrecondition("the trainer works on no run")
+            raise FailedPrecondition("the trainer has no run")
         if not world.ready:
             raise Unavailable(f"the trainer has no weights yet: {world.detail}")
         return world
@@ -307,14 +307,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def _leave(self, world: RankSupervisor, name: str) -> None:
         if self._group is not None and self._group[1] == name:
             self._group = None
-        with contextlib.suppress(ChildError, Unavailable):  # who is gone has left
-            await _ask(world, world.senders, "leave_group", {"name": name}, LEAVE_SECONDS)
+        with contextlib.suppress(ChildError, Unavailable):  # a dead rank has left
+            await _request_all(world, world.senders, "leave_group", {"name": name}, LEAVE_SECONDS)
 
 
-async def _ask(
+async def _request_all(
     world: RankSupervisor, ranks: Sequence[int], method: str, params: dict[str, Any], timeout: float
 ) -> list[Any]:
-    """Ask several ranks at once; the first error ends the waiting."""
+    """Send a request to several ranks at once. The first error ends the wait for the others."""
     tasks = [asyncio.create_task(world.request(rank, method, params, timeout)) for rank in ranks]
     try:
         return list(await asyncio.gather(*tasks))
@@ -324,25 +324,25 @@ async def _ask(
 
 
 @contextmanager
-def _answering(what: str) -> Iterator[None]:
-    """Turn what ranks say into statuses."""
+def _translate_errors(action: str) -> Iterator[None]:
+    """Translate errors of the ranks into gRPC errors."""
     try:
         yield
     except ChildRequestError as error:
         if error.kind == "Late":
-            raise DeadlineExceeded(f"could not {what}: {error}") from error
+            raise DeadlineExceeded(f"could not {action}: {error}") from error
         if error.kind == "HoldRefused":
-            raise FailedPrecondition(f"could not {what}: {error}") from error
-        if error.kind == "WeightGroupError":  # the others' fault, not this trainer's
-            raise Aborted(f"could not {what}: {error}") from error
-        raise Unavailable(f"could not {what}: {error.kind}: {error}") from error
+            raise FailedPrecondition(f"could not {action}: {error}") from error
+        if error.kind == "WeightGroupError":  # caused by other members, not by this trainer
+            raise Aborted(f"could not {action}: {error}") from error
+        raise Unavailable(f"could not {action}: {error.kind}: {error}") from error
     except ChildTimeout as error:
-        raise DeadlineExceeded(f"could not {what}: {error}") from error
+        raise DeadlineExceeded(f"could not {action}: {error}") from error
     except ChildError as error:
-        raise Unavailable(f"could not {what}: {error}") from error
+        raise Unavailable(f"could not {action}: {error}") from error
 
 
 def _store_host(settings: ServiceSettings) -> str:
-    """Where the rendezvous of weight groups listens: where this service does, unless others reach it otherwise."""
+    """Return the listening host of the weight groups' store: this service's, or "" for all if it advertises another."""
     advertised = settings.advertise.rpartition(":")[0]
     return "" if advertised and not is_loopback(advertised) else settings.host.strip("[]")

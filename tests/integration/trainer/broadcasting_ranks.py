@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from services.trainer.loop import broadcast
-from services.trainer.loop.broadcast import Broadcaster, weight_buckets
+from services.trainer.loop.broadcast import WeightBroadcaster, weight_buckets
 from tests.integration.trainer.trainer_worlds import Job, make_learner
 
 BUCKET_BYTES = 30_000
@@ -21,7 +21,7 @@ def main() -> None:
     model, parallel, port, name, size = sys.argv[1:]
     learner = make_learner(Job(Path(model), json.loads(parallel)), int(os.environ["WORLD_SIZE"]))
     broadcast.broadcast_layout = lambda transport, engine: "direct"  # type: ignore[assignment]
-    broadcaster = Broadcaster(learner, weight_buckets(learner, BUCKET_BYTES), "sglang")
+    broadcaster = WeightBroadcaster(learner, weight_buckets(learner, BUCKET_BYTES), "sglang")
     if learner.world.gather.source:
         broadcaster.join("gloo", "127.0.0.1", int(port), name, int(size), 60)
     for checksums in (False, True):

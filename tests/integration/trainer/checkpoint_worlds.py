@@ -31,8 +31,8 @@ def train(learner: Any, steps: int) -> list[tuple[float, float]]:
     """Steps on the same samples; loss and gradient norm of each."""
     from services.trainer.batch.packing import assign_to_ranks, empty_micro_batch, pack
 
-    samples, data_size = make_samples(), learner.world.data_size
-    shares = assign_to_ranks([len(sample.tokens) for sample in samples], 60, data_size)[learner.world.data_rank]
+    samples, dp_size = make_samples(), learner.world.dp_size
+    shares = assign_to_ranks([len(sample.tokens) for sample in samples], 60, dp_size)[learner.world.dp_rank]
     batches = [pack([samples[i] for i in indices]) if indices else empty_micro_batch() for indices in shares]
     found = []
     for _ in range(steps):

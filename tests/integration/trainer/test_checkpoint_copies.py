@@ -12,7 +12,7 @@ import torch
 
 from services.trainer.batch.packing import pack
 from services.trainer.learner.learner import Learner, checkpoint_copies
-from services.trainer.megatron.host_memory import settle
+from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
 
@@ -74,7 +74,7 @@ def test_the_next_step_goes_on_until_its_weights_would_change(
 
 
 def test_checkpoints_leave_no_garbage(learner: Learner, tmp_path: Path) -> None:
-    settle()
+    freeze_objects()
     gc.disable()  # Megatron's own search must do
     try:
         objects = []
@@ -108,5 +108,5 @@ def test_copies_that_fail_hold_nothing_up_and_say_so_where_they_are_needed(
 
 def test_a_copy_that_takes_too_long_is_an_error(learner: Learner) -> None:
     copies = checkpoint_copies.HostCopies(torch.device("cpu"))
-    with pytest.raises(TimeoutError, match=r"not made within 0.01 s"):
-        copies.let_go(0.01)
+    with pytest.raises(TimeoutError, match=r"took longer than 0.01 s"):
+        copies.wait_or_raise(0.01)

@@ -172,7 +172,7 @@ def test_two_ranks_write_and_read_one_checkpoint(tiny_qwen3: Path, redis_url: st
         checkpoints_folder(tmp_path).write_text("in the way")
         train_to(coordinator, feeder, 1, 1, 2)
         request = trainer_pb2.TrainerSaveCheckpointRequest()
-        with pytest.raises(grpc.RpcError, match="can't be made"):
+        with pytest.raises(grpc.RpcError, match="can't be created"):
             process.trainer.SaveCheckpoint(request, timeout=60)
         checkpoints_folder(tmp_path).unlink()
         path = Path(process.trainer.SaveCheckpoint(request, timeout=60).path)

@@ -137,10 +137,10 @@ def full_logits(learner: Any, batch: Any) -> np.ndarray:
     from megatron.core import tensor_parallel
 
     def last(weight: Any, inputs: Any, hidden: Any) -> Any:
-        if learner.world.tensor_size > 1:
+        if learner.world.tp_size > 1:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
         mine = hidden.squeeze(1) @ weight.t()
-        shards = [torch.empty_like(mine) for _ in range(learner.world.tensor_size)]
+        shards = [torch.empty_like(mine) for _ in range(learner.world.tp_size)]
         dist.all_gather(shards, mine, group=learner._vocab.group) if len(shards) > 1 else shards[0].copy_(mine)
         logits = torch.cat(shards, -1)[: len(batch.tokens), :VOCAB]
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {"logits": logits}
@@ -156,16 +156,16 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
 
     learner = make_learner(job, ranks)
     samples = make_samples(job.samples)
-    result: dict[str, Any] = {"trajectory": [], "stage": learner.world.stage, "source": learner.world.gather.source}
+    result: dict[str, Any] = {"trajectory": [], "stage": learner.world.pp_rank, "source": learner.world.gather.source}
     everything = [pack(samples[:3]), pack(samples[3:])]
     result["logprobs"] = learner.log_probs(everything)
     if job.logits:
         result["logits"] = full_logits(learner, pack(samples, share_prompts=False))
     for _ in range(job.steps):
-        data_size = learner.world.data_size
+        dp_size = learner.world.dp_size
         total = sum(len(sample.tokens) for sample in samples)
-        shares = assign_to_ranks([len(s.tokens) for s in samples], -(-total // (job.pieces * data_size)) + 8, data_size)
-        mine = shares[learner.world.data_rank]
+        shares = assign_to_ranks([len(s.tokens) for s in samples], -(-total // (job.pieces * dp_size)) + 8, dp_size)
+        mine = shares[learner.world.dp_rank]
         batches = [pack([samples[i] for i in indices]) if indices else empty_micro_batch() for indices in mine]
         beside: dict[str, Any] = {}
         thread = threading.Thread(target=lambda into=beside: into.update(copied(learner)))

@@ -16,8 +16,8 @@ from services.trainer.checkpoints.folder import (
     put_aside,
     read_reports,
     read_state,
-    remove_leaving,
     remove_partials,
+    remove_rotated,
     rotate,
     seal,
     verify,
@@ -133,7 +133,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert rotate(tmp_path, 2) == 1_000_000
     assert checkpoint_steps(tmp_path) == [1_000_010, 1_000_000]
     assert not aside.exists()
-    remove_leaving(tmp_path).join()
+    remove_rotated(tmp_path).join()
     assert {path.name for path in checkpoint_path(tmp_path, 0).parent.iterdir()} == {"step-1000000", "step-1000010"}
 
 

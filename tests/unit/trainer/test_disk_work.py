@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from services.trainer.megatron.disk_work import LOOK_SECONDS, DiskStalled, DiskWork, DiskWorkFailed
+from services.trainer.megatron.disk_work import PROGRESS_SECONDS, DiskStalled, DiskWork, DiskWorkFailed
 
 STALL_SECONDS = 60.0
 
@@ -21,7 +21,7 @@ class Time:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += max(seconds, LOOK_SECONDS)
+        self.now += max(seconds, PROGRESS_SECONDS)
         next(self.happens, None)
 
 
@@ -38,7 +38,7 @@ def make(time: Time) -> Callable[[int], DiskWork]:
 
 def working(work: DiskWork, seconds: int, counts: Iterator[int]) -> Iterator[object]:
     """A rank that works for so many seconds, and gets a count of bytes done in each."""
-    with work.together("reading") as progress:
+    with work.all_ranks("reading") as progress:
         for _ in range(seconds):
             yield progress(next(counts))
 
@@ -51,15 +51,15 @@ def forever(count: int) -> Iterator[int]:
 def test_it_waits_for_as_long_as_bytes_get_done(make: Callable[[int], DiskWork], time: Time) -> None:
     one, other = make(0), make(1)
     told: list[str] = []
-    one.tell = told.append
+    one.report = told.append
     for turn in range(3):
         began = time.now
         time.happens = working(other, 10_000, forever(10_000_000))
-        with one.together("reading"):
+        with one.all_ranks("reading"):
             pass
-        assert time.now - began >= 10_000 * LOOK_SECONDS, turn
-    assert "reading: waiting for rank 1, which has done 40 MB" in told
-    assert "reading: waiting for rank 1, which has done 90.1 GB" in told
+        assert time.now - began >= 10_000 * PROGRESS_SECONDS, turn
+    assert "reading: waiting for rank 1, which has processed 40 MB" in told
+    assert "reading: waiting for rank 1, which has processed 90.1 GB" in told
 
 
 def test_it_gives_up_a_rank_that_gets_nothing_done(make: Callable[[int], DiskWork], time: Time) -> None:
@@ -67,40 +67,48 @@ def test_it_gives_up_a_rank_that_gets_nothing_done(make: Callable[[int], DiskWor
     began = time.now
     time.happens = working(other, 10_000, iter([*[5_000_000] * 100, *[0] * 9_900]))
     with (
-        pytest.raises(DiskStalled, match=r"reading: rank 1, which has done 500 MB, got nothing done for 6\d s .* = 60"),
-        one.together("reading"),
+        pytest.raises(
+            DiskStalled, match=r"reading: rank 1, which has processed 500 MB, made no progress for 6\d s .* = 60"
+        ),
+        one.all_ranks("reading"),
     ):
         pass
     assert 160 <= time.now - began <= 165
 
 
 def test_it_gives_up_a_rank_that_does_not_come(make: Callable[[int], DiskWork], time: Time) -> None:
-    with pytest.raises(DiskStalled, match="rank 1, which has not begun, got nothing done"), make(0).together("reading"):
+    with (
+        pytest.raises(DiskStalled, match="rank 1, which has not started, made no progress"),
+        make(0).all_ranks("reading"),
+    ):
         pass
     assert time.now >= 100.0 + STALL_SECONDS
 
 
 def test_a_failure_is_known_to_all(make: Callable[[int], DiskWork]) -> None:
     one, other = make(0), make(1)
-    with pytest.raises(OSError, match="no space"), other.together("writing"):
+    with pytest.raises(OSError, match="no space"), other.all_ranks("writing"):
         raise OSError("no space")
     with (
-        pytest.raises(DiskWorkFailed, match="rank 1 failed at writing: OSError: no space"),
-        one.together("writing"),
+        pytest.raises(DiskWorkFailed, match="rank 1 failed while writing: OSError: no space"),
+        one.all_ranks("writing"),
     ):
         pass
     # The ranks may go on from there.
-    with pytest.raises(ValueError, match="again"), one.together("writing"):
+    with pytest.raises(ValueError, match="again"), one.all_ranks("writing"):
         raise ValueError("again")
-    with pytest.raises(DiskWorkFailed, match="rank 0 failed at writing: ValueError: again"), other.together("writing"):
+    with (
+        pytest.raises(DiskWorkFailed, match="rank 0 failed while writing: ValueError: again"),
+        other.all_ranks("writing"),
+    ):
         pass
 
 
 def test_who_works_alone_says_how_far_it_is(time: Time) -> None:
     told: list[str] = []
     alone = DiskWork(dist.HashStore(), 0, 1, STALL_SECONDS, clock=time.clock, sleep=time.sleep)
-    alone.tell = told.append
-    with alone.together("reading") as progress:
+    alone.report = told.append
+    with alone.all_ranks("reading") as progress:
         for _ in range(3):
             time.now += 0.6
             progress(1_500_000_000)
@@ -113,7 +121,7 @@ def test_the_store_does_not_grow(time: Time) -> None:
     kept = set()
     for _ in range(5):
         time.happens = working(other, 3, forever(1))
-        with one.together("reading"):
+        with one.all_ranks("reading"):
             pass
         kept.add(store.num_keys())
     assert max(kept) <= 6

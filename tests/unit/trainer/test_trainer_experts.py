@@ -41,9 +41,9 @@ def test_rows_are_sorted_by_expert_and_come_back(load: str) -> None:
     torch.testing.assert_close(sum_of_rows(copy_to_rows(x, places), places), x * TOP_K)
 
 
-@pytest.mark.parametrize("remake", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("load", LOADS)
-def test_experts_and_their_gradients_equal_the_formula(load: str, remake: bool) -> None:
+def test_experts_and_their_gradients_equal_the_formula(load: str, recompute: bool) -> None:
     experts = choose(load, 50)
     tokens = len(experts)
     inputs = [leaf(tokens, HIDDEN), leaf(tokens, TOP_K), leaf(EXPERTS, 2, FFN, HIDDEN), leaf(EXPERTS, HIDDEN, FFN)]
@@ -52,7 +52,7 @@ def test_experts_and_their_gradients_equal_the_formula(load: str, remake: bool) 
     grad = torch.randn(tokens, HIDDEN)
     expected.backward(grad.double())
     places, ends = sort_by_expert(experts, EXPERTS)
-    ours = _Experts.apply(*inputs, places, ends, remake)
+    ours = _Experts.apply(*inputs, places, ends, recompute)
     ours.backward(grad)
     torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-4)
     for a, b in zip(inputs, exact, strict=True):

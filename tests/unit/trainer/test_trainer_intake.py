@@ -10,16 +10,16 @@ import pytest
 
 from relaxd.board import Delivery
 from relaxd.config import RunConfig
-from services.trainer.batch.groups import Group, MalformedGroup, check_group
-from services.trainer.loop.intake import Intake, Taken, choose, due_groups, may_close
+from services.trainer.batch.groups import MalformedGroup, TrainGroup, check_group
+from services.trainer.loop.intake import HeldGroup, Intake, choose, due_groups, may_close
 from tests.integration.trainer.service_kit import Feeder, make_config
 
 
-def taken(group_id: str, arrival: int) -> Taken:
-    return Taken(Delivery(group_id, "1-0", "train", "t", 1, {}, 0, {}), Group(group_id, {}), arrival)
+def taken(group_id: str, arrival: int) -> HeldGroup:
+    return HeldGroup(Delivery(group_id, "1-0", "train", "t", 1, {}, 0, {}), TrainGroup(group_id, {}), arrival)
 
 
-def ids(chosen: list[Taken]) -> list[str]:
+def ids(chosen: list[HeldGroup]) -> list[str]:
     return [one.group.group_id for one in chosen]
 
 

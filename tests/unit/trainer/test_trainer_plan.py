@@ -19,7 +19,7 @@ def test_a_plan_survives_json() -> None:
 @pytest.mark.parametrize("change", [{"step": None}, {"rounds": [1]}, {"groups": 3}])
 def test_what_is_no_plan_is_refused(change: dict[str, object]) -> None:
     plan = StepPlan(1, 1, 0, ("a",), (), 1, 1, 1.0).to_json()
-    with pytest.raises(PlanError, match="not a step's plan"):
+    with pytest.raises(PlanError, match="malformed step plan"):
         StepPlan.from_json(plan | change)
     with pytest.raises(PlanError, match="normalizer"):
         StepPlan.from_json({name: value for name, value in plan.items() if name != "normalizer"})

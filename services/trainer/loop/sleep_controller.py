@@ -1,4 +1,4 @@
-"""Rank 0's part in a colocated run's turns: the world sleeps, its state in the host's memory, and wakes up again."""
+"""Sleep and wake-up of the trainer in a colocated run: its state moves to the host's memory and back."""
 
 import queue
 import time
@@ -14,37 +14,37 @@ from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 
 @dataclass(frozen=True)
 class MemoryChange:
-    """What a change did to the memory, over all ranks."""
+    """Memory use before and after a sleep or wake-up, summed over ranks."""
 
     before: int
     """Bytes in use before."""
     after: int
     """Bytes in use after."""
     seconds: float
-    """How long it took."""
+    """Duration."""
 
 
 @dataclass(frozen=True)
-class TurnRequest:
-    """Asks the training thread to sleep or to wake up."""
+class SleepRequest:
+    """A request to the training thread to sleep or to wake up."""
 
     asleep: bool
-    """What is wanted."""
+    """Whether to sleep."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """To be entered into the next step's metrics."""
+    """Metrics to add to the next step's."""
     answer: "Future[MemoryChange]" = field(default_factory=Future)
-    """When it is done."""
+    """Resolved when the change is done."""
 
 
-class Sleeping:
-    """Whether the world sleeps. Used by the training thread."""
+class SleepController:
+    """Rank 0's control of sleep and wake-up on all ranks. Used by the training thread only."""
 
     def __init__(
         self,
         learner: Learner,
         channel: RankChannel,
         weights: WeightReadLock,
-        requests: "queue.SimpleQueue[TurnRequest]",
+        requests: "queue.SimpleQueue[SleepRequest]",
     ) -> None:
         self._learner = learner
         self._channel = channel
@@ -54,21 +54,21 @@ class Sleeping:
         self._asleep_since = time.monotonic()
         self._requests = requests
 
-    def follow(self, waiting: Callable[[], None]) -> None:
-        """Do what was asked, between two rounds. `waiting` is called now and then while a broadcast is waited for.
+    def run_requests(self, on_wait: Callable[[], None]) -> None:
+        """Run the pending requests; call `on_wait` regularly while waiting for a broadcast to end.
 
-        Weights that are away can't be sent: `WeightReadLock` says so.
+        While the trainer sleeps, `WeightReadLock` refuses broadcasts.
         """
         while not self._requests.empty():
             request = self._requests.get()
             try:
-                request.answer.set_result(self._change(request, waiting))
-            except BaseException as error:  # whoever asked hears of it, and so does the training thread
+                request.answer.set_result(self._change(request, on_wait))
+            except BaseException as error:  # for the requester; the training thread fails too
                 request.answer.set_exception(error)
                 raise
 
     def take_metrics(self) -> dict[str, float]:
-        """What changing turns took since the last step, in seconds, and the memory that it freed, by name."""
+        """Return and reset the metrics since the last step: seconds spent on sleeps and wake-ups, and memory freed."""
         metrics, self._metrics = self._metrics, {}
         if metrics:
             metrics["switch_seconds"] = sum(
@@ -76,9 +76,9 @@ class Sleeping:
             )
         return metrics
 
-    def _change(self, request: TurnRequest, waiting: Callable[[], None]) -> MemoryChange:
+    def _change(self, request: SleepRequest, on_wait: Callable[[], None]) -> MemoryChange:
         for name, value in request.metrics.items():
-            if name.endswith("_seconds"):  # there may be several changes of turns before a step
+            if name.endswith("_seconds"):  # there may be several sleeps before a step
                 self._add(name, value)
             else:
                 self._metrics[name] = value
@@ -87,7 +87,7 @@ class Sleeping:
             now = memory_in_use(self._learner.world.device)
             return MemoryChange(now, now, 0.0)
         if request.asleep:
-            with self._weights.changing(waiting, TICK_SECONDS):
+            with self._weights.changing(on_wait, TICK_SECONDS):
                 change = self._move("offload")
         else:
             change = self._move("onload")
@@ -104,8 +104,8 @@ class Sleeping:
     def _add(self, name: str, seconds: float) -> None:
         self._metrics[name] = self._metrics.get(name, 0.0) + seconds
 
-    def _move(self, what: str) -> tuple[int, int]:
-        """On all ranks."""
-        self._channel.send({"do": what})
-        before, after = self._learner.offload() if what == "offload" else self._learner.onload()
-        return self._channel.add_up(before), self._channel.add_up(after)
+    def _move(self, direction: str) -> tuple[int, int]:
+        """Offload or onload on all ranks. Return the bytes in use before and after."""
+        self._channel.send({"do": direction})
+        before, after = self._learner.offload() if direction == "offload" else self._learner.onload()
+        return self._channel.sum_over_ranks(before), self._channel.sum_over_ranks(after)

@@ -1,4 +1,4 @@
-"""The rank processes of one Megatron world, seen from the parent: started together, killed together."""
+"""The rank processes of one Megatron world, as children of the service: started together, killed together."""
 
 import asyncio
 import logging
@@ -13,14 +13,14 @@ from relaxd.process.child import Child, ChildExit
 logger = logging.getLogger(__name__)
 
 RankEvent = Callable[[int, str, dict[str, Any]], None]
-"""Called with rank, event and its parameters."""
+"""Callback with rank, event name and event parameters."""
 
 START_SECONDS = 60.0
-"""Time in which a child has to answer its first request: importing torch and Megatron takes seconds."""
+"""Deadline of a child's first request; importing torch and Megatron takes seconds."""
 
 
-class Ranks:
-    """The children. A world is used once: when one of them dies, all are killed and another world is made."""
+class RankProcesses:
+    """One set of rank processes. It isn't reused: if a rank dies, all are killed and a new set is started."""
 
     def __init__(self, count: int, on_event: RankEvent, environment: Mapping[str, str]) -> None:
         self._count = count
@@ -35,14 +35,14 @@ class Ranks:
         return [child.pid for child in self._children]
 
     async def start(self, params: Mapping[str, Any]) -> None:
-        """Start every rank and tell it what to work on.
+        """Start every rank and send it its start request.
 
         Raises:
-            ChildError: one of them didn't come up.
+            ChildError: a rank didn't start.
         """
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(self._count)}
         if sys.platform == "linux":
-            # All ranks are on this machine: gloo, which asks nobody who they are, need not be reached from others.
+            # All ranks are on this machine, and gloo has no authentication: bind it to the loopback interface.
             rendezvous["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         for rank in range(self._count):
             self._children.append(
@@ -50,7 +50,7 @@ class Ranks:
                     "services.trainer.loop.rank",
                     env={**self._environment, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     name=f"rank {rank}",
-                    on_event=lambda event, values, rank=rank: self._heard(rank, event, values),  # type: ignore[misc]
+                    on_event=lambda event, values, rank=rank: self._on_child_event(rank, event, values),  # type: ignore[misc]
                 )
             )
         for child in self._children:
@@ -58,21 +58,21 @@ class Ranks:
         await asyncio.gather(*(child.request("start", params, START_SECONDS) for child in self._children))
 
     async def failed(self) -> str:
-        """Wait until a rank has failed or died, and say why."""
+        """Wait until a rank fails or dies; return the reason."""
         return await asyncio.shield(self._reason)
 
     async def request(self, rank: int, method: str, params: Mapping[str, Any], timeout: float) -> Any:
-        """Ask one rank; see `Child.request`."""
+        """Send a request to one rank; see `Child.request`."""
         return await self._children[rank].request(method, params, timeout)
 
     async def kill(self) -> None:
-        """End all ranks, whatever they are in, and wait until they are gone."""
+        """Kill all ranks and wait until they have exited."""
         for child in self._children:
             child.kill()
         if self._children:
             await asyncio.wait({asyncio.ensure_future(asyncio.shield(child.exited)) for child in self._children})
 
-    def _heard(self, rank: int, event: str, values: dict[str, Any]) -> None:
+    def _on_child_event(self, rank: int, event: str, values: dict[str, Any]) -> None:
         if event == "failed":
             self._fail(f"rank {rank}: {values['reason']}")
         else:

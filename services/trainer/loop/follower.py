@@ -1,15 +1,15 @@
-"""The training thread of every rank but the first: does what rank 0 says."""
+"""The training thread of all ranks except rank 0: runs rank 0's commands."""
 
 import time
 from pathlib import Path
 
 from relaxd.board import Board, BoardUnavailable, Delivery
-from services.trainer.batch.groups import TRAIN_COLUMNS, Group, check_group
+from services.trainer.batch.groups import TRAIN_COLUMNS, TrainGroup, check_group
 from services.trainer.batch.plan import MicroBatchRound
 from services.trainer.batch.step_file import read_step_file, step_file_path
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
-from services.trainer.loop.rounds import RoundRunner
+from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 
 
@@ -20,23 +20,23 @@ def follow(
     runner: RoundRunner,
     board: Board,
     run_folder: Path,
-    patience_seconds: float,
+    board_timeout_seconds: float,
 ) -> None:
-    """Do what rank 0 says, for ever.
+    """Run rank 0's commands. Never returns.
 
     Args:
         channel: the control channel.
-        learner: this rank's.
-        runner: this rank's.
-        board: where this rank fetches the columns of its groups.
-        run_folder: where the step files are.
-        patience_seconds: how long a board that is away is waited for.
+        learner: this rank's learner.
+        runner: this rank's round runner.
+        board: source of the groups' columns.
+        run_folder: the run's folder, for step files.
+        board_timeout_seconds: longest wait for an unavailable board.
 
     Raises:
-        RuntimeError: rank 0 is gone.
-        BoardUnavailable: the board was away for too long.
+        RuntimeError: rank 0 is gone, or sent an unknown command.
+        BoardUnavailable: the board was unavailable for longer than `board_timeout_seconds`.
     """
-    groups: dict[str, Group] = {}
+    groups: dict[str, TrainGroup] = {}
     part = CheckpointPart(learner)
     while True:
         command = channel.receive()
@@ -45,28 +45,28 @@ def follow(
                 entry = MicroBatchRound.from_json(command["round"])
                 missing = {group_id for group_id in runner.own_groups(entry) if group_id not in groups}
                 deliveries = [Delivery(**value) for value in command["deliveries"] if value["group_id"] in missing]
-                groups |= _load(board, deliveries, patience_seconds)
+                groups |= _load(board, deliveries, board_timeout_seconds)
                 runner.run(entry, groups)
             case "finish":
                 learner.finish(command["normalizer"])
-                channel.add_up(learner.checksum())
+                channel.sum_over_ranks(learner.checksum())
                 groups.clear()
             case "discard":
                 learner.discard()
                 groups.clear()
             case "replay":
                 path = step_file_path(run_folder, command["step"])
-                with channel.disk.together(f"reading {path}") as progress:
+                with channel.disk.all_ranks(f"reading {path}") as progress:
                     file = read_step_file(path, progress)
                 runner.replay(file, command["skipped_updates"])
-                channel.add_up(learner.checksum())
+                channel.sum_over_ranks(learner.checksum())
             case "wait":
-                with channel.disk.together(command["what"]):
+                with channel.disk.all_ranks(command["work"]):
                     pass
             case "save":
                 learner.save_hf(Path(command["folder"]))
             case "begin_checkpoint":
-                channel.add_up(learner.checksum())
+                channel.sum_over_ranks(learner.checksum())
                 part.begin(Path(command["folder"]))
             case "end_checkpoint":
                 part.end()
@@ -74,20 +74,20 @@ def follow(
                 part.abandon()
             case "offload" | "onload" as move:
                 before, after = learner.offload() if move == "offload" else learner.onload()
-                channel.add_up(before)
-                channel.add_up(after)
+                channel.sum_over_ranks(before)
+                channel.sum_over_ranks(after)
             case "verify_checkpoint":
-                channel.agree(part.intact(Path(command["folder"])))
+                channel.all_ranks_agree(part.intact(Path(command["folder"])))
             case "restore":
                 part.restore(Path(command["folder"]), command["step"], same_layout=command["same_layout"])
             case unknown:
-                raise RuntimeError(f"rank 0 says {unknown!r}, which this rank doesn't know")
+                raise RuntimeError(f"rank 0 sent the unknown command {unknown!r}")
 
 
-def _load(board: Board, deliveries: list[Delivery], patience_seconds: float) -> dict[str, Group]:
+def _load(board: Board, deliveries: list[Delivery], board_timeout_seconds: float) -> dict[str, TrainGroup]:
     if not deliveries:
         return {}
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + board_timeout_seconds
     while True:
         try:
             loaded = board.load(deliveries, tuple(TRAIN_COLUMNS))
@@ -96,7 +96,7 @@ def _load(board: Board, deliveries: list[Delivery], patience_seconds: float) -> 
                 raise
             time.sleep(TICK_SECONDS)
             continue
-        # A group that was closed meanwhile is left out: rank 0 notices before the step closes, and gives the step up.
+        # Leave out a group that was closed meanwhile: rank 0 notices before the step closes, and discards the step.
         return {
             delivery.group_id: check_group(delivery.group_id, columns)
             for delivery, columns in zip(deliveries, loaded, strict=True)

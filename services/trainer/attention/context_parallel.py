@@ -1,7 +1,7 @@
 """Context parallelism as in DeepSpeed-Ulysses (arXiv 2309.14509).
 
-Each rank has a slice of the micro-batch's tokens. Around attention, ranks exchange tokens for heads: each then has all
-tokens of some heads, attends over whole sequences, packed in whatever way, and hands the tokens back.
+Each rank has a slice of the micro-batch's tokens. Before attention, ranks exchange tokens for heads, so that each
+has all tokens of some heads and attends over whole sequences, however packed; after attention, they exchange back.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 def tokens_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x [T / ranks, heads, ...], this rank's tokens, to [T, heads / ranks, ...], its heads."""
+    """Exchange this rank's tokens for its heads: [T / ranks, heads, ...] -> [T, heads / ranks, ...]."""
     exchanged: Tensor = _Exchange.apply(x, group, True)
     return exchanged
 
 
 def heads_to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x [T, heads / ranks, ...] to [T / ranks, heads, ...]."""
+    """Exchange this rank's heads for its tokens: [T, heads / ranks, ...] -> [T / ranks, heads, ...]."""
     exchanged: Tensor = _Exchange.apply(x, group, False)
     return exchanged
 

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.attention.sequence_layout import RUN_RATIO, SHORTEST, WORTH_A_CALL, cudnn_runs, rounded_up
+from services.trainer.attention.sequence_layout import (
+    MAX_LENGTH_RATIO,
+    MIN_LENGTH,
+    MIN_SEQUENCES,
+    cudnn_batches,
+    rounded_up,
+)
 
 CPU = torch.device("cpu")
 
@@ -15,15 +21,15 @@ def test_every_sequence_is_in_one_run_with_its_place_and_length(seed: int) -> No
     lengths = [int(2 ** rng.uniform(0, 15)) for _ in range(int(rng.integers(1, 80)))]
     begins = np.cumsum([0, *lengths])
     found = []
-    for run in cudnn_runs(lengths, CPU):
+    for run in cudnn_batches(lengths, CPU):
         assert len(run.lengths) == run.count
         assert len(run.begins) == run.count + 1
         here = [(int(b), int(n)) for b, n in zip(run.begins, run.lengths, strict=False) if n]
         assert all(int(b) == begins[-1] for b in run.begins[len(here) :])  # what was added has no tokens
         assert run.count <= max(2 * len(here), 1)
         assert max(n for _, n in here) <= run.longest
-        short = [n for _, n in here if n * RUN_RATIO < run.longest]
-        assert run.longest == SHORTEST or len(short) < WORTH_A_CALL
+        short = [n for _, n in here if n * MAX_LENGTH_RATIO < run.longest]
+        assert run.longest == MIN_LENGTH or len(short) < MIN_SEQUENCES
         found += here
     assert sorted(found) == sorted(zip(begins[:-1].tolist(), lengths, strict=True))
 
@@ -33,7 +39,7 @@ def test_a_thousand_lengths_need_few_plans() -> None:
     shapes = set()
     for _ in range(1000):
         lengths = [int(n) for n in rng.integers(100, 2000, 16)]
-        shapes |= {(run.count, run.longest) for run in cudnn_runs(lengths, CPU)}
+        shapes |= {(run.count, run.longest) for run in cudnn_batches(lengths, CPU)}
     assert len(shapes) <= 4
 
 

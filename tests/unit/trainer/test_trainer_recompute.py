@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from services.trainer.kernels.recompute import Remaking
+from services.trainer.kernels.recompute import Recompute
 
 
 class Chain:
@@ -33,10 +33,10 @@ class Chain:
         return functional.silu(gate) * up
 
     def run(self, x: Tensor, active: bool) -> tuple[Tensor, list["weakref.ref[Tensor]"]]:
-        with Remaking(active) as remaking:
-            normed = remaking(self.norm, x)
-            first = remaking(self.multiply, normed)
-            activated = remaking(self.swiglu, first)
+        with Recompute(active) as recompute:
+            normed = recompute(self.norm, x)
+            first = recompute(self.multiply, normed)
+            activated = recompute(self.swiglu, first)
             output = x + activated @ self.second.t() + normed.view(-1, 8)  # a second use, in another shape
             return output, [weakref.ref(tensor) for tensor in (normed, first, activated)]
 
@@ -60,8 +60,8 @@ def test_what_is_made_anew_is_not_kept_and_gives_the_same_gradients_to_the_bit()
 def test_a_part_of_an_argument_is_kept() -> None:
     x = torch.randn(4, 6, requires_grad=True)
     factor = torch.randn(4, 2, requires_grad=True)
-    with Remaking() as remaking:
-        query, value = remaking(lambda t: (t[:, :4] * 2, t[:, 4:]), x)
+    with Recompute() as recompute:
+        query, value = recompute(lambda t: (t[:, :4] * 2, t[:, 4:]), x)
         output = (value * factor).sum() + query.square().sum()
     output.backward()
     assert torch.equal(factor.grad, x.detach()[:, 4:])
@@ -69,7 +69,7 @@ def test_a_part_of_an_argument_is_kept() -> None:
 
 
 def test_without_gradients_nothing_is_remembered() -> None:
-    with torch.no_grad(), Remaking() as remaking:
-        assert not remaking.active
-        remaking(torch.relu, torch.ones(3))
-        assert not remaking._made
+    with torch.no_grad(), Recompute() as recompute:
+        assert not recompute.active
+        recompute(torch.relu, torch.ones(3))
+        assert not recompute._made
