@@ -27,8 +27,10 @@ from relaxd.local import embedded_redis
 from relaxd.local.redis_address import RedisAddress
 from relaxd.local.state import LaunchWish, LaunchWishes, Phase, ServiceState, StackState, StateFolder
 from relaxd.replica.exit_codes import RESTART
+from relaxd.retry import Backoff
 
 PR_SET_PDEATHSIG = 1
+MAX_BACKOFF_SECONDS = 10.0
 
 
 class ServiceSpec(BaseModel):
@@ -265,7 +267,7 @@ class Supervisor:
             child.set_phase("failed")
             self._say(f"{child.spec.name} {how}; it died {len(child.deaths)} times in a short while: giving it up")
             return
-        pause = min(self.plan.first_backoff_seconds * 2 ** (len(child.deaths) - 1), 10.0)
+        pause = Backoff(self.plan.first_backoff_seconds, MAX_BACKOFF_SECONDS).pause(len(child.deaths))
         child.restart_at = now + pause
         child.set_phase("restarting")
         self._say(f"{child.spec.name} {how}; restarting it in {pause:.1f} s")

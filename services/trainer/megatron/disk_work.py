@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from relaxd.retry import Backoff
+
 LOOK_SECONDS = 1.0
 """How often a rank notes what it has done, and what it waits for is looked at."""
-FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.001, 0.05
-"""Between two questions whether all are done; doubled each time."""
+BACKOFF = Backoff(first_seconds=0.001, max_seconds=0.05)
+"""Between two questions whether all are done."""
 
 Progress = Callable[[int], None]
 """Called by work with the bytes that it has done since the last call."""
@@ -121,14 +123,14 @@ class DiskWork:
 
     def _await_others(self, what: str) -> None:
         pending = {other: _Seen(self._clock()) for other in self._others}
-        pause, looked = FIRST_PAUSE_SECONDS, self._clock()
+        waits, looked = 0, self._clock()
         while pending:
             if self._store.check([self._end_key(other) for other in pending]) or self._clock() - looked >= LOOK_SECONDS:
                 looked = self._clock()
                 self._look(what, pending)
             else:
-                self._sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+                waits += 1
+                self._sleep(BACKOFF.pause(waits))
 
     def _look(self, what: str, pending: dict[int, _Seen]) -> None:
         """Take ranks that are done out of `pending`. Raises DiskWorkFailed, DiskStalled."""

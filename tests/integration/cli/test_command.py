@@ -110,7 +110,7 @@ def test_config_check_finds_what_does_not_fit(tmp_path: Path, tiny_model: Path) 
     path.write_text(
         EXAMPLE.read_text().replace('"smollm2-135m"', f'"{tiny_model}"').replace("_tokens = 64", "_tokens = 256")
     )
-    assert relaxd("config", "check", str(path), cwd=tmp_path).stdout == f"{path} is fine\n"
+    assert relaxd("config", "check", str(path), cwd=tmp_path).stdout == f"{path} is valid\n"
     overrides = "--rollout.max_new_tokens 5000 --trainer.ranks 3 --trainer.tensor_parallel 3 --eval.prompts 99999"
     done = relaxd("config", "check", str(path), *overrides.split(), cwd=tmp_path)
     assert done.returncode == 1

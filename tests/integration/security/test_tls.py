@@ -191,7 +191,7 @@ async def test_the_command_line_says_what_it_lacks(ours, tmp_path):
         options = ("--tls-ca", ours.certificate, "--tls-certificate", person.certificate)
         options += ("--tls-key", person.key)
         code, output = await run(*cli, *options, *status)
-        assert (code, "wants another token --token-file" in output.replace(" try:", "")) == (1, True), output
+        assert (code, "rejects the token --token-file" in output.replace(" try:", "")) == (1, True), output
         code, output = await run(*cli, *options, "--token-file", str(tmp_path / "token"), *status, RELAXD_TOKEN="wrong")
         assert "ListRuns is not implemented" in output  # it is in
 
