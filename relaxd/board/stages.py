@@ -1,4 +1,4 @@
-"""The stages of the dataflow: which columns each needs and which it writes."""
+"""The stages of the dataflow, with the columns that each needs and writes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from relaxd.config import RunConfig
 
 PUBLISH = "publish"
-"""What writes the columns that no stage writes: the coordinator, when it publishes a prompt."""
+"""Writer of the columns that no stage writes: the coordinator, when it publishes a prompt."""
 
 TRAIN = "train"
-"""The last stage: its commit is the step ledger."""
+"""The last stage; it commits through the step ledger."""
 
 VERSIONS = "versions"
 """The column with the weight version of every token."""
@@ -17,7 +17,7 @@ VERSIONS = "versions"
 
 @dataclass(frozen=True)
 class Stage:
-    """A step of the dataflow. A group is offered to it as soon as every column it needs is there."""
+    """A stage of the dataflow. A group is offered to it once all columns it needs are written."""
 
     name: str
     needs: tuple[str, ...]
@@ -25,10 +25,10 @@ class Stage:
 
 
 ROUTED_EXPERTS = "routed_experts"
-"""The column with the experts that each token was sent to, where rollout.return_routed_experts asks for it."""
+"""The column with each token's experts, written if rollout.return_routed_experts is set."""
 
 GENERATED = ("tokens", "lengths", "loss_mask", "rollout_logprobs", VERSIONS, "finish", "text", "spans_weight_update")
-"""What the rollout stage writes, and the trainer needs all of."""
+"""Columns of the rollout stage; the trainer needs all of them."""
 
 STAGES: dict[str, Stage] = {
     stage.name: stage
@@ -54,11 +54,11 @@ STAGES: dict[str, Stage] = {
         ),
     )
 }
-"""Every stage there is. What a column holds is in docs/architecture.md."""
+"""All stages by name."""
 
 
 def stages_for(config: RunConfig) -> tuple[Stage, ...]:
-    """The stages that a run has, from what its algorithm needs and its rollout is asked to keep."""
+    """Return the stages of a run."""
     stages = dict(STAGES)  # every algorithm so far needs the same four
     if config.rollout.return_routed_experts:
         rollout = stages["rollout"]
@@ -67,7 +67,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
 
 
 def producers(stages: Sequence[Stage]) -> dict[str, str]:
-    """Which stage writes each column of a run; a column that is not in the result is published with the prompt.
+    """Map each column to the stage that writes it. Columns not in the result are published with the prompt.
 
     Raises ValueError when two stages write one column.
     """

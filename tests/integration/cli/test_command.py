@@ -52,7 +52,7 @@ def test_config_show_is_a_configuration() -> None:
 def test_a_wrong_setting_is_one_clear_sentence(tmp_path: Path) -> None:
     done = relaxd("run", str(EXAMPLE), "--run.stps", "3", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr == "error: --run.stps: run.stps is no setting of relaxd; did you mean run.steps?\n"
+    assert done.stderr == "error: --run.stps: run.stps is not a known setting; did you mean run.steps?\n"
     assert done.stdout == ""
 
 

@@ -134,7 +134,9 @@ def test_log_prob_difference_counts_compared_tokens_only(learner: MakeLearner) -
     samples = make_samples(4)
     made = learner()
     batch = pack(samples)
-    batch = replace(batch, logprobs_comparable=batch.logprobs_comparable * (np.arange(len(batch.tokens)) % 2).astype(np.uint8))
+    batch = replace(
+        batch, logprobs_comparable=batch.logprobs_comparable * (np.arange(len(batch.tokens)) % 2).astype(np.uint8)
+    )
     assert 0 < batch.logprobs_comparable.sum() < batch.loss_mask.sum()
     exact = made.log_probs([batch])[0]
     off = exact + np.where(batch.logprobs_comparable, np.float32(0.25), np.float32(9)).astype(np.float32)
