@@ -60,11 +60,11 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The loss of one micro-batch, ready to be added to those of the step's other micro-batches."""
+    """The loss of one micro-batch. Those of a step's micro-batches add up."""
 
     loss: Tensor
     """Scalar with gradient: a sum over tokens. The step's loss is the sum of these over all micro-batches of all
-    ranks divided by `Algorithm.normalizer`, and so doesn't depend on how the step was cut."""
+    ranks divided by `Algorithm.normalizer`, and so doesn't depend on the division into micro-batches."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Detached scalars: sums over the tokens whose mask is 1. Divided by the step's count of such tokens they are the
     reported means: "ratio", "clip_fraction", "correction_weight", "correction_fraction", "kl", "entropy"."""
@@ -75,19 +75,19 @@ class Algorithm(Protocol):
 
     @property
     def config(self) -> AlgorithmConfig:
-        """The section that it was made from."""
+        """The configuration's [algorithm] section."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Columns of the board that the loss is computed from, besides the tokens themselves."""
+        """Columns of the board for the loss, besides the tokens."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `loss` needs `ref_logprobs`."""
+        """True if `loss` needs `ref_logprobs`."""
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `loss` needs `entropy` with its gradient."""
+        """True if `loss` needs `entropy` with its gradient."""
 
     def advantages(self, rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Advantages | Filtered:
         """Advantages of one group.
@@ -97,7 +97,7 @@ class Algorithm(Protocol):
             lengths: int32 [n], response tokens of each sample.
 
         Raises:
-            ValueError: the arrays don't fit together or hold values that no advantage can be computed from.
+            ValueError: the arrays differ in length, or have values without an advantage.
         """
 
     def token_weights(self, mask: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.float32]:

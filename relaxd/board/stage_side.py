@@ -133,7 +133,7 @@ class StageSide(BoardCore):
         return [result == 1 for result in self._write_and_run(attempts, "commit", self._routes, *arguments)]
 
     def drop(self, target: Delivery | str, *, reason: str, retry: bool = False, counts: DropKind = "failed") -> bool:
-        """Drop the group that a delivery holds, or the group of an id, whoever holds it.
+        """Drop the group that a delivery holds, or the group of an id, whether held or not.
 
         With `retry`, its prompt waits to be published again, at most limits.max_retries times. `counts` selects the
         count of consecutive drops. Returns False if it was closed already or the delivery does not hold it any more.

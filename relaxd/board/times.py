@@ -22,12 +22,12 @@ class StageTime:
 
     @property
     def queue_seconds(self) -> float:
-        """How long the group waited for the stage; never negative, though the machines' clocks may differ."""
+        """Time that the group waited; never negative, though the machines' clocks may differ."""
         return max(0.0, (self.started_at - self.enqueued_at) / MICROSECONDS)
 
     @property
     def work_seconds(self) -> float:
-        """How long the stage worked on the group."""
+        """Time that the stage worked on the group."""
         return (self.ended - self.started_at) / MICROSECONDS
 
 

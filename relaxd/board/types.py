@@ -55,12 +55,12 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Admission:
-    """What the gate admits now."""
+    """The gate's current admission of groups."""
 
     room: int
     """Number of groups that may be published."""
     limit: str
-    """What limits that number: "closed", "weights", "staleness", "complete", "memory" or "full"."""
+    """The limit of that number: "closed", "weights", "staleness", "complete", "memory" or "full"."""
     detail: str
     """The limit as a sentence with its numbers."""
 

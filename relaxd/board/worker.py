@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TAKE_SECONDS = 0.5
-"""How long one read waits for groups, and so the longest delay of a pause or stop."""
+"""Longest wait of one read, and so the longest delay of a pause or stop."""
 BATCH = 256
 """Most groups in one commit."""
 OUTAGE_PAUSE_SECONDS = 0.5

@@ -34,7 +34,7 @@ REPORT_SAMPLES = 64
 Begin = Callable[[CoordinatorClient], Run]
 """Starts or continues a run."""
 MAX_PAUSE_SECONDS = 600.0
-"""How long services started for a run stay up while it is paused and nobody watches. It can be continued later."""
+"""Longest pause during which services started for an unattended run stay up. The run can be resumed later."""
 
 
 @dataclass(frozen=True)

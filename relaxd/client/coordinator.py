@@ -20,7 +20,7 @@ ENDED = (pb.RUN_STATE_STOPPED, pb.RUN_STATE_FAILED)
 LONG_SECONDS = 7 * 86400.0
 """Deadline of calls whose time depends on the size of the data or the model."""
 AWAY_SECONDS = 60.0
-"""How long to wait for a coordinator that doesn't answer; a restart takes far less."""
+"""Longest wait for a coordinator that doesn't answer; a restart takes far less."""
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Transient statuses: the coordinator may be back soon."""
 POLL_SECONDS = 0.3

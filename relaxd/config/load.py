@@ -26,9 +26,9 @@ class Problem:
     setting: str
     """Dotted name of the setting, such as "rollout.top_p"; empty for the whole configuration."""
     message: str
-    """What is wrong and what would be right."""
+    """The mistake and its remedy."""
     source: str = ""
-    """Where it was set: "FILE line 12" or "--rollout.top_p"; empty if it was not set."""
+    """The place where it was set: "FILE line 12" or "--rollout.top_p"; empty if it was not set."""
 
     def __str__(self) -> str:
         head = f"{self.source}: " if self.source else ""

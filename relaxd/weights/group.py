@@ -33,7 +33,7 @@ _ABORT_POLL_SECONDS = 0.1
 _STORE_SECONDS = 60.0
 """Longest wait for a key in the store's own process; members have their own deadlines."""
 _ABORT_SECONDS = 5.0
-"""How long `abort` waits until the GPU no longer uses the tensors."""
+"""Longest wait of `abort` until the GPU no longer uses the tensors."""
 _ABORTED = "aborted"
 
 

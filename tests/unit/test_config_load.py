@@ -53,7 +53,7 @@ def test_a_reward_names_the_variables_that_it_wants() -> None:
         "HTTPS_PROXY",
     )
     assert "'A=1' is not the name of an environment variable" in refusal(GOOD, "--reward.environment", '["A=1"]')
-    assert "RELAXD_TOKEN is relaxd's own" in refusal(GOOD, "--reward.environment", '["RELAXD_TOKEN"]')
+    assert "RELAXD_TOKEN is a setting or secret of relaxd" in refusal(GOOD, "--reward.environment", '["RELAXD_TOKEN"]')
 
 
 def test_the_example_is_what_the_demo_needs() -> None:
