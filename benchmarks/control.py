@@ -24,7 +24,7 @@ from benchmarks.reporting import report
 from relaxd import telemetry
 from relaxd.rpc.access import Tokens
 from relaxd.rpc.client import channel
-from relaxd.rpc.security import Doors
+from relaxd.rpc.security import ServerSecurity
 from relaxd.rpc.server import start_server
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 
@@ -43,7 +43,7 @@ async def serve(ours: bool) -> None:
     add = replica_pb2_grpc.add_ReplicaServicer_to_server
     if ours:
         telemetry.setup("benchmark", "server")
-        running = await start_server([(add, Echo(), "relaxd.v1.Replica")], doors=Doors(Tokens(token=TOKEN)))
+        running = await start_server([(add, Echo(), "relaxd.v1.Replica")], security=ServerSecurity(Tokens(token=TOKEN)))
         print(running.port, flush=True)
         await running.wait()
     else:

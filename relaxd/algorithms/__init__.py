@@ -1,4 +1,4 @@
-"""Algorithms: one file each, its advantage estimator and its loss side by side."""
+"""Algorithms, one file each with advantage estimator and loss."""
 
 from relaxd.algorithms.base import Advantages, Algorithm, Filtered, LossInputs, LossOutput
 from relaxd.algorithms.grpo import GRPO
@@ -7,9 +7,9 @@ from relaxd.config import AlgorithmConfig
 __all__ = ["GRPO", "Advantages", "Algorithm", "Filtered", "LossInputs", "LossOutput", "create"]
 
 ALGORITHMS = {"grpo": GRPO}
-"""Every algorithm by the `name` of its configuration."""
+"""All algorithms by the `name` in the configuration."""
 
 
 def create(config: AlgorithmConfig) -> Algorithm:
-    """Make the algorithm that a configuration's [algorithm] section describes."""
+    """Make the algorithm of a configuration's [algorithm] section."""
     return ALGORITHMS[config.name](config)

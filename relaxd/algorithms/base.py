@@ -1,7 +1,7 @@
-"""What an algorithm is: an advantage estimator and a loss, side by side, as functions over named, shaped inputs.
+"""The interface of algorithms: an advantage estimator and a loss.
 
-Nothing here imports torch when it runs: the advantage service has numpy only, and losses use methods of the tensors
-that they are given.
+This package imports no torch at run time: the advantage service has numpy only, and losses use methods of their
+tensors.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ class Advantages:
 
 @dataclass(frozen=True)
 class Filtered:
-    """The group must not be trained on."""
+    """The group is not trained on."""
 
     reason: str
-    """Why, as one of the board's drop reasons, such as "zero_variance"."""
+    """Drop reason for the board, such as "zero_variance"."""
 
 
 @dataclass(frozen=True)
 class LossInputs:
     """The predicted tokens of one micro-batch, flat: each field is float32 [T] on one device.
 
-    Prompt tokens are not in it; tokens of the environment are, with mask 0. What the other fields hold where mask is 0
-    doesn't matter, not even NaN.
+    Without prompt tokens; tokens of the environment have mask 0. Where mask is 0, other fields are ignored, even NaN.
     """
 
     logprobs: Tensor
@@ -56,16 +55,16 @@ class LossInputs:
     """Log-probs under the reference model; given iff `Algorithm.needs_reference`."""
     entropy: Tensor | None = None
     """Entropy in nats of the distribution that each token was drawn from, with gradient if
-    `Algorithm.needs_entropy`; may be given without need, to be reported."""
+    `Algorithm.needs_entropy`; may also be given for reporting."""
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The loss of one micro-batch, ready to be added to those of the step's other micro-batches."""
+    """The loss of one micro-batch. Those of a step's micro-batches add up."""
 
     loss: Tensor
     """Scalar with gradient: a sum over tokens. The step's loss is the sum of these over all micro-batches of all
-    ranks divided by `Algorithm.normalizer`, and so doesn't depend on how the step was cut."""
+    ranks divided by `Algorithm.normalizer`, and so doesn't depend on the division into micro-batches."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Detached scalars: sums over the tokens whose mask is 1. Divided by the step's count of such tokens they are the
     reported means: "ratio", "clip_fraction", "correction_weight", "correction_fraction", "kl", "entropy"."""
@@ -76,19 +75,19 @@ class Algorithm(Protocol):
 
     @property
     def config(self) -> AlgorithmConfig:
-        """The section that it was made from."""
+        """The configuration's [algorithm] section."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Columns of the board that the loss is computed from, besides the tokens themselves."""
+        """Columns of the board for the loss, besides the tokens."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `loss` needs `ref_logprobs`."""
+        """True if `loss` needs `ref_logprobs`."""
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `loss` needs `entropy` with its gradient."""
+        """True if `loss` needs `entropy` with its gradient."""
 
     def advantages(self, rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Advantages | Filtered:
         """Advantages of one group.
@@ -98,7 +97,7 @@ class Algorithm(Protocol):
             lengths: int32 [n], response tokens of each sample.
 
         Raises:
-            ValueError: the arrays don't fit together or hold values that no advantage can be computed from.
+            ValueError: the arrays differ in length, or have values without an advantage.
         """
 
     def token_weights(self, mask: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -113,7 +112,7 @@ class Algorithm(Protocol):
         """
 
     def normalizer(self, trained_tokens: int, samples: int) -> float:
-        """What the step's summed loss is divided by.
+        """Return the divisor of the step's summed loss.
 
         Args:
             trained_tokens: tokens with mask 1 in the whole step, over all ranks.
@@ -121,7 +120,7 @@ class Algorithm(Protocol):
         """
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """Summed loss and statistics of one micro-batch. A pure function.
+        """Return summed loss and statistics of one micro-batch. A pure function.
 
         Raises:
             ValueError: an input that the algorithm needs is missing, or shapes differ.
@@ -129,7 +128,7 @@ class Algorithm(Protocol):
 
 
 def check_group(rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> None:
-    """Refuse what no advantage can be computed from.
+    """Check that advantages can be computed.
 
     Args:
         rewards: [n].
@@ -151,12 +150,11 @@ def check_group(rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Non
 
 
 def rewards_equal(rewards: NDArray[np.float64]) -> bool:
-    """Whether a group's rewards are all the same, so that none of its samples is better than another.
+    """Return True if all rewards of a group are equal.
 
-    The largest and the smallest are compared, not the standard deviation, which is not zero for identical fractions
-    such as 0.1 (their mean is rounded). Values that differ by no more than the rounding of a sum (1e-12 of the largest
-    magnitude; 0.3 and 0.1 + 0.2) are equal too: scaled by their own tiny deviation, they would teach noise. A small
-    but real difference, such as 0 and 1e-9, is a difference.
+    Compares largest and smallest instead of the standard deviation, which rounding makes nonzero for identical
+    fractions such as 0.1. Differences within rounding errors (1e-12 of the largest magnitude, as in 0.3 and 0.1 + 0.2)
+    count as equal, because normalising would amplify them to noise. Small real differences, such as 0 and 1e-9, do not.
 
     Args:
         rewards: float64 [n], n >= 1, finite.

@@ -1,11 +1,11 @@
-"""Corrections for tokens that another policy wrote than the one that is trained: an importance weight for each token.
+"""Off-policy corrections: an importance weight for each token.
 
-The engine's probabilities are not quite the trainer's, even under the same weights (other kernels, other precision,
-other experts), and in an asynchronous run the engine had older weights. Both make the policy gradient off-policy; with
+The engine's probabilities differ from the trainer's even under the same weights (kernels, precision, choice of
+experts), and in an asynchronous run the engine had older weights. Both make the policy gradient off-policy. With
 
     w = pi_train,old(y_t) / pi_rollout(y_t)
 
-as a weight of its terms it is unbiased again, token by token, but w may be huge. Hence its limits.
+as weight of its terms it is unbiased again, token by token, but w can be huge. Therefore it is limited.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ± this before exp, so that no ratio is infinite."""
+"""Log-ratios are clamped to ± this before exp, so that ratios are finite."""
 
 
 def correction_weights(
     train_logprobs: Tensor, rollout_logprobs: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """The weight of each token's policy-gradient term, and where it was limited; with w as above:
+    """Return the weight of each token's policy-gradient term, and where it was limited; with w as above:
 
     - none: 1.
     - tis: min(w, tis_clip). Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly
       brings you off-policy RL training"; the truncation is that of Ionides 2008.
-    - icepop: w where icepop_low <= w <= icepop_high, else 0: such tokens are left out. "Every Step Evolves", arXiv
+    - icepop: w if icepop_low <= w <= icepop_high, else 0: such tokens are left out. "Every Step Evolves", arXiv
       2510.18855, section on IcePop.
 
     Both are detached: no gradient goes through the weights.
 
     Args:
-        train_logprobs: [T], the trainer's log-probs under the weights at the step's beginning.
-        rollout_logprobs: [T], those that the engine reported.
-        config: which correction, and its limits.
+        train_logprobs: [T], the trainer's log-probs under the weights at the start of the step.
+        rollout_logprobs: [T], the engine's log-probs.
+        config: the correction and its limits.
 
     Returns:
         Weights [T] >= 0, and [T] 1 where w was truncated or the token left out, else 0.

@@ -28,31 +28,31 @@ class GRPO:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Columns of the board that the loss is computed from, besides the tokens themselves."""
+        """Columns of the board for the loss, besides the tokens."""
         return ("loss_mask", "rollout_logprobs", "advantages")
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the KL term is on."""
+        """True if the KL term is on."""
         return self.config.kl_coef > 0
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the entropy bonus is on."""
+        """True if the entropy bonus is on."""
         return self.config.entropy_coef > 0
 
     def advantages(self, rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Advantages | Filtered:
         """A_i = (R_i - mean(R)) / (std(R) + std_epsilon), the same for each token of sample i.
 
-        std has n - 1 in its divisor, as in verl and slime. A group of one sample has nothing to be relative to: its
-        advantage is its reward (mean 0, std 1, as in verl), and it is never dropped for having zero variance.
+        std uses the divisor n - 1, as in verl and slime. The advantage of a group of one sample is its reward (mean 0,
+        std 1, as in verl), and such a group is never dropped for zero variance.
 
         Args:
             rewards: float64 [n], finite.
             lengths: int32 [n].
 
         Raises:
-            ValueError: see `check_group`; or the rewards are so large that advantages overflow float32.
+            ValueError: see `check_group`; or advantages overflow float32.
         """
         check_group(rewards, lengths)
         rewards = rewards.astype(np.float64)
@@ -109,13 +109,13 @@ class GRPO:
         """Sum over trained tokens of weight x (w x clipped objective + kl_coef x KL - entropy_coef x entropy).
 
         The objective is PPO's max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A), r the probability ratio to the old
-        policy: the engine's, or the trainer's at the step's beginning (old_logprobs = "current"). A step is one
-        update, so that the latter is what the forward pass computes: r is 1, and its gradient that of the log-prob.
-        log r is clamped to ± MAX_LOG_RATIO: a token that the weights have left far behind gives a large loss and not
-        an infinite one, and no gradient, like any clipped token. w is `correction_weights`, 1 without a correction.
+        policy: the engine's, or the trainer's at the start of the step (old_logprobs = "current"). A step is one
+        update, so the latter is what the forward pass computes: r is 1, and its gradient is that of the log-prob. log r
+        is clamped to ± MAX_LOG_RATIO, so that a very unlikely token gives a finite loss and, like any clipped token, no
+        gradient. w is `correction_weights`, 1 without a correction.
 
-        clip_fraction counts the tokens where the clipped term is the larger one: those without a policy gradient;
-        correction_fraction those whose w was truncated, or that were left out.
+        clip_fraction counts the tokens whose clipped term is larger, which have no policy gradient;
+        correction_fraction those whose w was truncated or that were left out.
 
         Args:
             inputs: the micro-batch's tokens.
@@ -125,7 +125,7 @@ class GRPO:
         """
         _check(inputs, self.needs_reference, self.needs_entropy)
         trained = inputs.mask != 0
-        # Masked here, before exp: 0 x inf is NaN, and so is its gradient.
+        # Masked before exp, because 0 x inf and its gradient are NaN.
         logprobs = inputs.logprobs.masked_fill(~trained, 0.0)
         old = logprobs.detach() if self.config.old_logprobs == "current" else inputs.rollout_logprobs
         log_ratio = (logprobs - old.masked_fill(~trained, 0.0)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -160,12 +160,12 @@ class GRPO:
 
 
 def _sum(values: Tensor, trained: Tensor) -> Tensor:
-    """Detached sum of values [T] over trained tokens [T]."""
+    """Return the detached sum of values [T] over trained tokens [T]."""
     return values.detach().masked_fill(~trained, 0.0).sum()
 
 
 def _check(inputs: LossInputs, needs_reference: bool, needs_entropy: bool) -> None:
-    """Raise ValueError where inputs lack what the loss needs, or differ in shape."""
+    """Raise ValueError if a needed input is missing or shapes differ."""
     if needs_reference and inputs.ref_logprobs is None:
         raise ValueError("ref_logprobs is missing: algorithm.kl_coef > 0 needs the reference's log-probs")
     if needs_entropy and inputs.entropy is None:

@@ -24,7 +24,7 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator
     Args:
         logprobs: [T], with gradient.
         ref_logprobs: [T].
-        estimator: which of them.
+        estimator: one of the above.
 
     Returns:
         [T], with gradient to logprobs.
@@ -42,5 +42,5 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    # expm1, because exp(-l) - 1 loses all digits of a small l in float32.
+    # expm1, because exp(-l) - 1 is inexact for small l in float32.
     return (-log_ratio).expm1() + log_ratio

@@ -1,4 +1,4 @@
-"""The sample board: groups flow from stage to stage through Redis, nothing lost and nothing twice."""
+"""The sample board: groups move from stage to stage through Redis, each trained or dropped exactly once."""
 
 from relaxd.board.board import Board
 from relaxd.board.columns import decode_columns, encode_columns

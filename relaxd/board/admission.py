@@ -1,22 +1,22 @@
-"""The admission gate in words: what lua/admission.lua answers."""
+"""Explanations of the replies of lua/admission.lua."""
 
 from collections.abc import Callable
 
 
 def explain_limit(answer: str) -> tuple[str, str]:
-    """Translate what holds the gate shut, a word and numbers, into that word and a sentence."""
+    """Split a reply, a word and numbers, into the word and a sentence that explains it."""
     word, *texts = answer.split()
     numbers = [int(float(text)) for text in texts]
     return word, _SENTENCES[word](*numbers)
 
 
 def megabytes(count: int) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes as MB or GB."""
     return f"{count / 1e6:,.0f} MB" if count < 10_000_000_000 else f"{count / 1e9:,.1f} GB"
 
 
 def _closed() -> str:
-    return "the coordinator holds the gate shut"
+    return "the coordinator keeps the gate closed"
 
 
 def _weights() -> str:
@@ -24,7 +24,7 @@ def _weights() -> str:
 
 
 def _staleness(limit: int, version: int) -> str:
-    return f"all {limit} groups are published that engines with weights of version {version} may answer"
+    return f"all {limit} groups that engines at weight version {version} may answer are published"
 
 
 def _complete(needed: int) -> str:
@@ -34,7 +34,7 @@ def _complete(needed: int) -> str:
 def _memory(stored: int, reserved: int, each: int, high_water: int) -> str:
     return (
         f"open groups have stored {megabytes(stored)} in Redis and may need {megabytes(reserved)} more; another group "
-        f"of up to {megabytes(each)} would pass the high-water mark of {megabytes(high_water)} "
+        f"of up to {megabytes(each)} would exceed the high-water mark of {megabytes(high_water)} "
         "(board.high_water_bytes; unless set, four fifths of Redis's maxmemory)"
     )
 

@@ -9,9 +9,9 @@ class Board(CoordinatorSide, StageSide, TrainerSide):
     """A run's groups, stages, counters and step ledger in Redis. Thread-safe; synchronous.
 
     `Board(redis_url, run_id, stages, limits, *, timeout_seconds=5.0, retry_seconds=10.0, orphan_seconds=60.0)`:
-    timeout_seconds limits each wait for Redis; retry_seconds is how long an operation is repeated while Redis is away,
-    before BoardUnavailable; payloads whose writer died before committing them vanish after orphan_seconds.
+    timeout_seconds limits each wait for Redis. While Redis is unavailable, an operation is retried for retry_seconds
+    before it raises BoardUnavailable. Payloads whose writer died before committing them expire after orphan_seconds.
 
-    Every operation is idempotent under a lost reply, and every write that must be atomic is one script
-    (relaxd/board/lua).
+    Every operation is idempotent, so that it can be retried after a lost reply. Every write that must be atomic is one
+    script (relaxd/board/lua).
     """

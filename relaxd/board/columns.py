@@ -1,4 +1,4 @@
-"""Columns as bytes: raw little-endian arrays with dtype and shape, JSON values as UTF-8. Nothing is ever executed.
+"""Columns as bytes: raw little-endian arrays with dtype and shape, JSON values as UTF-8. Loading executes nothing.
 
 A payload is: magic (4 bytes) · length of the header (uint32) · header · the data, each column padded with zeros to a
 multiple of 8, so that every array is aligned. The header has a line for each column, in the order of the data: its
@@ -31,10 +31,10 @@ DTYPES = {
 
 
 def encode_columns(columns: Mapping[str, Column]) -> bytes:
-    """One payload that holds all columns.
+    """Encode columns as one payload.
 
-    Raises ColumnError for a dtype that is not a number or boolean, a value that JSON cannot express (NaN neither), or a
-    name that is empty or holds control characters.
+    Raises ColumnError for a dtype that is not a number or boolean, a value that JSON cannot express (such as NaN), or a
+    name that is empty or has control characters.
     """
     lines: list[str] = []
     parts: list[bytes | memoryview] = [b""]
@@ -58,10 +58,10 @@ def encode_columns(columns: Mapping[str, Column]) -> bytes:
 
 
 def decode_columns(payload: bytes) -> dict[str, Column]:
-    """The columns of a payload; arrays are read-only views into it.
+    """Decode a payload; arrays are read-only views into it.
 
-    Raises ColumnError when the header lies: wrong magic, sizes beyond the payload, a dtype that is not allowed, a shape
-    that does not fit the number of bytes, broken JSON.
+    Raises ColumnError for an inconsistent payload: wrong magic, sizes beyond the payload, a dtype that is not allowed,
+    a shape that does not fit the number of bytes, broken JSON.
     """
     if len(payload) < PREFIX.size:
         raise ColumnError(f"a payload of {len(payload)} bytes is too short to be columns")
@@ -81,20 +81,20 @@ def decode_columns(payload: bytes) -> dict[str, Column]:
     return columns
 
 
-# Headers repeat (columns of one shape, flags, empty shares), so both directions are remembered.
+# Headers repeat (columns of equal shape, empty ones), so both directions are cached.
 
 
 @lru_cache(maxsize=4096)
 def _line(name: str, dtype: str, shape: tuple[int, ...], size: int) -> str:
-    """A column's line of the header."""
+    """Format a column's header line."""
     if not name.isprintable() or not name:
-        raise ColumnError(f"column name {name!r} must not be empty or hold control characters")
+        raise ColumnError(f"column name {name!r} must not be empty or have control characters")
     return f"{name}\t{dtype}\t{','.join(map(str, shape))}\t{size}"
 
 
 @lru_cache(maxsize=4096)
 def _parse(header: bytes) -> tuple[tuple[str, np.dtype | None, tuple[int, ...], int], ...]:
-    """The header's lines: name, dtype (None for JSON), shape, bytes; each consistent in itself. Raises ColumnError."""
+    """Parse header lines to (name, dtype (None for JSON), shape, bytes) and check each. Raises ColumnError."""
     try:
         text = header.decode().rstrip(" ")
         return tuple(_parse_line(*line.split("\t")) for line in text.split("\n")) if text else ()
@@ -118,7 +118,7 @@ def _parse_line(name: str, dtype: str, shape: str, size: str) -> tuple[str, np.d
 
 
 def _storable(name: str, value: np.ndarray) -> np.ndarray:
-    """The array, contiguous and little-endian."""
+    """Return the array contiguous and little-endian. Raises ColumnError."""
     array = value if value.flags.c_contiguous else np.ascontiguousarray(value)
     dtype = array.dtype
     if dtype.str not in DTYPES:

@@ -1,4 +1,4 @@
-"""The board's way to Redis: deadlines, scripts that are loaded once, retries with back-off, errors by name."""
+"""The board's Redis client: deadlines, cached scripts, retries with back-off, typed errors."""
 
 import logging
 import time
@@ -16,6 +16,7 @@ from redis.retry import Retry
 from relaxd.board.admission import explain_limit
 from relaxd.board.errors import BoardError, BoardUnavailable, Fenced, GateClosed, RunExists, RunMissing, StepConflict
 from relaxd.board.packer import CommandPacker
+from relaxd.retry import Backoff
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -29,9 +30,9 @@ ERRORS: dict[str, type[BoardError]] = {
     "CONFLICT": BoardError,
 }
 GROWING = {"publish", "create"}
-"""Scripts that a full Redis refuses. The others it must run: they are what makes room."""
+"""Scripts that a full Redis refuses. It must run the others, which free memory."""
 SHARED = dict.fromkeys(("publish", "room", "relieve", "memory"), ("admission",))
-"""Files that a script needs besides common.lua. They are no scripts of their own."""
+"""Lua libraries that a script includes besides common.lua. They are not scripts themselves."""
 PASSING = {
     "OOM": "is full (maxmemory)",
     "READONLY": "is a replica now, not the primary",
@@ -44,14 +45,13 @@ PASSING = {
     "TRYAGAIN": "is moving keys to another node",
     "UNBLOCKED": "is becoming a replica",
 }
-"""Errors that pass without anybody's doing anything to this process, by their first word: what Redis is then."""
-FIRST_PAUSE_SECONDS = 0.02
-MAX_PAUSE_SECONDS = 1.0
+"""Transient errors by their first word, and the state of Redis that each means."""
+BACKOFF = Backoff(first_seconds=0.02, max_seconds=1.0)
 
 
 @cache
 def script_text(name: str) -> str:
-    """The text of a script: what all share, then its own."""
+    """Return the source of a script, libraries included."""
     folder = resources.files("relaxd.board") / "lua"
     flags = "" if name in GROWING else " flags=allow-oom"
     files = ("common", *SHARED.get(name, ()), name)
@@ -60,19 +60,19 @@ def script_text(name: str) -> str:
 
 @cache
 def script_names() -> tuple[str, ...]:
-    """The names of all scripts."""
+    """Return the names of all scripts."""
     files = {path.name.removesuffix(".lua") for path in (resources.files("relaxd.board") / "lua").iterdir()}
     return tuple(sorted(files - {"common", *(name for shared in SHARED.values() for name in shared)}))
 
 
 @cache
 def script_hash(name: str) -> str:
-    """The name under which Redis knows a script once it is loaded."""
+    """Return the SHA-1 by which EVALSHA calls a loaded script."""
     return sha1(script_text(name).encode(), usedforsecurity=False).hexdigest()
 
 
 def passing(error: redis.RedisError) -> str:
-    """Say why Redis can't be used just now, as the end of a sentence; "" when waiting would not help."""
+    """Explain why Redis is unavailable, as the end of a sentence; "" if the error is not transient."""
     if isinstance(error, redis.AuthenticationError):
         return f"refuses the password: {error}"
     # redis-py cuts the first word off where it has a class for it.
@@ -85,10 +85,10 @@ def passing(error: redis.RedisError) -> str:
 
 
 class RedisConnection:
-    """A thread-safe connection pool that runs operations and repeats them while Redis is away.
+    """A thread-safe connection pool that retries operations while Redis is unavailable.
 
-    Every operation must be idempotent: when a reply is lost, it runs again. `timeout_seconds` limits connecting and
-    each wait for bytes; `retry_seconds` limits the whole, after which BoardUnavailable is raised.
+    Operations must be idempotent: one whose reply was lost runs again. `timeout_seconds` limits connecting and each
+    read; `retry_seconds` limits all attempts together, after which BoardUnavailable is raised.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float, retry_seconds: float) -> None:
@@ -107,12 +107,12 @@ class RedisConnection:
         )
 
     def run(self, operation: Callable[[Any], T]) -> T:
-        """Do an operation; again, with back-off, while Redis can't be reached or can't do it just now (see PASSING).
+        """Run an operation, retrying it with back-off on connection and transient errors (see PASSING).
 
-        It gets the redis.Redis (as Any: redis-py's types do not know that this one answers bytes).
+        The operation gets the redis.Redis, typed Any because redis-py's types do not know that replies are bytes.
         """
         deadline = time.monotonic() + self.retry_seconds
-        pause = FIRST_PAUSE_SECONDS
+        failures = 0
         while True:
             try:
                 return operation(self.client)
@@ -123,17 +123,18 @@ class RedisConnection:
                     if isinstance(error, ResponseError):
                         raise _translate(error) from error
                     raise
+                failures += 1
+                pause = BACKOFF.pause(failures)
                 if time.monotonic() + pause > deadline:
                     raise BoardUnavailable(f"Redis at {self._address()} {why}") from error
                 time.sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     def script(self, name: str, prefix: str, *arguments: Any) -> Any:
         """Run one script."""
         return self.run(lambda client: client.evalsha(script_hash(name), 1, prefix, *arguments))
 
     def pipeline(self, commands: Callable[[redis.client.Pipeline], None], *, atomic: bool = False) -> list[Any]:
-        """Run commands in one round trip and return their replies; the first error is raised."""
+        """Send commands in one round trip and return their replies. Raises the first error among them."""
 
         def operation(client: redis.Redis) -> list[Any]:
             with client.pipeline(transaction=atomic) as pipe:
@@ -151,23 +152,25 @@ class RedisConnection:
         self.client.close()
 
     def _load_scripts(self) -> None:
-        """Give Redis the scripts: it forgets them when it restarts."""
+        """Load all scripts into Redis, which forgets them when it restarts."""
         try:
             for name in script_names():
                 self.client.script_load(script_text(name))
         except redis.RedisError as error:
             if not passing(error):
                 raise
-            logger.debug("Redis went away while scripts were loaded: %s", error)  # the operation itself comes back here
+            logger.debug(
+                "Redis became unavailable while scripts were loaded: %s", error
+            )  # `run` retries and loads again
 
     def _address(self) -> str:
-        """Where Redis is, without the password."""
+        """Return the address of Redis, without the password."""
         settings = self.client.connection_pool.connection_kwargs
         return str(settings.get("path") or f"{settings.get('host')}:{settings.get('port')}")
 
 
 def _translate(error: ResponseError) -> BoardError:
-    """The error that a script meant: its first word is the kind."""
+    """Map a script's error reply, whose first word is the kind, to an exception."""
     kind, _, detail = str(error).partition(" ")
     if kind == "GATE":
         return GateClosed(*explain_limit(detail))

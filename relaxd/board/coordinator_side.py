@@ -1,4 +1,4 @@
-"""What the coordinator does on the board. Writes carry its term: a coordinator that was replaced changes nothing."""
+"""The coordinator's side of the board. Writes carry its term, so that a replaced coordinator changes nothing."""
 
 import json
 import re
@@ -19,12 +19,12 @@ GROUP_ID = re.compile(r"[^\s,|]+")
 
 
 class CoordinatorSide(BoardCore):
-    """Creating a run, publishing its prompts through the gate, deleting it."""
+    """Creates a run, publishes its prompts through the gate, deletes it."""
 
     def create(self, *, term: int, groups_per_step: int, steps: int) -> None:
-        """Make the run on the board, gate shut. Doing it again finds the run as it is (and takes the term over).
+        """Create the run with its gate closed, or take over an existing run under the new term.
 
-        `groups_per_step` and `steps` are for the gate. Raises RunExists when the run is there with other stages or
+        `groups_per_step` and `steps` are for the gate. Raises RunExists when the run exists with other stages or
         another groups_per_step, Fenced when a later term coordinates.
         """
         settings = json.dumps({"groups_per_step": groups_per_step, "stages": [stage.name for stage in self.stages]})
@@ -42,19 +42,19 @@ class CoordinatorSide(BoardCore):
     def restore(
         self, *, ledger: Sequence[LedgerEntry], cursor: JSON, dropped: Mapping[str, int], trainer_term: int
     ) -> None:
-        """Give a run that was just made the past that it has had on a board that was lost. No group is open then.
+        """Restore the history of a run whose board was lost, right after `create`. No group is open then.
 
         Args:
             ledger: every committed step, from the first.
             cursor: the data cursor.
-            dropped: groups that were dropped, by reason.
-            trainer_term: an term that no trainer of the run has had above.
+            dropped: number of dropped groups by reason.
+            trainer_term: at least the highest term of the run's trainers so far.
 
-        Raises BoardError: something has happened in the run already.
+        Raises BoardError: the run has published groups already.
         """
         drops: dict[Any, Any] = dict(dropped)
         if [entry.step for entry in ledger] != list(range(1, len(ledger) + 1)):
-            raise ValueError(f"ledger has steps {[entry.step for entry in ledger]}: it must have every one from 1 on")
+            raise ValueError(f"ledger has steps {[entry.step for entry in ledger]}: they must be 1, 2, 3 ...")
         trained = sum(len(entry.plan["groups"]) for entry in ledger)
         all_dropped = sum(dropped.values())
         state: dict[Any, Any] = {
@@ -76,11 +76,11 @@ class CoordinatorSide(BoardCore):
             pipe.hset(f"{self.prefix}state", mapping=state)
 
         if self._state("published") != b"0":
-            raise BoardError(f"{self.prefix} has published groups already: it isn't a new run")
+            raise BoardError(f"run {self.run_id} has published groups already: only a new run can be restored")
         self._connection.pipeline(commands, atomic=True)
 
     def set_gate(self, *, term: int, oldest_version: int | None, open: bool) -> None:
-        """Open or shut the gate; say the oldest version on any engine that takes prompts (None: no engine has weights).
+        """Open or close the gate, and set the oldest version on any engine that takes prompts (None: none has weights).
 
         Raises Fenced, RunMissing.
         """
@@ -88,7 +88,7 @@ class CoordinatorSide(BoardCore):
         self._connection.script("gate", self.prefix, term, int(open), version)
 
     def admission(self, worst_bytes: int) -> Admission:
-        """What the gate (lua/admission.lua) lets in now, of groups that can become `worst_bytes` large.
+        """Return how many groups of up to `worst_bytes` the gate (lua/admission.lua) admits now.
 
         Raises RunMissing.
         """
@@ -96,29 +96,29 @@ class CoordinatorSide(BoardCore):
         return Admission(int(room), *explain_limit(answer.decode()))
 
     def memory(self) -> RedisMemory:
-        """What the Redis of this board has room for. The run need not be there yet."""
+        """Return the memory of the board's Redis. The run need not exist."""
         used, most, high_water, policy = self._connection.script("memory", self.prefix, self.limits.high_water_bytes)
         return RedisMemory(int(used), int(most), int(high_water), policy.decode())
 
     def relieve(self, *, term: int) -> int:
-        """Where Redis is full: drop surplus groups, the newest first; their prompts wait to be tried again.
+        """Drop surplus groups, the newest first, if Redis is full; their prompts wait to be retried.
 
-        Groups that the open step needs stay. Returns how many were dropped. Raises Fenced, RunMissing.
+        Groups that the open step needs stay. Returns the number of dropped groups. Raises Fenced, RunMissing.
         """
         return int(self._connection.script("relieve", self.prefix, term))
 
     def publish(self, *, term: int, groups: Sequence[NewGroup], cursor: JSON = None) -> list[str]:
-        """Publish groups, all or none, and advance the data cursor (None leaves it) in the same breath.
+        """Publish groups, all or none, and atomically advance the data cursor (None leaves it).
 
-        Saying the same again (same ids, the last thing published) does nothing. Returns the ids. Raises GateClosed,
-        Fenced, RunMissing, ColumnError; BoardError for an id that is open already or a retry_of that does not wait.
+        Repeating the last publish (same ids) does nothing. Returns the ids. Raises GateClosed, Fenced, RunMissing,
+        ColumnError; BoardError for an id that is open already or a retry_of that does not wait.
         """
         attempts: list[payloads.Attempt] = []
         arguments: list[str | int | bytes] = []
         names = payloads.new_names(group.group_id for group in groups)
         for group, name in zip(groups, names, strict=True):
             if not GROUP_ID.fullmatch(group.group_id):
-                raise ValueError(f"group_id {group.group_id!r}: it must not be empty or hold spaces, ',' or '|'")
+                raise ValueError(f"group_id {group.group_id!r}: it must not be empty or have spaces, ',' or '|'")
             pointer, shared = "", b""
             if group.retry_of is None:
                 attempts.append(payloads.Attempt(self.prefix, name, group.columns))
@@ -139,10 +139,10 @@ class CoordinatorSide(BoardCore):
         return [group.group_id for group in groups]
 
     def reclaim(self, *, term: int, consumer: str) -> int:
-        """Free what a replica that is gone holds, so that others get it at once. Returns how many groups that were.
+        """Free the groups that a dead replica holds, for immediate redelivery. Returns their number.
 
-        Should it not be gone after all, its holds are over, and what it commits late changes nothing. Each delivery
-        counts towards limits.max_deliveries. The trainer's holds stay: its successor's term frees them. Raises Fenced,
+        If the replica is alive after all, its holds are over and its late commits change nothing. Each delivery counts
+        towards limits.max_deliveries. The trainer's holds stay: its successor's term frees them. Raises Fenced,
         RunMissing.
         """
         stages = [stage.name for stage in self.stages if stage.name != TRAIN]
@@ -150,22 +150,22 @@ class CoordinatorSide(BoardCore):
         return int(self._connection.script("reclaim", self.prefix, *settings, *stages))
 
     def cursor(self) -> JSON:
-        """The data cursor that was last published with; None before that. Raises RunMissing."""
+        """Return the data cursor of the last publish; None before the first. Raises RunMissing."""
         value: JSON = json.loads(self._state("cursor"))
         return value
 
     def retries(self, limit: int = 100) -> list[Retry]:
-        """Dropped groups whose prompts wait to be published again (`NewGroup.retry_of`)."""
+        """Return dropped groups whose prompts wait to be published again (`NewGroup.retry_of`)."""
         found = self._connection.run(lambda client: client.hgetall(f"{self.prefix}retries"))
         waiting = [Retry(id.decode(), int(value.split(b"|", 1)[0])) for id, value in found.items()]
         return sorted(waiting, key=lambda retry: retry.group_id)[:limit]
 
     def purge(self, *, term: int) -> None:
-        """Free what only a run that goes on needs. Raises Fenced, RunMissing."""
+        """Free what a finished run no longer needs. Raises Fenced, RunMissing."""
         self._connection.script("purge", self.prefix, term)
 
     def measure(self) -> int:
-        """The bytes that the run takes in Redis."""
+        """Return the bytes that the run takes in Redis."""
 
         def operation(client: redis.Redis) -> int:
             total = 0
@@ -181,7 +181,7 @@ class CoordinatorSide(BoardCore):
 
     def delete(self) -> None:
         """Delete everything under the run's prefix. Workers of the run get RunMissing from then on."""
-        pattern = f"{self.prefix}*"  # a run id holds nothing that a pattern would take for a wildcard
+        pattern = f"{self.prefix}*"  # run ids have no wildcards
 
         def operation(client: redis.Redis) -> None:
             client.unlink(f"{self.prefix}state")

@@ -1,4 +1,4 @@
-"""What the three sides of the board share: the connection, the run's keys, its stages."""
+"""Base of the board's three sides: the connection, the run's keys, its stages."""
 
 import json
 import re
@@ -19,12 +19,12 @@ from relaxd.config import BoardConfig
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 WORKERS = "workers"
 WRITES = 3
-"""How often payloads that expired before their script ran are written again."""
+"""Attempts to write payloads that expire before their script runs."""
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raises BoardError for what can't be understood, naming it."""
+    """Turn errors of parsing `what` into BoardError."""
     try:
         yield
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -32,7 +32,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 class BoardCore:
-    """A run's board, as far as every side needs it. Thread-safe."""
+    """The operations that every side of a run's board has. Thread-safe."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class BoardCore:
         self._routes = json.dumps([[stage.name, self._writers(stage)] for stage in self.stages])
 
     def counts(self) -> Counts:
-        """The terms of the conservation law, read at one moment. Raises RunMissing."""
+        """Read the terms of the conservation law, in one transaction. Raises RunMissing."""
         names = ("published", "trained", "dropped", "last_step", "consecutive_drops", "consecutive_filtered")
 
         def commands(pipe: redis.client.Pipeline) -> None:
@@ -74,14 +74,14 @@ class BoardCore:
         return Counts(open=open_groups, dropped_by_reason=by_reason, **values)
 
     def open_groups(self) -> list[str]:
-        """Ids of the groups that are open, sorted."""
+        """Return the ids of the open groups, sorted."""
         members = self._connection.run(lambda client: client.smembers(f"{self.prefix}open"))
         return sorted(member.decode() for member in members)
 
     def dropped(self, limit: int = 100) -> list[DroppedGroup]:
-        """What is kept of the groups dropped last, newest first (at most the last few hundred). Raises ColumnError."""
+        """Return records of dropped groups, newest first; Redis keeps the last few hundred. Raises ColumnError."""
         entries = self._connection.run(lambda client: client.xrevrange(f"{self.prefix}dropped", count=limit))
-        with reading(f"what is kept of the dropped groups of run {self.run_id}"):
+        with reading(f"the record of dropped groups of run {self.run_id}"):
             return [
                 DroppedGroup(
                     group_id=fields[b"group"].decode(),
@@ -96,7 +96,7 @@ class BoardCore:
             ]
 
     def queues(self) -> list[QueueDepth]:
-        """How many groups wait for each stage and are held in it, in the stages' order. Raises RunMissing."""
+        """Count the groups that wait for each stage and are held in it, in the stages' order. Raises RunMissing."""
 
         def commands(pipe: redis.client.Pipeline) -> None:
             for stage in self.stages:
@@ -119,7 +119,7 @@ class BoardCore:
         return f"{self.prefix}stage:{stage}"
 
     def _writers(self, stage: Stage) -> list[str]:
-        """Who writes what a stage needs."""
+        """Return the writers of the columns that a stage needs."""
         return sorted({self._producers.get(column, PUBLISH) for column in stage.needs} or {PUBLISH})
 
     def _state(self, field: str) -> bytes:
@@ -129,7 +129,7 @@ class BoardCore:
         return value
 
     def _check_size(self, group_id: str, what: str, attempt: payloads.Attempt) -> None:
-        """Raise ColumnsTooLarge for columns that are too large for the board."""
+        """Raise ColumnsTooLarge if the columns exceed board.max_group_bytes."""
         if attempt.nbytes > self.limits.max_group_bytes:
             raise ColumnsTooLarge(
                 f"group {group_id}: {what} takes {attempt.nbytes} bytes; board.max_group_bytes allows "
@@ -152,4 +152,4 @@ class BoardCore:
                 continue
             if not (isinstance(reply, list) and -1 in reply):
                 return reply
-        raise BoardError(f"payloads expired {WRITES} times before they were kept: orphan_seconds is too short")
+        raise BoardError(f"payloads expired {WRITES} times before their commit: orphan_seconds is too short")

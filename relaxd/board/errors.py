@@ -1,20 +1,20 @@
-"""What can go wrong on the board."""
+"""Errors of the board."""
 
 
 class BoardError(Exception):
-    """Anything the board refuses; the base of the others."""
+    """Base of the board's errors."""
 
 
 class ColumnError(BoardError):
-    """A column that cannot be stored, or stored bytes that are not what their header says."""
+    """A column cannot be stored, or stored bytes do not match their header."""
 
 
 class ColumnsTooLarge(ColumnError):
-    """Columns that take more than board.max_group_bytes."""
+    """Columns exceed board.max_group_bytes."""
 
 
 class Fenced(BoardError):
-    """The caller's term is over: another process has taken its place. It must stop writing."""
+    """The caller's term is over: another process has replaced it. The caller must stop writing."""
 
 
 class StepConflict(BoardError):
@@ -26,15 +26,15 @@ class RunExists(BoardError):
 
 
 class RunMissing(BoardError):
-    """The run is not on the board: it was never created, or it was deleted."""
+    """The run is not on the board: it was never created, or was deleted."""
 
 
 class BoardUnavailable(BoardError):
-    """Redis could not be reached, after retries. Every operation may be repeated: repeating does no harm."""
+    """Redis is unavailable, after retries. Repeating the operation is safe."""
 
 
 class GateClosed(BoardError):
-    """Publishing is not allowed now: `limit` and `detail` say why, as in `relaxd.board.types.Admission`."""
+    """The gate refuses to publish; `limit` and `detail` are those of `relaxd.board.types.Admission`."""
 
     def __init__(self, limit: str, detail: str) -> None:
         super().__init__(f"the gate is closed ({limit}): {detail}")

@@ -1,9 +1,9 @@
-"""Commands as bytes for Redis: redis-py's own packers take milliseconds for a megabyte of arguments in one command."""
+"""RESP packing of Redis commands. redis-py's own packers take milliseconds for a command with a megabyte."""
 
 from redis.exceptions import DataError
 
 LARGE_BYTES = 6000
-"""An argument of at least this size is sent as it is, instead of being copied beside the others."""
+"""Arguments of at least this size are sent without copying."""
 LENGTHS = [b"$%d\r\n" % length for length in range(LARGE_BYTES)]
 
 
@@ -11,7 +11,7 @@ class CommandPacker:
     """Packs a command in the RESP protocol; a `command_packer` of redis-py's connections."""
 
     def pack(self, *arguments: str | bytes | int | float) -> list[bytes]:
-        """The command as chunks to send one after the other. Raises DataError for an argument of another type."""
+        """Pack a command into chunks to send in order. Raises DataError for an argument of another type."""
         name = arguments[0].encode() if isinstance(arguments[0], str) else arguments[0]
         words = name.split() if isinstance(name, bytes) else [name]  # redis-py's names may be two words
         chunks: list[bytes] = []

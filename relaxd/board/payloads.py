@@ -1,9 +1,9 @@
-"""How columns become payloads under keys, and come back.
+"""Columns as payloads under Redis keys.
 
-What one commit writes is an attempt with a name of its own. Its small columns share a payload, which the committing
-script itself stores. A large column is written before, and gets a payload of its own, so that a stage that needs only
-the text does not fetch megabytes. A pointer names the attempt and its large columns: "<attempt>[,<large column>...]".
-Payloads that are written before expire until the script keeps them, so what a dead process left behind sweeps itself.
+The columns of one commit are an attempt with a unique name. Its small columns share a payload, which the committing
+script stores. Each large column is written before that as a separate payload, so that a stage that needs only the text
+does not fetch megabytes. A pointer names the attempt and its large columns: "<attempt>[,<large column>...]". Large
+payloads expire unless the script keeps them, so that a dead process leaves nothing behind.
 """
 
 import secrets
@@ -16,11 +16,11 @@ from relaxd.board.columns import encode_columns
 from relaxd.board.types import Column
 
 LARGE_BYTES = 64 * 1024
-"""An array of at least this size gets a payload of its own."""
+"""An array of at least this size gets a separate payload."""
 
 
 class Attempt:
-    """Columns that are about to be written. Its name must never have been used before."""
+    """Columns to write under a name that was never used before."""
 
     def __init__(self, prefix: str, name: str, columns: Mapping[str, Column]) -> None:
         large = [c for c, value in columns.items() if isinstance(value, np.ndarray) and value.nbytes >= LARGE_BYTES]
@@ -31,19 +31,19 @@ class Attempt:
         self.large = [
             (f"{prefix}columns:{name}:{column}", encode_columns({column: columns[column]})) for column in large
         ]
-        """Payloads to write before the script runs, and their keys."""
+        """(key, payload) pairs to write before the script runs."""
         self.nbytes = len(self.shared) + sum(len(payload) for _, payload in self.large)
-        """What it takes in Redis."""
+        """Bytes of all payloads."""
 
 
 def new_names(group_ids: Iterable[str]) -> list[str]:
-    """A name for an attempt on each of these groups, never used before."""
+    """Make a unique attempt name for each group."""
     token = secrets.token_hex(6)
     return [f"{group_id}.{token}{index:x}" for index, group_id in enumerate(group_ids)]
 
 
 def write(pipe: redis.client.Pipeline, attempts: Iterable[Attempt], expire_seconds: float) -> None:
-    """Queue the large payloads. Writing again does nothing: a repeated write cannot make a kept payload expire."""
+    """Queue writes of the large payloads. They are NX, so that a retry cannot make a kept payload expire."""
     milliseconds = max(1, int(expire_seconds * 1000))
     for attempt in attempts:
         for key, payload in attempt.large:
@@ -51,7 +51,7 @@ def write(pipe: redis.client.Pipeline, attempts: Iterable[Attempt], expire_secon
 
 
 def place(prefix: str, pointer: str, columns: Iterable[str]) -> dict[str, str]:
-    """The key of the payload that holds each of a writer's columns."""
+    """Return the payload key of each of a writer's columns."""
     name, *large = pointer.split(",")
     shared = f"{prefix}columns:{name}"
     return {column: f"{shared}:{column}" if column in large else shared for column in columns}

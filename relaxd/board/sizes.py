@@ -1,4 +1,4 @@
-"""How large groups can become, and whether a run's steps fit into Redis."""
+"""Sizes of groups, and checks that a run's steps fit into Redis."""
 
 from dataclasses import dataclass
 
@@ -6,22 +6,22 @@ from relaxd.board.admission import megabytes
 from relaxd.config import RunConfig
 
 TOKEN_BYTES = 32
-"""Most bytes of a token: tokens 4, loss_mask 1, rollout_logprobs 4, versions 8, advantages 4, the rest for its text."""
+"""Upper bound per token: tokens 4, loss_mask 1, rollout_logprobs 4, versions 8, advantages 4, the rest for its text."""
 GENERATED_BYTES = 17
-"""Bytes of a token in the arrays that the rollout stage writes: what every token takes for certain."""
+"""Bytes per token in the rollout stage's arrays: a lower bound."""
 GROUP_BYTES = 4096
-"""What a group needs besides its tokens."""
+"""Bytes of a group besides its tokens."""
 EXPECTED_SHARE = 0.25
-"""A step must fit into Redis if answers have this share of rollout.max_new_tokens: on few tasks they are shorter."""
+"""A step must fit into Redis with answers of this share of rollout.max_new_tokens; few tasks have shorter ones."""
 
 
 @dataclass(frozen=True)
 class RedisMemory:
-    """What a Redis has room for, in bytes."""
+    """Memory of a Redis, in bytes."""
 
     used: int
-    most: int
-    """It refuses writes above this: its maxmemory, or, where it has none, what we take for it."""
+    max_bytes: int
+    """Its maxmemory, above which it refuses writes; without one, the limit that the gate assumes."""
     high_water: int
     """Surplus groups are published up to this."""
     policy: str
@@ -30,22 +30,22 @@ class RedisMemory:
 
 @dataclass(frozen=True)
 class SizeProblem:
-    """A setting that can't be right for sizes that a run may reach."""
+    """A setting that the sizes of a run may exceed."""
 
     setting: str
     message: str
     fatal: bool = True
-    """False: the run may do without, if answers stay shorter than they may become."""
+    """False: the run works as long as answers stay well below the maximum."""
 
 
 def worst_bytes(config: RunConfig, prompt_tokens: int, *, expert_bytes: int = 0) -> int:
-    """The bytes of a group whose answers are as long as they may be. `expert_bytes`: of a token's routed experts."""
+    """Return the bytes of a group whose answers have maximal length. `expert_bytes` are a token's routed experts."""
     tokens = prompt_tokens + config.rollout.samples_per_prompt * config.rollout.max_new_tokens
     return GROUP_BYTES + (TOKEN_BYTES + expert_bytes) * tokens
 
 
 def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemory | None = None) -> list[SizeProblem]:
-    """Find what a run of this configuration would run into, with the numbers. `memory`: of its Redis, where known."""
+    """Return settings that the run's sizes may exceed. `memory` is that of its Redis, if known."""
     rollout, board, trainer = config.rollout, config.board, config.trainer
     problems = []
     answers = rollout.samples_per_prompt * rollout.max_new_tokens
@@ -70,27 +70,28 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
                 "maxmemory-policy noeviction",
             )
         )
-    if board.high_water_bytes > memory.most:
+    if board.high_water_bytes > memory.max_bytes:
         problems.append(
             SizeProblem(
                 "board.high_water_bytes",
-                f"= {board.high_water_bytes}, but Redis takes only {memory.most} bytes (its maxmemory): leave it unset "
-                "for four fifths of that, or raise maxmemory",
+                f"= {board.high_water_bytes}, but Redis takes only {memory.max_bytes} bytes (its maxmemory): leave it "
+                "unset for four fifths of that, or raise maxmemory",
             )
         )
     worst = trainer.groups_per_step * worst_bytes(config, config.data.max_prompt_tokens, expert_bytes=expert_bytes)
-    if worst > memory.most:
+    if worst > memory.max_bytes:
         expected = int(worst * EXPECTED_SHARE)
         advice = "If many answers are that long, the run waits until its maxmemory is raised"
-        if expected > memory.most:
+        if expected > memory.max_bytes:
             advice = f"Raise its maxmemory to at least {megabytes(expected)}, better {megabytes(worst)}"
         problems.append(
             SizeProblem(
                 "trainer.groups_per_step",
                 f"= {trainer.groups_per_step}: a step takes up to {megabytes(worst)} in Redis "
                 f"({trainer.groups_per_step} groups x {rollout.samples_per_prompt} samples x {rollout.max_new_tokens} "
-                f"tokens x {TOKEN_BYTES + expert_bytes} bytes), which has room for {megabytes(memory.most)}. {advice}",
-                fatal=expected > memory.most,
+                f"tokens x {TOKEN_BYTES + expert_bytes} bytes), which has room for {megabytes(memory.max_bytes)}. "
+                f"{advice}",
+                fatal=expected > memory.max_bytes,
             )
         )
     return problems

@@ -1,4 +1,4 @@
-"""What a stage does on the board: take groups, load their columns, keep the hold, commit what it made of them."""
+"""The stages' side of the board: take groups, load their columns, renew holds, commit results."""
 
 import json
 import logging
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 class StageSide(BoardCore):
-    """Taking, holding, committing and dropping groups. Every operation may be repeated without harm."""
+    """Takes, holds, commits and drops groups. Every operation is idempotent."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._next_claim: dict[str, float] = {}
 
     def take(self, stage: str, consumer: str, *, count: int, block_seconds: float) -> list[Delivery]:
-        """At most `count` groups, held by `consumer` for limits.lease_seconds; waits up to block_seconds for the first.
+        """Take up to `count` groups for limits.lease_seconds, waiting at most block_seconds for the first.
 
-        First those whose holder let its lease run out (looked for four times a lease), then new ones. A group that was
-        delivered limits.max_deliveries times without success is dropped as poison. Raises RunMissing, BoardUnavailable.
+        Groups whose lease expired come first (checked four times a lease), then new ones. A group that was delivered
+        limits.max_deliveries times without success is dropped as poison. Raises RunMissing, BoardUnavailable.
         """
         deadline = time.monotonic() + block_seconds
         stream = self._stream(stage)
@@ -52,17 +52,17 @@ class StageSide(BoardCore):
                 return taken
 
     def begin(self, delivery: Delivery, version: int) -> bool:
-        """Generation starts with this weight version (what `open_versions` tells); a retry overwrites it.
+        """Record the weight version with which generation starts (see `open_versions`); a retry overwrites it.
 
-        False: the group is not held by this delivery any more.
+        Returns False if this delivery does not hold the group any more.
         """
         arguments = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
         return bool(self._connection.script("begin", self.prefix, *arguments, version))
 
     def load(self, deliveries: Sequence[Delivery], columns: Sequence[str]) -> list[dict[str, Column] | None]:
-        """The columns of each delivery's group; None for a group that was closed meanwhile (forget it).
+        """Load columns of each delivery's group; None for a group that was closed meanwhile.
 
-        Arrays are read-only views. Raises BoardError for a column that is not written yet, ColumnError for a broken
+        Arrays are read-only views. Raises BoardError for a column that is not written yet, ColumnError for a corrupt
         one.
         """
         wanted: dict[str, list[str]] = {}
@@ -81,7 +81,7 @@ class StageSide(BoardCore):
         return [None if place is None else _pick(payload_of, place) for place in places]
 
     def renew(self, stage: str, consumer: str, deliveries: Sequence[Delivery]) -> set[str]:
-        """Start the leases anew. Returns the ids of the groups still held; the others went to somebody else."""
+        """Renew leases. Returns the ids of the groups still held; other consumers took the rest."""
         if not deliveries:
             return set()
         arguments = [part for d in deliveries for part in (d.group_id, d.entry_id, d.attempt)]
@@ -89,9 +89,9 @@ class StageSide(BoardCore):
         return {group_id.decode() for group_id in held}
 
     def nack(self, stage: str, consumer: str, deliveries: Sequence[Delivery], *, failed: bool = False) -> int:
-        """Hand groups back, so that others get them at once. Returns how many were still held.
+        """Hand groups back for immediate redelivery. Returns how many were still held.
 
-        With `failed`, the delivery counts towards limits.max_deliveries; otherwise it is as if it had not happened.
+        The deliveries count towards limits.max_deliveries only if `failed`.
         """
         if not deliveries:
             return 0
@@ -100,10 +100,10 @@ class StageSide(BoardCore):
         return int(self._connection.script("nack", self.prefix, *settings, *arguments))
 
     def commit(self, items: Sequence[tuple[Delivery, Mapping[str, Column]]]) -> list[bool]:
-        """Commit columns, exactly those that each delivery's stage writes, and let the groups move on; one round trip.
+        """Commit exactly the columns that each delivery's stage writes, and offer the groups to the next stages.
 
-        For each True, or False when another attempt was first or the group is closed; both end the hold. Raises
-        ColumnError, and ValueError when columns are missing or unknown.
+        Takes one round trip. Returns for each delivery True, or False if another attempt was first or the group is
+        closed; both end the hold. Raises ColumnError, and ValueError for missing or unknown columns.
         """
         if not items:
             return []
@@ -118,7 +118,7 @@ class StageSide(BoardCore):
                     f"got {', '.join(sorted(columns)) or 'none'}"
                 )
             attempt = payloads.Attempt(self.prefix, name, columns)
-            self._check_size(delivery.group_id, f"what stage {delivery.stage!r} made of it", attempt)
+            self._check_size(delivery.group_id, f"the output of stage {delivery.stage!r}", attempt)
             attempts.append(attempt)
             versions = columns.get(VERSIONS)
             version = int(versions.min()) if isinstance(versions, np.ndarray) and versions.size else ""
@@ -134,10 +134,10 @@ class StageSide(BoardCore):
         return [result == 1 for result in self._write_and_run(attempts, "commit", self._routes, *arguments)]
 
     def drop(self, target: Delivery | str, *, reason: str, retry: bool = False, counts: DropKind = "failed") -> bool:
-        """Close a group as dropped, held by this delivery (or by whomever, when given its id).
+        """Drop the group that a delivery holds, or the group of an id, whether held or not.
 
-        With `retry`, its prompt waits to be published again, at most limits.max_retries times. `counts` says which
-        drops in a row it adds to. False: it was closed already, or the delivery does not hold it any more.
+        With `retry`, its prompt waits to be published again, at most limits.max_retries times. `counts` selects the
+        count of consecutive drops. Returns False if it was closed already or the delivery does not hold it any more.
         """
         counter = {"failed": "consecutive_drops", "filtered": "consecutive_filtered", "": ""}[counts]
         settings = (reason, int(retry), self.limits.max_retries, counter)
@@ -151,10 +151,10 @@ class StageSide(BoardCore):
         entries = self._connection.script(
             "claim", self.prefix, stage, consumer, count, lease, self.limits.max_deliveries
         )
-        return self._readable(stage, consumer, entries)
+        return self._parse_entries(stage, consumer, entries)
 
     def _read(self, stream: str, stage: str, consumer: str, count: int, block: int | None) -> list[Delivery]:
-        """New entries; `block` in milliseconds."""
+        """Read new entries, blocking for `block` milliseconds."""
         arguments: list[Any] = ["XREADGROUP", "GROUP", WORKERS, consumer, "COUNT", count]
         if block is not None:
             arguments += ["BLOCK", block]
@@ -163,33 +163,33 @@ class StageSide(BoardCore):
             return client.execute_command(*arguments, "STREAMS", stream, ">")
 
         reply = self._connection.run(operation)
-        return self._readable(stage, consumer, [(*entry, 1) for _, entries in reply or () for entry in entries])
+        return self._parse_entries(stage, consumer, [(*entry, 1) for _, entries in reply or () for entry in entries])
 
-    def _readable(self, stage: str, consumer: str, entries: Sequence[tuple[Any, Any, int]]) -> list[Delivery]:
-        """Entries (id, fields, deliveries) as deliveries. What can't be read is dropped, counted as "damaged".
+    def _parse_entries(self, stage: str, consumer: str, entries: Sequence[tuple[Any, Any, int]]) -> list[Delivery]:
+        """Parse entries (id, fields, deliveries). Unreadable ones are dropped as "damaged".
 
-        Otherwise each reader would die of it, and the next one that takes it over.
+        Otherwise they would crash each reader that takes them over.
         """
         found, damaged = [], []
         for entry_id, fields, deliveries in entries:
             try:
                 found.append(_delivery(stage, consumer, entry_id, fields, deliveries))
             except (KeyError, ValueError, TypeError, AttributeError) as error:
-                logger.error("entry %s of stage %s is damaged, and dropped: %r", entry_id, stage, error)
+                logger.error("dropping the damaged entry %s of stage %s: %r", entry_id, stage, error)
                 damaged.append(entry_id)
         if damaged:
             self._connection.script("discard", self.prefix, stage, *damaged)
         return found
 
     def _read_payloads(self, keys: Collection[str]) -> dict[str, dict[str, Column] | None]:
-        """Payloads by key, decoded, in one round trip; None for what is not there."""
+        """Load and decode payloads by key in one round trip; None for missing ones."""
         if not keys:
             return {}
         values = self._connection.run(lambda client: client.execute_command("MGET", *keys))
         return {key: None if value is None else decode_columns(value) for key, value in zip(keys, values, strict=True)}
 
     def _pointers(self, deliveries: Sequence[Delivery], writers: list[str]) -> list[dict[str, str] | None]:
-        """Each group's pointers: those that came with the delivery, or the group's own where they came later."""
+        """Return each group's pointers: the delivery's, or those of the group if some were written later."""
         incomplete = [d for d in deliveries if any(writer not in d.pointers for writer in writers)]
         if not incomplete:
             return [delivery.pointers for delivery in deliveries]
@@ -211,7 +211,7 @@ class StageSide(BoardCore):
 
 
 def _pick(payloads: Mapping[str, dict[str, Column] | None], place: Mapping[str, str]) -> dict[str, Column] | None:
-    """A group's columns from where they lie; None when a payload is gone."""
+    """Pick a group's columns from loaded payloads; None if one is missing."""
     result: dict[str, Column] = {}
     for column, key in place.items():
         payload = payloads[key]
@@ -224,7 +224,7 @@ def _pick(payloads: Mapping[str, dict[str, Column] | None], place: Mapping[str, 
 
 
 def _delivery(stage: str, consumer: str, entry_id: Any, fields: Any, deliveries: int) -> Delivery:
-    """A stream entry as a delivery. Fields come as pairs in a flat list, or as a dict."""
+    """Parse a stream entry. Fields are a flat list of pairs, or a dict."""
     if not isinstance(fields, dict):
         fields = dict(zip(fields[::2], fields[1::2], strict=True))
     trace = fields[b"trace"]

@@ -1,4 +1,4 @@
-"""The stages of the dataflow: which columns each needs and which it writes."""
+"""The stages of the dataflow, with the columns that each needs and writes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,15 +7,15 @@ from relaxd.board import schema
 from relaxd.config import RunConfig
 
 PUBLISH = "publish"
-"""What writes the columns that no stage writes: the coordinator, when it publishes a prompt."""
+"""Writer of the columns that no stage writes: the coordinator, when it publishes a prompt."""
 
 TRAIN = "train"
-"""The last stage: its commit is the step ledger."""
+"""The last stage; it commits through the step ledger."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A step of the dataflow. A group is offered to it as soon as every column it needs is there."""
+    """A stage of the dataflow. A group is offered to it once all columns it needs are written."""
 
     name: str
     needs: tuple[str, ...]
@@ -31,11 +31,11 @@ STAGES: dict[str, Stage] = {
         (TRAIN, schema.trained_columns()),
     )
 }
-"""Every stage there is. What a column holds is in docs/columns.md."""
+"""All stages by name. docs/columns.md says what a column holds."""
 
 
 def stages_for(config: RunConfig) -> tuple[Stage, ...]:
-    """The stages that a run has, from what its algorithm needs and its rollout is asked to keep."""
+    """Return the stages of a run."""
     stages = dict(STAGES)  # every algorithm so far needs the same four
     if config.rollout.return_routed_experts:
         rollout = stages["rollout"]
@@ -44,7 +44,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
 
 
 def producers(stages: Sequence[Stage]) -> dict[str, str]:
-    """Which stage writes each column of a run; a column that is not in the result is published with the prompt.
+    """Map each column to the stage that writes it. Columns not in the result are published with the prompt.
 
     Raises ValueError when two stages write one column.
     """

@@ -1,8 +1,8 @@
-"""Where the time of a group went: what each stage took, kept on the board beside the group.
+"""Times of a group in each stage, stored on the board with the group.
 
-Every stage's commit adds when the group was enqueued for the stage (Redis's clock, whole milliseconds), and when the
-stage began and ended to work on it (the clock of the replica's machine): the same instants as its spans have. A stage
-that gave the group back adds nothing, and the stage's next attempt counts from when the group was enqueued again.
+A stage's commit adds when the group was enqueued (Redis's clock, whole milliseconds) and when work on it started and
+ended (the replica's clock): the same instants as in its spans. An attempt that was handed back adds nothing; the next
+one counts from when the group was enqueued again.
 """
 
 import time
@@ -14,7 +14,7 @@ MICROSECONDS = 1_000_000
 
 @dataclass(frozen=True)
 class StageTime:
-    """What one stage took. All in microseconds of Unix time."""
+    """Times of one group in one stage, in microseconds of Unix time."""
 
     enqueued_at: int
     started_at: int
@@ -22,27 +22,27 @@ class StageTime:
 
     @property
     def queue_seconds(self) -> float:
-        """How long the group waited before the stage; never negative, though clocks of machines may differ."""
+        """Time that the group waited; never negative, though the machines' clocks may differ."""
         return max(0.0, (self.started_at - self.enqueued_at) / MICROSECONDS)
 
     @property
     def work_seconds(self) -> float:
-        """How long the stage worked on it."""
+        """Time that the stage worked on the group."""
         return (self.ended - self.started_at) / MICROSECONDS
 
 
 @dataclass(frozen=True)
 class GroupTimes:
-    """What the stages of one group took."""
+    """Times of one group in all stages."""
 
     published: int
-    """When it was published, by Redis's clock, in microseconds of Unix time."""
+    """Time of publishing by Redis's clock, in microseconds of Unix time."""
     stages: dict[str, StageTime]
-    """By stage, those that have committed."""
+    """By stage, for those that have committed."""
 
 
 def microseconds() -> int:
-    """Now, in microseconds of Unix time."""
+    """Return the current time in microseconds of Unix time."""
     return time.time_ns() // 1000
 
 

@@ -1,4 +1,4 @@
-"""What the trainer does on the board. Its writes carry its term: a trainer that was replaced commits nothing."""
+"""The trainer's side of the board. Writes carry its term, so that a replaced trainer commits nothing."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,29 +13,26 @@ from relaxd.board.types import LedgerEntry
 
 
 class TrainerSide(BoardCore):
-    """The step ledger, and what the trainer must know to close a step."""
+    """The step ledger, and the state that the trainer needs to close a step."""
 
     def new_trainer_term(self) -> int:
-        """Take the trainer's place: the next term (from 1). What the last one held is free again.
-
-        Raises RunMissing.
-        """
+        """Start the next trainer term (from 1) and free the groups that the last trainer held. Raises RunMissing."""
         return int(self._connection.script("trainer", self.prefix, TRAIN, self.limits.max_deliveries))
 
     def trainer_term(self) -> int:
-        """The term of the trainer that may commit; 0 before the first. Raises RunMissing."""
+        """Return the current trainer term; 0 before the first. Raises RunMissing."""
         return int(self._state("trainer_term"))
 
     def open_versions(self) -> dict[str, int]:
-        """Id -> oldest weight version, of the open groups whose generation has started.
+        """Return the oldest weight version by id, for open groups whose generation has started.
 
-        Until the rollout commits, that is the version that generation began with; then the oldest of the tokens'.
+        Until the rollout commits it is the version that generation started with, then the oldest of the tokens.
         """
         started = self._connection.run(lambda client: client.hgetall(f"{self.prefix}started"))
         return {group_id.decode(): int(version) for group_id, version in started.items()}
 
     def times(self, group_ids: Sequence[str]) -> dict[str, GroupTimes]:
-        """What the stages took that open groups have passed; without groups that are closed."""
+        """Return the times of open groups in the stages that have committed; closed groups are left out."""
         stages = [stage.name for stage in self.stages if stage.name != TRAIN]
 
         def commands(pipe: redis.client.Pipeline) -> None:
@@ -45,8 +42,8 @@ class TrainerSide(BoardCore):
         result = {}
         for group_id, (published, *found) in zip(group_ids, self._connection.pipeline(commands), strict=True):
             if published is not None:
-                told = {stage: text for stage, text in zip(stages, found, strict=True) if text is not None}
-                result[group_id] = parse_times(published, told)
+                committed = {stage: text for stage, text in zip(stages, found, strict=True) if text is not None}
+                result[group_id] = parse_times(published, committed)
         return result
 
     def commit_step(
@@ -58,9 +55,9 @@ class TrainerSide(BoardCore):
         metrics: Mapping[str, float],
         samples: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Enter a step into the ledger, close its groups as trained and free their columns, all at once.
+        """Add a step to the ledger, close its groups as trained and free their columns, atomically.
 
-        `plan["groups"]` lists the groups' ids in order; `plan` and `metrics` must be JSON. Saying the same again (same
+        `plan["groups"]` lists the groups' ids in order; `plan` and `metrics` must be JSON. Repeating a commit (same
         term, step and plan) does nothing. Raises Fenced when another trainer has taken over, StepConflict when the
         step is not the last plus one or a group is not open.
         """
@@ -78,11 +75,11 @@ class TrainerSide(BoardCore):
         )
 
     def last_step(self) -> int:
-        """The last committed step; 0 before the first. Raises RunMissing."""
+        """Return the last committed step; 0 before the first. Raises RunMissing."""
         return int(self._state("last_step"))
 
     def ledger(self, after_step: int = 0, limit: int | None = None) -> list[LedgerEntry]:
-        """The committed steps after `after_step`, in order."""
+        """Return the committed steps after `after_step`, in order."""
         key = f"{self.prefix}ledger"
         entries = self._connection.run(lambda client: client.xrange(key, min=f"{after_step + 1}-0", count=limit))
         with reading(f"the ledger of run {self.run_id} after step {after_step}"):
@@ -98,7 +95,7 @@ class TrainerSide(BoardCore):
             ]
 
     def samples(self, step: int | None = None, limit: int = 100) -> list[dict[str, Any]]:
-        """Samples that were kept with a step, or the newest of all steps; in order, each with its "step"."""
+        """Return samples of a step, or the newest of all steps, in order; each with its "step"."""
         key = f"{self.prefix}samples"
         if step is None:
             entries = self._connection.run(lambda client: client.xrevrange(key, count=limit))[::-1]

@@ -1,4 +1,4 @@
-"""What the board hands out and takes in."""
+"""Arguments and results of the board's operations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,10 +10,10 @@ JSON: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
 """A value that JSON can express."""
 
 Column: TypeAlias = np.ndarray | JSON
-"""A column's value: an array, or any JSON value. Arrays that were loaded are read-only views."""
+"""A column's value: an array or any JSON value. Loaded arrays are read-only views."""
 
 DropKind: TypeAlias = Literal["failed", "filtered", ""]
-"""Which drops in a row a dropped group adds to: failures, groups that the algorithm filtered, or neither."""
+"""The count of consecutive drops that a drop adds to: failures, groups filtered by the algorithm, or neither."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class NewGroup:
     """A prompt to publish."""
 
     group_id: str
-    """Unique in the run, for ever; printable, without spaces."""
+    """Unique in the run's lifetime; printable, without spaces."""
     columns: Mapping[str, Column] = field(default_factory=dict)
-    """The prompt's columns. Not used when `retry_of` is given: the prompt is on the board already."""
+    """The prompt's columns. Unused with `retry_of`, whose prompt is on the board already."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """Trace context of the publish span; every stage's delivery carries it."""
     worst_bytes: int = 0
-    """How large the group can become (see `relaxd.board.sizes`). The gate reserves room for it."""
+    """Upper bound of the group's size (see `relaxd.board.sizes`), for which the gate reserves room."""
     retry_of: str | None = None
-    """The dropped group (one of `Board.retries()`) whose prompt this group tries again."""
+    """The dropped group (one of `Board.retries()`) whose prompt this group retries."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Delivery:
 
     group_id: str
     entry_id: str
-    """The stream entry; changes when a group is handed back and taken again."""
+    """Stream entry; a group that is handed back gets a new one."""
     stage: str
     consumer: str
     attempt: int
@@ -46,33 +46,32 @@ class Delivery:
     trace: dict[str, str]
     """Trace context of the publish span."""
     enqueued_at: int
-    """When it was offered to the stage (or handed back), by Redis's clock, in microseconds of Unix time."""
+    """Time of the offer (or nack) by Redis's clock, in microseconds of Unix time."""
     pointers: dict[str, str] = field(repr=False, compare=False)
-    """Where the columns lie (the board's own)."""
+    """Pointers to the columns; internal to the board."""
     worked: tuple[int, int] | None = field(default=None, compare=False)
-    """When the work on it began and ended, in microseconds of Unix time; kept on the board with the commit (see
-    `relaxd.board.times`)."""
+    """Start and end of the work in microseconds of Unix time; stored with the commit (see `relaxd.board.times`)."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """What the gate lets in now."""
+    """The gate's current admission of groups."""
 
     room: int
-    """How many groups."""
+    """Number of groups that may be published."""
     limit: str
-    """What holds back the next group: "closed", "weights", "staleness", "complete", "memory" or "full"."""
+    """The limit of that number: "closed", "weights", "staleness", "complete", "memory" or "full"."""
     detail: str
-    """The same as a sentence, with the numbers."""
+    """The limit as a sentence with its numbers."""
 
 
 @dataclass(frozen=True)
 class Retry:
-    """A dropped group whose prompt waits for another try."""
+    """A dropped group whose prompt waits to be retried."""
 
     group_id: str
     retries: int
-    """How often its prompt was tried again before; the next is number retries + 1."""
+    """Retries of its prompt so far."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class LedgerEntry:
 
     step: int
     time: float
-    """Seconds since the epoch of Unix, by Redis's clock."""
+    """Unix time by Redis's clock."""
     term: int
     """The trainer term that committed it."""
     plan: dict[str, Any]
@@ -90,11 +89,11 @@ class LedgerEntry:
 
 @dataclass(frozen=True)
 class Counts:
-    """The conservation law's terms, read at one moment."""
+    """The terms of the conservation law, read in one transaction."""
 
     published: int
     open: int
-    """The cardinality of the set of open groups: counted, not derived."""
+    """Size of the set of open groups: counted, not derived."""
     trained: int
     dropped: int
     dropped_by_reason: dict[str, int]
@@ -102,20 +101,20 @@ class Counts:
     consecutive_drops: int
     """Groups that failed since the last committed step."""
     consecutive_filtered: int
-    """Sound groups that the algorithm had no use for, since the last committed step."""
+    """Groups that the algorithm filtered since the last committed step."""
 
     def check(self) -> None:
         """Raise AssertionError unless published = open + trained + dropped."""
         if self.published != self.open + self.trained + self.dropped:
             raise AssertionError(
-                f"groups were lost or doubled: published {self.published} is not open {self.open} + trained "
+                f"groups were lost or duplicated: published {self.published} is not open {self.open} + trained "
                 f"{self.trained} + dropped {self.dropped}"
             )
 
 
 @dataclass(frozen=True)
 class QueueDepth:
-    """How many groups wait for a stage and are held in it."""
+    """Groups that wait for a stage and are held in it."""
 
     stage: str
     waiting: int
@@ -124,17 +123,17 @@ class QueueDepth:
 
 @dataclass(frozen=True)
 class DroppedGroup:
-    """What is kept of a dropped group."""
+    """Record of a dropped group."""
 
     group_id: str
     reason: str
     stage: str
-    """The stage that dropped it; empty when it was dropped by its id."""
+    """The stage that dropped it; empty for a drop by id."""
     attempt: int
     """Deliveries at that stage."""
     time: float
-    """Seconds since the epoch of Unix."""
+    """Unix time."""
     retried: bool
-    """Its prompt is (or was) tried again."""
+    """Its prompt was queued for a retry."""
     columns: dict[str, Column]
-    """The prompt's columns, where they were small enough to keep (64 KiB)."""
+    """The prompt's columns, unless they exceed 64 KiB."""

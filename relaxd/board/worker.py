@@ -1,4 +1,4 @@
-"""The loop of a stage: take groups, work on several at once, keep their holds, commit in batches, outlive outages."""
+"""The worker of a stage: takes groups, processes several at once, renews holds, commits in batches."""
 
 import logging
 import queue
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TAKE_SECONDS = 0.5
-"""How long one read waits for groups; a pause or stop takes effect after at most this."""
+"""Longest wait of one read, and so the longest delay of a pause or stop."""
 BATCH = 256
 """Most groups in one commit."""
 OUTAGE_PAUSE_SECONDS = 0.5
@@ -31,37 +31,37 @@ MAX_THREADS = 256
 
 @dataclass(frozen=True)
 class Drop:
-    """A stage's result for a group that must not go on, and why (a short word, counted on the board)."""
+    """The result of dropping a group. `reason` is a short word, counted on the board."""
 
     reason: str
     filtered: bool = False
-    """The group is sound, but the algorithm has no use for it: no failure."""
+    """The algorithm filtered the group; it did not fail."""
 
 
 Result: TypeAlias = Mapping[str, Column] | Drop
-"""What a stage makes of a group: the columns it writes, or why the group ends here."""
+"""A stage's result for a group: its columns, or a drop."""
 
 Process: TypeAlias = Callable[[Delivery, dict[str, Column]], Result | Future[Result]]
 
 
 @dataclass(frozen=True)
 class _Finished:
-    """What became of a group."""
+    """The outcome of a group."""
 
     group_id: str
     outcome: Result | BaseException
     worked: tuple[int, int]
-    """When the work on it began and ended, in microseconds of Unix time."""
+    """Start and end of the work in microseconds of Unix time."""
 
 
 class StageWorker:
     """Runs `process(delivery, columns)` on the groups of a stage, at most `concurrency` at once.
 
     `process` runs in a thread, inside the stage's span of the group's trace, and gets the columns that the stage needs
-    (or `columns`, where given). It returns the columns to commit or a Drop, or a future of either. When it raises, the
-    group is handed back for another try, which counts towards board.max_deliveries; a cancelled future is handed back
-    uncounted. While Redis is away, work goes on and results wait. Should a thread of the worker itself fail, the worker
-    takes no more and `on_failure` is called, in that thread, with the reason.
+    (or `columns`, if given). It returns the columns to commit, a Drop, or a future of either. If it raises, the group
+    is nacked, and the attempt counts towards board.max_deliveries; a cancelled future is nacked without counting.
+    While Redis is unavailable, work continues and results wait. If a thread of the worker itself fails, the worker
+    stops and calls `on_failure` with the reason, in that thread.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class StageWorker:
 
     @property
     def held(self) -> int:
-        """Groups held now."""
+        """Number of groups held now."""
         return len(self._held)
 
     @property
     def done(self) -> int:
-        """Groups that this worker committed or dropped."""
+        """Number of groups that this worker committed or dropped."""
         return self._done
 
     def start(self) -> None:
@@ -113,7 +113,7 @@ class StageWorker:
             thread.start()
 
     def pause(self) -> None:
-        """Take no more groups; work on those held goes on."""
+        """Stop taking groups; work on held ones continues."""
         self._set_paused(True)
 
     def resume(self) -> None:
@@ -121,9 +121,9 @@ class StageWorker:
         self._set_paused(False)
 
     def drain(self, seconds: float) -> int:
-        """Take no more, finish what is held within `seconds`, hand the rest back, stop.
+        """Stop taking groups, finish held ones within `seconds`, nack the rest and stop.
 
-        Returns how many were handed back.
+        Returns the number of nacked groups.
         """
         self.pause()
         deadline = time.monotonic() + seconds
@@ -133,7 +133,7 @@ class StageWorker:
         return self.stop()
 
     def stop(self) -> int:
-        """Commit what is finished, hand the rest back at once, end the threads. Returns how many were handed back."""
+        """Commit finished groups, nack the rest and end the threads. Returns the number of nacked groups."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
@@ -148,7 +148,9 @@ class StageWorker:
         try:
             self._board.nack(self._stage, self._consumer, left)
         except BoardError as error:
-            logger.warning("%d held groups could not be handed back; their leases run out: %s", len(left), error)
+            logger.warning(
+                "%d held groups could not be handed back and wait for their leases to expire: %s", len(left), error
+            )
         return len(left)
 
     # --- reading ------------------------------------------------------------------------------------------------
@@ -161,17 +163,17 @@ class StageWorker:
                     self._changed.wait(TAKE_SECONDS)
                     continue
             take = partial(self._board.take, self._stage, self._consumer, count=free, block_seconds=TAKE_SECONDS)
-            taken = self._patiently(take)
+            taken = self._retry(take)
             if taken:
                 self._admit(taken)
 
     def _admit(self, taken: list[Delivery]) -> None:
-        """Start work on groups that were just taken."""
+        """Start work on taken groups."""
         if self._paused or self._stop.is_set():
-            self._patiently(lambda: self._board.nack(self._stage, self._consumer, taken))
+            self._retry(lambda: self._board.nack(self._stage, self._consumer, taken))
             return
         with self._changed:
-            # A group whose lease ran out may come back while it is worked on: the work goes on, under the new hold.
+            # A group whose lease expired may be redelivered while work on it runs: it continues under the new hold.
             fresh = [delivery for delivery in taken if delivery.group_id not in self._unfinished]
             self._unfinished.update(delivery.group_id for delivery in fresh)
             self._held.update({delivery.group_id: delivery for delivery in taken})
@@ -183,9 +185,9 @@ class StageWorker:
                 self._pool.submit(self._work, delivery, columns)
 
     def _load(self, deliveries: list[Delivery]) -> list[tuple[Delivery, dict[str, Column] | None]]:
-        """The columns of groups; one whose columns are broken fails alone."""
+        """Load columns; a group whose columns are corrupt fails alone."""
         try:
-            loaded = self._patiently(lambda: self._board.load(deliveries, self._columns))
+            loaded = self._retry(lambda: self._board.load(deliveries, self._columns))
             return list(zip(deliveries, loaded, strict=True)) if loaded is not None else []
         except BoardError as error:
             if len(deliveries) > 1:
@@ -227,7 +229,7 @@ class StageWorker:
         with trace.use_span(span):
             try:
                 result = self._process(delivery, columns)
-            except Exception as error:  # whatever a reward or engine raises: the group fails, the worker goes on
+            except Exception as error:  # anything a reward or engine raises fails the group, not the worker
                 finish(error)
                 return
         if isinstance(result, Future):
@@ -247,7 +249,7 @@ class StageWorker:
                 return
 
     def _settle(self, finished: list[_Finished]) -> None:
-        """Tell the board what became of groups, each of which another attempt may have settled before."""
+        """Commit, drop or nack finished groups."""
         with self._changed:
             held = [(self._held[one.group_id], one.outcome) for one in finished]
             for (delivery, _), one in zip(held, finished, strict=True):
@@ -258,41 +260,41 @@ class StageWorker:
         for delivery, outcome in held:
             if isinstance(outcome, Drop):
                 counts: DropKind = "filtered" if outcome.filtered else "failed"
-                dropped = self._patiently(partial(self._board.drop, delivery, reason=outcome.reason, counts=counts))
+                dropped = self._retry(partial(self._board.drop, delivery, reason=outcome.reason, counts=counts))
                 self._done += bool(dropped)
                 settled += [delivery] if dropped is not None else []
             elif isinstance(outcome, CancelledError):
-                settled += self._hand_back(delivery, failed=False)
+                settled += self._nack(delivery, failed=False)
             elif not isinstance(outcome, Mapping):
                 logger.error(
                     "stage %s failed on group %s (attempt %d): %s",
                     *(self._stage, delivery.group_id, delivery.attempt, outcome),
                     exc_info=outcome if isinstance(outcome, BaseException) else None,
                 )
-                settled += self._hand_back(delivery, failed=True)
+                settled += self._nack(delivery, failed=True)
         self._forget(settled)
 
     def _commit_columns(self, commits: list[tuple[Delivery, Mapping[str, Column]]]) -> list[Delivery]:
-        """Commit; a group whose columns cannot be stored fails alone. Returns what is settled."""
+        """Commit columns; a group whose columns cannot be stored fails alone. Returns the settled deliveries."""
         try:
-            results = self._patiently(lambda: self._board.commit(commits))
+            results = self._retry(lambda: self._board.commit(commits))
         except (ColumnError, ValueError) as error:
             if len(commits) > 1:
                 return [settled for commit in commits for settled in self._commit_columns([commit])]
             delivery = commits[0][0]
-            if isinstance(error, ColumnsTooLarge):  # another try would make as much of it
+            if isinstance(error, ColumnsTooLarge):  # another attempt would be as large
                 logger.error("stage %s drops group %s: %s", self._stage, delivery.group_id, error)
-                dropped = self._patiently(partial(self._board.drop, delivery, reason="too_large"))
+                dropped = self._retry(partial(self._board.drop, delivery, reason="too_large"))
                 return [delivery] if dropped is not None else []
             logger.error(
-                "stage %s made columns of group %s that cannot be stored: %s", self._stage, delivery.group_id, error
+                "stage %s: the columns of group %s cannot be stored: %s", self._stage, delivery.group_id, error
             )
-            return self._hand_back(delivery, failed=True)
+            return self._nack(delivery, failed=True)
         self._done += sum(results or ())
         return [delivery for delivery, _ in commits] if results is not None else []
 
-    def _hand_back(self, delivery: Delivery, *, failed: bool) -> list[Delivery]:
-        nacked = self._patiently(lambda: self._board.nack(self._stage, self._consumer, [delivery], failed=failed))
+    def _nack(self, delivery: Delivery, *, failed: bool) -> list[Delivery]:
+        nacked = self._retry(lambda: self._board.nack(self._stage, self._consumer, [delivery], failed=failed))
         return [delivery] if nacked is not None else []
 
     # --- holding ------------------------------------------------------------------------------------------------
@@ -301,12 +303,12 @@ class StageWorker:
         while not self._stop.wait(self._board.limits.lease_seconds / 4):
             with self._changed:
                 deliveries = list(self._held.values())
-            held = self._patiently(partial(self._board.renew, self._stage, self._consumer, deliveries))
+            held = self._retry(partial(self._board.renew, self._stage, self._consumer, deliveries))
             if held is not None and len(held) < len(deliveries):
-                logger.debug("stage %s: %d holds went to others", self._stage, len(deliveries) - len(held))
+                logger.debug("stage %s: other consumers took over %d groups", self._stage, len(deliveries) - len(held))
 
     def _forget(self, deliveries: Sequence[Delivery]) -> None:
-        """These holds are over. A group that was handed back may have come here again meanwhile: that hold stays."""
+        """Remove ended holds, but keep the new hold of a group that was redelivered here meanwhile."""
         with self._changed:
             for delivery in deliveries:
                 if self._held.get(delivery.group_id) is delivery:
@@ -318,8 +320,8 @@ class StageWorker:
             self._paused = paused
             self._changed.notify_all()
 
-    def _patiently(self, operation: Callable[[], T]) -> T | None:
-        """Do it as soon as Redis is there and has the run; None when the worker is stopped before."""
+    def _retry(self, operation: Callable[[], T]) -> T | None:
+        """Retry an operation while Redis is unavailable or lacks the run. Returns None if the worker is stopped."""
         while True:
             try:
                 result = operation()
@@ -332,14 +334,14 @@ class StageWorker:
             else:
                 if self._outage:
                     self._outage = False
-                    logger.warning("stage %s: the board is back", self._stage)
+                    logger.warning("stage %s: the board is available again", self._stage)
                 return result
 
     def _guarded(self, loop: Callable[[], None]) -> None:
-        """Run a thread; should it fail, stop all of them, so that the leases run out and others get the groups."""
+        """Run a thread's loop. If it fails, stop all threads: leases expire, and other workers take the groups."""
         try:
             loop()
         except Exception as error:
-            logger.exception("the worker of stage %s ends", self._stage)
+            logger.exception("the worker of stage %s failed", self._stage)
             self._stop.set()
-            self._on_failure(f"the worker of stage {self._stage} ended: {type(error).__name__}: {error}")
+            self._on_failure(f"the worker of stage {self._stage} failed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""`relaxd config check`: whether the parts of a configuration fit each other, the model and the data."""
+"""`relaxd config check`: check a configuration against itself, the model and the data."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from relaxd.data.models import resolve_model, routed_expert_bytes
 
 
 def check(config: RunConfig) -> list[Problem]:
-    """Everything that would keep a run from working. Reads the model's folder and the data, starts nothing."""
+    """Return everything that would make a run fail. Reads the model's folder and the data; starts nothing."""
     problems = _check_sizes(config)
     try:
         folder = resolve_model(config.model.path, weights=False)

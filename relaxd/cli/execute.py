@@ -1,4 +1,4 @@
-"""One run from the start to its report: on services that are up, or on services brought up for it."""
+"""One run from its start to its report, on services that are up or on services started for it."""
 
 import json
 import os
@@ -32,9 +32,9 @@ from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
 REPORT_SAMPLES = 64
 Begin = Callable[[CoordinatorClient], Run]
-"""Starts a run, or goes on with one."""
+"""Starts or continues a run."""
 MAX_PAUSE_SECONDS = 600.0
-"""How long services of a run's own are kept up for a paused run that nobody is looking at. The run can go on later."""
+"""Longest pause during which services started for an unattended run stay up. The run can be resumed later."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,22 @@ class Where:
     """The services that a run uses."""
 
     folder: StateFolder
-    """Where services of our own leave their state."""
+    """State folder of the services that are started."""
     address: str | None = None
-    """The coordinator of services that are up already; None brings services up for this run."""
-    elsewhere: bool = False
-    """Its paths are not this machine's although its address is: it runs in a container."""
+    """The coordinator of services that are up; None starts services for this run."""
+    in_container: bool = False
+    """The coordinator runs in a container: a local address, but paths of its own."""
     replicas: Mapping[str, int] = field(default_factory=dict)
-    """Replicas of each role, where we bring them up."""
+    """Replicas of each role to start."""
     keep_up: bool = False
-    """Leave the services up that we brought up."""
+    """Keep the started services up."""
 
 
 def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> Path:
-    """Run `config` to its end and write the report; returns the run's folder. Raises CliError, ConfigError."""
+    """Run `config` to its end and write the report. Returns the run's folder. Raises CliError, ConfigError."""
     say = _sayer(console)
-    if where.address is not None and (where.elsewhere or not where.address.startswith((LOOPBACK, "localhost"))):
-        # Paths are those of the coordinator's machine, and so is the run's folder.
+    if where.address is not None and (where.in_container or not where.address.startswith((LOOPBACK, "localhost"))):
+        # Paths, the run's folder included, are those of the coordinator's machine.
         with CoordinatorClient(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
     prepare_model(config, say)
@@ -74,26 +74,26 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
 
 
 def execute_again(run_id: str, run_folder: Path, where: Where, console: Console) -> Path:
-    """Bring services up for a run whose services are all gone, and take it to its end. Returns its folder.
+    """Start services for a run whose services died, and follow the run to its end. Returns its folder.
 
-    Its Redis is started on the data that the last one left; where that is gone too, the run goes on from its folder.
-    Raises CliError: there is no such run, or it has ended.
+    Redis starts with the data of the last one; if that is gone, the run is restored from its folder. Raises CliError:
+    there is no such run, or it has ended.
     """
 
     def begin(coordinator: CoordinatorClient) -> Run:
         known = {run.run_id: run for run in coordinator.runs()}
         if run_id not in known:
-            _sayer(console)(f"Redis doesn't know run {run_id}: restoring it from {run_folder}")
+            _sayer(console)(f"run {run_id} is not in Redis: restoring it from {run_folder}")
             return coordinator.restore_run(run_folder)
         if known[run_id].state in ENDED:
-            raise CliError(f"run {run_id} has ended ({known[run_id].reason})", "relaxd run starts another one")
+            raise CliError(f"run {run_id} has ended ({known[run_id].reason})", "relaxd run starts a new one")
         return coordinator.resume_run(run_id) if known[run_id].state == RUN_STATE_PAUSED else known[run_id]
 
     return _on_own_services(begin, run_id, run_folder, where, console)
 
 
 def prepare_model(config: RunConfig, say: Callable[[str], None]) -> None:
-    """Fetch the model if it is one that `relaxd model fetch` knows and neither a folder nor fetched."""
+    """Fetch a model of `relaxd model list` unless it was fetched before or a folder has its name."""
     name = config.model.path
     if name in fetch.MODELS and not fetch.is_fetched(name) and not Path(name).is_dir():
         fetch.fetch(name, say)
@@ -104,10 +104,10 @@ def _starting(config: RunConfig, run_id: str) -> Begin:
 
 
 def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, console: Console) -> Path:
-    """Bring services up, do the run, and stop them. What its Redis holds is removed only when the run has ended."""
+    """Start services, follow the run and stop them. Redis's data is removed only once the run has ended."""
     say = _sayer(console)
     folder = where.folder
-    # A run of its own gets a Redis of its own, unless the services stay.
+    # A single run gets its own Redis data, unless the services stay up.
     redis_data = folder.redis_data if where.keep_up else folder.path / f"redis-{run_id}"
     port = stack.COORDINATOR_PORT if is_free(stack.COORDINATOR_PORT) else 0
     if folder.is_up():
@@ -134,24 +134,24 @@ def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, 
                 say("stopping the services")
             stack.down(folder)
             if unfinished(run_folder):
-                say(f"run {run_id} has not ended: {_again(run_id, run_folder, where)} goes on with it")
+                say(f"run {run_id} has not ended: {_resume_command(run_id, run_folder, where)} continues it")
             elif not where.keep_up:
                 shutil.rmtree(redis_data, ignore_errors=True)
 
 
 def unfinished(run_folder: Path) -> bool:
-    """Whether a run began in this folder and has not ended: its Redis holds what it needs to go on."""
+    """Return True if a run began in this folder and has not ended: it needs its Redis data to continue."""
     try:
         record = json.loads((run_folder / "run.json").read_text())
         return record["phase"] not in ("STOPPED", "FAILED") or not (run_folder / "summary.json").exists()
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError):
-        return True  # as far as anyone can tell
+        return True  # unreadable: keep its data
 
 
-def _again(run_id: str, run_folder: Path, where: Where) -> str:
-    """The command that goes on with a run."""
+def _resume_command(run_id: str, run_folder: Path, where: Where) -> str:
+    """Return the command that continues a run."""
     words = ["relaxd", "up"] if where.keep_up else ["relaxd", "resume", run_id]
     if not where.keep_up and run_folder.resolve() != (Path("runs") / run_id).resolve():
         words += ["--folder", str(run_folder)]
@@ -167,7 +167,7 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
         if ours:
             if not where.folder.is_up():
                 raise stack.failure(where.folder, "supervisor", "the supervisor of the services is gone")
-            # The others the coordinator brings back, or it fails the run.
+            # The coordinator restarts the other services, or fails the run.
             stack.raise_if_failed(where.folder, where.folder.read(), roles=("redis", "coordinator"))
 
     run = begin(coordinator)
@@ -177,9 +177,9 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
             run.run_id,
             console,
             healthy=healthy,
-            # A person at a terminal sees it, and has the services for what they want to look at meanwhile.
+            # Someone at a terminal sees the pause and may want to use the services meanwhile.
             max_pause=MAX_PAUSE_SECONDS if ours and not console.is_terminal else float("inf"),
-            # Our own coordinator is brought back, or `healthy` says that it is not.
+            # The supervisor restarts our coordinator, or `healthy` raises.
             away_seconds=float("inf") if ours else AWAY_SECONDS,
         )
         samples = coordinator.samples(run.run_id, limit=REPORT_SAMPLES, patience_seconds=AWAY_SECONDS)
@@ -208,7 +208,7 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
 
 
 def _with_log(error: CliError, where: Where) -> CliError:
-    """The same error with the last lines of the service that it is about."""
+    """Add the last log lines of the service that the error names."""
     state = where.folder.read()
     for service in state.services if state else ():
         if service.role != "redis" and service.name in error.message and where.folder.log_tail(service.name):
@@ -219,7 +219,7 @@ def _with_log(error: CliError, where: Where) -> CliError:
 
 
 def result_table(folder: Path) -> Table:
-    """What a run came to, for the terminal."""
+    """Format a run's results."""
     summary = read_result(folder).summary
     table = Table(title=f"run {summary.get('run_id')}", title_justify="left", show_header=True, header_style="dim")
     for title in ("", "before", "after", "change"):
@@ -238,7 +238,7 @@ def result_table(folder: Path) -> Table:
 
 
 def result_paths(folder: Path) -> list[str]:
-    """Where a run left what, a line each."""
+    """List a run's result files, one line each."""
     names = {"report": "report.html", "curve": "curve.png", "model": "model", "summary": "summary.json"}
     return [f"{name:<8} {_shown(folder / path)}" for name, path in names.items() if (folder / path).exists()]
 
@@ -248,7 +248,7 @@ def _shown(path: Path) -> Path:
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The same configuration, independent of the folder in which the coordinator was started."""
+    """Make paths absolute, as the coordinator may run in another folder."""
 
     def absolute(path: Path | None) -> Path | None:
         return path.expanduser().resolve() if path is not None else None
@@ -266,17 +266,14 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _engines(where: Where) -> int:
-    """How many engines there are, or will be, on this machine."""
+    """Return the number of engines on this machine, now or once the services are started."""
     state = where.folder.read()
     here = [service for service in state.services if service.role == "rollout"] if state else []
     return len(here) or where.replicas.get("rollout", 1)
 
 
 def _with_shared_cores(config: RunConfig, engines: int) -> RunConfig:
-    """The same configuration with this machine's cores divided among the trainer's ranks and the engines.
-
-    They work at the same time; with all cores for each, their threads would wait for each other's.
-    """
+    """Divide this machine's cores among the trainer's ranks and the engines, which work at the same time."""
     ranks = config.trainer.ranks
     threads = max(1, len(os.sched_getaffinity(0)) // (ranks + engines))
     trainer = config.trainer.model_copy(update={"threads": config.trainer.threads or threads})

@@ -1,4 +1,4 @@
-"""Watching a run until it ends."""
+"""Following a run until it ends."""
 
 import contextlib
 import signal
@@ -17,12 +17,12 @@ from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
 
 QUIET_SECONDS = 600.0
-"""How often it is said that nothing changes in a run."""
+"""Interval of notices that a run does not change."""
 SHOWN_SAMPLES = 4
 
 
 class RunPaused(CliError):
-    """A run has been paused for longer than it is waited for."""
+    """The run has been paused for longer than `max_pause`."""
 
 
 def follow(
@@ -34,15 +34,15 @@ def follow(
     max_pause: float = float("inf"),
     away_seconds: float = AWAY_SECONDS,
 ) -> RunView:
-    """Show a run until it ends, however long that takes; live on a terminal, a line a step elsewhere.
+    """Show a run until it ends: live on a terminal, one line per step elsewhere.
 
     Args:
-        coordinator: who knows the run.
-        run_id: the run.
-        console: where to show it.
-        healthy: called about once a second; raises CliError when there is no point in going on.
-        max_pause: seconds for which a paused run is waited for.
-        away_seconds: for how long a coordinator that doesn't answer is waited for.
+        coordinator: the run's coordinator.
+        run_id: the run; "" is the newest.
+        console: the output.
+        healthy: called about once a second; raises CliError to stop following.
+        max_pause: seconds to wait for a paused run.
+        away_seconds: seconds to wait for a coordinator that doesn't answer.
 
     Raises RunPaused, and CliError: the run failed, or the coordinator is gone.
     """
@@ -61,7 +61,7 @@ def follow(
 
 
 class _Follower:
-    """Follows one run, and says what a person should know besides what is shown."""
+    """Follows one run, and prints notices of pauses and standstill."""
 
     def __init__(
         self,
@@ -82,32 +82,32 @@ class _Follower:
         self._paused_since: float | None = None
 
     def run(self, max_pause: float, away_seconds: float) -> None:
-        """Follow it to its end."""
+        """Follow the run to its end."""
         with _interrupts() as interrupted:
             for response in self._coordinator.watch(self._run_id, self._while_away, away_seconds):
                 if interrupted.is_set():
                     raise KeyboardInterrupt
                 if self._view.update(response):
-                    with contextlib.suppress(CliError):  # a coordinator that restarts just now shows the next ones
+                    with contextlib.suppress(CliError):  # the coordinator is restarting: show the next ones
                         self._view.samples = self._coordinator.samples(self._run_id, limit=SHOWN_SAMPLES)
                 self._show()
                 self._healthy()
                 now = time.monotonic()
-                self._say(self._quiet.look(response.run, now))
-                self._look_at_pause(response.run, now, max_pause)
+                self._say(self._quiet.observe(response.run, now))
+                self._check_pause(response.run, now, max_pause)
 
     def _while_away(self) -> None:
         self._healthy()
-        self._say(self._quiet.nobody_answers(time.monotonic()))
+        self._say(self._quiet.observe_silence(time.monotonic()))
 
-    def _look_at_pause(self, run: pb.Run, now: float, max_pause: float) -> None:
-        rebuilding = any(one.state == HEALTH_STATE_REBUILDING for one in run.health)  # which ends by itself
+    def _check_pause(self, run: pb.Run, now: float, max_pause: float) -> None:
+        rebuilding = any(one.state == HEALTH_STATE_REBUILDING for one in run.health)  # a rebuild's pause ends by itself
         if run.state != pb.RUN_STATE_PAUSED or rebuilding:
             self._paused_since = None
             return
         if self._paused_since is None:
             self._paused_since = now
-            self._say(f"relaxd resume {run.run_id} goes on with it, relaxd stop {run.run_id} ends it")
+            self._say(f"relaxd resume {run.run_id} continues it, relaxd stop {run.run_id} ends it")
         if now - self._paused_since > max_pause:
             raise RunPaused(f"run {run.run_id} has been paused for {max_pause:.0f} s: {run.reason}")
 
@@ -117,25 +117,25 @@ class _Follower:
 
 
 class Quiet:
-    """Tells now and then that nothing changes, and why. Times are monotonic."""
+    """Makes notices that a run does not change, and why. Times are monotonic."""
 
     def __init__(self, now: float) -> None:
         self._face = ""
         self._changed = self._told = now
 
-    def look(self, run: pb.Run, now: float) -> str:
-        """What to say about a run that was just seen; mostly nothing."""
+    def observe(self, run: pb.Run, now: float) -> str:
+        """Return a notice about the run if one is due, else ""."""
         face = f"{run.state} {run.reason} {run.step} {run.groups}"
         if face != self._face:
             self._face, self._changed, self._told = face, now, now
-        why = run.reason or f"step {run.step + 1} of {run.steps} goes on"
-        return self._in_time(f"nothing has changed in run {run.run_id}", why, now)
+        why = run.reason or f"step {run.step + 1} of {run.steps} is in progress"
+        return self._notice(f"nothing has changed in run {run.run_id}", why, now)
 
-    def nobody_answers(self, now: float) -> str:
-        """The same while there is no coordinator."""
-        return self._in_time("nothing has been heard of the run", "the coordinator does not answer", now)
+    def observe_silence(self, now: float) -> str:
+        """Return a notice that the coordinator does not answer if one is due, else ""."""
+        return self._notice("no news of the run", "the coordinator does not answer", now)
 
-    def _in_time(self, what: str, why: str, now: float) -> str:
+    def _notice(self, what: str, why: str, now: float) -> str:
         if now - self._told < QUIET_SECONDS:
             return ""
         self._told = now
@@ -144,12 +144,12 @@ class Quiet:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """Set at Ctrl-C, which also raises KeyboardInterrupt as ever.
+    """Yield an event that Ctrl-C sets besides raising KeyboardInterrupt.
 
-    Where Python is within a destructor or a callback of gRPC's just then, it prints the exception and goes on.
+    Python only prints a KeyboardInterrupt that is raised within a destructor or a gRPC callback.
     """
     interrupted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # signals only ever come to that one
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield interrupted
         return
 
@@ -165,7 +165,7 @@ def _interrupts() -> Iterator[threading.Event]:
 
 
 class _Lines:
-    """Prints what is new, for logs and pipes."""
+    """Prints changes line by line, for logs and pipes."""
 
     def __init__(self, view: RunView, console: Console) -> None:
         self._view, self._console = view, console
@@ -175,7 +175,7 @@ class _Lines:
         self._evaluation: dict[str, float] = {}
 
     def print_news(self) -> None:
-        """Print the steps, the evaluation and the state that weren't printed yet."""
+        """Print the steps, events, evaluation and state not printed yet."""
         run = self._view.run
         for step in sorted(self._view.steps.keys() - self._printed):
             self._print(step_line(step, run.steps, self._view.steps[step]))

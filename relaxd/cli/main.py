@@ -40,36 +40,36 @@ from relaxd.local.address import coordinator_address as _address
 from relaxd.local.state import StateFolder
 
 HELP = """
-relaxd teaches language models by reinforcement learning: prompts, answers, rewards and weights flow
-between five small gRPC services, asynchronously.
+relaxd post-trains language models by reinforcement learning, asynchronously, as five gRPC services:
+coordinator, rollout, reward, advantage and trainer.
 
 Start here:
 
-    relaxd demo                      a real model learns to add, here, in minutes
+    relaxd demo                      teach a real model to add, on this machine, in minutes
 
-    relaxd run my.toml               train by your own configuration
+    relaxd run my.toml               train with your own configuration
 
-    relaxd run my.toml --run.steps 50      any setting can be overridden
+    relaxd run my.toml --run.steps 50      override any setting
 
-    relaxd config show my.toml       every setting with its value
+    relaxd config show my.toml       print every setting with its value
 
-Services that stay, for more than one run:
+Keep the services up for several runs:
 
     relaxd up --rollout 2            start Redis and the services
 
-    relaxd watch                     how the run is doing (also: samples, status)
+    relaxd watch                     follow the run (also: samples, status)
 
-    relaxd report RUN                where its time went, as tables and report.html
+    relaxd report RUN                show where its time went, as tables and report.html
 
-    relaxd scale rollout=3           more replicas, or fewer, while a run goes on
+    relaxd scale rollout=3           add or remove replicas, even during a run
 
-    relaxd pause                     hold the run (also: resume, stop)
+    relaxd pause                     pause the run (also: resume, stop)
 
-    relaxd down                      stop them
+    relaxd down                      stop the services
 
-When something went wrong:
+Recover and inspect:
 
-    relaxd resume RUN                go on after everything was killed (also: checkpoint)
+    relaxd resume RUN                continue a run whose services died (also: checkpoint)
 
     relaxd replay RUN --step N       repeat a step and compare (also: export)
 """
@@ -94,28 +94,33 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
-    token_file: Annotated[str, typer.Option(help="File with the bearer token of calls. [RELAXD_TOKEN_FILE]")] = "",
-    tls_ca: Annotated[str, typer.Option(help="File with the CA of the services' certificates. [RELAXD_TLS_CA]")] = "",
-    tls_certificate: Annotated[
-        str, typer.Option(help="File with the certificate to show to services. [RELAXD_TLS_CERTIFICATE]")
+    token_file: Annotated[str, typer.Option(help="File with the bearer token for calls. [RELAXD_TOKEN_FILE]")] = "",
+    tls_ca: Annotated[
+        str, typer.Option(help="File with the CA that signed the services' certificates. [RELAXD_TLS_CA]")
     ] = "",
-    tls_key: Annotated[str, typer.Option(help="File with that certificate's key. [RELAXD_TLS_KEY]")] = "",
+    tls_certificate: Annotated[
+        str, typer.Option(help="File with the client certificate. [RELAXD_TLS_CERTIFICATE]")
+    ] = "",
+    tls_key: Annotated[str, typer.Option(help="File with the client certificate's key. [RELAXD_TLS_KEY]")] = "",
     tls_name: Annotated[
-        str, typer.Option(help="Name in the services' certificates, if not their host's. [RELAXD_TLS_NAME]")
+        str,
+        typer.Option(
+            help="Host name in the services' certificates, if it isn't that of the address. [RELAXD_TLS_NAME]"
+        ),
     ] = "",
 ) -> None:
-    # Into the environment, where every channel of this process looks, and that of the services it starts.
+    # Channels of this process and of the services that it starts read these from the environment.
     given = {"TOKEN_FILE": token_file, "TLS_CA": tls_ca, "TLS_CERTIFICATE": tls_certificate}
     given |= {"TLS_KEY": tls_key, "TLS_NAME": tls_name}
     os.environ.update({f"RELAXD_{name}": value for name, value in given.items() if value})
     if token_file:
-        os.environ.pop("RELAXD_TOKEN", None)  # what is given here comes first
+        os.environ.pop("RELAXD_TOKEN", None)  # the option takes precedence
 
 
 @app.command()
 def demo(
-    seed: Annotated[int, typer.Option(min=0, help="Order of prompts and sampling.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default: those of the example.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts' order and of sampling.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default: the example's.")] = None,
     keep_up: KeepUpOption = False,
     run_id: RunIdOption = "",
     state: StateOption = DEFAULT_STATE,
@@ -139,7 +144,7 @@ def run(
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """Train by a configuration: on the services that are up, else on services brought up for it."""
+    """Train with a configuration, on the services that are up or else on services started for this run."""
     path, config = _load(words)
     folder = StateFolder(state)
     stack_state = folder.read() or (compose.use(folder) if coordinator is None else None)
@@ -148,7 +153,7 @@ def run(
     where = Where(
         folder,
         address=address,
-        elsewhere=isinstance(stack_state, compose.ComposeState),
+        in_container=isinstance(stack_state, compose.ComposeState),
         replicas=replicas,
         keep_up=keep_up,
     )
@@ -157,15 +162,17 @@ def run(
 
 @app.command()
 def up(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The coordinator's port; 0 takes a free one.")] = (
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The coordinator's port; 0 picks a free one.")] = (
         stack.COORDINATOR_PORT
     ),
     rollout: RolloutOption = 1,
     reward: RewardOption = 1,
     advantage: AdvantageOption = 1,
-    grace_seconds: Annotated[float, typer.Option(min=0, help="How long services may drain when stopped.")] = 20.0,
+    grace_seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds that services may drain when they are stopped.")
+    ] = 20.0,
     as_containers: Annotated[
-        bool, typer.Option("--compose", help="As containers, by docker compose (docs/deploy.md).")
+        bool, typer.Option("--compose", help="Run them in containers, with docker compose (docs/deploy.md).")
     ] = False,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
@@ -187,7 +194,7 @@ def up(
 
 @app.command()
 def down(state: StateOption = DEFAULT_STATE) -> None:
-    """Stop the services that `relaxd up` started; each first hands back what it holds."""
+    """Stop the services that `relaxd up` started. Each hands back the groups that it holds."""
     folder = StateFolder(state)
     was_up = [compose.down(folder), stack.down(folder)]
     print("down" if any(was_up) else f"nothing is up (in {folder.path})")
@@ -195,7 +202,7 @@ def down(state: StateOption = DEFAULT_STATE) -> None:
 
 @app.command()
 def status(state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
-    """Show the services, the runs and the lines before each stage."""
+    """Show the services, the runs and the queue of each stage."""
     stack_state = StateFolder(state).read()
     containers = compose.read(StateFolder(state)) if coordinator is None else None
     with CoordinatorClient(_address(state, coordinator)) as client:
@@ -214,18 +221,24 @@ app.command()(run_commands.delete)
 def scale(
     target: Annotated[
         str,
-        typer.Argument(metavar="[ROLE=COUNT]", help="Such as rollout=3: how many there should be.", show_default=False),
+        typer.Argument(
+            metavar="[ROLE=COUNT]", help="Role and target number of replicas, such as rollout=3.", show_default=False
+        ),
     ] = "",
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is done; Ctrl-C only stops waiting.")] = False,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the request that is in progress.")] = False,
-    drain_seconds: Annotated[float, typer.Option(min=0, help="Fewer: how long they may finish what they hold.")] = 30.0,
-    timeout_seconds: Annotated[float, typer.Option(min=1, help="More: how long until they have to be active.")] = 600.0,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the request has ended; Ctrl-C only stops waiting.")
+    ] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the request in progress.")] = False,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="When removing: seconds to finish held groups.")] = 30.0,
+    timeout_seconds: Annotated[
+        float, typer.Option(min=1, help="When adding: seconds until the new replicas must be active.")
+    ] = 600.0,
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """Have more or fewer replicas of a role, also in the middle of a run."""
+    """Add or remove replicas of a role, even during a run."""
     if bool(target) == cancel:
-        raise CliError("expected what to scale, or --cancel", "relaxd scale rollout=3 --wait")
+        raise CliError("expected ROLE=COUNT or --cancel", "relaxd scale rollout=3 --wait")
     console = new_console()
     with CoordinatorClient(_address(state, coordinator)) as client:
         if cancel:
@@ -248,17 +261,17 @@ app.command()(recovery.export)
 
 @config_app.command("show", context_settings=PASS_ON)
 def config_show(words: WordsArgument) -> None:
-    """Print the resolved configuration, defaults included, as TOML."""
+    """Print the resolved configuration as TOML, defaults included."""
     print(dump(_load(words)[1]), end="")
 
 
 @config_app.command("check", context_settings=PASS_ON)
 def config_check(words: WordsArgument) -> None:
-    """Check that the parts fit each other, the model and the data, without starting anything."""
+    """Check a configuration against itself, the model and the data, without starting anything."""
     path, config = _load(words)
     if problems := check(config):
         raise ConfigError(problems)
-    print(f"{path} is fine")
+    print(f"{path} is valid")
 
 
 def _load(words: list[str]) -> tuple[Path, RunConfig]:
@@ -275,7 +288,7 @@ def _load(words: list[str]) -> tuple[Path, RunConfig]:
             overrides += [word, rest.pop(0)]
     if len(files) != 1:
         found = " and ".join(files) if files else "none"
-        raise CliError(f"expected one configuration file, found {found}", "settings are given as --section.key VALUE")
+        raise CliError(f"expected one configuration file, found {found}", "give settings as --section.key VALUE")
     path = Path(files[0])
     return path, load_file(path, overrides)
 
@@ -286,7 +299,7 @@ def _new_run_id(prefix: str) -> str:
 
 
 def main() -> None:
-    """Run the command; errors are a sentence and an exit code, a traceback only with RELAXD_DEBUG=1."""
+    """Run the command. Errors print one line and exit with 1; RELAXD_DEBUG=1 shows the traceback."""
     debug = os.environ.get("RELAXD_DEBUG") == "1"
     errors = Console(stderr=True, highlight=False)
     try:
@@ -299,7 +312,7 @@ def main() -> None:
         if isinstance(error, CliError) and error.hint:
             errors.print(f"  try: {error.hint}", markup=False, soft_wrap=True)
         sys.exit(1)
-    except Exception as error:  # the outermost layer: whatever gets here is a bug, told in a line
+    except Exception as error:  # anything that gets here is a bug
         if debug:
             raise
         errors.print(f"error: {type(error).__name__}: {error}", markup=False, soft_wrap=True)

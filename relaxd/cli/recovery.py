@@ -1,4 +1,4 @@
-"""`relaxd resume`, `checkpoint`, `replay` and `export`: what is done with a run's checkpoints and step files."""
+"""`relaxd replay` and `export`: programs over a run's checkpoints and step files."""
 
 import json
 import os
@@ -14,17 +14,18 @@ from relaxd.cli.options import FolderOption, RunNameArgument, new_console
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local.environment import python_path
+from relaxd.local.modules import EXPORT_CHECKPOINT, REPLAY
 
 REPLAY_SECONDS = 24 * 3600.0
-"""Longest replay or export: loading a large model takes as long as it takes."""
+"""Deadline of a replay or export; loading a large model takes long."""
 
 
 def replay(
     run_id: RunNameArgument,
-    step: Annotated[int, typer.Option(min=1, help="The step.")],
+    step: Annotated[int, typer.Option(min=1, help="Step to repeat.")],
     folder: FolderOption = None,
 ) -> None:
-    """Repeat one step that a run recorded, alone, and compare what comes out; exit code 1 where that differs."""
+    """Repeat one recorded step and compare the results; exit with 1 if they differ."""
     result = replay_step(run_folder(run_id, folder), step)
     new_console().print(replay_table(result))
     if any(n["recorded"] not in (None, n["replayed"]) for n in result["numbers"].values()):
@@ -33,49 +34,49 @@ def replay(
 
 def export(
     run_id: RunNameArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    step: Annotated[int | None, typer.Option(min=0, help="The checkpoint's step; default: the newest.")] = None,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint; default: the newest.")] = None,
     folder: FolderOption = None,
 ) -> None:
-    """Write the model of a checkpoint as a Hugging Face folder."""
+    """Export a checkpoint's model as a Hugging Face folder."""
     result = export_model(run_folder(run_id, folder), step, out)
     print(f"step {result['step']}: {result['path']}")
 
 
 def run_folder(run_id: str, folder: Path | None) -> Path:
-    """The folder of a run: as given, else runs/RUN. Raises CliError when there is none."""
+    """Return the folder of a run: `folder`, else runs/RUN. Raises CliError when it isn't one."""
     found = (folder or Path("runs") / run_id).resolve()
     if not (found / "config.json").is_file():
-        raise CliError(f"{found} is not the folder of a run", "name it: --folder DIR (default: runs/RUN)")
+        raise CliError(f"{found} is not the folder of a run", "--folder DIR names it (default: runs/RUN)")
     return found
 
 
 def lost_run(client: CoordinatorClient, run_id: str) -> Path | None:
-    """The folder of a run that is here, and that the coordinator doesn't know (any more)."""
+    """Return the local folder of a run that the coordinator doesn't know; None if it knows the run."""
     folder = Path("runs") / run_id
     known = not run_id or run_id in {run.run_id for run in client.runs()}
     return folder if not known and (folder / "config.json").is_file() else None
 
 
 def export_model(folder: Path, step: int | None, target: Path) -> dict[str, Any]:
-    """Write a Hugging Face folder from a checkpoint, by default the newest. Returns {"path", "step"}.
+    """Export a checkpoint, by default the newest, as a Hugging Face folder. Returns {"path", "step"}.
 
     Raises CliError: there is no such checkpoint, or it can't be used.
     """
     words = ["--run-folder", str(folder), "--out", str(target.resolve())]
-    return _run("services.trainer.offline.export_checkpoint", words + ([] if step is None else ["--step", str(step)]))
+    return _run(EXPORT_CHECKPOINT, words + ([] if step is None else ["--step", str(step)]))
 
 
 def replay_step(folder: Path, step: int) -> dict[str, Any]:
-    """Repeat one step from the nearest checkpoint before it. Returns what `services.trainer.offline.replay` prints.
+    """Repeat one step from the nearest checkpoint before it. Returns the program's JSON result.
 
-    Raises CliError: what it needs isn't there any more.
+    Raises CliError: its checkpoint or step files are gone.
     """
-    return _run("services.trainer.offline.replay", ["--run-folder", str(folder), "--step", str(step)])
+    return _run(REPLAY, ["--run-folder", str(folder), "--step", str(step)])
 
 
 def replay_table(result: dict[str, Any]) -> Table:
-    """A replay's result, for the terminal."""
+    """Format a replay's result."""
     table = Table(title=f"step {result['step']}, from {result['start']}", title_justify="left", header_style="dim")
     for title in ("", "recorded", "replayed", ""):
         table.add_column(title, justify="right" if title else "left")
@@ -91,7 +92,7 @@ def _shown(number: float | None) -> str:
 
 
 def _run(module: str, words: list[str]) -> dict[str, Any]:
-    """Run a program of the trainer that prints its progress on stderr and its result, as JSON, on stdout."""
+    """Run a trainer program, which prints progress on stderr and its JSON result on stdout."""
     command = [sys.executable, "-m", module, *words]
     try:
         done = subprocess.run(
@@ -103,7 +104,7 @@ def _run(module: str, words: list[str]) -> dict[str, Any]:
             env=os.environ | {"PYTHONPATH": python_path()},
         )
     except subprocess.TimeoutExpired as error:
-        raise CliError(f"{module} was not done after {REPLAY_SECONDS:.0f} s") from error
+        raise CliError(f"{module} did not finish within {REPLAY_SECONDS:.0f} s") from error
     lines = done.stdout.strip().splitlines()
     try:
         result: dict[str, Any] = json.loads(lines[-1]) if lines else {}

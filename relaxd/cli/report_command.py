@@ -1,4 +1,4 @@
-"""`relaxd report`: how a run went, and where its time went; of one that goes on, one that ended, or a folder."""
+"""`relaxd report`: summarise a running or finished run, or a run's folder."""
 
 from pathlib import Path
 
@@ -17,10 +17,10 @@ def report(
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """Show where a run's time went, and write its report.html and curve.png anew: while it goes on, or afterwards."""
+    """Show where a run's time went, and rewrite its report.html and curve.png. Works during a run and afterwards."""
     console = new_console()
     found = _local_folder(run_id, folder)
-    if found is None or not (found / SUMMARY).is_file():  # it goes on, or is known to the coordinator only
+    if found is None or not (found / SUMMARY).is_file():  # still running, or known only to the coordinator
         try:
             with CoordinatorClient(coordinator_address(state, coordinator)) as client:
                 run = client.run(found.name if found is not None else run_id)
@@ -42,15 +42,15 @@ def report(
     for table in tables(result.steps):
         console.print(table)
     if not result.steps:
-        console.print("no step has ended yet: there is no time to tell of")
+        console.print("no step has ended yet")
     console.print(f"report   {write_report(found)}", soft_wrap=True)
 
 
 def _local_folder(run_id: str, folder: Path | None) -> Path | None:
-    """The run's folder, as given or as runs/RUN; RUN itself may be a folder. None where the coordinator must know."""
+    """Return `folder`, or RUN or runs/RUN if that is a run's folder; None if the coordinator must be asked."""
     if folder is not None:
         if not folder.is_dir():
-            raise CliError(f"{folder} is not a folder", "--folder names a run's folder")
+            raise CliError(f"{folder} is not a folder", "--folder DIR names a run's folder")
         return folder.resolve()
     if run_id:
         for path in (Path(run_id), Path("runs") / run_id):

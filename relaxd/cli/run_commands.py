@@ -1,4 +1,4 @@
-"""Commands about a run that is there: look at it, hold it, go on with it, end it."""
+"""Commands on an existing run: watch, pause, resume, checkpoint, stop, delete, samples."""
 
 import json
 from typing import Annotated
@@ -46,9 +46,9 @@ def pause(
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """Pause a run: no more prompts, and no step ends, until `relaxd resume`."""
+    """Pause a run: publish no prompts and end no step until `relaxd resume`."""
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
-        print(_told(client.pause_run(run_id, reason)))
+        print(_state_line(client.pause_run(run_id, reason)))
 
 
 def resume(
@@ -60,11 +60,11 @@ def resume(
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """Go on with a run: end its pause; or bring its services up again after all of them died."""
+    """Continue a run: end its pause, or start its services again after all of them died."""
     state_folder = StateFolder(state)
     if coordinator is None and not state_folder.is_up():
         if not run_id:
-            raise CliError("no services are up here", "relaxd resume RUN brings them up again for a run")
+            raise CliError("no services are up here", "relaxd resume RUN starts them again for a run")
         replicas = {"rollout": rollout, "reward": reward, "advantage": advantage}
         where = Where(state_folder, replicas=replicas)
         execute_again(run_id, recovery.run_folder(run_id, folder), where, new_console())
@@ -72,15 +72,15 @@ def resume(
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         lost = folder or recovery.lost_run(client, run_id)
         if lost is not None:
-            print(_told(client.restore_run(lost.resolve())))
+            print(_state_line(client.restore_run(lost.resolve())))
         else:
-            print(_told(client.resume_run(run_id)))
+            print(_state_line(client.resume_run(run_id)))
 
 
 def checkpoint(
     run_id: ActiveRunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None
 ) -> None:
-    """Let the trainer take a checkpoint now; training goes on meanwhile."""
+    """Save a checkpoint now, without interrupting training."""
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         saved = client.save_checkpoint(run_id)
     print(f"step {saved.weights.version}: {saved.path}")
@@ -92,27 +92,27 @@ def stop(
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """End a run early: what is open is dropped, the model is evaluated and exported. The services stay up."""
+    """End a run early: drop its open groups, evaluate and export the model. The services stay up."""
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
-        print(_told(client.stop_run(run_id, reason)))
+        print(_state_line(client.stop_run(run_id, reason)))
 
 
 def delete(run_id: RunNameArgument, state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
-    """Make Redis forget a run that has ended, samples and ledger included; its folder stays."""
+    """Delete an ended run from Redis, samples and ledger included. Its folder stays."""
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         client.delete_run(run_id)
-    print(f"Redis has forgotten run {run_id}")
+    print(f"deleted run {run_id} from Redis")
 
 
 def samples(
     run_id: RunArgument = "",
-    step: Annotated[int, typer.Option(min=0, help="Only samples of this step; 0: the newest.")] = 0,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most samples to show.")] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    step: Annotated[int, typer.Option(min=0, help="Show samples of this step; 0: the newest.")] = 0,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of samples.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """Show what the model wrote, with reward, advantage and weight version of each sample."""
+    """Show trained samples with reward, advantage and weight version."""
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         found = client.samples(run_id, step, limit)
     if as_json:
@@ -124,6 +124,6 @@ def samples(
         print("no samples yet: they come with the first trained step")
 
 
-def _told(run: pb.Run) -> str:
-    """A run's state in a line."""
+def _state_line(run: pb.Run) -> str:
+    """Format a run's state as one line."""
     return f"run {run.run_id} is {state_name(run.state)}" + (f": {run.reason}" if run.reason else "")

@@ -1,4 +1,4 @@
-"""`relaxd scale`: more or fewer replicas of a role, and what becomes of the request."""
+"""`relaxd scale`: request more or fewer replicas of a role and follow the request."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -10,10 +10,10 @@ from rich.text import Text
 
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
+from relaxd.local.modules import SCALABLE_ROLES
 from relaxd.v1 import scaling_pb2 as pb
 from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING, Role
 
-SCALABLE = ("rollout", "reward", "advantage")
 GOOD = (pb.SCALE_STATE_ACTIVE, pb.SCALE_STATE_DONE)
 ENDED = (*GOOD, pb.SCALE_STATE_PARTIAL, pb.SCALE_STATE_FAILED, pb.SCALE_STATE_CANCELLED)
 STYLES = {
@@ -28,25 +28,25 @@ STYLES = {
 def scale_to(
     coordinator: CoordinatorClient, target: str, *, drain_seconds: float, timeout_seconds: float
 ) -> pb.ScaleRequest:
-    """Ask for what `target` says, such as "rollout=3". Raises CliError."""
+    """Request a number of replicas, such as "rollout=3". Raises CliError."""
     name, _, number = target.partition("=")
-    if name not in SCALABLE or not number.isdigit() or int(number) < 1:
+    if name not in SCALABLE_ROLES or not number.isdigit() or int(number) < 1:
         raise CliError(
-            f"{target!r} names nothing to scale: expected one of {', '.join(SCALABLE)}, then = and a number from 1 on",
+            f"{target!r} is not ROLE=COUNT: ROLE is one of {', '.join(SCALABLE_ROLES)}, COUNT at least 1",
             "relaxd scale rollout=3",
         )
     role, wanted = Role.Value(f"ROLE_{name.upper()}"), int(number)
-    there = sum(
+    current = sum(
         replica.registration.role == role and replica.status.state != REPLICA_STATE_DRAINING
         for replica in coordinator.replicas()
     )
-    if wanted < there:
+    if wanted < current:
         return coordinator.scale_in(pb.ScaleInRequest(role=role, replicas=wanted, drain_seconds=drain_seconds))
     return coordinator.scale_out(pb.ScaleOutRequest(role=role, replicas=wanted, timeout_seconds=timeout_seconds))
 
 
 def wait_for(coordinator: CoordinatorClient, request: pb.ScaleRequest, console: Console, *, wait: bool) -> bool:
-    """Show a request, with `wait` until it has ended. Returns whether nothing went wrong so far."""
+    """Show a request; with `wait`, until it has ended. Returns False if it failed or ended in part."""
     if not wait or request.state in ENDED:
         console.print(request_line(request))
         return request.state not in ENDED or request.state in GOOD
@@ -55,7 +55,7 @@ def wait_for(coordinator: CoordinatorClient, request: pb.ScaleRequest, console: 
     with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         for now in coordinator.watch_scaling(request.request_id):
             if live is not None:
-                live.update(_picture(now), refresh=True)
+                live.update(_display(now), refresh=True)
             elif (line := str(request_line(now))) != shown:
                 console.print(line, soft_wrap=True)
                 shown = line
@@ -65,12 +65,12 @@ def wait_for(coordinator: CoordinatorClient, request: pb.ScaleRequest, console: 
 
 
 def state_name(state: "pb.ScaleState.ValueType") -> str:
-    """A state as people read it, such as "draining"."""
+    """Return a state's name for display, such as "draining"."""
     return pb.ScaleState.Name(state).removeprefix("SCALE_STATE_").lower()
 
 
 def request_line(request: pb.ScaleRequest) -> Text:
-    """A request in one line."""
+    """Format a request as one line."""
     role = Role.Name(request.role).removeprefix("ROLE_").lower()
     way = "out" if request.direction == pb.SCALE_DIRECTION_OUT else "in"
     target = f" to {request.replicas}" if request.replicas else ""
@@ -85,7 +85,7 @@ def request_line(request: pb.ScaleRequest) -> Text:
 
 
 def scaled_table(request: pb.ScaleRequest) -> Table:
-    """The replicas that a request is about."""
+    """List the replicas of a request."""
     table = Table("name", "state", "id", "address", "detail", header_style="dim", box=None)
     for replica in request.scaled:
         state = Text(state_name(replica.state), STYLES.get(replica.state, "cyan"))
@@ -93,7 +93,7 @@ def scaled_table(request: pb.ScaleRequest) -> Table:
     return table
 
 
-def _picture(request: pb.ScaleRequest) -> Table:
+def _display(request: pb.ScaleRequest) -> Table:
     grid = Table.grid()
     grid.add_row(request_line(request))
     grid.add_row(scaled_table(request))

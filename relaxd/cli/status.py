@@ -1,4 +1,4 @@
-"""`relaxd status`: the services, the runs, and the lines before each stage."""
+"""`relaxd status`: the services, the runs and the queue of each stage."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def print_status(
     console: Console,
     containers: Sequence[Container] | None = None,
 ) -> None:
-    """Print everything that is known; with `stack` or `containers`, also about those that don't answer."""
+    """Print processes or containers where given, then what the coordinator knows of replicas and runs."""
     if stack is not None:
         console.print(_processes(stack))
     if containers is not None:
@@ -34,7 +34,7 @@ def print_status(
     except CliError:
         if stack is None and containers is None:
             raise
-        console.print(f"the coordinator at {coordinator.address} does not answer just now")
+        console.print(f"the coordinator at {coordinator.address} does not answer")
         return
     console.print(_replicas(replicas))
     for request in scaling:
@@ -101,7 +101,7 @@ def _replicas(replicas: list[pb.ReplicaInfo]) -> Table:
 
 
 def _gpus(replica: pb.ReplicaInfo) -> str:
-    """The GPUs that a replica has leased, the memory in use on them and how busy they are."""
+    """Format a replica's leased GPUs, their memory in use and their utilisation."""
     words = [uuid[:12] for uuid in replica.leased_gpu_uuids]
     gauges = replica.status.gauges
     if "gpu_memory_bytes" in gauges:
@@ -125,9 +125,9 @@ def _health(run: pb.Run) -> Table:
     styles = {"healthy": "green", "failed": "bold red"}
     for one in run.health:
         state = HealthState.Name(one.state).removeprefix("HEALTH_STATE_").lower()
-        who = one.instance if one.instance in ("", one.replica_id) else f"{one.instance} ({one.replica_id})"
+        replica = one.instance if one.instance in ("", one.replica_id) else f"{one.instance} ({one.replica_id})"
         count = f"{one.restarts} rebuilds" if not one.instance and one.restarts else str(one.restarts or "")
-        table.add_row(role_name(one.role), who, Text(state, styles.get(state, "yellow")), count, one.reason)
+        table.add_row(role_name(one.role), replica, Text(state, styles.get(state, "yellow")), count, one.reason)
     return table
 
 

@@ -1,4 +1,4 @@
-"""What a run looks like while it goes on: a live picture on a terminal, a line a step elsewhere."""
+"""Rendering of a run: a live display on a terminal, one line per step elsewhere."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,21 +28,21 @@ COLUMNS = (
     ("tokens/s", "tokens_per_second", "{:.0f}"),
     ("seconds", "step_seconds", "{:.1f}"),
 )
-"""Title, metric and format of what is shown of a step; a metric that a run doesn't have is left out."""
+"""Title, metric and format of each column; metrics that a run lacks are left out."""
 
 
 @dataclass
 class RunView:
-    """What has been seen of a run so far."""
+    """A run as seen so far."""
 
     run: pb.Run = field(default_factory=pb.Run)
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     samples: Sequence[pb.TrainedSample] = ()
     events: Sequence[RunEvent] = ()
-    """What happened to the health of its parts, the last ones."""
+    """The newest health events."""
 
     def update(self, response: pb.WatchRunResponse) -> list[int]:
-        """Take in one message; returns the steps that are new."""
+        """Add a message. Returns the new steps."""
         self.run = response.run
         new = [step.step for step in response.steps if step.step not in self.steps]
         self.steps.update((step.step, dict(step.metrics)) for step in response.steps)
@@ -51,19 +51,19 @@ class RunView:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Values between 0 and 1 (others are cut) as a row of bars."""
+    """Format values, clamped to 0 to 1, as a row of bars."""
     top = len(BARS) - 1
     return "".join(BARS[round(min(max(value, 0.0), 1.0) * top)] for value in values)
 
 
 def step_line(step: int, steps: int, metrics: dict[str, float]) -> str:
-    """One step as one line of plain text."""
+    """Format a step as one line."""
     shown = [f"{title} {style.format(metrics[name])}" for title, name, style in COLUMNS if name in metrics]
     return f"step {step:>{len(str(steps))}}/{steps}  " + "  ".join(shown)
 
 
 def evaluation_line(metrics: dict[str, float], when: str) -> str:
-    """A held-out evaluation as one line of plain text."""
+    """Format a held-out evaluation as one line."""
     return (
         f"held-out, {when}: accuracy {metrics['eval_accuracy']:.2f}"
         + (f", format {metrics['eval_format']:.2f}" if "eval_format" in metrics else "")
@@ -71,17 +71,17 @@ def evaluation_line(metrics: dict[str, float], when: str) -> str:
 
 
 def event_line(event: RunEvent) -> str:
-    """Something that happened to the health of a run, as one line of plain text."""
+    """Format a health event as one line."""
     return f"health of {event.instance or role_name(event.role)}: {event.text}"
 
 
 def role_name(role: "Role.ValueType") -> str:
-    """A role's name for people."""
+    """Return a role's name, such as "rollout"."""
     return Role.Name(role).removeprefix("ROLE_").lower()
 
 
 def render(view: RunView) -> RenderableType:
-    """The whole picture for a terminal."""
+    """Build the live display."""
     parts: list[RenderableType] = [_head(view)]
     if view.steps:
         parts.append(_steps_table(view))
@@ -140,7 +140,7 @@ def _queues(run: pb.Run) -> Text:
 
 
 def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "") -> Table:
-    """What the model wrote, a row a sample."""
+    """List samples, one per row."""
     table = Table(
         title=title or None, title_justify="left", title_style="dim", box=None, header_style="dim", padding=(0, 2, 0, 0)
     )
@@ -166,5 +166,5 @@ def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "") -> Ta
 
 
 def _printable(text: str) -> Text:
-    """A model's text on one line, without characters that would do something to the terminal."""
+    """Put a model's text on one line and replace control characters."""
     return Text("".join(character if character.isprintable() else "·" for character in " ".join(text.split())))

@@ -1,4 +1,1 @@
-"""The Python client of the coordinator.
-
-The command line uses nothing else to talk with services.
-"""
+"""The Python client of the coordinator, and the command line's only way to call services."""

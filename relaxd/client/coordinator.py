@@ -1,4 +1,4 @@
-"""Calls to the coordinator, with errors that a person understands."""
+"""Calls to the coordinator, with readable errors."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,30 +16,30 @@ from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 ENDED = (pb.RUN_STATE_STOPPED, pb.RUN_STATE_FAILED)
-"""States in which nothing more happens."""
+"""Final states of a run."""
 LONG_SECONDS = 7 * 86400.0
-"""Deadline of calls that take as long as the data or the model is large. A person waits for them, and can interrupt."""
+"""Deadline of calls whose time depends on the size of the data or the model."""
 AWAY_SECONDS = 60.0
-"""How long who follows a run waits while no coordinator answers: one that restarts is back long before."""
-PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses of a coordinator that may be back soon."""
+"""Longest wait for a coordinator that doesn't answer; a restart takes far less."""
+TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Transient statuses: the coordinator may be back soon."""
 POLL_SECONDS = 0.3
 
 
 def state_name(state: "pb.RunState.ValueType") -> str:
-    """A run's state as people read it, such as "running"."""
+    """Return a state's name for display, such as "running"."""
     return pb.RunState.Name(state).removeprefix("RUN_STATE_").lower()
 
 
 class CoordinatorClient:
-    """The coordinator at one address. A context manager."""
+    """A client of the coordinator at one address. A context manager."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         try:
             self._channel = sync_channel(address)
-        except (OSError, ValueError) as error:  # files of the token or of TLS
-            raise CliError(f"cannot call the coordinator at {address}: {error}") from error
+        except (OSError, ValueError) as error:  # unreadable token or TLS files
+            raise CliError(f"cannot connect to the coordinator at {address}: {error}") from error
         self._stub = CoordinatorStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -49,20 +49,20 @@ class CoordinatorClient:
         self._channel.close()
 
     def start_run(self, config_toml: str, run_id: str = "") -> pb.Run:
-        """Start a run; reading its data takes its time."""
+        """Start a run. Takes as long as reading its data."""
         request = pb.StartRunRequest(run_id=run_id, config_toml=config_toml)
         return self._call(self._stub.StartRun, request, seconds=LONG_SECONDS).run
 
     def run(self, run_id: str = "") -> pb.Run:
-        """A run, or the newest one."""
+        """Return a run, by default the newest."""
         return self._call(self._stub.GetRun, pb.GetRunRequest(run_id=run_id)).run
 
     def runs(self) -> list[pb.Run]:
-        """All runs, newest first."""
+        """List all runs, newest first."""
         return list(self._call(self._stub.ListRuns, pb.ListRunsRequest()).runs)
 
     def pause_run(self, run_id: str, reason: str) -> pb.Run:
-        """Publish nothing more and close no step until `resume_run`."""
+        """Pause a run: publish nothing and close no step until `resume_run`."""
         return self._call(self._stub.PauseRun, pb.PauseRunRequest(run_id=run_id, reason=reason)).run
 
     def resume_run(self, run_id: str) -> pb.Run:
@@ -70,12 +70,12 @@ class CoordinatorClient:
         return self._call(self._stub.ResumeRun, pb.ResumeRunRequest(run_id=run_id)).run
 
     def restore_run(self, folder: Path) -> pb.Run:
-        """Take up a run from its folder; reading its data takes its time."""
+        """Restore a run from its folder. Takes as long as reading its data."""
         request = pb.RestoreRunRequest(folder=str(folder))
         return self._call(self._stub.RestoreRun, request, seconds=LONG_SECONDS).run
 
     def save_checkpoint(self, run_id: str) -> pb.SaveCheckpointResponse:
-        """Let the trainer take a checkpoint, and wait until it is on the disk."""
+        """Save a checkpoint and wait until it is on disk."""
         request = pb.SaveCheckpointRequest(run_id=run_id)
         response: pb.SaveCheckpointResponse = self._call(self._stub.SaveCheckpoint, request, seconds=LONG_SECONDS)
         return response
@@ -85,26 +85,26 @@ class CoordinatorClient:
         return self._call(self._stub.StopRun, pb.StopRunRequest(run_id=run_id, reason=reason)).run
 
     def delete_run(self, run_id: str) -> None:
-        """Make Redis forget a run that has ended."""
+        """Delete an ended run from Redis."""
         self._call(self._stub.DeleteRun, pb.DeleteRunRequest(run_id=run_id))
 
     def samples(
         self, run_id: str = "", step: int = 0, limit: int = 16, *, patience_seconds: float = 0.0
     ) -> list[pb.TrainedSample]:
-        """What the model wrote, newest first. A coordinator that restarts is waited for with `patience_seconds`."""
+        """List trained samples, newest first. Waits up to `patience_seconds` for a coordinator that restarts."""
         request = pb.ListSamplesRequest(run_id=run_id, step=step, limit=limit)
         return list(self._call(self._stub.ListSamples, request, patience_seconds=patience_seconds).samples)
 
     def replicas(self) -> list[pb.ReplicaInfo]:
-        """The replicas whose lease holds."""
+        """List the replicas whose lease is valid."""
         return list(self._call(self._stub.ListReplicas, pb.ListReplicasRequest()).replicas)
 
     def watch(
         self, run_id: str = "", while_away: Callable[[], None] = lambda: None, away_seconds: float = AWAY_SECONDS
     ) -> Iterator[pb.WatchRunResponse]:
-        """What happens in a run, until it ends, about once a second. Goes on when the coordinator restarts.
+        """Yield a run's updates, about one a second, until it ends. Survives restarts of the coordinator.
 
-        `while_away` is called now and then as long as it doesn't answer, and may raise.
+        `while_away` is called repeatedly while the coordinator doesn't answer, and may raise.
 
         Raises CliError when no coordinator answers at first, or later for `away_seconds`.
         """
@@ -119,43 +119,43 @@ class CoordinatorClient:
                     if response.run.state in ENDED:
                         return
             except grpc.RpcError as error:
-                if error.code() not in PASSING or time.monotonic() - last_heard > away_seconds:
+                if error.code() not in TRANSIENT or time.monotonic() - last_heard > away_seconds:
                     raise self._explained(error) from error
                 while_away()
                 time.sleep(0.5)
 
     def scale_out(self, request: scaling_pb2.ScaleOutRequest) -> scaling_pb2.ScaleRequest:
-        """Ask for more replicas."""
+        """Request more replicas."""
         return self._call(self._stub.ScaleOut, request).request
 
     def scale_in(self, request: scaling_pb2.ScaleInRequest) -> scaling_pb2.ScaleRequest:
-        """Ask for fewer replicas."""
+        """Request fewer replicas."""
         return self._call(self._stub.ScaleIn, request).request
 
     def cancel_scaling(self) -> scaling_pb2.ScaleRequest:
-        """Cancel the scale request that is in progress."""
+        """Cancel the scale request in progress."""
         return self._call(self._stub.CancelScaleRequest, scaling_pb2.CancelScaleRequestRequest()).request
 
     def scale_requests(self, limit: int = 20) -> list[scaling_pb2.ScaleRequest]:
-        """The scale requests, newest first."""
+        """List scale requests, newest first."""
         request = scaling_pb2.ListScaleRequestsRequest(limit=limit)
         return list(self._call(self._stub.ListScaleRequests, request).requests)
 
     def watch_scaling(self, request_id: str) -> Iterator[scaling_pb2.ScaleRequest]:
-        """A scale request several times a second, for ever. Goes on when the coordinator restarts, as `watch` does."""
+        """Yield a scale request's state several times a second, for ever. Survives restarts of the coordinator."""
         request = scaling_pb2.GetScaleRequestRequest(request_id=request_id)
         while True:
             yield self._call(self._stub.GetScaleRequest, request, seconds=10, patience_seconds=AWAY_SECONDS).request
             time.sleep(POLL_SECONDS)
 
     def _call(self, method: Any, request: Any, seconds: float = 30.0, patience_seconds: float = 0.0) -> Any:
-        """Call within `seconds`, and again as long as a coordinator that may be back soon is waited for."""
+        """Call with a deadline of `seconds`; retry transient failures for `patience_seconds`."""
         deadline = time.monotonic() + patience_seconds
         while True:
             try:
                 return method(request, timeout=seconds)
             except grpc.RpcError as error:
-                if error.code() not in PASSING or time.monotonic() >= deadline:
+                if error.code() not in TRANSIENT or time.monotonic() >= deadline:
                     raise self._explained(error) from error
             time.sleep(POLL_SECONDS)
 
@@ -163,20 +163,20 @@ class CoordinatorClient:
         code = error.code()
         if code == grpc.StatusCode.UNAVAILABLE:
             if hint := connection_hint(self.address, error.details() or "", TlsFiles.from_environment()):
-                return CliError(f"the coordinator at {self.address} cannot be talked to: {hint}")
+                return CliError(f"cannot connect to the coordinator at {self.address}: {hint}")
             return CliError(
                 f"no coordinator answers at {self.address}",
-                "relaxd up starts the services here; --coordinator HOST:PORT names others",
+                "relaxd up starts the services here; --coordinator HOST:PORT names another coordinator",
             )
         if code == grpc.StatusCode.UNAUTHENTICATED:
             return CliError(
-                f"the coordinator at {self.address} wants another token", "--token-file FILE, or set RELAXD_TOKEN"
+                f"the coordinator at {self.address} rejects the token", "--token-file FILE, or set RELAXD_TOKEN"
             )
         if code == grpc.StatusCode.PERMISSION_DENIED:
             return CliError(f"the coordinator at {self.address} does not allow this: {error.details()}")
         if violations := field_violations(error):
             problems = "\n".join(f"  {field.removeprefix('config_toml.')}: {text}" for field, text in violations)
-            return CliError(f"the coordinator refuses this:\n{problems}")
+            return CliError(f"the coordinator rejects the request:\n{problems}")
         if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EXISTS):
             return CliError(error.details() or explain(error))
         return CliError(f"the coordinator at {self.address} answers: {explain(error)}")

@@ -1,8 +1,8 @@
-"""What the command line tells a person when something can't be done."""
+"""The error that the command line prints."""
 
 
 class CliError(Exception):
-    """One clear sentence about what went wrong, and where possible what to do about it."""
+    """A message that says what is wrong, and optionally a hint what to do."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)

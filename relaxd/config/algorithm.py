@@ -25,9 +25,9 @@ class GRPOConfig(Section):
     old_logprobs: Literal["rollout", "current"] = "rollout"
     """Denominator of the ratio: the engine's log-probs, or the trainer's own at the time of the step (ratio 1)."""
     correction: Literal["none", "tis", "icepop"] = "none"
-    """Weight each token's policy-gradient term by w, its probability under the trainer at the step's beginning over
-    that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv 2510.18855).
-    Both need old_logprobs = "current": with "rollout" the same ratio would count twice."""
+    """Weight each token's policy-gradient term by w, its probability under the trainer at the start of the step divided
+    by that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv
+    2510.18855). Both need old_logprobs = "current": with "rollout" the same ratio would count twice."""
     tis_clip: float = Field(default=2.0, gt=0)
     """Largest w of correction = "tis"."""
     icepop_low: float = Field(default=0.5, ge=0)
@@ -58,11 +58,11 @@ class GRPOConfig(Section):
     def _ratio_counts_once(self) -> Self:
         if self.correction != "none" and self.old_logprobs == "rollout":
             raise ValueError(
-                f'algorithm.correction is "{self.correction}" and algorithm.old_logprobs is "rollout": both weigh a '
+                f'algorithm.correction is "{self.correction}" and algorithm.old_logprobs is "rollout": both weight a '
                 'token by its ratio to the engine. Use old_logprobs = "current", or correction = "none"'
             )
         return self
 
 
 AlgorithmConfig = GRPOConfig
-"""Any algorithm's section. More algorithms make this a union discriminated by `name`."""
+"""Section of any algorithm. With several algorithms it becomes a union discriminated by `name`."""

@@ -1,9 +1,9 @@
-"""What every section of the configuration shares."""
+"""Base of the configuration's sections."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A section of the configuration: immutable, every field documented, unknown keys refused."""
+    """A section of the configuration: immutable, with documented fields; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)

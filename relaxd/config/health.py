@@ -1,4 +1,4 @@
-"""When the coordinator restarts replicas, and when it gives up."""
+"""Settings of health checks and restarts."""
 
 from pydantic import Field
 
@@ -6,34 +6,32 @@ from relaxd.config.base import Section
 
 
 class HealthConfig(Section):
-    """Noticing replicas that are dead or stuck, and bringing them back (docs/reliability.md).
+    """Detection and recovery of dead or stuck replicas (docs/reliability.md).
 
-    First tier: the replica is restarted in place. Second tier: the run is paused and every replica of the role is
-    restarted. Then the run fails.
+    First, the replica is restarted in place. If that does not help, the run is paused and all replicas of the role are
+    restarted (a rebuild). After that, the run fails.
     """
 
     stuck_seconds: float = Field(default=300.0, gt=0)
-    """A replica is stuck that holds groups and gets nothing done for this long, on top of the deadlines that it keeps
-    by itself (reward.timeout_seconds, trainer.collective_timeout_seconds, weights.timeout_seconds)."""
+    """A replica that holds groups but makes no progress for this long is stuck. Its own deadlines are added
+    (reward.timeout_seconds, trainer.collective_timeout_seconds, weights.timeout_seconds)."""
     start_seconds: float = Field(default=900.0, gt=0)
-    """A replica is stuck that has been starting for this long without saying anything new, or reading any more of its
-    model."""
+    """A replica that starts without progress for this long is stuck. Reading its model is progress."""
     failed_seconds: float = Field(default=60.0, gt=0)
-    """A replica that has failed tries again by itself; for this long before it is restarted."""
+    """A failed replica may recover by itself for this long before it is restarted."""
     max_sync_failures: int = Field(default=4, ge=1)
-    """Weight synchronisations in a row that an engine may fail before it is restarted."""
+    """Consecutive failed weight synchronisations before an engine is restarted."""
     restart_timeout_seconds: float = Field(default=30.0, gt=0)
-    """A replica that died or was restarted has to register again within this; else its launcher starts it again, and it
-    has twice as long, and so on up to role_timeout_seconds."""
+    """Time for a replica to register again after its death or restart. Then its launcher restarts it, with twice the
+    time, and so on up to role_timeout_seconds."""
     max_restarts: int = Field(default=3, ge=1)
-    """Most restarts of a replica within restart_window_seconds, and most tries in a row to bring it back before it is
-    given up."""
+    """Maximum restarts of a replica within restart_window_seconds, and maximum consecutive attempts to restart it."""
     restart_window_seconds: float = Field(default=600.0, gt=0)
-    """The window of max_restarts. A replica that was given up is tried once more after this long."""
+    """Window of max_restarts. A replica that exceeded it is restarted once more after this long."""
     first_backoff_seconds: float = Field(default=1.0, ge=0)
-    """Pause before a replica's second restart within the window, and between two rebuilds of a role; doubles with each
-    further one."""
+    """Pause before a replica's second restart within the window, and between two rebuilds of a role; doubles each
+    time."""
     role_timeout_seconds: float = Field(default=300.0, gt=0)
-    """A role of which no replica has been there for this long is rebuilt, as is one whose replicas are all given up."""
+    """A role without replicas for this long is rebuilt, as is one whose replicas all exceeded max_restarts."""
     max_rebuilds: int = Field(default=2, ge=0)
-    """Rebuilds of a role, without a step committed in between, before the run fails."""
+    """Rebuilds of a role without a committed step in between, before the run fails."""

@@ -1,4 +1,4 @@
-"""From TOML text and command-line overrides to a `RunConfig`, with errors that say where, what and what instead."""
+"""Loading of a `RunConfig` from TOML and command-line overrides. Errors name the place, the value and the remedy."""
 
 import difflib
 import json
@@ -16,19 +16,19 @@ from pydantic_core import ErrorDetails
 from relaxd.config.run import RunConfig
 
 Place = tuple[str, ...]
-"""Where a setting is, such as ("trainer", "optimizer", "lr")."""
+"""Path of a setting, such as ("trainer", "optimizer", "lr")."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong in a configuration."""
+    """One mistake in a configuration."""
 
     setting: str
-    """Dotted name of the setting, such as "rollout.top_p"; empty where the whole text is meant."""
+    """Dotted name of the setting, such as "rollout.top_p"; empty for the whole configuration."""
     message: str
-    """What is wrong and what would be right."""
+    """The mistake and its remedy."""
     source: str = ""
-    """Where it was set: "FILE line 12" or "--rollout.top_p"; empty when it was not set at all."""
+    """The place where it was set: "FILE line 12" or "--rollout.top_p"; empty if it was not set."""
 
     def __str__(self) -> str:
         head = f"{self.source}: " if self.source else ""
@@ -36,7 +36,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that can't be used. `problems` has every mistake, not only the first."""
+    """An invalid configuration. `problems` has every mistake, not only the first."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
@@ -46,9 +46,9 @@ class ConfigError(ValueError):
 def load(toml_text: str, overrides: Sequence[str] = (), *, name: str = "configuration") -> RunConfig:
     """Parse and validate a configuration.
 
-    `overrides` are command-line words such as ["--rollout.top_p", "0.9", "--run.steps=4"]; their values are read as
-    TOML and, where that fails or the setting is a text, as text. `name` is what errors call the text, usually its
-    path. Raises `ConfigError` with every problem found.
+    `overrides` are command-line words such as ["--rollout.top_p", "0.9", "--run.steps=4"]; their values are parsed
+    as TOML or, if that fails or the setting is a text, taken as text. `name` names the configuration in errors, usually
+    by its path. Raises `ConfigError` with every problem found.
     """
     try:
         data = tomllib.loads(toml_text)
@@ -77,7 +77,7 @@ def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def explain(error: ValidationError, section: Place = ()) -> list[Problem]:
-    """What is wrong in a section that was validated by itself, such as ("algorithm",), setting by setting."""
+    """Convert pydantic's errors in one section, such as ("algorithm",), to problems."""
     return [_problem({**details, "loc": (*section, *details["loc"])}, {}) for details in error.errors()]
 
 
@@ -88,11 +88,11 @@ def dump(config: RunConfig) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-# --- finding where a setting was written ---------------------------------------------------------------------------
+# --- lines of settings -----------------------------------------------------------------------------------------------
 
 
 def _lines(text: str) -> Iterator[tuple[Place, int]]:
-    """Yield (place, line number) of every table header and key, as far as TOML is written one key a line."""
+    """Yield (place, line number) of every table header and key, for TOML with one key per line."""
     table: Place = ()
     closing = ""  # the quotes that end the multi-line text we are in
     for number, line in enumerate(text.splitlines(), start=1):
@@ -166,11 +166,11 @@ def _set(data: dict[str, Any], place: Place, value: Any, option: str) -> None:
     table[place[-1]] = value
 
 
-# --- what can be set -----------------------------------------------------------------------------------------------
+# --- known settings ------------------------------------------------------------------------------------------------
 
 
 def _settings() -> dict[Place, FieldInfo]:
-    """Every setting by its place, sections left out."""
+    """Return every setting by its place, without sections."""
     return {place: field for place, field in _walk(RunConfig, ()) if _section_of(field) is None}
 
 
@@ -187,7 +187,7 @@ def _section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _is_text(field: FieldInfo | None) -> bool:
-    """Whether the setting takes any text, so that 123 given on the command line is meant as one."""
+    """Return True if the setting takes any text, so that 123 on the command line is a text."""
     if field is None:
         return False
     if get_origin(field.annotation) in (Literal, tuple, dict):
@@ -204,7 +204,7 @@ def _document(place: Place) -> str:
 
 
 def _nearest(place: Place) -> str:
-    """The names that an unknown setting may have been meant to be, as a question, or the list of what there is."""
+    """Suggest the nearest names for an unknown setting, or list the known ones."""
     parent = place[:-1]
     siblings = [known[-1] for known, _ in _walk(RunConfig, ()) if known[:-1] == parent]
     if close := difflib.get_close_matches(place[-1], siblings, n=1, cutoff=0.6):
@@ -219,7 +219,7 @@ def _nearest(place: Place) -> str:
     return f"{where} {', '.join(siblings)}"
 
 
-# --- from pydantic's errors to ours --------------------------------------------------------------------------------
+# --- pydantic's errors as problems ---------------------------------------------------------------------------------
 
 
 def _problem(details: ErrorDetails, sources: Mapping[Place, str]) -> Problem:
@@ -229,7 +229,7 @@ def _problem(details: ErrorDetails, sources: Mapping[Place, str]) -> Problem:
     source = next((sources[place[:n]] for n in range(len(place), 0, -1) if place[:n] in sources), "")
     if kind == "extra_forbidden":
         what = "section" if isinstance(value, dict) else "setting"
-        return Problem(setting, f"is no {what} of relaxd; {_nearest(place)}", source)
+        return Problem(setting, f"is not a known {what}; {_nearest(place)}", source)
     if kind == "missing":
         return Problem(setting, f"is missing: {_document(place)}", source if len(place) > 1 else "")
     if kind == "literal_error":
@@ -240,7 +240,7 @@ def _problem(details: ErrorDetails, sources: Mapping[Place, str]) -> Problem:
             setting, f"= {_show(value)} is not allowed: one of {', '.join(map(repr, choices))}{hint}", source
         )
     if kind == "value_error":
-        # Our own checks across settings name what they are about; the section adds nothing.
+        # Our validators name the settings themselves.
         return Problem("", str(context["error"]), source)
     return Problem(setting, f"= {_show(value)}: {_requirement(kind, context, details['msg'])}", source)
 

@@ -1,4 +1,4 @@
-"""The source "reasoning_gym": which of reasoning-gym's procedural tasks, and how much of it."""
+"""Settings of the data source "reasoning_gym"."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ class ReasoningGymConfig(Section):
     task: str = ""
     """Name of the task, such as "spell_backward"."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """The task's own settings, by the names that its configuration class has, such as max_word_len = 5."""
+    """The task's own settings, named as in its configuration class, such as max_word_len = 5."""
     size: int = Field(default=2000, ge=1)
-    """Prompts to train on. They are made when the run starts: most tasks make thousands a second, some only a few."""
+    """Training prompts. They are generated when the run starts; most tasks generate thousands a second, some a few."""
     held_out: int = Field(default=200, ge=0)
-    """Prompts to evaluate on; what is asked there is never asked in training."""
+    """Held-out prompts for evaluation. None of them is trained on."""
     seed: int = Field(default=0, ge=0)
-    """Seeds the prompts. Apart from run.seed, so that runs with other seeds have the same held-out prompts."""
+    """Seed of the prompts. Separate from run.seed, so that runs with different seeds share held-out prompts."""
     instruction: str = ""
-    """What to say in a paragraph after the question, such as "Answer with the word only."."""
+    """Text added as a paragraph after the question, such as "Answer with the word only."."""

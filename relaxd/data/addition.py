@@ -1,20 +1,20 @@
-"""The addition source: sums of two numbers of so many digits, as a procedural data set."""
+"""The addition source: generated sums of two numbers with a given number of digits."""
 
 import numpy as np
 
 from relaxd.data.examples import Example
 
 MAX_PAIRS = 65_536
-"""Numbers of three digits and more have more pairs than anyone trains on: this many are drawn."""
+"""Maximum number of pairs; from three digits on, they are sampled."""
 MAX_HELD_OUT = 1_000
 SPLIT_SEED = 20_250_101
-"""Which pairs are held out never depends on the run's seed, or seeds could not be compared."""
+"""Seed of the held-out split. It is constant, so that runs with different seeds are comparable."""
 
 
 def addition(digits: int) -> tuple[list[Example], list[Example]]:
     """Make the training examples and the held-out ones, both in a fixed shuffled order.
 
-    A pair whose swapped twin is held out is not trained on either, so held-out sums are really new.
+    A pair is not trained on if it or its swapped twin is held out.
     """
     low = 0 if digits == 1 else 10 ** (digits - 1)
     numbers = 10**digits - low

@@ -1,4 +1,4 @@
-"""A prompt data set that can be read from any cursor on."""
+"""A prompt data set that can be read from any cursor."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -19,22 +19,22 @@ CHECK_BATCH = 1024
 
 
 Place = tuple[int, int]
-"""A place in the endless sequence of prompts: an epoch, and a position in it."""
+"""A place in the infinite sequence of prompts: epoch and position."""
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far the endless sequence of prompts has been visited: to the position-th prompt of an epoch.
+    """Position in the infinite sequence of prompts.
 
-    The last two fields are empty but in a run whose board was lost: prompts were under way then.
+    `again` and `done` are empty except after a run was restored without its board, when groups were open.
     """
 
     epoch: int = 0
     position: int = 0
     again: tuple[Place, ...] = ()
-    """Places before this one that are to be visited first, once more."""
+    """Earlier places to visit again, first."""
     done: tuple[Place, ...] = ()
-    """Places from this one on that have been visited, in order; never the place itself."""
+    """Later places that were visited already, in order."""
 
     @property
     def place(self) -> Place:
@@ -42,13 +42,13 @@ class Cursor:
         return self.again[0] if self.again else (self.epoch, self.position)
 
     def to_json(self) -> dict[str, Any]:
-        """As it is kept on the board."""
+        """Return the cursor as JSON for the board."""
         detours = {"again": self.again, "done": self.done}
         return {"epoch": self.epoch, "position": self.position} | {name: v for name, v in detours.items() if v}
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """From the board; None is the beginning."""
+        """Parse a cursor from the board; None is the start."""
         if value is None:
             return cls()
         again, done = (tuple((e, p) for e, p in value.get(name, ())) for name in ("again", "done"))
@@ -57,26 +57,26 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, ready to be published."""
+    """A prompt to publish."""
 
     tokens: np.ndarray
     """Token ids, int32 [P]."""
     text: str
-    """As shown to people."""
+    """Text for display."""
     answer: str
     """The reference answer."""
     metadata: dict[str, Any]
-    """The line's other fields."""
+    """Other fields of the line."""
     index: int
-    """Its place in the data set; the same in every epoch."""
+    """Index in the data set, the same in every epoch."""
 
     def to_json(self) -> dict[str, Any]:
-        """The board's `prompt` column."""
+        """Return the board's `prompt` column."""
         return {"text": self.text, "answer": self.answer, "metadata": self.metadata, "index": self.index}
 
 
 class PromptDataset:
-    """Prompts of one source; each epoch visits every one of them once, in an order given by the seed alone."""
+    """Prompts of one source. Each epoch visits each of them once, in an order that depends on the seed alone."""
 
     def __init__(self, examples: Sequence[Example], tokenizer: PromptTokenizer, *, shuffle: bool, seed: int) -> None:
         self._examples = examples
@@ -89,29 +89,29 @@ class PromptDataset:
         return len(self._examples)
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at a place of the data set."""
+        """Return the prompt at an index."""
         example = self._examples[index]
         (tokens,) = self._tokenizer.encode([example])
         return Prompt(tokens, example.text, example.answer, example.metadata, index)
 
     def at(self, cursor: Cursor) -> Prompt:
-        """The prompt to visit next."""
+        """Return the next prompt."""
         epoch, position = cursor.place
         return self.prompt(int(self._epoch_order(epoch)[position]))
 
     def after(self, cursor: Cursor) -> Cursor:
-        """The cursor once the next prompt was visited."""
+        """Return the cursor after the next prompt."""
         if cursor.again:
             return replace(cursor, again=cursor.again[1:])
         return self._past_done(self._next((cursor.epoch, cursor.position)), cursor.done)
 
     def resumed(self, cursor: Cursor, open_places: Collection[Place], done: Collection[Place]) -> Cursor:
-        """A cursor that visits every place once that is neither before another one nor done, and those that were open.
+        """Return the cursor to resume from: open prompts first, completed ones skipped.
 
         Args:
-            cursor: how far prompts had been visited.
-            open_places: places before it that have to be visited once more.
-            done: places, wherever, that must not be.
+            cursor: the position at the interruption.
+            open_places: earlier places to visit again.
+            done: places to skip.
         """
         here = (cursor.epoch, cursor.position)
         again = {*cursor.again, *(place for place in open_places if place < here)} - set(done)
@@ -140,21 +140,21 @@ class RunData:
     """The data of a run."""
 
     train: PromptDataset
-    """What is trained on."""
+    """Training prompts."""
     held_out: PromptDataset | None
-    """What evaluations ask; None where the source has nothing held out."""
+    """Held-out prompts for evaluations; None if the source has none."""
     skipped: int
-    """Prompts that were left out because they are too long."""
+    """Number of prompts left out because they are too long."""
     tokenizer: PromptTokenizer
     """The model's tokenizer."""
     expert_bytes: int = 0
-    """Bytes of the routed experts that a run keeps of each token."""
+    """Bytes per token of routed experts, if the run stores them."""
 
 
 def load_data(config: RunConfig) -> RunData:
-    """Read, template, tokenise and check everything that a run will ask.
+    """Read, template, tokenise and check all prompts of a run.
 
-    Raises DataError: naming the setting and the line that is wrong.
+    Raises DataError, which names the setting and the line.
     """
     folder = resolve_model(config.model.path, weights=False)
     tokenizer = PromptTokenizer(folder, config.model.chat_template)
@@ -169,7 +169,7 @@ def load_data(config: RunConfig) -> RunData:
         train, held_out = reasoning_gym(data.reasoning_gym)
     else:
         field = "data.path"
-        assert data.path is not None  # the configuration refuses it
+        assert data.path is not None  # checked by the configuration
         train = read_jsonl(data.path, field)
         if data.eval_path is not None:
             held_out = read_jsonl(data.eval_path, held_out_field)
@@ -185,20 +185,20 @@ def load_data(config: RunConfig) -> RunData:
 
 
 def _fitting(examples: list[Example], tokenizer: PromptTokenizer, config: RunConfig, field: str) -> list[Example]:
-    """The examples that are no longer than the budget."""
-    most = config.data.max_prompt_tokens
+    """Return the examples within data.max_prompt_tokens. Raises DataError unless longer ones may be skipped."""
+    limit = config.data.max_prompt_tokens
     kept = []
     for start in range(0, len(examples), CHECK_BATCH):
         batch = examples[start : start + CHECK_BATCH]
         for example, tokens in zip(batch, tokenizer.encode(batch), strict=True):
-            if len(tokens) <= most:
+            if len(tokens) <= limit:
                 kept.append(example)
             elif config.data.overlong == "error":
                 raise DataError(
                     field,
-                    f"{example.place} has {len(tokens)} tokens, more than data.max_prompt_tokens = {most}: raise that, "
+                    f"{example.place} has {len(tokens)} tokens, more than data.max_prompt_tokens = {limit}: raise it, "
                     'or set data.overlong = "skip"',
                 )
     if examples and not kept:
-        raise DataError(field, f"every prompt is longer than data.max_prompt_tokens = {most}")
+        raise DataError(field, f"every prompt is longer than data.max_prompt_tokens = {limit}")
     return kept

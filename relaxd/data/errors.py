@@ -1,8 +1,8 @@
-"""What can be wrong with data and model folders."""
+"""Errors of data and model folders."""
 
 
 class DataError(ValueError):
-    """Data, a tokenizer or a model folder that a run can't work with.
+    """Invalid data, tokenizer or model folder.
 
     `field` is the dotted name of the setting to change, such as "data.path"; the message says what is wrong and where.
     """

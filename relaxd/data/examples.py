@@ -1,4 +1,4 @@
-"""What a data set consists of, before it is templated and tokenised."""
+"""Examples of a data set, before templating and tokenising."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,16 +9,16 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with what the reward needs to judge an answer."""
+    """A prompt with the reference for its reward."""
 
     prompt: str | list[Message]
-    """The user's words, or a whole conversation."""
+    """The user's message, or a whole conversation."""
     answer: str = ""
     """The reference answer."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Every other field of the line, as the reward gets it."""
+    """Other fields of the line, for the reward."""
     place: str = ""
-    """Where it comes from, for error messages: "train.jsonl line 3"."""
+    """Origin for error messages, such as "train.jsonl line 3"."""
 
     @property
     def messages(self) -> list[Message]:
@@ -27,5 +27,5 @@ class Example:
 
     @property
     def text(self) -> str:
-        """The prompt as it is shown to people: what was said last."""
+        """The prompt for display: the last message."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]

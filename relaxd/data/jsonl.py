@@ -1,4 +1,4 @@
-"""The jsonl source: a file with a JSON object per line."""
+"""The jsonl source: a file with one JSON object per line."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ MAX_PROBLEMS_SHOWN = 5
 
 
 def read_jsonl(path: Path, field: str) -> list[Example]:
-    """Read and check a whole file.
+    """Read and check a file.
 
-    `field` is the setting that names the file, for error messages.
+    `field` is the setting with its path, for error messages.
 
-    Raises DataError: the file is missing or unreadable, has no prompt, or has broken lines (named by number).
+    Raises DataError if the file is unreadable, has no prompt, or has invalid lines (named by number).
     """
     try:
         content = path.read_bytes()
@@ -32,7 +32,7 @@ def read_jsonl(path: Path, field: str) -> list[Example]:
     if problems:
         shown = "; ".join(problems[:MAX_PROBLEMS_SHOWN])
         more = f"; and {len(problems) - MAX_PROBLEMS_SHOWN} more" if len(problems) > MAX_PROBLEMS_SHOWN else ""
-        raise DataError(field, f"{path} has {len(problems)} broken lines: {shown}{more}")
+        raise DataError(field, f"{path} has {len(problems)} invalid lines: {shown}{more}")
     if not examples:
         raise DataError(field, f'{path} is empty: it needs at least one line such as {{"prompt": "..."}}')
     return examples

@@ -1,4 +1,4 @@
-"""Finding a model's folder by path, by the name of a fetched model, or by hub name."""
+"""Lookup of model folders by path, name of a fetched model, or hub name."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from relaxd.data.errors import DataError
 
 
 def models_folder() -> Path:
-    """Where `relaxd model fetch` keeps models: RELAXD_MODELS, or below the user's cache folder."""
+    """Return the folder of fetched models: RELAXD_MODELS, or in the user's cache folder."""
     if chosen := os.environ.get("RELAXD_MODELS"):
         return Path(chosen)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -18,9 +18,9 @@ def models_folder() -> Path:
 def resolve_model(path_or_name: str, *, weights: bool = True) -> Path:
     """Return the folder of a model: a local folder, a fetched model's name, or a hub name ("owner/model").
 
-    A hub model is downloaded into the hub's own cache, without its weights where `weights` is False.
+    A hub model is downloaded into the hub's cache, without weights if `weights` is False.
 
-    Raises DataError: nothing of that name is here, and it can't be downloaded.
+    Raises DataError if there is no such model or the download fails.
     """
     local = Path(path_or_name).expanduser()
     if local.is_dir():
@@ -38,7 +38,7 @@ def resolve_model(path_or_name: str, *, weights: bool = True) -> Path:
 
 
 def routed_expert_bytes(folder: Path) -> int:
-    """Bytes of a token's routed experts (int32 [layers, top k]); 0 for a model that has no experts."""
+    """Return the bytes of a token's routed experts (int32 [layers, top k]); 0 for a model without experts."""
     try:
         model = json.loads((folder / "config.json").read_text())
         return 4 * int(model["num_hidden_layers"]) * int(model["num_experts_per_tok"])
@@ -58,9 +58,11 @@ def _download(name: str, weights: bool) -> Path:
     except ImportError as error:
         raise DataError(
             "model.path",
-            f"{name!r} is not a folder here, and huggingface_hub, which could download it, is not installed",
+            f"{name!r} is not a local folder, and huggingface_hub, which could download it, is not installed",
         ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=None if weights else ["*.json", "*.jinja"]))
-    except (OSError, ValueError) as error:  # the hub's errors and httpx' are of these kinds, or wrapped in them
-        raise DataError("model.path", f"{name!r} is not a folder here, and the hub doesn't give it: {error}") from error
+    except (OSError, ValueError) as error:  # covers or wraps the hub's and httpx's errors
+        raise DataError(
+            "model.path", f"{name!r} is not a local folder, and downloading it from the hub failed: {error}"
+        ) from error

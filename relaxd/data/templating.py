@@ -1,4 +1,4 @@
-"""Chat templates: from messages to the text that a model was trained on."""
+"""Chat templates, which turn messages into the model's text format."""
 
 import json
 from datetime import datetime
@@ -27,14 +27,12 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise DataError(
-                field, f"the chat template is broken at its line {error.lineno}: {error.message}"
-            ) from error
+            raise DataError(field, f"the chat template is invalid in line {error.lineno}: {error.message}") from error
 
     def render(self, messages: list[Message]) -> str:
-        """Render a conversation up to where the assistant's answer begins.
+        """Render a conversation up to the start of the assistant's answer.
 
-        Raises DataError: the template refuses these messages.
+        Raises DataError if the template rejects these messages.
         """
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
@@ -43,7 +41,7 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path, override: str | None) -> ChatTemplate | None:
-    """Load a model's chat template, or `override` where given. None: the model has none."""
+    """Load a model's chat template, or `override` if given. Returns None if the model has none."""
     config_file = folder / "tokenizer_config.json"
     config: dict[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
     special = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}

@@ -1,4 +1,4 @@
-"""From prompts to token ids, with the model's own tokenizer and no transformers."""
+"""Tokenising of prompts with the model's tokenizer, without transformers."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,7 +14,7 @@ from relaxd.data.templating import load_chat_template
 
 @lru_cache(maxsize=4)
 def _read(file: str, changed_ns: int, size: int) -> Tokenizer:
-    """One tokenizer for all runs of a model: tokenizers 0.23 never frees its cache of words, tens of megabytes each."""
+    """Load a tokenizer, cached because tokenizers 0.23 never frees a tokenizer's word cache of tens of megabytes."""
     tokenizer = Tokenizer.from_file(file)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -25,7 +25,7 @@ class PromptTokenizer:
     """Templates and tokenises prompts for one model."""
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
-        """`chat_template` overrides the model's own. Raises DataError: no tokenizer, or a broken one."""
+        """`chat_template` overrides the model's. Raises DataError for a missing or invalid tokenizer."""
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise DataError("model.path", f"the model folder {folder} has no tokenizer: tokenizer.json is missing")
@@ -39,18 +39,18 @@ class PromptTokenizer:
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:
         """Tokenise prompts: an int32 array [P] each.
 
-        Raises DataError: the template refuses a prompt, a conversation without any template, or no token at all.
+        Raises DataError if the template rejects a prompt, a conversation has no template, or a prompt has no tokens.
         """
         texts = [self._render(example) for example in examples]
-        # A template writes the special tokens itself; a model without one gets those that its tokenizer adds.
+        # A template writes special tokens itself; without one, the tokenizer adds them.
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=self._template is None)
         for example, encoding in zip(examples, encodings, strict=True):
             if not encoding.ids:
-                raise DataError("data", f"{example.place} has no token")
+                raise DataError("data", f"{example.place} has no tokens")
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Decode token ids without special tokens."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def _render(self, example: Example) -> str:

@@ -1,4 +1,4 @@
 """A stack of services on this machine: supervisor, embedded Redis, ports, state folder.
 
-The only place of the library that names the services' modules.
+`modules` is the only place of the library that names the services' modules.
 """

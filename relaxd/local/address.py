@@ -1,4 +1,4 @@
-"""Where the coordinator is that a command is for."""
+"""Address of the coordinator that a command calls."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from relaxd.local.state import StateFolder
 
 
 def coordinator_address(state: Path, coordinator: str | None) -> str:
-    """host:port as given, else of the containers or the services that are up here, else of a local one."""
+    """Return host:port as given, else of the containers or services up here, else the default local one."""
     if coordinator:
         return coordinator
     if containers := compose.use(StateFolder(state)):

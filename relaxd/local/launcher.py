@@ -1,7 +1,7 @@
 """The launcher of local replicas: `python -m relaxd.local.launcher STATE_FOLDER`, started by the supervisor.
 
-It starts no process itself. gRPC and forking don't go together, and what is scaled out has to end with the other
-services: so it writes what it wants into the state folder, and the supervisor, the parent of all services, follows.
+It starts no process itself, because gRPC and forking don't mix and all services must end together. It writes its
+requests into the state folder, and the supervisor, the parent of all services, carries them out.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from relaxd.local.modules import REPLICA_ROLES
 from relaxd.local.state import LaunchWish, LaunchWishes, RestartWish, ServiceState, StateFolder
 from relaxd.local.supervisor import StackPlan
 from relaxd.replica.launcher import run_launcher
@@ -20,12 +21,11 @@ from relaxd.v1 import launcher_pb2 as pb
 
 LOOK_SECONDS = 0.05
 LAUNCH_SECONDS = 10.0
-"""How long the supervisor may take to notice."""
-RESTARTABLE = ("trainer", "rollout", "reward", "advantage")
+"""Deadline for the supervisor to carry out a request."""
 
 
 class LocalHost:
-    """This machine, by way of the supervisor."""
+    """The Host of this machine, through its supervisor."""
 
     def __init__(self, folder: StateFolder) -> None:
         plan = StackPlan.model_validate_json(folder.plan.read_bytes())
@@ -37,7 +37,7 @@ class LocalHost:
     def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
         """See Host."""
         if launch_id in self._reserved:
-            raise FailedPrecondition(f"{launch_id!r} is the name of a service that was there from the start")
+            raise FailedPrecondition(f"{launch_id!r} is the name of a service that `relaxd up` started")
         with self._writing:
             wishes = self._folder.read_launched()
             if launch_id not in wishes.wishes:
@@ -45,7 +45,7 @@ class LocalHost:
                 self._folder.write_launched(wishes)
             elif wishes.wishes[launch_id].stop_seconds is not None:
                 raise FailedPrecondition(f"{launch_id!r} is being removed")
-        self._until(lambda: launch_id in self._services(), LAUNCH_SECONDS, f"it did not start {launch_id}")
+        self._wait_until(lambda: launch_id in self._services(), LAUNCH_SECONDS, f"start {launch_id}")
         return self._instance(launch_id, role, self._services().get(launch_id))
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
@@ -59,7 +59,7 @@ class LocalHost:
                 wishes.wishes[launch_id] = wish.model_copy(update={"stop_seconds": grace_seconds})
                 self._folder.write_launched(wishes)
         seconds = grace_seconds + LAUNCH_SECONDS
-        self._until(lambda: launch_id not in self._services(), seconds, f"it did not end {launch_id}")
+        self._wait_until(lambda: launch_id not in self._services(), seconds, f"stop {launch_id}")
         with self._writing:
             wishes = self._folder.read_launched()
             wishes.wishes.pop(launch_id, None)
@@ -75,9 +75,9 @@ class LocalHost:
         service = found()
         if service is None:
             raise NotFound(f"the supervisor of {self._folder.path} has no {instance!r}")
-        if service.role not in RESTARTABLE:
+        if service.role not in REPLICA_ROLES:
             raise FailedPrecondition(
-                f"{instance} is of role {service.role}, and only {', '.join(RESTARTABLE)} are restarted so"
+                f"{instance} has role {service.role}; only {', '.join(REPLICA_ROLES)} can be restarted this way"
             )
         with self._writing:
             wishes = self._folder.read_launched()
@@ -90,7 +90,7 @@ class LocalHost:
             now = found()
             return now is None or now.restart_wish >= number
 
-        self._until(followed, LAUNCH_SECONDS, f"it did not restart {instance}")
+        self._wait_until(followed, LAUNCH_SECONDS, f"restart {instance}")
         return f"{instance} was {service.phase}" + (f", process {service.pid}" if service.pid else "")
 
     def instances(self) -> list[pb.Instance]:
@@ -105,8 +105,8 @@ class LocalHost:
             return pb.Instance(launch_id=launch_id, role=role, state=pb.INSTANCE_STATE_RUNNING, detail=pid)
         state = pb.INSTANCE_STATE_RESTARTING if service.phase == "restarting" else pb.INSTANCE_STATE_FAILED
         last = "".join(self._folder.log_tail(launch_id, 1)).strip()
-        said = f": {last[-300:]}" if last else ""
-        detail = f"it ended with code {service.exit_code}{said} (see {self._folder.log(launch_id)})"
+        reason = f": {last[-300:]}" if last else ""
+        detail = f"exited with code {service.exit_code}{reason} (see {self._folder.log(launch_id)})"
         return pb.Instance(launch_id=launch_id, role=role, state=state, detail=detail)
 
     def _services(self) -> dict[str, ServiceState]:
@@ -115,19 +115,19 @@ class LocalHost:
     def _all_services(self) -> list[ServiceState]:
         state = self._folder.read()
         if state is None:
-            raise Unavailable(f"the supervisor of {self._folder.path} is gone")
+            raise Unavailable(f"no supervisor runs in {self._folder.path}")
         return state.services
 
-    def _until(self, condition: Callable[[], bool], seconds: float, problem: str) -> None:
+    def _wait_until(self, condition: Callable[[], bool], seconds: float, request: str) -> None:
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > end:
-                raise DeadlineExceeded(f"the supervisor was asked {seconds:g} s ago: {problem}")
+                raise DeadlineExceeded(f"the supervisor did not {request} within {seconds:g} s")
             time.sleep(LOOK_SECONDS)
 
 
 def main() -> None:
-    """Serve for the state folder that is named first on the command line."""
+    """Serve for the state folder named on the command line."""
     settings = parse_settings("launcher", sys.argv[2:])
     asyncio.run(run_launcher(LocalHost(StateFolder(Path(sys.argv[1]))), settings))
 

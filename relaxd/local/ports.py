@@ -1,4 +1,4 @@
-"""Free and taken ports of this machine."""
+"""Free ports of this machine."""
 
 import socket
 
@@ -6,14 +6,14 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port that nothing listens on just now."""
+    """Return a port that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:
-    """Whether a server could listen on `port`."""
+    """Return True if a server can listen on `port`."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

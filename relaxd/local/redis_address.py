@@ -1,4 +1,4 @@
-"""The Redis of a stack: its URL in memory, its password in a file of its own."""
+"""The Redis of a stack: its URL, with the password kept in a separate file."""
 
 import os
 from pathlib import Path
@@ -10,12 +10,12 @@ from relaxd.rpc.credentials import with_password
 
 
 class RedisAddress(BaseModel):
-    """What a model that names a Redis inherits: written to a file, it is without the password."""
+    """Base of models that hold a Redis URL. Serialised, the URL is without the password."""
 
     redis: str = Field(repr=False)
     """URL, with the password."""
     redis_password_file: str = ""
-    """Where the password is; empty: there is none."""
+    """File with the password; empty: no password."""
 
     @model_validator(mode="after")
     def _add_password(self) -> "RedisAddress":
@@ -29,7 +29,7 @@ class RedisAddress(BaseModel):
 
 
 def without_password(redis_url: str) -> tuple[str, str]:
-    """The URL without its password, and the password; "" where there is none."""
+    """Split a URL into the URL without its password, and the password or ""."""
     parts = urlsplit(redis_url)
     if not parts.password:
         return redis_url, ""
@@ -39,7 +39,7 @@ def without_password(redis_url: str) -> tuple[str, str]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that nobody else may read, not even for a moment."""
+    """Write a file that only its owner can read, from its creation on."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""Bringing the services up on this machine, and down again."""
+"""Starting and stopping the services on this machine."""
 
 import contextlib
 import os
@@ -14,6 +14,7 @@ from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local import embedded_redis
 from relaxd.local.environment import python_path
+from relaxd.local.modules import REPLICA_ROLES, SCALABLE_ROLES, SERVICES
 from relaxd.local.ports import LOOPBACK, free_port, is_free
 from relaxd.local.redis_address import without_password, write_private
 from relaxd.local.state import StackState, StateFolder
@@ -21,12 +22,10 @@ from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.v1.replica_pb2 import Role
 
 COORDINATOR_PORT = 50050
-ROLES = ("trainer", "rollout", "reward", "advantage")
-SCALABLE = ("rollout", "reward", "advantage")
 ENDING_SECONDS = 60.0
-"""How long the supervisor may take to end services that did not come up."""
+"""Deadline for the supervisor to stop services that did not come up."""
 READY_SECONDS = 120.0
-"""How long it may take until the next service has registered, once Redis has loaded its data."""
+"""Limit until the next service registers, once Redis has loaded its data."""
 
 
 def make_plan(
@@ -40,10 +39,12 @@ def make_plan(
 ) -> StackPlan:
     """Plan Redis (unless REDIS_URL names one), the coordinator and `replicas` of each other role, by default one.
 
-    `port` is the coordinator's; 0 takes a free one. Raises CliError: the port is taken, or there is no Redis.
+    `port` is the coordinator's; 0 picks a free one. Raises CliError: the port is taken, or there is no Redis.
     """
     if port and not is_free(port):
-        raise CliError(f"port {port} on {LOOPBACK} is taken", "stop what uses it, or choose another: --port 0 for any")
+        raise CliError(
+            f"port {port} on {LOOPBACK} is taken", "stop the process that uses it, or use --port 0 for any free port"
+        )
     coordinator = f"{LOOPBACK}:{port or free_port()}"
     services = []
     folder.create()
@@ -77,16 +78,16 @@ def make_plan(
             environment={**common, "RELAXD_PORT": launcher.rpartition(":")[2]},
         )
     )
-    counts = {"coordinator": 1, **{role: (replicas or {}).get(role, 1) for role in ROLES}}
-    for role, count in counts.items():
+    for role, module in SERVICES.items():
+        count = 1 if role == "coordinator" else (replicas or {}).get(role, 1)
         environment = {**common, "RELAXD_PORT": "0"}
         if role == "coordinator":
             environment |= {"RELAXD_PORT": coordinator.rpartition(":")[2], "RELAXD_LAUNCHER": launcher}
-        command = [sys.executable, "-m", f"services.{role}"]
+        command = [sys.executable, "-m", module]
         for number in range(1, count + 1):
             name = role if count == 1 else f"{role}-{number}"
             services.append(ServiceSpec(name=name, role=role, command=command, environment=environment))
-    templates = {spec.role: spec for spec in services if spec.role in SCALABLE}
+    templates = {spec.role: spec for spec in services if spec.role in SCALABLE_ROLES}
     return StackPlan(
         state_folder=folder.path,
         coordinator=coordinator,
@@ -100,7 +101,7 @@ def make_plan(
 
 
 def up(folder: StateFolder, plan: StackPlan, say: Callable[[str], None]) -> StackState:
-    """Start the supervisor and return once every service has registered. Raises CliError, with everything stopped."""
+    """Start the supervisor and wait until every service has registered. Raises CliError after stopping everything."""
     if folder.is_up():
         raise CliError(
             f"services are already up (in {folder.path})", "relaxd status shows them, relaxd down stops them"
@@ -131,7 +132,7 @@ def up(folder: StateFolder, plan: StackPlan, say: Callable[[str], None]) -> Stac
 def _await_registration(
     folder: StateFolder, plan: StackPlan, supervisor: "subprocess.Popen[bytes]", say: Callable[[str], None]
 ) -> StackState:
-    wanted = Counter(spec.role for spec in plan.services if spec.role in ROLES)
+    wanted = Counter(spec.role for spec in plan.services if spec.role in REPLICA_ROLES)
     missing: list[str] = []
     deadline = time.monotonic() + READY_SECONDS
     with CoordinatorClient(plan.coordinator) as coordinator:
@@ -164,22 +165,21 @@ def _registered(coordinator: CoordinatorClient) -> Counter[str]:
 
 
 def raise_if_failed(folder: StateFolder, state: StackState | None, roles: Collection[str] | None = None) -> None:
-    """Raise CliError with the end of the log of a service (of one of `roles`, if given) that the supervisor gave up
-    on."""
+    """Raise CliError, with the end of its log, for a service (of `roles`, if given) that the supervisor gave up."""
     failed = state.failed() if state else []
     for service in [service for service in failed if roles is None or service.role in roles]:
         raise failure(folder, service.name, f"{service.name} kept dying (exit code {service.exit_code})")
 
 
 def failure(folder: StateFolder, service: str, message: str) -> CliError:
-    """An error with the last lines of a service's log in it."""
+    """Make an error with the last lines of a service's log."""
     lines = "\n".join(f"  {line}" for line in folder.log_tail(service))
     shown = f"; the last lines of {folder.log(service)}:\n{lines}" if lines else ""
     return CliError(f"{message}{shown}", f"all logs are in {folder.logs}")
 
 
 def down(folder: StateFolder) -> bool:
-    """Stop the services; False when none were up. Raises CliError when they don't stop."""
+    """Stop the services. Returns False if none were up. Raises CliError when they don't stop."""
     state = folder.read()
     if state is None:
         return False

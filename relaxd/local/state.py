@@ -1,4 +1,4 @@
-"""The state folder (.relaxd/): what `relaxd up` started, so that other commands find it."""
+"""The state folder (.relaxd/), by which commands find the services that `relaxd up` started."""
 
 import fcntl
 import os
@@ -20,25 +20,25 @@ class ServiceState(BaseModel):
     """One child process of the supervisor."""
 
     name: str
-    """Such as rollout-2."""
+    """Name, such as rollout-2."""
     role: str
     """coordinator, trainer, rollout, reward, advantage, launcher or redis."""
     phase: Phase = "starting"
     pid: int | None = None
     restarts: int = 0
     exit_code: int | None = None
-    """How it ended last; negative is the signal that ended it."""
+    """Last exit code; negative: the signal that killed it."""
     launched: bool = False
-    """Scaled out; not one of those that the stack began with."""
+    """True if the launcher added it."""
     restart_wish: int = 0
-    """Number of the last RestartWish that was followed."""
+    """Number of the last RestartWish that was carried out."""
 
 
 class StackState(RedisAddress):
-    """Everything that one supervisor runs."""
+    """The services of one supervisor."""
 
     pid: int
-    """The supervisor's."""
+    """Pid of the supervisor."""
     started: float
     """Unix time."""
     coordinator: str
@@ -47,31 +47,31 @@ class StackState(RedisAddress):
     services: list[ServiceState] = Field(default_factory=list)
 
     def failed(self) -> list[ServiceState]:
-        """The services that the supervisor gave up on, of those that the stack began with."""
+        """Return services that the supervisor no longer restarts, except launched ones."""
         return [service for service in self.services if service.phase == "failed" and not service.launched]
 
 
 class LaunchWish(BaseModel):
-    """A replica that the launcher wants to have, or to be rid of."""
+    """The launcher's request to start or stop a replica."""
 
     role: str
     gpu_uuids: list[str] = []
-    """The GPUs that it may see; empty: all."""
+    """GPUs visible to it; empty: all."""
     stop_seconds: float | None = None
-    """Set: it has to go, and may take so long to end by itself."""
+    """If set, stop it, and kill it after this time."""
 
 
 class RestartWish(BaseModel):
-    """A process that the launcher wants to have killed and started again."""
+    """The launcher's request to restart a process."""
 
     number: int
-    """Ascends with each wish for this service."""
+    """Increases with each request for this service."""
     replica_id: str
-    """The process; one of another id is left alone. Empty: whatever runs."""
+    """The process to restart, ignored if another one runs. Empty: any."""
 
 
 class LaunchWishes(BaseModel):
-    """What the launcher wants, by launch id or name. It alone writes them, and the supervisor follows."""
+    """The launcher's requests, by launch id or name. The launcher writes them; the supervisor carries them out."""
 
     wishes: dict[str, LaunchWish] = {}
     restarts: dict[str, RestartWish] = {}
@@ -91,7 +91,7 @@ class StateFolder:
         self._lock = self.path / "lock"
 
     def create(self) -> None:
-        """Make the folder. Raises CliError when that isn't possible."""
+        """Create the folder. Raises CliError when that fails."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             (self.path / ".gitignore").write_text("*\n")
@@ -100,11 +100,11 @@ class StateFolder:
             raise CliError(problem, "choose another: --state DIR") from error
 
     def log(self, service: str) -> Path:
-        """Where a service's output goes."""
+        """Return the path of a service's log."""
         return self.logs / f"{service}.log"
 
     def log_tail(self, service: str, lines: int = 15) -> list[str]:
-        """The last lines of a service's log."""
+        """Return the last lines of a service's log."""
         path = self.log(service)
         if not path.is_file():
             return []
@@ -114,7 +114,7 @@ class StateFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for one supervisor. Raises CliError when another holds it."""
+        """Lock the folder for one supervisor. Raises CliError when another holds it."""
         with self._lock.open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,7 +123,7 @@ class StateFolder:
             yield
 
     def is_up(self) -> bool:
-        """Whether a supervisor holds the folder."""
+        """Return True if a supervisor holds the folder."""
         if not self._lock.exists():
             return False
         with self._lock.open() as file:
@@ -134,7 +134,7 @@ class StateFolder:
         return False
 
     def read(self) -> StackState | None:
-        """What the supervisor last wrote; None when no supervisor runs."""
+        """Read the supervisor's state; None if no supervisor runs."""
         if not self.is_up():
             return None
         try:
@@ -143,22 +143,22 @@ class StateFolder:
             return None
 
     def write(self, state: StackState) -> None:
-        """Replace the state."""
+        """Write the state."""
         _replace(self._state, state)
 
     def read_launched(self) -> LaunchWishes:
-        """What the launcher wants."""
+        """Read the launcher's requests."""
         try:
             return LaunchWishes.model_validate_json(self._launched.read_bytes())
         except FileNotFoundError:
             return LaunchWishes()
 
     def write_launched(self, wishes: LaunchWishes) -> None:
-        """Replace what the launcher wants."""
+        """Write the launcher's requests."""
         _replace(self._launched, wishes)
 
     def wait_until_down(self, seconds: float) -> bool:
-        """Wait until no supervisor holds the folder; False when that takes longer."""
+        """Wait until no supervisor holds the folder. Returns False after `seconds`."""
         deadline = time.monotonic() + seconds
         while self.is_up():
             if time.monotonic() >= deadline:
@@ -168,7 +168,7 @@ class StateFolder:
 
 
 def _replace(path: Path, content: BaseModel) -> None:
-    """Write a file at once, so that readers never see half of it."""
+    """Replace a file atomically."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(content.model_dump_json(indent=2))
     os.replace(temporary, path)

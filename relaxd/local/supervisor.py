@@ -1,11 +1,11 @@
-"""The supervisor: starts the services as child processes, restarts what died, stops everything in order.
+"""The supervisor: starts services as child processes, restarts dead ones, stops all in order.
 
-It is a process of its own (`python -m relaxd.local.supervisor PLAN.json`), started by `relaxd up`, with one
-thread: children are forked from it with a parent-death signal, which is tied to the forking thread.
+`relaxd up` starts it as a separate process (`python -m relaxd.local.supervisor PLAN.json`). It has one thread, because
+children are forked with a parent-death signal, which is tied to the forking thread.
 
-Of services that die by themselves it limits the restarts (max_restarts). Restarts that the coordinator asks for,
-through the service itself (exit code RESTART) or the launcher, are limited by the coordinator ([health] in the run's
-configuration), don't count here, and also start a service that was given up here.
+It limits the restarts of services that die (max_restarts). Restarts that the coordinator requests, through the service
+itself (exit code RESTART) or the launcher, are limited by the coordinator ([health] in the run's configuration). They
+don't count here, and also start a service that exceeded its restarts.
 """
 
 import contextlib
@@ -27,65 +27,67 @@ from relaxd.local import embedded_redis
 from relaxd.local.redis_address import RedisAddress
 from relaxd.local.state import LaunchWish, LaunchWishes, Phase, ServiceState, StackState, StateFolder
 from relaxd.replica.exit_codes import RESTART
+from relaxd.retry import Backoff
 
 PR_SET_PDEATHSIG = 1
+MAX_BACKOFF_SECONDS = 10.0
 
 
 class ServiceSpec(BaseModel):
-    """One process to keep alive."""
+    """A process to keep running."""
 
     name: str
     role: str
     command: list[str]
     environment: dict[str, str] = {}
-    """Set on top of the supervisor's own environment."""
+    """Added to the supervisor's environment."""
 
 
 class StackPlan(RedisAddress):
-    """What a supervisor is to run."""
+    """The services that a supervisor runs."""
 
     state_folder: Path
     coordinator: str
     """host:port."""
     services: list[ServiceSpec]
-    """Started in this order, stopped in the other; the roles redis and coordinator are stopped after all others."""
+    """In the order of starting. The coordinator and then Redis are stopped last."""
     templates: dict[str, ServiceSpec] = Field(default_factory=dict)
-    """By role: what one more replica is like, for the launcher."""
+    """Spec of additional replicas by role, for the launcher."""
     stop_with_parent: bool = False
-    """Stop everything when the process that started the supervisor is gone."""
+    """Stop everything when the supervisor's parent ends."""
     grace_seconds: float = 20.0
-    """How long services may drain before they are killed."""
+    """Time to drain before a service is killed."""
     max_restarts: int = 5
-    """A service that dies more often than this within restart_window_seconds is given up."""
+    """Maximum deaths of a service within restart_window_seconds."""
     restart_window_seconds: float = 60.0
     first_backoff_seconds: float = 0.5
-    """Pause before the first restart; doubles with each further one."""
+    """Pause before the first restart; doubles each time."""
 
 
 class SupervisedProcess:
-    """One service: its process, and when it died."""
+    """A service with its current process and its recent deaths."""
 
     def __init__(self, spec: ServiceSpec, log: Path, *, launched: bool = False) -> None:
         self.spec = spec
         self.log = log
         self.state = ServiceState(name=spec.name, role=spec.role, launched=launched)
         self.kill_at: float | None = None
-        """It has been told to end for good, and may take until then."""
+        """Deadline of a requested stop; None: keep it running."""
         self.process: subprocess.Popen[bytes] | None = None
         self.restart_at: float | None = None
         self.deaths: deque[float] = deque()
         self.asked_to_restart = False
-        """Its process was killed to be started again."""
+        """True while a requested restart kills its process."""
 
     @property
     def replica_id(self) -> str:
-        """The id of its newest process."""
+        """The replica id of the newest process."""
         return self.spec.name + (f"-r{self.state.restarts}" if self.state.restarts else "")
 
     def start(self) -> None:
-        """Start the process, in a session of its own, so that Ctrl-C in the terminal doesn't reach it."""
+        """Start the process in a new session, which Ctrl-C in the terminal doesn't reach."""
         environment = os.environ | self.spec.environment
-        # A restarted process is another replica: what the dead one held is claimed, not continued.
+        # A restarted process is a new replica: it does not continue with the groups that the dead one held.
         environment["RELAXD_REPLICA_ID"] = self.replica_id
         environment["RELAXD_INSTANCE"] = self.spec.name
         self.restart_at = None
@@ -105,12 +107,12 @@ class SupervisedProcess:
         self.set_phase("running")
 
     def set_phase(self, phase: Phase) -> None:
-        """Note how the service is."""
+        """Set the phase and pid of the state."""
         self.state.phase = phase
         self.state.pid = self.process.pid if self.process else None
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the process; on SIGKILL its whole process group, so that nothing it started is left."""
+        """Signal the process; SIGKILL goes to its whole process group."""
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -120,7 +122,7 @@ class SupervisedProcess:
                 self.process.send_signal(number)
 
     def reap(self) -> bool:
-        """Whether the process has ended since the last call; kills what it left behind."""
+        """Return True if the process has ended since the last call, and kill its remaining children."""
         if self.process is None or self.process.poll() is None:
             return False
         self.signal(signal.SIGKILL)
@@ -130,7 +132,7 @@ class SupervisedProcess:
 
 
 class Supervisor:
-    """Runs one plan until it is told to stop."""
+    """Runs one plan until it is stopped."""
 
     def __init__(self, plan: StackPlan) -> None:
         self.plan = plan
@@ -143,7 +145,7 @@ class Supervisor:
         self._wakeup_reader, self._wakeup_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
-        """Start everything, watch it, and stop it on SIGTERM or SIGINT (at once on the second one)."""
+        """Run the services until SIGTERM or SIGINT, then stop them; a second signal kills them."""
         self.folder.create()
         with self.folder.locked():
             self.folder.write_launched(LaunchWishes())
@@ -174,7 +176,7 @@ class Supervisor:
         def ended() -> bool:
             return child.process is None or child.process.poll() is not None or self.stopping
 
-        embedded_redis.wait_until_up(self.plan.redis, gave_up=ended)  # loading its data takes as long as there is data
+        embedded_redis.wait_until_up(self.plan.redis, ended=ended)  # no deadline: it may have much data to load
 
     def _watch(self) -> None:
         now = time.monotonic()
@@ -198,7 +200,7 @@ class Supervisor:
             self.stopping = True
 
     def _follow_launcher(self, now: float) -> None:
-        """Start what the launcher wants, and stop what it wants no more."""
+        """Carry out the launcher's requests."""
         launched = {child.spec.name: child for child in self.children if child.state.launched}
         for launch_id, wish in self.folder.read_launched().wishes.items():
             child = launched.get(launch_id)
@@ -217,15 +219,15 @@ class Supervisor:
                 self._write()
 
     def _restart(self, child: SupervisedProcess, replica_id: str, now: float) -> None:
-        """Kill a process, whatever state it is in, and start the next one."""
+        """Restart a service on request of the coordinator."""
         if child.kill_at is not None:
-            return  # it is to end for good
+            return  # it is being stopped
         if child.process is None:
-            self._say(f"the coordinator wants {child.spec.name} started again")
+            self._say(f"the coordinator requests a start of {child.spec.name}")
             child.deaths.clear()
             child.restart_at = now
         elif replica_id in ("", child.replica_id):
-            self._say(f"the coordinator wants {child.spec.name} restarted: killing it")
+            self._say(f"the coordinator requests a restart of {child.spec.name}: killing it")
             child.deaths.clear()
             child.asked_to_restart = True
             child.signal(signal.SIGKILL)
@@ -255,7 +257,7 @@ class Supervisor:
             child.asked_to_restart = False
             child.restart_at = now + self.plan.first_backoff_seconds
             child.set_phase("restarting")
-            self._say(f"{child.spec.name} {_describe_exit(child.state.exit_code)}, as it was told; restarting it")
+            self._say(f"{child.spec.name} {_describe_exit(child.state.exit_code)}, as requested; restarting it")
             return
         while child.deaths and now - child.deaths[0] > self.plan.restart_window_seconds:
             child.deaths.popleft()
@@ -263,9 +265,10 @@ class Supervisor:
         how = _describe_exit(child.state.exit_code)
         if len(child.deaths) > self.plan.max_restarts:
             child.set_phase("failed")
-            self._say(f"{child.spec.name} {how}; it died {len(child.deaths)} times in a short while: giving it up")
+            count, seconds = len(child.deaths), self.plan.restart_window_seconds
+            self._say(f"{child.spec.name} {how}; it died {count} times within {seconds:.0f} s: not restarting it")
             return
-        pause = min(self.plan.first_backoff_seconds * 2 ** (len(child.deaths) - 1), 10.0)
+        pause = Backoff(self.plan.first_backoff_seconds, MAX_BACKOFF_SECONDS).pause(len(child.deaths))
         child.restart_at = now + pause
         child.set_phase("restarting")
         self._say(f"{child.spec.name} {how}; restarting it in {pause:.1f} s")
@@ -274,7 +277,7 @@ class Supervisor:
         self.stopping = True
         self._say("stopping")
         self._write()
-        # Replicas hand back what they hold while coordinator and Redis are still there.
+        # Replicas hand their groups back while coordinator and Redis still run.
         last = {"coordinator": 1, "redis": 2}
         for turn in range(3):
             self._stop_children([child for child in self.children if last.get(child.spec.role, 0) == turn])
@@ -309,10 +312,10 @@ class Supervisor:
         signal.signal(signal.SIGTERM, on_stop)
         signal.signal(signal.SIGINT, on_stop)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only to wake up
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes up _wait
 
     def _wait(self, seconds: float) -> None:
-        """Sleep, but wake up for a signal, also one that came just before."""
+        """Sleep until a signal arrives, even one that came just before."""
         if select.select([self._wakeup_reader], [], [], seconds)[0]:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wakeup_reader, 4096)
@@ -335,9 +338,9 @@ class Supervisor:
 
 
 def _prepare() -> None:
-    """In the forked child: ask the kernel to end it when the supervisor dies, however that happens. Linux only.
+    """Prepare a forked child: the kernel ends it when the supervisor dies (Linux only).
 
-    A write beyond a limit on the size of files fails with an error, which Redis can handle, instead of killing it.
+    SIGXFSZ is ignored so that a write beyond a file-size limit fails with an error, which Redis can handle.
     """
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -353,7 +356,7 @@ def _describe_exit(code: int | None) -> str:
 
 
 def main() -> None:
-    """Run the plan named on the command line."""
+    """Run the plan file named on the command line."""
     plan = StackPlan.model_validate_json(Path(sys.argv[1]).read_bytes())
     try:
         Supervisor(plan).run()

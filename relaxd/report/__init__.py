@@ -1,4 +1,1 @@
-"""A run's report: curves, times and figures from the files in its folder.
-
-`relaxd report` is the command.
-"""
+"""The report of a run (`relaxd report`): curves, times and figures from the files in its folder."""

@@ -1,4 +1,4 @@
-"""The report's figure of the train/inference mismatch."""
+"""The report's figure of the mismatch between engine and trainer."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -22,21 +22,20 @@ PANELS = {
 
 
 def draw_mismatch(steps: Sequence[Mapping[str, Any]]) -> bytes | None:
-    """How far the engine's log-probs were from the trainer's over the steps, as PNG; None where no step says.
+    """Draw the log-prob differences between engine and trainer over the steps, as PNG; None if no step has them.
 
     Args:
-        steps: the steps' metrics. Where one lacks a metric (no token under the step's own weights), its line goes on to
-            the next one that has it.
+        steps: the steps' metrics. Lines skip steps that lack a metric (without a token under the step's own weights).
     """
     if not any(step.get("policy_drift") is not None for step in steps):
         return None
-    from matplotlib.figure import Figure  # imported here: it takes half a second, and only reports need it
+    from matplotlib.figure import Figure  # slow to import, and only needed here
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 3.4), dpi=150, layout="constrained")
     for axes, (title, lines) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
         for name, label, color, style in lines:
-            # Nothing to see on a logarithmic axis where it is 0.
+            # A logarithmic axis cannot show 0.
             points = [(step["step"], step[name]) for step in steps if (step.get(name) or 0) > 0]
             if points:
                 axes.plot(*zip(*points, strict=True), style, color=color, linewidth=1.4, marker=".", label=label)

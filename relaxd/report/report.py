@@ -1,4 +1,4 @@
-"""curve.png and report.html of a run, from the files in its folder."""
+"""Renders curve.png and report.html of a run from the files in its folder."""
 
 import base64
 import html
@@ -37,14 +37,14 @@ STEP_COLUMNS = (
 
 @dataclass
 class RunResult:
-    """What a run left in its folder so far."""
+    """The results in a run's folder so far."""
 
     folder: Path
     summary: dict[str, Any]
     steps: list[dict[str, Any]]
     """One dict of metrics per optimizer step."""
     evaluations: list[dict[str, Any]]
-    """Those with step, eval_accuracy and eval_format."""
+    """Metrics lines with step, eval_accuracy and eval_format."""
     config_toml: str
     samples: list[dict[str, Any]]
 
@@ -55,23 +55,23 @@ class RunResult:
 
     @property
     def state(self) -> str:
-        """The run's state and why, as people read it."""
+        """The run's state and reason for display."""
         return f"{self.summary.get('state', '')} · {self.summary.get('reason', '')}".strip(" ·")
 
 
 def save_samples(folder: Path, samples: Sequence[pb.TrainedSample]) -> None:
-    """Write samples.jsonl, so that the report can be made again when the services are gone."""
+    """Write samples.jsonl, so that the report can be made without the services."""
     lines = [json.dumps(sample_values(sample), ensure_ascii=False) for sample in samples]
     (folder / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
-    """A sample's fields by name. Not protobuf's own JSON, which writes 64-bit numbers as texts."""
+    """Return a sample's fields by name; protobuf's own JSON writes 64-bit numbers as text."""
     return {field.name: getattr(sample, field.name) for field in sample.DESCRIPTOR.fields}
 
 
 def read_result(folder: Path) -> RunResult:
-    """Read a run's folder, also while the run goes on. Raises CliError when what must be there is missing or broken."""
+    """Read the folder of a finished or running run. Raises CliError for missing or invalid files."""
     try:
         ended = (folder / SUMMARY).exists() or not (folder / "run.json").exists()
         summary = json.loads((folder / (SUMMARY if ended else "run.json")).read_text())
@@ -81,7 +81,7 @@ def read_result(folder: Path) -> RunResult:
         config_toml = config.read_text() if config.exists() else ""
     except (OSError, ValueError) as error:
         raise CliError(f"{folder} is not the folder of a run: {error}") from error
-    if not ended:  # the coordinator's record of it
+    if not ended:  # run.json is the coordinator's record
         summary = {"run_id": summary.get("run_id"), "state": str(summary.get("phase", "")).lower()} | {
             "steps": max((line.get("step", 0) for line in lines), default=0)
         }
@@ -96,7 +96,7 @@ def read_result(folder: Path) -> RunResult:
 
 
 def write_report(folder: Path) -> Path:
-    """Write curve.png and report.html into a run's folder; returns the path of the report. Raises CliError."""
+    """Write curve.png and report.html into a run's folder. Returns the report's path. Raises CliError."""
     result = read_result(folder)
     image = draw_curve(result)
     (folder / "curve.png").write_bytes(image)
@@ -106,8 +106,8 @@ def write_report(folder: Path) -> Path:
 
 
 def draw_curve(result: RunResult) -> bytes:
-    """Reward, accuracy and format over the steps with the held-out evaluations, as PNG."""
-    from matplotlib.figure import Figure  # imported here: it takes half a second, and only reports need it
+    """Draw reward, accuracy and format over the steps with the held-out evaluations, as PNG."""
+    from matplotlib.figure import Figure  # slow to import, and only needed here
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained")
@@ -124,7 +124,7 @@ def draw_curve(result: RunResult) -> bytes:
         ("answer format (training)", "reward_format", "#9ca3af", ":"),
     ):
         points = _points(result.steps, name)
-        if points and points != rewards:  # where the reward is the accuracy, one line says both
+        if points and points != rewards:  # the reward may be the accuracy
             axes.plot(*zip(*points, strict=True), style, color=color, linewidth=1.4, label=label)
     for name, label, color, marker in (
         ("eval_accuracy", "held-out accuracy, greedy", "#dc2626", "o"),
@@ -150,7 +150,7 @@ def draw_curve(result: RunResult) -> bytes:
 
 
 def render_html(result: RunResult, image: bytes) -> str:
-    """The report as one HTML file that needs nothing else."""
+    """Render the report as one self-contained HTML file."""
     summary = result.summary
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=html.escape(result.run_id),
@@ -172,7 +172,7 @@ def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, fl
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
-    """The mean of each value and the up to SMOOTHED - 1 before it."""
+    """Return the means over the last SMOOTHED values."""
     windows = [values[max(0, end - SMOOTHED) : end] for end in range(1, len(values) + 1)]
     return [sum(window) / len(window) for window in windows]
 
@@ -245,7 +245,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _read_lines(path: Path, *, growing: bool = False) -> list[dict[str, Any]]:
-    """The lines of a JSONL file; of one that is `growing`, without a last one that is not whole yet."""
+    """Read the lines of a JSONL file; if it is `growing`, without an incomplete last one."""
     text = path.read_text(encoding="utf-8")
     lines = text[: text.rfind("\n") + 1] if growing else text
     return [json.loads(line) for line in lines.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Where a run's time went: by step, for the trainer, for the groups on their way to it, and for every device."""
+"""Breakdown of a run's time: of the trainer's steps, of the groups' stages, and shares per device."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,86 +11,86 @@ Steps = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a whole: a step metric in seconds."""
+class BreakdownPart:
+    """A part of a breakdown: a step metric in seconds."""
 
     name: str
-    """The metric; "" is what the others leave of the whole."""
+    """The metric; "" is the remainder."""
     label: str
     color: str
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Something that takes time, and its parts."""
+class Breakdown:
+    """A duration and its parts."""
 
     title: str
     name: str
-    """The metric of the whole, in seconds."""
-    parts: tuple[Part, ...]
+    """The metric of the whole duration, in seconds."""
+    parts: tuple[BreakdownPart, ...]
 
 
-TRAINER = Whole(
+TRAINER = Breakdown(
     "the trainer's step",
     "step_seconds",
     (
-        Part("train_seconds", "forward, backward, optimizer", "#2563eb"),
-        Part("wait_seconds", "waiting for groups", "#f59e0b"),
-        Part("asleep_seconds", "asleep: the engines' turn", "#fcd34d"),
-        Part("sync_wait_seconds", "waiting for a weight broadcast", "#dc2626"),
-        Part("checkpoint_seconds", "standing still for a checkpoint", "#7c3aed"),
-        Part("step_file_seconds", "writing the step file", "#a78bfa"),
-        Part("", "other: intake, commit, planning", "#9ca3af"),
+        BreakdownPart("train_seconds", "forward, backward, optimizer", "#2563eb"),
+        BreakdownPart("wait_seconds", "waiting for groups", "#f59e0b"),
+        BreakdownPart("asleep_seconds", "asleep: the engines' turn", "#fcd34d"),
+        BreakdownPart("sync_wait_seconds", "waiting for a weight broadcast", "#dc2626"),
+        BreakdownPart("checkpoint_seconds", "blocked by a checkpoint", "#7c3aed"),
+        BreakdownPart("step_file_seconds", "writing the step file", "#a78bfa"),
+        BreakdownPart("", "other: intake, commit, planning", "#9ca3af"),
     ),
 )
-GROUP = Whole(
-    "a group's way (mean)",
+GROUP = Breakdown(
+    "a group's stages (mean)",
     "group_seconds",
     (
-        Part("queue_rollout_seconds", "queue: rollout", "#fde68a"),
-        Part("generate_seconds", "generate", "#16a34a"),
-        Part("queue_reward_seconds", "queue: reward", "#fcd34d"),
-        Part("score_seconds", "score", "#0891b2"),
-        Part("queue_advantage_seconds", "queue: advantage", "#fbbf24"),
-        Part("advantage_seconds", "advantage", "#7c3aed"),
-        Part("queue_train_seconds", "queue: train", "#f59e0b"),
-        Part("in_step_seconds", "in its step", "#2563eb"),
-        Part("", "other: commits, attempts that failed", "#9ca3af"),
+        BreakdownPart("queue_rollout_seconds", "queue: rollout", "#fde68a"),
+        BreakdownPart("generate_seconds", "generate", "#16a34a"),
+        BreakdownPart("queue_reward_seconds", "queue: reward", "#fcd34d"),
+        BreakdownPart("score_seconds", "score", "#0891b2"),
+        BreakdownPart("queue_advantage_seconds", "queue: advantage", "#fbbf24"),
+        BreakdownPart("advantage_seconds", "advantage", "#7c3aed"),
+        BreakdownPart("queue_train_seconds", "queue: train", "#f59e0b"),
+        BreakdownPart("in_step_seconds", "in its step", "#2563eb"),
+        BreakdownPart("", "other: commits, failed attempts", "#9ca3af"),
     ),
 )
 SHARES = {
     "trainer_idle_share": ("trainer: not computing", "#2563eb"),
     "engine_idle_share": ("engines: idle", "#16a34a"),
     "engine_paused_share": ("engines: paused for weights", "#dc2626"),
-    "gpu_idle_share": ("GPUs: no kernel runs (NVML)", "#111827"),
+    "gpu_idle_share": ("GPUs: no kernel running (NVML)", "#111827"),
 }
-"""Label and color of what is a share of the step's time; those of single replicas come with the table."""
+"""Label and color of metrics that are shares of the step's time. The table also has those of single replicas."""
 PER_REPLICA = ("engine_idle_share_", "gpu_idle_share_")
 
 
-def part_seconds(step: Mapping[str, Any], whole: Whole) -> list[float]:
-    """What each part of a whole took in a step, in seconds; 0 for one that the step doesn't have."""
+def part_seconds(step: Mapping[str, Any], whole: Breakdown) -> list[float]:
+    """Return the seconds of each part in a step; 0 for a metric that the step lacks."""
     known = {part.name: float(step.get(part.name) or 0.0) for part in whole.parts if part.name}
     rest = max(0.0, float(step.get(whole.name) or 0.0) - sum(known.values()))
     return [known.get(part.name, rest) for part in whole.parts]
 
 
-def mean_rows(steps: Steps, whole: Whole) -> list[tuple[Part, float, float]]:
-    """Each part with its mean seconds and its share of the whole; those that never took time are left out."""
-    told = [part_seconds(step, whole) for step in steps if step.get(whole.name)]
-    if not told:
+def mean_rows(steps: Steps, whole: Breakdown) -> list[tuple[BreakdownPart, float, float]]:
+    """Return each part with its mean seconds and share of the whole; parts that never took time are left out."""
+    seconds = [part_seconds(step, whole) for step in steps if step.get(whole.name)]
+    if not seconds:
         return []
-    sums = [sum(values) for values in zip(*told, strict=True)]
+    sums = [sum(values) for values in zip(*seconds, strict=True)]
     total = sum(sums)
     return [
-        (part, value / len(told), value / total)
+        (part, value / len(seconds), value / total)
         for part, value in zip(whole.parts, sums, strict=True)
         if value > 0 and total > 0
     ]
 
 
 def share_rows(steps: Steps) -> list[tuple[str, float]]:
-    """Label and mean, weighted by the steps' seconds, of each share of time; then those of single replicas."""
+    """Return label and mean, weighted by the steps' seconds, of each share; then those of single replicas."""
     rows = [("weight synchronisation: share of a step", _weight_sync_share(steps))]
     rows += [(label, _mean_share(steps, name)) for name, (label, _) in SHARES.items()]
     names = sorted({name for step in steps for name in step if name.startswith(PER_REPLICA)})
@@ -99,7 +99,7 @@ def share_rows(steps: Steps) -> list[tuple[str, float]]:
 
 
 def tables(steps: Steps) -> list[Table]:
-    """What there is to say, for the terminal."""
+    """Format the breakdowns and shares for the terminal."""
     found = []
     for whole in (TRAINER, GROUP):
         rows = mean_rows(steps, whole)
@@ -109,7 +109,7 @@ def tables(steps: Steps) -> list[Table]:
         for part, seconds, share in rows:
             table.add_row(part.label, f"{seconds:.3f}", f"{share:.1%}")
         table.add_section()
-        table.add_row("all of it", f"{sum(seconds for _, seconds, _ in rows):.3f}", "")
+        table.add_row("total", f"{sum(seconds for _, seconds, _ in rows):.3f}", "")
         found.append(table)
     if rows_of_shares := share_rows(steps):
         table = _table("of the time of all steps", "share")
@@ -128,17 +128,17 @@ def _table(title: str, *numbers: str) -> Table:
 
 
 def _weight_sync_share(steps: Steps) -> float | None:
-    told = [step for step in steps if step.get("sync_seconds") is not None and step.get("step_seconds")]
-    total = sum(step["step_seconds"] for step in told)
-    return sum(step["sync_seconds"] for step in told) / total if total else None
+    synced = [step for step in steps if step.get("sync_seconds") is not None and step.get("step_seconds")]
+    total = sum(step["step_seconds"] for step in synced)
+    return sum(step["sync_seconds"] for step in synced) / total if total else None
 
 
 def _mean_share(steps: Steps, name: str) -> float | None:
-    told = [(step[name], step.get("step_seconds") or 0.0) for step in steps if step.get(name) is not None]
-    total = sum(seconds for _, seconds in told)
-    return sum(share * seconds for share, seconds in told) / total if total else None
+    shares = [(step[name], step.get("step_seconds") or 0.0) for step in steps if step.get(name) is not None]
+    total = sum(seconds for _, seconds in shares)
+    return sum(share * seconds for share, seconds in shares) / total if total else None
 
 
 def _replica_label(name: str) -> str:
     what, _, replica = name.partition("_idle_share_")
-    return f"{replica}: idle" if what == "engine" else f"GPUs of {replica}: no kernel runs"
+    return f"{replica}: idle" if what == "engine" else f"GPUs of {replica}: no kernel running"

@@ -1,4 +1,4 @@
-"""The report's section about where the time went: a figure and tables."""
+"""The report's section on time: a figure and tables."""
 
 import base64
 import html
@@ -11,11 +11,11 @@ MAX_BARS = 120
 
 
 def render_times(steps: Steps, wall_seconds: float | None) -> str:
-    """The report's section as HTML; empty where no step tells its time.
+    """Render the section as HTML; empty if no step has times.
 
     Args:
         steps: the steps' metrics.
-        wall_seconds: of the whole run, where it is known: what of it was outside steps is told, too.
+        wall_seconds: duration of the whole run if known, to show the time outside of steps.
     """
     if (image := draw_times(steps)) is None:
         return ""
@@ -46,16 +46,16 @@ def _table(head: Sequence[str], rows: Sequence[str]) -> str:
 
 
 def draw_times(steps: Steps) -> bytes | None:
-    """Bars of each step's parts, one above the other, and the shares below, as PNG; None where no step tells its time.
+    """Draw stacked bars of each step's parts and the shares below, as PNG; None if no step has times.
 
-    Steps beyond MAX_BARS are put together, neighbours with neighbours: their bars show means.
+    With more than MAX_BARS steps, a bar shows the mean of neighbouring steps.
     """
     if not mean_rows(steps, TRAINER):
         return None
-    from matplotlib.figure import Figure  # imported here: it takes half a second, and only reports need it
+    from matplotlib.figure import Figure  # slow to import, and only needed here
     from matplotlib.ticker import MaxNLocator
 
-    bars = _together(steps)
+    bars = _group_steps(steps)
     wholes = [whole for whole in (TRAINER, GROUP) if mean_rows(steps, whole)]
     shares = [name for name in SHARES if any(step.get(name) is not None for step in steps)]
     panels = len(wholes) + bool(shares)
@@ -91,14 +91,14 @@ def draw_times(steps: Steps) -> bytes | None:
     return image.getvalue()
 
 
-def _together(steps: Steps) -> list[tuple[float, Steps]]:
-    """The steps in at most MAX_BARS bars: the middle of each, and its steps."""
-    told = [step for step in steps if step.get("step_seconds")]
-    size = -(-len(told) // MAX_BARS)
-    bars = [told[start : start + size] for start in range(0, len(told), size)]
+def _group_steps(steps: Steps) -> list[tuple[float, Steps]]:
+    """Group steps into at most MAX_BARS bars of (middle, steps)."""
+    timed = [step for step in steps if step.get("step_seconds")]
+    size = -(-len(timed) // MAX_BARS)
+    bars = [timed[start : start + size] for start in range(0, len(timed), size)]
     return [((bar[0]["step"] + bar[-1]["step"]) / 2, bar) for bar in bars]
 
 
 def _means(rows: Sequence[Sequence[float]]) -> list[float]:
-    """The mean of each column."""
+    """Return the mean of each column."""
     return [sum(column) / len(column) for column in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Rewards: one file each, pure functions over a sample. A new one gets a line in `REWARDS`."""
+"""Rewards, one file each: pure functions over a sample, listed in `REWARDS`."""
 
 import difflib
 import importlib
@@ -33,7 +33,7 @@ REWARDS: dict[str, Reward] = {
 }
 """The bundled rewards by name."""
 PACKAGES = {"reasoning_gym": ("reasoning_gym", "relaxd[reasoning]")}
-"""The package that a bundled reward imports when it is first used, and the requirement that brings it."""
+"""Packages that bundled rewards import on first use, and their requirements."""
 
 
 class UnknownRewardError(ValueError):
@@ -41,10 +41,10 @@ class UnknownRewardError(ValueError):
 
 
 def check_name(name: str) -> None:
-    """Check a reward's name without importing anything: a bundled name, or the form "package.module:function".
+    """Check a reward's name, bundled or "package.module:function", without importing anything.
 
     Raises:
-        UnknownRewardError: it is neither; the message has the nearest names.
+        UnknownRewardError: the message has the nearest names.
     """
     if name in REWARDS:
         return
@@ -57,12 +57,12 @@ def check_name(name: str) -> None:
 
 
 def resolve(name: str) -> Reward:
-    """Find a reward: a bundled one by name, or "package.module:function", which imports that module.
+    """Return a reward by its bundled name or "package.module:function", importing the module.
 
-    What a bundled one needs is imported, too: that may take longer than one sample has.
+    Also imports the package that a bundled reward needs, which may take longer than the deadline of a sample.
 
     Raises:
-        UnknownRewardError: there is none of that name, or the module or a needed package can't be imported.
+        UnknownRewardError: unknown name, or the module or package can't be imported.
     """
     check_name(name)
     if name in REWARDS:
@@ -76,7 +76,7 @@ def resolve(name: str) -> Reward:
     module_name, _, function_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises while it is imported
+    except Exception as error:  # a user's module may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise UnknownRewardError(f'reward "{name}": module {module_name} cannot be imported: {reason}') from error
     function = getattr(module, function_name, None)
@@ -90,5 +90,5 @@ def resolve(name: str) -> Reward:
 
 
 def describe(name: str) -> str:
-    """First line of a bundled reward's docstring."""
+    """Return the first line of a bundled reward's docstring."""
     return (REWARDS[name].__doc__ or "").strip().partition("\n")[0]

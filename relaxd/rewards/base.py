@@ -1,4 +1,4 @@
-"""What a reward is: a pure function over one sample."""
+"""The interface of rewards: pure functions over one sample."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RewardInput:
-    """One sample, as a reward sees it."""
+    """The sample that a reward gets."""
 
     prompt: str
     """The prompt as text."""
     response: str
     """The model's answer as text, without end tokens."""
     answer: str = ""
-    """The reference answer; "" where the data has none."""
+    """The reference answer; "" if the data has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The other fields of the prompt's line in the data."""
+    """Other fields of the prompt's line in the data."""
     finish_reason: str = ""
-    """Why the answer ended: "stop", "length" or "abort"; "" when not known."""
+    """End of the answer: "stop", "length" or "abort"; "" if unknown."""
 
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """A reward's verdict, checked: every number is finite."""
+    """A checked result of a reward, with finite numbers."""
 
     reward: float
-    """What is trained on."""
+    """The reward to train on."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Named components, only reported."""
+    """Named components, for reporting only."""
 
 
 Reward = Callable[[RewardInput], float | Mapping[str, float]]
-"""Rates a sample: a number, or {"reward": number, part: number, ...}. It may raise: the sample is then marked failed
-and its group is not trained on."""
+"""Scores a sample with a number or {"reward": number, part: number, ...}. If it raises, the sample is failed and its
+group is not trained on."""
 
 
 class BadRewardError(ValueError):
-    """A reward returned something that isn't a reward."""
+    """A reward returned an invalid value."""
 
 
 def check_output(value: object) -> RewardOutput:
-    """Turn what a reward returned into a `RewardOutput`, without ever making a number up.
+    """Convert a reward's return value to a `RewardOutput`.
 
     Raises:
-        BadRewardError: it is no number, not finite, or a mapping without "reward".
+        BadRewardError: it is not a number, not finite, or a mapping without "reward".
     """
     if not isinstance(value, Mapping):
         return RewardOutput(_number("the reward", value))

@@ -1,13 +1,13 @@
-"""Is the reply the answer, to the letter?"""
+"""Reward for an exact answer."""
 
 from relaxd.rewards.base import RewardInput
 
 
 def exact_match(sample: RewardInput) -> float:
-    """1 if the reply equals the answer, white space around either left aside, else 0.
+    """1 if the reply equals the answer, ignoring surrounding white space, else 0.
 
     Raises:
-        ValueError: there is no answer. (An empty reply would else be right.)
+        ValueError: the answer is empty, with which an empty reply would be right.
     """
     answer = sample.answer.strip()
     if not answer:

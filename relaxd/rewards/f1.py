@@ -1,4 +1,4 @@
-"""How many words do reply and answer share? SQuAD's F1 (Rajpurkar et al. 2016, arXiv 1606.05250)."""
+"""SQuAD's F1 over shared words (Rajpurkar et al. 2016, arXiv 1606.05250)."""
 
 import re
 import string
@@ -11,12 +11,12 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def f1(sample: RewardInput) -> dict[str, float]:
-    """Harmonic mean of precision and recall over words; case, punctuation and articles left aside.
+    """Harmonic mean of precision and recall over words, ignoring case, punctuation and articles.
 
-    Parts: precision, recall. Where reply or answer is "yes", "no" or "noanswer", only equality counts.
+    Parts: precision, recall. If reply or answer is "yes", "no" or "noanswer", only equality counts.
 
     Raises:
-        ValueError: nothing is left of the answer.
+        ValueError: the answer has no words.
     """
     answer, response = _words(sample.answer), _words(sample.response)
     if not answer:

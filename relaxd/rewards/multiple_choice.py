@@ -1,4 +1,4 @@
-"""Was the right letter chosen?"""
+"""Reward for multiple-choice questions: compares the chosen letter."""
 
 import re
 
@@ -10,11 +10,11 @@ _STATED = re.compile(r"\banswer\s*(?:is|:|=)\s*\**\(?([A-Z])\b", re.IGNORECASE)
 
 
 def multiple_choice(sample: RewardInput) -> dict[str, float]:
-    """1 if the letter that the reply settles on is the answer's, else 0.
+    """1 if the reply's letter is the answer's, else 0.
 
-    The reply's letter is that in its last <answer>...</answer>; without a tag the last "answer is X" or "Answer: X";
-    without that the whole reply, if it is a letter such as "B", "(B)" or "B.". Case doesn't matter. A reply
-    without any of these is wrong. Parts: accuracy (the same), and format: 1 if a letter was found.
+    The reply's letter is that in its last <answer>...</answer>; else in the last "answer is X" or "Answer: X"; else the
+    whole reply, if it is a letter such as "B", "(B)" or "B.". Case doesn't matter. A reply without a letter is wrong.
+    Parts: accuracy (the same), and format: 1 if a letter was found.
 
     Raises:
         ValueError: the answer isn't a letter.

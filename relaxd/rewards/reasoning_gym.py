@@ -1,4 +1,4 @@
-"""What a task of reasoning-gym gives for an answer: its own score, part of it for a part of the answer."""
+"""Reward for reasoning-gym's tasks: the task's own score."""
 
 import json
 import re
@@ -9,21 +9,20 @@ from relaxd.data.reasoning_gym import KEY, Task, make_task
 from relaxd.rewards.base import RewardInput
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError)
-"""What tasks raise over answers that they can't read, such as letters where prime factors should be: the model's fault,
-which must not cost the group."""
+"""Exceptions of tasks for unreadable answers, such as letters instead of prime factors. They score 0 instead of failing
+the group."""
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def reasoning_gym(sample: RewardInput) -> dict[str, float]:
-    """The score that the prompt's task of reasoning-gym gives, from 0 to 1.
+    """The score of the prompt's reasoning-gym task, from 0 to 1.
 
-    What is scored is the text in the reply's last <answer>...</answer>, or the whole reply where it has none. Parts:
-    accuracy: 1 if the score is 1, and format: 1 if an answer was found: in the tag, or the reply is a single line.
+    Scores the text in the reply's last <answer>...</answer>, or else the whole reply. Parts: accuracy: 1 if the score
+    is 1, and format: 1 if the answer is in the tag or the reply is a single line.
 
     Raises:
-        ValueError: the prompt is none of reasoning-gym's (data.source = "reasoning_gym"), or the task doesn't make the
-            item that the prompt was.
-        DataError: reasoning-gym isn't installed here.
+        ValueError: the prompt is not from data.source = "reasoning_gym", or the task generates a different item.
+        DataError: reasoning-gym isn't installed.
     """
     item = sample.metadata.get(KEY)
     if not isinstance(item, dict):
@@ -47,7 +46,7 @@ def reasoning_gym(sample: RewardInput) -> dict[str, float]:
 
 @lru_cache(maxsize=1024)
 def _item(description: str) -> tuple[Task, dict[str, Any]]:
-    """A task and one of its items; the samples of a group ask for the same one."""
+    """Return a task and one of its items, cached for the samples of a group."""
     item = json.loads(description)
     index = item.pop("index")
     task = _task(json.dumps(item, sort_keys=True))

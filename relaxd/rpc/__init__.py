@@ -1,1 +1,1 @@
-"""Servers, clients and the life of a service: health, reflection, deadlines, authentication, errors, tracing."""
+"""gRPC servers and clients: health, reflection, deadlines, authentication, errors, tracing."""

@@ -1,4 +1,4 @@
-"""Who may call what: bearer tokens with roles, and what each call needs."""
+"""Authorisation: bearer tokens with roles, and the role that each call needs."""
 
 import hashlib
 import hmac
@@ -19,21 +19,21 @@ _log = logging.getLogger(__name__)
 
 
 class Access(IntEnum):
-    """What a token lets its bearer do (protos/relaxd/v1/access.proto). Each role may do what the ones before it may."""
+    """The roles of tokens (protos/relaxd/v1/access.proto); each includes the lower ones."""
 
     READ = access_pb2.ACCESS_READ
     SERVICE = access_pb2.ACCESS_SERVICE
     ADMIN = access_pb2.ACCESS_ADMIN
 
 
-SHORTEST_TOKEN = 16
-"""Least characters of a token that lets callers in from other machines."""
+MIN_TOKEN_LENGTH = 16
+"""Minimum characters of a token for calls from other machines."""
 KNOWN_TOKENS = (
     *("", "admin", "changeme", "default", "demo", "dev", "development", "example", "letmein", "local", "none"),
     *("null", "pass", "password", "relaxd", "root", "secret", "test", "testing", "token", "your-token", "xxx"),
 )
-"""Words that are no secret. All are shorter than SHORTEST_TOKEN: the list is for tokens of which a tokens file has the
-SHA-256, which doesn't show how long they are."""
+"""Guessable tokens. All are shorter than MIN_TOKEN_LENGTH: the list is for tokens that a file has as SHA-256, which
+hides their length."""
 
 _LEAST = {
     **{f"/{method.containing_service.full_name}/{method.name}": access(method) for method in methods()},
@@ -42,7 +42,7 @@ _LEAST = {
 
 
 def least_access(method: str) -> Access:
-    """Return what a token must allow for a method, such as "/relaxd.v1.Reward/Score"; ADMIN where no proto says."""
+    """Return the least role for a method, such as "/relaxd.v1.Reward/Score"; ADMIN for unknown methods."""
     return Access(_LEAST.get(method) or Access.ADMIN)
 
 
@@ -53,21 +53,21 @@ class _Entry:
     digest: bytes
     """SHA-256 of the token."""
     weakness: str
-    """Why the token can be guessed; empty: it can't, as far as anyone can tell."""
+    """Reason that the token is guessable; empty if it seems strong."""
 
 
 class Tokens:
     """The tokens that a server accepts."""
 
     RELOAD_SECONDS = 1.0
-    """A file is looked at this often; a change counts from then on."""
+    """Interval of checks whether the file changed."""
 
     def __init__(self, file: Path | None = None, token: str | None = None) -> None:
-        """Those of a file, else one that may do everything.
+        """Accept the tokens of `file`, else `token` with role admin.
 
-        A file has a line `role name token` each: role is admin, service or read, name is for people, and token is the
-        token itself or `sha256:` and the hexadecimal SHA-256 of it. `#` begins a comment. A changed file is read again;
-        one that is wrong then changes nothing but the log.
+        Each line of the file is `role name token`: role is admin, service or read, name is for people, and token is the
+        token itself or `sha256:` and its hexadecimal SHA-256. `#` begins a comment. A changed file is read again; if it
+        is invalid, the error is logged and the former tokens stay.
 
         Raises OSError, and ValueError that names the line but never the token.
         """
@@ -79,32 +79,32 @@ class Tokens:
             self._entries = _parse(file)
         elif token is not None:
             self._entries = (_Entry("the only one", Access.ADMIN, _digest(token), _weakness(token)),)
-        self._look_at = time.monotonic() + self.RELOAD_SECONDS
+        self._check_at = time.monotonic() + self.RELOAD_SECONDS
 
     def refuse_weak(self) -> None:
-        """Take no tokens that can be guessed: now, and whenever the file changes.
+        """Reject guessable tokens now and whenever the file changes.
 
-        Raises ValueError, which names the token that there is now, but doesn't show it.
+        Raises ValueError, which names a guessable token without showing it.
         """
         self._check_strength(self._entries)
         self._strong_only = True
 
     def access(self, token: str) -> tuple[str, Access] | None:
-        """Name and role of a token; None when it isn't one of these. Takes the same time whichever it is."""
+        """Return name and role of a token, or None if it is unknown. Takes constant time."""
         return self._find(token.encode())
 
     def check(self, method: str, authorization: str | bytes | None) -> None:
-        """Let a call pass, or not.
+        """Check that a call is authorised.
 
         Args:
             method: such as "/relaxd.v1.Reward/Score".
-            authorization: the call's metadata of that name.
+            authorization: the call's `authorization` metadata.
 
         Raises Unauthenticated without a valid token, PermissionDenied when its role is too low.
         """
         if authorization is None:
             raise Unauthenticated(
-                "this service wants a token: set RELAXD_TOKEN or RELAXD_TOKEN_FILE "
+                "this service needs a token: set RELAXD_TOKEN or RELAXD_TOKEN_FILE "
                 "(grpcurl: -H 'authorization: Bearer ...')"
             )
         given = authorization if isinstance(authorization, bytes) else authorization.encode()
@@ -117,7 +117,7 @@ class Tokens:
         least = least_access(method)
         if access < least:
             raise PermissionDenied(
-                f'token "{name}" has the role {access.name.lower()}, but {method} needs {least.name.lower()}'
+                f'token "{name}" has role {access.name.lower()}, but {method} needs {least.name.lower()}'
             )
 
     def _find(self, token: bytes) -> tuple[str, Access] | None:
@@ -135,9 +135,9 @@ class Tokens:
                 raise ValueError(f"the {name} {entry.weakness}")
 
     def _reload(self) -> None:
-        if self._file is None or time.monotonic() < self._look_at:
+        if self._file is None or time.monotonic() < self._check_at:
             return
-        self._look_at = time.monotonic() + self.RELOAD_SECONDS
+        self._check_at = time.monotonic() + self.RELOAD_SECONDS
         try:
             stamp = _stamp(self._file)
             if stamp == self._stamp:
@@ -146,10 +146,10 @@ class Tokens:
             if self._strong_only:
                 self._check_strength(entries)
             self._entries, self._stamp = entries, stamp
-            _log.info("%s has changed: %d tokens from now on", self._file, len(self._entries))
+            _log.info("%s has changed: accepting its %d tokens from now on", self._file, len(self._entries))
         except (OSError, ValueError) as error:
-            self._look_at += 10 * self.RELOAD_SECONDS
-            _log.error("still using the tokens from before: %s", error)
+            self._check_at += 10 * self.RELOAD_SECONDS
+            _log.error("still accepting the former tokens: %s", error)
 
 
 def _digest(token: str) -> bytes:
@@ -165,8 +165,8 @@ def _stamp(file: Path) -> tuple[int, ...]:
 
 
 def _weakness(token: str) -> str:
-    if len(token) < SHORTEST_TOKEN:
-        return f"has {len(token)} characters: it must have {SHORTEST_TOKEN} or more"
+    if len(token) < MIN_TOKEN_LENGTH:
+        return f"has {len(token)} characters: it must have {MIN_TOKEN_LENGTH} or more"
     return ""
 
 
@@ -181,18 +181,18 @@ def _parse(file: Path) -> tuple[_Entry, ...]:
             raise ValueError(f"{where}: has {len(words)} words, not three: role, name and token")
         role, name, token = words
         if role.upper() not in Access.__members__:
-            raise ValueError(f"{where}: the role {role!r} is none: it must be admin, service or read")
+            raise ValueError(f"{where}: role is {role!r}: it must be admin, service or read")
         if token.startswith("sha256:"):
             if not re.fullmatch(r"sha256:[0-9a-fA-F]{64}", token):
-                raise ValueError(f"{where}: after sha256: come 64 hexadecimal digits")
+                raise ValueError(f"{where}: sha256: must be followed by 64 hexadecimal digits")
             digest = bytes.fromhex(token.removeprefix("sha256:"))
-            weakness = "is a word that is no secret" if digest in _KNOWN_DIGESTS else ""
+            weakness = "is a well-known word" if digest in _KNOWN_DIGESTS else ""
         elif token.isascii() and token.isprintable():
             digest, weakness = _digest(token), _weakness(token)
         else:
             raise ValueError(f"{where}: the token is not printable ASCII")
         if any(entry.name == name or entry.digest == digest for entry in entries):
-            raise ValueError(f"{where}: {name!r} or its token is there twice")
+            raise ValueError(f"{where}: {name!r} or its token occurs twice")
         entries.append(_Entry(name, Access[role.upper()], digest, weakness))
     if not entries:
         raise ValueError(f"tokens file {file}: has no token")

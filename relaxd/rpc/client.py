@@ -1,4 +1,4 @@
-"""Clients: channels that bring a default deadline, the token, the trace context and the right retries to every call."""
+"""Clients: channels that add a default deadline, the token, the trace context and retries to every call."""
 
 import json
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from relaxd.rpc.tls import TlsFiles, open_channel
 from relaxd.telemetry import inject
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Largest message that is sent or received; larger columns travel by the board."""
+"""Maximum size of a message; larger columns go through the board."""
 DEFAULT_DEADLINE_SECONDS = 30.0
-"""Deadline of a unary call that was given none."""
+"""Deadline of unary calls without one."""
 DEFAULT_STREAM_DEADLINE_SECONDS = 330.0
-"""Deadline of a streaming call that was given none."""
+"""Deadline of streaming calls without one."""
 
 
 def channel(
@@ -27,17 +27,17 @@ def channel(
     tls: TlsFiles | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
-    """A channel for coroutines.
+    """Open a channel for coroutines.
 
     Args:
         address: host:port, or any gRPC target; with several addresses behind a name, calls go round-robin.
-        token: bearer token; by default the one of this process's environment (see read_token).
-        tls: whom to trust, over TLS; by default what this process's environment says (see TlsFiles).
+        token: bearer token; by default from the environment (see read_token).
+        tls: TLS files; by default from the environment (see TlsFiles).
         max_message_bytes: largest message.
 
     Calls without a timeout get a default deadline; the current span, if recorded, travels as `traceparent`.
 
-    Raises ValueError when the files of TLS are wrong, OSError or ValueError when the environment's token is.
+    Raises ValueError for invalid TLS files, OSError or ValueError for an invalid token in the environment.
     """
     plain = open_channel(
         grpc.aio, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
@@ -52,7 +52,7 @@ def sync_channel(
     tls: TlsFiles | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.Channel:
-    """A channel for threads and the command line; otherwise like `channel`."""
+    """Open a channel for threads and the command line; otherwise like `channel`."""
     plain = open_channel(
         grpc, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
     )
@@ -60,7 +60,7 @@ def sync_channel(
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
-    """The gRPC channel arguments of our clients."""
+    """Return the gRPC channel arguments of relaxd's clients."""
     names = [
         {"service": method.containing_service.full_name, "method": method.name}
         for method in methods()
@@ -85,11 +85,11 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.service_config", json.dumps(service_config)),
-        # A service that restarts is found again within a second, not after gRPC's default of up to two minutes.
+        # Reconnect to a restarted service within a second, instead of gRPC's default of up to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        # A peer whose host vanished without a word is noticed.
+        # Detect peers whose host vanished.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.use_local_subchannel_pool", 1),
@@ -102,7 +102,7 @@ def _call_metadata(token: str | None) -> Callable[[Any], list[tuple[str, Any]] |
     fixed = [("authorization", f"Bearer {token}")] if token else []
 
     def metadata(given: Any) -> list[tuple[str, Any]] | None:
-        # Without a span, a token or metadata of the caller's (the usual case) there is nothing to build.
+        # The usual case has no span, token or metadata, and builds nothing.
         if trace.get_current_span().is_recording():
             return [*(given or ()), *fixed, *inject().items()]
         return [*(given or ()), *fixed] if given or fixed else None

@@ -1,4 +1,4 @@
-"""Finding out in which container this process runs."""
+"""Id of the container in which this process runs."""
 
 import re
 from pathlib import Path
@@ -10,9 +10,9 @@ _DOCKER_FILE = re.compile(r" \S*/containers/([0-9a-f]{64})/\S+ /etc/(?:hostname|
 def container_id(mounts: Path = _MOUNTS) -> str:
     """Return the short id (12 hexadecimal digits) of the Docker container that this process runs in; "" outside.
 
-    Docker mounts /etc/hostname, /etc/hosts and /etc/resolv.conf from a folder that is named by the full id. The host
-    name is not always the id (`uts: host`, `network_mode: host` and `hostname: ...` set others), and /proc/self/cgroup
-    doesn't have it under version 2 of cgroups.
+    Docker mounts /etc/hostname, /etc/hosts and /etc/resolv.conf from a folder named by the full id. The host name may
+    differ from the id (`uts: host`, `network_mode: host`, `hostname: ...`), and with cgroups v2 /proc/self/cgroup does
+    not have it.
 
     Args:
         mounts: the mount table to read, as in proc_pid_mountinfo(5).

@@ -1,4 +1,4 @@
-"""Secrets and certificates of a process, from files and the environment: never from its arguments."""
+"""Secrets and certificates of a process, from files and the environment, never from arguments."""
 
 import os
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from relaxd.rpc.access import Access, Tokens
 from relaxd.rpc.tls import TlsFiles
 
 REDIS_FILES = {"ca": "ssl_ca_certs", "certificate": "ssl_certfile", "key": "ssl_keyfile"}
-"""Files for TLS to Redis, and what redis-py calls them in a URL."""
+"""TLS files for Redis, and their names in redis-py's URLs."""
 
 
 def read_token(
     token_file: str = "", environment: Mapping[str, str] | None = None, variable: str = "RELAXD_TOKEN"
 ) -> str | None:
-    """The bearer token from a file, else from `variable`, else from the file named by `variable`_FILE, else None.
+    """Read the bearer token from a file, else from `variable`, else from the file named by `variable`_FILE, else None.
 
     Raises OSError when the file cannot be read, ValueError when the token is empty or not printable ASCII.
     """
@@ -33,14 +33,15 @@ def read_token(
 
 
 def read_tokens(role: str, file: str, token: str | None) -> Tokens | None:
-    """The tokens to accept. Raises OSError, ValueError: also when the other services would not accept `token`."""
+    """Read the tokens to accept. Raises OSError, ValueError; also if `token` is not valid for calling other
+    services."""
     if not file:
         return None
     tokens = Tokens(Path(file))
-    if role != "launcher":  # which calls nobody
+    if role != "launcher":  # it calls no other service
         found = tokens.access(token) if token else None
         if found is None or found[1] < Access.SERVICE:
-            problem = "there is none" if token is None else f'"{found[0]}" is no such' if found else "it isn't there"
+            problem = "there is none" if token is None else f'"{found[0]}" has role read' if found else "it isn't there"
             raise ValueError(
                 f"this service needs a token of its own (RELAXD_TOKEN or RELAXD_TOKEN_FILE) that {file} has with the "
                 f"role service or admin: {problem}"
@@ -49,20 +50,20 @@ def read_tokens(role: str, file: str, token: str | None) -> Tokens | None:
 
 
 def read_tls(role: str, values: Mapping[str, str]) -> TlsFiles:
-    """The files of TLS, checked. Raises ValueError."""
+    """Make and check TlsFiles. Raises ValueError."""
     tls = TlsFiles(**values)
     tls.check()
     if role != "launcher" and bool(tls.certificate) != bool(tls.ca):
         missing, given = ("ca", "certificate") if tls.certificate else ("certificate", "ca")
         raise ValueError(
-            f"RELAXD_TLS_{given.upper()} is set, but not RELAXD_TLS_{missing.upper()}: a service is called and calls "
-            "others, over TLS both or neither"
+            f"RELAXD_TLS_{given.upper()} is set, but not RELAXD_TLS_{missing.upper()}: a service uses TLS "
+            "both as a server and as a client, or not at all"
         )
     return tls
 
 
 def with_certificates(redis_url: str, files: Mapping[str, str]) -> str:
-    """The URL with the files for TLS ("ca", "certificate", "key"; "" for none) in its query.
+    """Add TLS files ("ca", "certificate", "key"; "" for none) to the query of a Redis URL.
 
     Raises OSError, ValueError.
     """
@@ -72,7 +73,7 @@ def with_certificates(redis_url: str, files: Mapping[str, str]) -> str:
     if not given:
         return redis_url
     if parts.scheme != "rediss":
-        raise ValueError(f"files for TLS to Redis go with a rediss:// URL, not {parts.scheme}://")
+        raise ValueError(f"TLS files for Redis need a rediss:// URL, not {parts.scheme}://")
     for file in given.values():
         with open(file, "rb"):
             pass
@@ -81,7 +82,7 @@ def with_certificates(redis_url: str, files: Mapping[str, str]) -> str:
 
 
 def with_password(redis_url: str, file: str) -> str:
-    """The URL with the password that a file holds. Raises OSError, ValueError."""
+    """Add the password in a file to a Redis URL. Raises OSError, ValueError."""
     if not file:
         return redis_url
     password = Path(file).read_text(encoding="utf-8").strip()
@@ -89,6 +90,6 @@ def with_password(redis_url: str, file: str) -> str:
     if not password:
         raise ValueError(f"the Redis password in {file} is empty")
     if parts.scheme == "unix" or parts.password:
-        raise ValueError(f"a Redis password file ({file}) goes with a redis:// URL that has no password of its own")
+        raise ValueError(f"a Redis password file ({file}) needs a redis:// URL without a password")
     user, _, host = parts.netloc.rpartition("@")
     return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}").geturl()

@@ -1,7 +1,7 @@
-"""Errors that cross the wire: raised by handlers as exceptions, answered as gRPC statuses, explained to people.
+"""Errors on the wire: exceptions that handlers raise, as gRPC statuses.
 
-A handler says what is wrong with the caller's request by raising an RpcError. Anything else that leaves a handler is a
-bug of ours and is answered with INTERNAL (see relaxd.rpc.interceptor).
+A handler rejects a request by raising an RpcError. Any other exception is a bug and becomes INTERNAL (see
+relaxd.rpc.interceptor).
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata key in which gRPC carries a serialized google.rpc.Status."""
 MAX_SECONDS = 86400.0
-"""Longest time that a caller may give anything."""
+"""Maximum of durations in requests."""
 MAX_VIOLATIONS = 16
-"""Violations that are named one by one; of more, the number is told."""
+"""Maximum violations listed; of the rest, the error has the number."""
 MAX_DESCRIPTION, MAX_FIELD = 400, 100
 MAX_MESSAGE, MAX_DETAILS = 2500, 2500
-"""Of an error on the wire, in bytes (of the message: as gRPC escapes it). It travels in HTTP/2 trailers, and gRPC's
-clients refuse trailers above 8 KiB."""
+"""Limits of an error on the wire, in bytes (messages: as gRPC escapes them). It is sent in HTTP/2 trailers, which gRPC
+clients reject above 8 KiB."""
 
 
 class ServerError(Exception):
-    """A server cannot be started; the message is for the person who started it."""
+    """A server cannot start; the message says why."""
 
 
 class RpcError(Exception):
-    """A status to answer a call with.
+    """An error status of a call.
 
-    `message` is one sentence for people; `details` are protobuf messages that go into google.rpc.Status.details.
+    `message` is a sentence for people; `details` are protobuf messages for google.rpc.Status.details.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
@@ -44,11 +44,11 @@ class RpcError(Exception):
 
     @property
     def short_message(self) -> str:
-        """The message, shortened if it is too long for the wire."""
+        """The message, shortened for the wire."""
         return shortened(self.message, MAX_MESSAGE)
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """The google.rpc.Status of this error as trailing metadata; empty when there are no details, or too many."""
+        """Return this error's google.rpc.Status as trailing metadata; empty without details that fit."""
         if not self.details:
             return ()
         status = status_pb2.Status(code=self.code.value[0], message=shortened(self.message, MAX_DETAILS // 5))
@@ -61,7 +61,7 @@ class RpcError(Exception):
 
 
 class InvalidArgument(RpcError):
-    """The request is wrong whatever the state of the service; `violations` are (field, description) pairs."""
+    """The request is invalid, whatever the state of the service; `violations` are (field, description) pairs."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -78,7 +78,7 @@ class InvalidArgument(RpcError):
 
     @classmethod
     def from_validation(cls, error: pydantic.ValidationError, prefix: str = "") -> "InvalidArgument":
-        """The same mistakes that pydantic found, each field named with `prefix` before it."""
+        """Convert pydantic's errors; `prefix` is prepended to each field's name."""
         violations = Violations()
         for mistake in error.errors(include_url=False):
             place = ".".join(str(part) for part in mistake["loc"])
@@ -87,43 +87,43 @@ class InvalidArgument(RpcError):
 
 
 class NotFound(RpcError):
-    """What the request names does not exist."""
+    """The requested object does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
 
 
 class AlreadyExists(RpcError):
-    """What the request wants to create exists."""
+    """The object to create exists already."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
 
 
 class FailedPrecondition(RpcError):
-    """The service is not in a state in which the call makes sense; repeating it unchanged does not help."""
+    """The service's state does not allow the call; retrying it unchanged does not help."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class Aborted(RpcError):
-    """The work was begun and given up because of something that happened meanwhile."""
+    """The work was started and then abandoned because of another event."""
 
     code = grpc.StatusCode.ABORTED
 
 
 class Unavailable(RpcError):
-    """The service cannot do this just now; the caller may try again."""
+    """The service is temporarily unable to do this; the caller may retry."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
 
 class ResourceExhausted(RpcError):
-    """Too large, or too many at once."""
+    """A limit on size or number is exceeded."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class DeadlineExceeded(RpcError):
-    """The work took longer than it was allowed to."""
+    """The work exceeded its deadline."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -135,60 +135,60 @@ class Unauthenticated(RpcError):
 
 
 class PermissionDenied(RpcError):
-    """The caller is known, but may not do this."""
+    """The caller's role does not allow the call."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class Unimplemented(RpcError):
-    """The service does not offer this."""
+    """The service does not implement this."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
 
 
 class Violations:
-    """Collects what is wrong with a request, so that the caller learns of every mistake at once."""
+    """Collects the mistakes of a request, to report all of them at once."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []
-        """The first MAX_VIOLATIONS of them: a list of a million wrong things is not answered in full."""
+        """The first MAX_VIOLATIONS."""
         self._count = 0
 
     def add(self, field: str, description: str) -> None:
-        """Note that `field` is wrong; the description says what it is and what would be right."""
+        """Add a violation; the description says what the value is and what would be right."""
         self._count += 1
         if self._count <= MAX_VIOLATIONS:
             self.found.append((field, description))
 
     def check(self, condition: object, field: str, description: str) -> bool:
-        """Note the violation unless the condition holds. Returns whether it holds."""
+        """Add a violation unless the condition is true. Returns the condition."""
         if not condition:
             self.add(field, description)
         return bool(condition)
 
     def check_seconds(self, seconds: float, field: str) -> bool:
-        """Note the violation unless `seconds` is a time that something may be given: positive, at most MAX_SECONDS."""
+        """Add a violation unless `seconds` is positive and at most MAX_SECONDS."""
         return self.check(
             0 < seconds <= MAX_SECONDS, field, f"is {seconds:g}: it must be positive, and at most {MAX_SECONDS:g}"
         )
 
     def error(self) -> InvalidArgument:
-        """What was found so far, as an error."""
+        """Return the violations as an error."""
         told = [f"{field}: {shortened(text, MAX_DESCRIPTION)}" for field, text in self.found]
         if self._count > MAX_VIOLATIONS:
             told.append(f"and {self._count - MAX_VIOLATIONS} more")
         return InvalidArgument("; ".join(told), self.found)
 
     def raise_if_any(self) -> None:
-        """Raise InvalidArgument when anything was found."""
+        """Raise InvalidArgument if there are violations."""
         if self.found:
             raise self.error()
 
 
 def shortened(text: str, max_bytes: int) -> str:
-    """The beginning of a text that may have come from anybody, with a word about what is left out.
+    """Cut a text at `max_bytes` and add its length.
 
-    Bytes are counted as gRPC escapes them: three for each that is no printable ASCII.
+    Bytes are counted as gRPC escapes them: three for each byte that isn't printable ASCII.
     """
     count = 0
     for place, character in enumerate(text[: max_bytes + 1]):
@@ -199,7 +199,7 @@ def shortened(text: str, max_bytes: int) -> str:
 
 
 def field_violations(error: grpc.RpcError) -> list[tuple[str, str]]:
-    """The (field, description) pairs that a server sent with an error; empty when it sent none."""
+    """Return the (field, description) pairs that a server sent with an error."""
     for key, value in getattr(error, "trailing_metadata", lambda: None)() or ():
         if key == STATUS_DETAILS_KEY:
             return _violations_in(value)
@@ -215,13 +215,12 @@ def _violations_in(serialized: str | bytes) -> list[tuple[str, str]]:
             if detail.Unpack(bad_request):
                 return [(violation.field, violation.description) for violation in bad_request.field_violations]
     except DecodeError:
-        # Not a google.rpc.Status: the plain message still says what happened.
-        pass
+        pass  # not a google.rpc.Status; the message says what happened
     return []
 
 
 def explain(error: grpc.RpcError) -> str:
-    """One readable sentence about a failed call: the status, the server's message, its field violations."""
+    """Format a failed call: status, message, field violations."""
     code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     message = getattr(error, "details", lambda: str(error))() or "no details"
     told = "; ".join(f"{field}: {text}" for field, text in field_violations(error) if text not in message)

@@ -1,6 +1,6 @@
-"""`python -m relaxd.rpc.health_check`: whether a service of this machine serves, for container health checks.
+"""`python -m relaxd.rpc.health_check`: check that a service on this machine serves, for container health checks.
 
-It imports gRPC and nothing else: a container is asked every few seconds.
+It imports only gRPC, because containers run it every few seconds.
 """
 
 import os
@@ -12,39 +12,39 @@ import grpc
 SERVING = b"\x08\x01"
 """grpc.health.v1.HealthCheckResponse with status SERVING, on the wire."""
 SECONDS = 2.0
-"""How long the service may take to answer."""
+"""Deadline of the check."""
 
 
 def check(address: str, seconds: float = SECONDS) -> str:
-    """ "" when the service at `address` (host:port) serves, else what is wrong."""
+    """Return "" if the service at `address` (host:port) serves, else the problem."""
     try:
         opened = _channel(address)
     except OSError as error:
-        return f"the files of TLS cannot be read: {error}"
+        return f"the TLS files cannot be read: {error}"
     with opened as channel:
         ask = channel.unary_unary("/grpc.health.v1.Health/Check", bytes, bytes)
         try:
-            # An empty HealthCheckRequest asks about the server as a whole.
+            # An empty HealthCheckRequest checks the server as a whole.
             answer = ask(b"", timeout=seconds)
         except grpc.RpcError as error:
             return f"{address} does not answer: {error.code().name}: {error.details()}"
-    return "" if answer == SERVING else f"{address} does not serve: it starts, drains or has no coordinator"
+    return "" if answer == SERVING else f"{address} does not serve: it is starting, draining or without a coordinator"
 
 
 def _channel(address: str) -> grpc.Channel:
-    """Plain, or over TLS where the service's own settings are in the environment."""
+    """Open a channel, over TLS if the environment has the service's TLS settings."""
     options: list[tuple[str, object]] = [("grpc.enable_http_proxy", 0)]
     files = {name: os.environ.get(f"RELAXD_TLS_{name}") for name in ("CA", "KEY", "CERTIFICATE")}
     if not files["CA"]:
         return grpc.insecure_channel(address, options=options)
-    # The service's certificate is for the name by which others call it; here, it is called by address.
+    # The certificate has the name by which others call the service; here it is called by address.
     options.append(("grpc.ssl_target_name_override", os.environ.get("RELAXD_TLS_NAME") or "localhost"))
     credentials = grpc.ssl_channel_credentials(*(Path(file).read_bytes() if file else None for file in files.values()))
     return grpc.secure_channel(address, credentials, options=options)
 
 
 def main() -> int:
-    """Check the address given as argument, else loopback at RELAXD_PORT; returns the exit code."""
+    """Check the address given as argument, else loopback at RELAXD_PORT. Returns the exit code."""
     address = sys.argv[1] if len(sys.argv) > 1 else f"127.0.0.1:{os.environ.get('RELAXD_PORT') or 50050}"
     problem = check(address)
     print(problem or f"{address} serves")

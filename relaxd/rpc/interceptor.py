@@ -1,6 +1,6 @@
-"""What happens around every handler: authentication, the default deadline, the span, the mapping of errors.
+"""The server interceptor: authentication, default deadlines, spans, mapping of errors.
 
-One interceptor does all of it, because each of them costs a call some tens of microseconds.
+It is a single one because each interceptor adds tens of microseconds to a call.
 """
 
 import asyncio
@@ -22,21 +22,21 @@ from relaxd.rpc.access import Tokens
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError, explain
 
 DEFAULT_DEADLINE_SECONDS = 120.0
-"""Deadline of a unary call that comes without one (typed into grpcurl, say)."""
+"""Deadline of unary calls without one, such as from grpcurl."""
 DEFAULT_STREAM_DEADLINE_SECONDS = 330.0
-"""Deadline of a streaming call that comes without one; the longest WatchRun takes 300 s."""
+"""Deadline of streaming calls without one; the longest WatchRun takes 300 s."""
 
 HEALTH = "/grpc.health.v1.Health/"
-"""Health is asked by probes, which have no token, and Health/Watch has no deadline by design."""
+"""Not wrapped: probes have no token, and Health/Watch has no deadline by design."""
 
 ALMOST_SECONDS = 0.1
-"""A call that is cancelled this long before its deadline was cancelled by it: the caller's clock ends it first."""
+"""A call cancelled within this time before its deadline exceeded it, by the caller's clock."""
 
 _log = logging.getLogger(__name__)
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler but those of the health service."""
+    """Wraps every handler except those of the health service."""
 
     def __init__(self, *, tokens: Tokens | None, deadline_seconds: float, stream_deadline_seconds: float) -> None:
         self._tokens = tokens
@@ -68,7 +68,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         deadline = self._stream_deadline_seconds if streaming else self._deadline_seconds
         make = getattr(grpc, f"{kind}_rpc_method_handler")
 
-        # gRPC answers a request that its deserializer refuses with UNKNOWN, so a single message is parsed here.
+        # gRPC maps errors of the deserializer to UNKNOWN, so single messages are parsed here.
         parse = handler.request_deserializer if not handler.request_streaming else None
 
         async def call(request: Any, context: Any) -> Any:
@@ -87,7 +87,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if inspect.isasyncgenfunction(behavior):
             wrapped = generate
         elif not inspect.iscoroutinefunction(behavior):
-            # The generated base class's own methods; ours are all asynchronous.
+            # Methods of the generated base class; relaxd's handlers are all asynchronous.
             wrapped = unimplemented
         return make(
             wrapped,
@@ -122,22 +122,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raise
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
-                answer: RpcError = DeadlineExceeded(
-                    f"{method} took longer than the {deadline_seconds:g} s it is allowed"
-                )
+                answer: RpcError = DeadlineExceeded(f"{method} took longer than its deadline of {deadline_seconds:g} s")
             else:
                 _log.exception("bug in the handler of %s", method)
                 answer = _Internal(f"internal error in {method}: {_short(error)}")
             if observed:
                 observed.code = answer.code
             await _abort(context, answer)
-        except (asyncio.CancelledError, GeneratorExit) as left:
-            # gRPC cancels the handler when its caller has left, and closes the generator of a stream from another task.
-            code = _why_ended(context)
-            _log.info("%s ended unanswered: %s", method, code.name)
+        except (asyncio.CancelledError, GeneratorExit) as cancelled:
+            # gRPC cancels the handler when its caller is gone, and closes a stream's generator from another task.
+            code = _cancelled_status(context)
+            _log.info("%s was cancelled: %s", method, code.name)
             if observed:
                 observed.code = code
-                observed.elsewhere = isinstance(left, GeneratorExit)
+                observed.in_other_task = isinstance(cancelled, GeneratorExit)
             raise
         finally:
             if observed:
@@ -149,17 +147,17 @@ class _Internal(RpcError):
 
 
 class _Observed:
-    """The span of a call, when its caller is traced, and its time."""
+    """Span (if the caller is traced) and duration of a call."""
 
     def __init__(self, method: str, carrier: dict[str, str]) -> None:
         self.code = grpc.StatusCode.OK
-        self.elsewhere = False
-        """Whether it ends in another task than it began in, and so in another context."""
+        self.in_other_task = False
+        """True if the call ends in another task, and so in another context, than it started in."""
         self._method = method
         self._begun = time.perf_counter()
         self._token = None
         if carrier:
-            # Calls outside any trace (heartbeats, a person's) begin none: they would bury the groups' traces.
+            # Calls outside any trace (such as heartbeats) start none: they would bury the groups' traces.
             parent = telemetry.extract(carrier)
             self._span = telemetry.tracer().start_span(method.removeprefix("/"), parent, SpanKind.SERVER)
             self._token = attach(trace.set_span_in_context(self._span))
@@ -175,12 +173,12 @@ class _Observed:
             if self.code is not grpc.StatusCode.OK:
                 self._span.set_status(Status(StatusCode.ERROR, status))
             self._span.end()
-            if not self.elsewhere:
+            if not self.in_other_task:
                 detach(self._token)
 
 
 def _parsed(parse: Callable[[bytes], Any] | None, request: Any) -> Any:
-    """The request; parsed here where gRPC didn't. Raises InvalidArgument: the bytes are no such message."""
+    """Parse the request unless gRPC did. Raises InvalidArgument."""
     if parse is None:
         return request
     try:
@@ -189,8 +187,8 @@ def _parsed(parse: Callable[[bytes], Any] | None, request: Any) -> Any:
         raise InvalidArgument(f"the request is not a message of this call's type: {error}") from error
 
 
-def _why_ended(context: Any) -> grpc.StatusCode:
-    """The status of a call whose handler was cancelled."""
+def _cancelled_status(context: Any) -> grpc.StatusCode:
+    """Return the status of a call whose handler was cancelled."""
     remaining = context.time_remaining()
     late = remaining is not None and remaining < ALMOST_SECONDS
     return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED

@@ -1,4 +1,4 @@
-"""How a server is entered: on which address, by whom, over what."""
+"""Server security: bind address, tokens, TLS."""
 
 import ipaddress
 import socket
@@ -10,20 +10,20 @@ from relaxd.rpc.tls import TlsFiles
 
 
 @dataclass(frozen=True)
-class Doors:
-    """What a server asks of its callers."""
+class ServerSecurity:
+    """Authentication of a server's callers."""
 
     tokens: Tokens | None = None
-    """Who may call what; None: everyone everything."""
+    """Accepted tokens; None accepts every call."""
     tls: TlsFiles = field(default_factory=TlsFiles)
-    """Its certificate, if it has one."""
+    """The server's certificate, if any."""
     allow_insecure: bool = False
-    """Listen beyond loopback without knowing who calls."""
+    """Allow listening beyond loopback without authentication."""
 
     def check(self, host: str) -> None:
-        """Raise ServerError when anyone who reaches `host` could call, or guess the token that it takes to call.
+        """Raise ServerError if the server would be open to anyone who reaches `host`, or its tokens are guessable.
 
-        A server on loopback may do as it likes, and so may one that was told to (allow_insecure).
+        Loopback and allow_insecure are exempt.
         """
         if self.allow_insecure or is_loopback(host):
             return
@@ -38,14 +38,14 @@ class Doors:
                 raise ServerError(f"{where}: {error}. Make one with `openssl rand -hex 32`; {trusted}") from None
         elif not self.tls.client_ca:
             raise ServerError(
-                f"{where} without authentication: whoever reaches it could start runs, which run code. Set a token "
-                "(RELAXD_TOKEN_FILE or RELAXD_TOKENS_FILE) or ask for clients' certificates (--tls-client-ca / "
+                f"{where} without authentication: anyone who reaches it could start runs, which run code. Set a token "
+                "(RELAXD_TOKEN_FILE or RELAXD_TOKENS_FILE) or require client certificates (--tls-client-ca / "
                 f"RELAXD_TLS_CLIENT_CA); {trusted}"
             )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens on a host (a name or an address) can be reached from this machine only."""
+    """Return True if a server that listens on `host` (name or address) is reachable from this machine only."""
     if not host:
         return False  # every address
     try:

@@ -1,4 +1,4 @@
-"""Starting a gRPC server: health, reflection, deadlines, authentication, errors, tracing, limits."""
+"""gRPC servers with health, reflection, deadlines, authentication, errors, tracing and limits."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from relaxd.rpc.client import MAX_MESSAGE_BYTES
 from relaxd.rpc.errors import ServerError
 from relaxd.rpc.interceptor import DEFAULT_DEADLINE_SECONDS, DEFAULT_STREAM_DEADLINE_SECONDS, CallInterceptor
 from relaxd.rpc.reflection import enable_reflection
-from relaxd.rpc.security import Doors
+from relaxd.rpc.security import ServerSecurity
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.tls import server_credentials
 
@@ -23,7 +23,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Service(NamedTuple):
-    """One gRPC service to serve. A plain tuple of the same three does as well."""
+    """A gRPC service to serve. A plain tuple works, too."""
 
     add: Callable[[Any, Any], None]
     """The generated add_<Name>Servicer_to_server."""
@@ -34,7 +34,7 @@ class Service(NamedTuple):
 
 
 class RunningServer:
-    """A server that listens. Health says NOT_SERVING until set_serving(True)."""
+    """A listening server. Its health is NOT_SERVING until set_serving(True)."""
 
     def __init__(
         self, server: grpc.aio.Server, host: str, port: int, health: health_aio.HealthServicer, names: Sequence[str]
@@ -47,13 +47,13 @@ class RunningServer:
         self.serving = False
 
     async def set_serving(self, serving: bool) -> None:
-        """Set the health of every service, and of the server as a whole (the empty name)."""
+        """Set the health of every service and of the server as a whole (the empty name)."""
         self.serving = serving
         for name in ("", *self._names):
             await self._health.set(name, _SERVING if serving else _NOT_SERVING)
 
     async def stop(self, grace_seconds: float = 0.0) -> None:
-        """Accept no more calls, let running ones end for at most grace_seconds, then cancel them."""
+        """Stop accepting calls, and cancel running ones after grace_seconds."""
         await self.set_serving(False)
         await self.server.stop(grace_seconds)
 
@@ -67,7 +67,7 @@ async def start_server(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    doors: Doors | None = None,
+    security: ServerSecurity | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
     stream_deadline_seconds: float = DEFAULT_STREAM_DEADLINE_SECONDS,
@@ -79,30 +79,32 @@ async def start_server(
     Args:
         services: (add_<Name>Servicer_to_server, servicer, full service name) of each service.
         host: address to listen on.
-        port: port to listen on; 0 takes a free one (see RunningServer.port).
-        doors: who may call, and whether over TLS; None lets everyone on this machine in. Health checks need no token.
-        max_message_bytes: largest message; a larger one is refused with RESOURCE_EXHAUSTED.
-        deadline_seconds: deadline of a unary call that comes without one; its handler is cancelled then.
+        port: port to listen on; 0 picks a free one (see RunningServer.port).
+        security: tokens and TLS; None accepts all calls, on loopback only. Health checks need no token.
+        max_message_bytes: maximum size of a message; larger ones fail with RESOURCE_EXHAUSTED.
+        deadline_seconds: deadline of unary calls without one, at which the handler is cancelled.
         stream_deadline_seconds: the same for streaming calls.
-        max_connection_age_seconds: age at which a client is asked to open another connection, so that clients that
-            spread their calls over the replicas behind one name find new ones; None: never. Calls in progress stay on
-            the old connection until they end, however long that takes.
-        serving: whether health says SERVING at once.
+        max_connection_age_seconds: age at which clients are asked to reconnect, so that those that balance over the
+            replicas behind one name find new ones; None: never. Calls in progress stay on the old connection until
+            they end.
+        serving: set health to SERVING at once.
 
-    Raises ServerError when the port is taken, the address cannot be listened on, or the doors aren't safe there.
+    Raises ServerError if the port is taken, the address is not available, or `security` is too weak for it.
     """
-    doors = doors or Doors()
-    doors.check(host)
+    security = security or ServerSecurity()
+    security.check(host)
     server = grpc.aio.server(
         interceptors=[
             CallInterceptor(
-                tokens=doors.tokens, deadline_seconds=deadline_seconds, stream_deadline_seconds=stream_deadline_seconds
+                tokens=security.tokens,
+                deadline_seconds=deadline_seconds,
+                stream_deadline_seconds=stream_deadline_seconds,
             )
         ],
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
-            # Two servers on one port would share its connections at random, without a word.
+            # Otherwise two servers on one port would silently share its connections at random.
             ("grpc.so_reuseport", 0),
             *_age_options(max_connection_age_seconds),
             ("grpc.keepalive_permit_without_calls", 1),
@@ -118,14 +120,14 @@ async def start_server(
     enable_reflection(server, [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name])
     try:
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if doors.tls.certificate:
-            bound = server.add_secure_port(address, server_credentials(doors.tls))
+        if security.tls.certificate:
+            bound = server.add_secure_port(address, server_credentials(security.tls))
         else:
             bound = server.add_insecure_port(address)
     except ValueError as error:
         raise ServerError(str(error)) from error
     except RuntimeError as error:
-        raise ServerError(_why_not_bound(host, port)) from error
+        raise ServerError(_bind_problem(host, port)) from error
     await server.start()
     running = RunningServer(server, host, bound, health, names)
     await running.set_serving(serving)
@@ -139,12 +141,12 @@ async def start_service(
     serving: bool = False,
     max_connection_age_seconds: float | None = None,
 ) -> RunningServer:
-    """Start the server of a service process as its settings say; otherwise like `start_server`."""
+    """Start the server of a service process with its settings; otherwise like `start_server`."""
     return await start_server(
         services,
         host=settings.host,
         port=settings.port,
-        doors=settings.doors,
+        security=settings.security,
         max_message_bytes=settings.max_message_bytes,
         deadline_seconds=settings.deadline_seconds,
         stream_deadline_seconds=settings.stream_deadline_seconds,
@@ -156,12 +158,12 @@ async def start_service(
 def _age_options(seconds: float | None) -> list[tuple[str, int]]:
     if seconds is None:
         return []
-    # No grace: gRPC cuts what is still running when a grace ends, also calls whose own deadline is later.
+    # No grace: at its end gRPC would cut running calls, even before their deadline.
     return [("grpc.max_connection_age_ms", int(seconds * 1000))]
 
 
-def _why_not_bound(host: str, port: int) -> str:
-    """gRPC only says that binding failed: find out why by trying it ourselves."""
+def _bind_problem(host: str, port: int) -> str:
+    """Explain why binding failed, by trying it: gRPC doesn't say."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -170,7 +172,7 @@ def _why_not_bound(host: str, port: int) -> str:
             probe.listen()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return f"port {port} on {host} is taken: stop what uses it, or choose another with --port / RELAXD_PORT"
+            return f"port {port} on {host} is taken: stop the process that uses it, or set another --port / RELAXD_PORT"
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         return f"cannot listen on port {port} of {host}: {reason} (--host / RELAXD_HOST, --port / RELAXD_PORT)"
-    return f"port {port} on {host} was taken a moment ago and is free again: try once more"
+    return f"port {port} on {host} was taken a moment ago but is free now: try again"

@@ -1,4 +1,4 @@
-"""The settings of a service process: every flag is also an environment variable."""
+"""Settings of a service process. Every flag is also an environment variable."""
 
 import argparse
 import os
@@ -16,88 +16,88 @@ from relaxd import __version__
 from relaxd.rpc.access import Tokens
 from relaxd.rpc.container_id import container_id
 from relaxd.rpc.credentials import REDIS_FILES, read_tls, read_token, read_tokens, with_certificates, with_password
-from relaxd.rpc.security import Doors
+from relaxd.rpc.security import ServerSecurity
 from relaxd.rpc.tls import TlsFiles
 
 COORDINATOR_PORT = 50050
-"""Where a coordinator listens unless told otherwise."""
+"""Default port of the coordinator."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
-    """How one service process is set up. What it works on comes from the coordinator."""
+    """Settings of one service process. Its run comes from the coordinator."""
 
     role: str
     """coordinator, trainer, rollout, reward, advantage or launcher."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 0
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
     advertise: str = ""
-    """host:port at which others reach this process; empty: worked out from host and port."""
+    """host:port at which others reach this process; empty: derived from host and port."""
     coordinator: str = f"127.0.0.1:{COORDINATOR_PORT}"
     """host:port of the coordinator."""
     redis: str = field(default="redis://127.0.0.1:6379/0", repr=False)
-    """URL of the Redis that holds the board, with its password, if it has one."""
+    """URL of the board's Redis, including its password."""
     replica_id: str = ""
-    """Unique name of this process."""
+    """Unique id of this process."""
     grace_seconds: float = 20.0
-    """Seconds that draining may take after SIGTERM."""
+    """Seconds to drain after SIGTERM."""
     launch_id: str = ""
-    """The name under which a launcher started this process, by which it is scaled in; empty: it never is."""
+    """Id under which a launcher started this process and can remove it; empty: never."""
     instance: str = ""
-    """The name under which whoever starts this process again when it ends knows it: the same over all its processes.
-    Empty: nobody would start it again. In a Docker container it is the container's short id, unless given."""
+    """Name of this process for the supervisor that restarts it; stays the same over restarts. Empty: it is not
+    restarted. Defaults to the container's short id in a Docker container."""
     standby: bool = False
-    """Register only when asked to (Replica.Join)."""
+    """Register only on request (Replica.Join)."""
     lease_seconds: float = 6.0
-    """Coordinator: a replica is dead after so many seconds without a heartbeat; it is asked for six in that time."""
+    """Coordinator: seconds without a heartbeat after which a replica is dead. Six heartbeats fit into it."""
     keep_runs: int = 50
-    """Coordinator: Redis remembers so many runs that have ended, the newest one always; their folders stay."""
+    """Coordinator: number of ended runs to keep in Redis, always the newest one; their folders stay."""
     keep_run_bytes: int = 256 << 20
-    """Coordinator: what those runs may take in Redis, together."""
+    """Coordinator: maximum bytes of those runs in Redis."""
     keep_run_days: float = 30.0
-    """Coordinator: how long it remembers them."""
+    """Coordinator: days to keep them."""
     gpu_lease_seconds: float = 60.0
-    """Coordinator: the GPUs of a replica go to others after so many seconds without a heartbeat, sooner if it is known
-    to have ended; by then it has ended what uses them. It should be longer than a coordinator takes to restart. Lower
+    """Coordinator: seconds without a heartbeat after which a replica's GPUs are leased to others, sooner if it is known
+    to have ended; by then it has ended the processes that use them. Should exceed the coordinator's restart time. Lower
     it only while no replica runs."""
     launcher: str = ""
-    """Coordinator: host:port of the launcher that starts replicas; empty: there is none."""
+    """Coordinator: host:port of the launcher that starts replicas; empty: none."""
     project: str = ""
-    """Launcher: the compose project whose services it starts more of; empty: that of its own container."""
+    """Launcher: compose project whose services it scales; empty: that of its own container."""
     log_level: str = "info"
     """debug, info, warning or error."""
     deadline_seconds: float = 120.0
-    """How long a unary call may take that comes without a deadline of its own (typed into grpcurl, say)."""
+    """Deadline of unary calls without one, such as from grpcurl."""
     stream_deadline_seconds: float = 330.0
-    """The same for streaming calls; the longest WatchRun takes 300 s."""
+    """Deadline of streaming calls without one; the longest WatchRun takes 300 s."""
     max_message_bytes: int = 64 << 20
-    """Largest message that is taken in or sent out; larger columns travel by the board."""
+    """Maximum size of a message; larger columns go through the board."""
     engine_python: str = ""
-    """Rollout: Python interpreter of the engine's process, which has relaxd and the engine installed; empty: this
-    process's own."""
+    """Rollout: Python interpreter of the engine's process, with relaxd and the engine installed; empty: the interpreter
+    of this process."""
     sglang_url: str = ""
-    """Rollout: base URL of the SGLang server to use where the run's engine is sglang_external."""
+    """Rollout: base URL of the SGLang server for runs with engine sglang_external."""
     sglang_key: str | None = field(default=None, repr=False)
-    """Rollout: that server's API key; None where it has none."""
+    """Rollout: API key of that server, if it needs one."""
     token: str | None = field(default=None, repr=False)
-    """Bearer token of this process's calls; unless there are `tokens`, also the one that calls to it must carry."""
+    """Bearer token of this process's calls; without `tokens`, also the one that its callers need."""
     tokens: Tokens | None = None
-    """The tokens that calls must carry."""
+    """Tokens to accept."""
     tls: TlsFiles = field(default_factory=TlsFiles)
-    """Certificates."""
+    """TLS files."""
     allow_insecure: bool = False
-    """Listen beyond loopback without any authentication."""
+    """Allow listening beyond loopback without authentication."""
     allowed_rewards: tuple[str, ...] = ()
-    """Reward: what Reward.Score may be asked for, besides the bundled rewards and that of the run."""
+    """Reward: rewards that Reward.Score accepts, besides the bundled ones and that of the run."""
 
     @property
-    def doors(self) -> Doors:
-        """What callers of this process need."""
+    def security(self) -> ServerSecurity:
+        """Authentication of callers."""
         tokens = self.tokens or (Tokens(token=self.token) if self.token else None)
-        return Doors(tokens, self.tls, self.allow_insecure)
+        return ServerSecurity(tokens, self.tls, self.allow_insecure)
 
 
 @dataclass(frozen=True)
@@ -231,10 +231,10 @@ def parse_settings(
 
     Args:
         role: coordinator, trainer, rollout, reward, advantage or launcher.
-        arguments: instead of sys.argv[1:].
-        environment: instead of os.environ.
+        arguments: default sys.argv[1:].
+        environment: default os.environ.
 
-    A wrong value ends the process with code 2 and a message that names the flag or the variable, as argparse does.
+    An invalid value exits with code 2 and a message that names the flag or the variable, as argparse does.
     """
     environment = os.environ if environment is None else environment
     parser = argparse.ArgumentParser(
@@ -251,7 +251,7 @@ def parse_settings(
     given = vars(parser.parse_args(sys.argv[1:] if arguments is None else arguments))
     if given.get("redis") and urlsplit(given["redis"]).password:
         parser.error(
-            "argument --redis: has a password, which everyone on this machine can read in the list of processes: use "
+            "argument --redis: has a password, which every user of this machine can see in the process list: use "
             "--redis-password-file, or the environment variable RELAXD_REDIS"
         )
     values = {}
@@ -274,7 +274,7 @@ def parse_settings(
 
 
 def _new_replica_id(role: str) -> str:
-    """A name that no other process has, with the container's id, or else the host's name, in it for people."""
+    """Make a unique id that shows the container's id, or else the host's name."""
     host = container_id() or re.sub(r"[^A-Za-z0-9-]", "", socket.gethostname().partition(".")[0])[:24]
     return "-".join(part for part in (role, host, uuid.uuid4().hex[:6]) if part)
 
@@ -295,57 +295,57 @@ def _flags(role: str) -> list[_Flag]:
     is_coordinator = role == "coordinator"
     flags = [
         _Flag("host", str, settings.host, "address to listen on"),
-        _Flag("port", _port, COORDINATOR_PORT if is_coordinator else 0, "port to listen on; 0 takes a free one"),
+        _Flag("port", _port, COORDINATOR_PORT if is_coordinator else 0, "port to listen on; 0 picks a free one"),
         _Flag("advertise", _address, "", "host:port at which others reach this process"),
         _Flag("coordinator", _address, settings.coordinator, "host:port of the coordinator"),
-        _Flag("redis", _redis_url, settings.redis, "URL of the Redis that holds the board"),
-        _Flag("redis-password-file", str, "", "file with the password of that Redis"),
+        _Flag("redis", _redis_url, settings.redis, "URL of the board's Redis"),
+        _Flag("redis-password-file", str, "", "file with that Redis's password"),
         _Flag("redis-ca", str, "", "file with the CA of that Redis's certificate (rediss://)"),
-        _Flag("redis-certificate", str, "", "file with the certificate to show to that Redis"),
+        _Flag("redis-certificate", str, "", "file with the client certificate for that Redis"),
         _Flag("redis-key", str, "", "file with that certificate's key"),
-        _Flag("replica-id", str, _new_replica_id(role), "unique name of this process"),
-        _Flag("grace-seconds", _seconds, settings.grace_seconds, "seconds that draining may take after SIGTERM"),
-        _Flag("lease-seconds", _seconds, settings.lease_seconds, "a replica is dead after so long without a heartbeat"),
-        _Flag("keep-runs", _count, settings.keep_runs, "ended runs that Redis remembers"),
-        _Flag("keep-run-bytes", _count, settings.keep_run_bytes, "bytes of Redis that ended runs may take together"),
-        _Flag("keep-run-days", _seconds, settings.keep_run_days, "days for which Redis remembers an ended run"),
+        _Flag("replica-id", str, _new_replica_id(role), "unique id of this process"),
+        _Flag("grace-seconds", _seconds, settings.grace_seconds, "seconds to drain after SIGTERM"),
+        _Flag("lease-seconds", _seconds, settings.lease_seconds, "seconds without a heartbeat until a replica is dead"),
+        _Flag("keep-runs", _count, settings.keep_runs, "number of ended runs to keep in Redis"),
+        _Flag("keep-run-bytes", _count, settings.keep_run_bytes, "maximum bytes of ended runs in Redis"),
+        _Flag("keep-run-days", _seconds, settings.keep_run_days, "days to keep an ended run in Redis"),
         _Flag(
             "gpu-lease-seconds",
             _positive_seconds,
             settings.gpu_lease_seconds,
-            "the GPUs of a replica go to others after so long without a heartbeat",
+            "seconds without a heartbeat until a replica's GPUs are leased to others",
         ),
         _Flag("launcher", _address, "", "host:port of the launcher that starts replicas"),
-        _Flag("project", str, "", "compose project; that of this container unless given"),
-        _Flag("launch-id", str, "", "name under which a launcher started this process"),
-        _Flag("instance", str, container_id(), "name under which it is started again when it ends"),
-        _Flag("standby", _switch, settings.standby, "register only when asked to (Replica.Join)"),
+        _Flag("project", str, "", "compose project; default: that of this container"),
+        _Flag("launch-id", str, "", "id under which a launcher started this process"),
+        _Flag("instance", str, container_id(), "name of this process, the same over restarts"),
+        _Flag("standby", _switch, settings.standby, "register only on request (Replica.Join)"),
         _Flag("log-level", _level, settings.log_level, ", ".join(LOG_LEVELS)),
         _Flag("token-file", str, "", "file with this service's bearer token; without a tokens file also the callers'"),
-        _Flag("tokens-file", str, "", "file with the tokens that callers may have, and their roles"),
+        _Flag("tokens-file", str, "", "file with the accepted tokens and their roles"),
         _Flag("tls-certificate", str, "", "file with this service's certificate"),
         _Flag("tls-key", str, "", "file with that certificate's key"),
         _Flag("tls-ca", str, "", "file with the CA of the other services' certificates"),
-        _Flag("tls-client-ca", str, "", "file with the CA of callers' certificates; each needs one"),
-        _Flag("tls-name", str, "", "name in the other services' certificates; that of their host unless given"),
+        _Flag("tls-client-ca", str, "", "file with the CA of client certificates, which callers then need"),
+        _Flag("tls-name", str, "", "name in the other services' certificates; default: their host"),
         _Flag("allow-insecure", _switch, False, "listen beyond loopback without authentication"),
-        _Flag("deadline-seconds", _positive_seconds, settings.deadline_seconds, "longest call that brings no deadline"),
+        _Flag("deadline-seconds", _positive_seconds, settings.deadline_seconds, "deadline of calls without one"),
         _Flag(
             "stream-deadline-seconds",
             _positive_seconds,
             settings.stream_deadline_seconds,
-            "longest streaming call that brings no deadline",
+            "deadline of streaming calls without one",
         ),
-        _Flag("max-message-bytes", _message_bytes, settings.max_message_bytes, "largest gRPC message"),
+        _Flag("max-message-bytes", _message_bytes, settings.max_message_bytes, "maximum size of a gRPC message"),
     ]
     if role == "rollout":
         flags += [
-            _Flag("engine-python", _program, "", "Python interpreter of the engine, if not this one"),
+            _Flag("engine-python", _program, "", "Python interpreter of the engine; default: this one"),
             _Flag("sglang-url", _http_url, "", "URL of the SGLang server of runs with engine sglang_external"),
             _Flag("sglang-key-file", str, "", "file with that server's API key"),
         ]
     if role == "reward":
-        flags.append(_Flag("allowed-rewards", _names, (), "rewards that Score may be asked for, with commas between"))
+        flags.append(_Flag("allowed-rewards", _names, (), "comma-separated rewards that Score accepts"))
     if role == "launcher":
         limits = ("deadline-seconds", "stream-deadline-seconds", "max-message-bytes")
         used = ("host", "port", "project", "replica-id", "log-level", "token-file", "tokens-file", *limits)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first asks to end, the second insists."""
+"""SIGTERM and SIGINT: the first requests a graceful end, the second ends at once."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ _log = logging.getLogger(__name__)
 
 
 def stop_signals() -> asyncio.Event:
-    """An event that is set by the first SIGTERM or SIGINT; a second one ends the process at once, with code 1.
+    """Return an event that the first SIGTERM or SIGINT sets; a second one ends the process at once, with code 1.
 
     Call it in the main thread, inside the event loop.
     """
@@ -17,9 +17,9 @@ def stop_signals() -> asyncio.Event:
 
     def on_signal(name: str) -> None:
         if requested.is_set():
-            _log.warning("%s again: ending at once", name)
+            _log.warning("%s again: exiting now", name)
             os._exit(1)
-        _log.info("%s: ending (once more to end at once)", name)
+        _log.info("%s: shutting down (again to exit now)", name)
         requested.set()
 
     loop = asyncio.get_running_loop()

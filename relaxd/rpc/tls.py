@@ -1,4 +1,4 @@
-"""TLS and mutual TLS: which files, what gRPC makes of them, and what is wrong when a connection fails."""
+"""TLS and mutual TLS: files, gRPC credentials and diagnosis of failed connections."""
 
 import logging
 import os
@@ -12,34 +12,34 @@ from typing import Any
 import grpc
 
 PROBE_SECONDS = 1.0
-"""How long finding out why a connection fails may take."""
+"""Deadline of the diagnosis of a failed connection."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files of a process, as paths; all empty: no TLS."""
+    """Paths of a process's PEM files; all empty: no TLS."""
 
     certificate: str = ""
-    """Its certificate, and those of intermediate authorities after it: shown to callers, and to servers that ask."""
+    """The process's certificate, followed by intermediate ones; presented to callers, and to servers on request."""
     key: str = ""
     """The certificate's private key, not encrypted."""
     ca: str = ""
-    """Certificates of the authorities whose servers are trusted. Set: every call is made over TLS."""
+    """CA certificates for servers. If set, every call uses TLS."""
     client_ca: str = ""
-    """Certificates of the authorities whose clients are let in. Set: a caller without such a certificate isn't."""
+    """CA certificates for clients. If set, callers need a certificate."""
     name: str = ""
-    """The name that a server's certificate must have; empty: the host that is called."""
+    """Name to expect in servers' certificates; empty: the host of the address."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "TlsFiles":
-        """RELAXD_TLS_CERTIFICATE, _KEY, _CA, _CLIENT_CA and _NAME."""
+        """Read RELAXD_TLS_CERTIFICATE, _KEY, _CA, _CLIENT_CA and _NAME."""
         environment = os.environ if environment is None else environment
         return cls(**{field: environment.get(f"RELAXD_TLS_{field.upper()}", "") for field in cls.__dataclass_fields__})
 
     def check(self) -> None:
-        """Raise ValueError unless the files are there, of the right kind, and fit each other."""
+        """Raise ValueError unless the files exist, are valid and match."""
         if bool(self.certificate) != bool(self.key):
             missing, given = ("key", "certificate") if self.certificate else ("certificate", "key")
             raise ValueError(f"{_setting(given)} is set, but not {_setting(missing)}")
@@ -55,8 +55,8 @@ class TlsFiles:
                 context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
             except ssl.SSLError as error:
                 raise ValueError(
-                    f"{self.certificate} and {self.key} are no certificate and its unencrypted private key, both PEM: "
-                    f"{error.reason or error}"
+                    f"{self.certificate} and {self.key} must be a certificate and its unencrypted private key, "
+                    f"both PEM: {error.reason or error}"
                 ) from error
         for field in ("ca", "client_ca"):
             if file := getattr(self, field):
@@ -64,11 +64,11 @@ class TlsFiles:
                 try:
                     context.load_verify_locations(file)
                 except ssl.SSLError as error:
-                    raise ValueError(f"{_setting(field)}: there is no PEM certificate in {file}") from error
+                    raise ValueError(f"{_setting(field)}: {file} has no PEM certificate") from error
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """What a server needs that has a certificate. When the files change, new connections get what is in them.
+    """Make a server's credentials. When the files change, new connections use the new ones.
 
     Raises ValueError: see TlsFiles.check.
     """
@@ -79,7 +79,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 
 def open_channel(kind: Any, address: str, options: list[tuple[str, Any]], files: TlsFiles) -> Any:
-    """A channel of `kind` (grpc or grpc.aio): plain unless a CA is named.
+    """Open a channel of `kind` (grpc or grpc.aio), over TLS if `files` has a CA.
 
     Raises ValueError: see TlsFiles.check.
     """
@@ -94,21 +94,21 @@ def open_channel(kind: Any, address: str, options: list[tuple[str, Any]], files:
 
 
 def connection_hint(address: str, details: str, files: TlsFiles) -> str:
-    """What keeps TLS, or the lack of it, from working with a server that gRPC calls UNAVAILABLE; "" if nothing does.
+    """Explain the TLS problem with a server that gRPC calls UNAVAILABLE; "" if there is none.
 
     Args:
         address: host:port of the server.
-        details: what gRPC said.
-        files: of the caller.
+        details: the details of gRPC's error.
+        files: the caller's TLS files.
 
-    May connect to the server to find out, for a second.
+    May connect to the server for up to a second.
     """
     if not files.ca:
         if not _probe(address, files):
             return ""
-        return f"it speaks TLS: name the CA of its certificate with {_setting('ca')}"
+        return f"it uses TLS: set {_setting('ca')} to the CA of its certificate"
     if "WRONG_VERSION_NUMBER" in details:
-        return f"it does not speak TLS: unset {_setting('ca')}, or give it a certificate"
+        return f"it does not use TLS: unset {_setting('ca')}, or give it a certificate"
     if "certificate has expired" in details:
         return "its certificate has expired: renew it"
     if "Hostname Verification" in details:
@@ -118,15 +118,15 @@ def connection_hint(address: str, details: str, files: TlsFiles) -> str:
         return f"its certificate is not signed by a CA in {files.ca} ({_setting('ca')})"
     if _probe(address, files) == "refused":
         if not files.certificate:
-            return f"it asks for a client's certificate: set {_setting('certificate')} and {_setting('key')}"
-        return f"it refuses the certificate in {files.certificate}: expired, or not signed by its client CA"
+            return f"it requires a client certificate: set {_setting('certificate')} and {_setting('key')}"
+        return f"it rejects the certificate in {files.certificate}: expired, or not signed by its client CA"
     return ""
 
 
 def _probe(address: str, files: TlsFiles) -> str:
-    """ "" when no TLS server is at an address, "refused" when one refuses this client, else "accepted"."""
+    """Return "" if there is no TLS server at the address, "refused" if it rejects this client, else "accepted"."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # Nothing is sent and nothing believed; only how the handshake ends is of interest.
+    # Only the result of the handshake matters: nothing is sent or trusted.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     host, _, port = address.rpartition(":")
@@ -137,7 +137,8 @@ def _probe(address: str, files: TlsFiles) -> str:
             socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS) as plain,
             context.wrap_socket(plain) as secure,
         ):
-            # With TLS 1.3 a client's certificate is judged after the handshake; a server that is content speaks first.
+            # With TLS 1.3 the server checks the client's certificate after the handshake; if it accepts, it sends
+            # first.
             try:
                 return "accepted" if secure.recv(1) else "refused"
             except TimeoutError:
@@ -151,14 +152,14 @@ def _probe(address: str, files: TlsFiles) -> str:
 
 
 class _Renewal:
-    """Asked by gRPC at each handshake: the new configuration once the files have changed, else None."""
+    """Returns the new configuration once the files have changed, else None; called by gRPC at each handshake."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
-        self._stamp = self._look()
+        self._stamp = self._stamps()
 
     def __call__(self) -> Any:
-        stamp = self._look()
+        stamp = self._stamps()
         if stamp == self._stamp:
             return None
         self._stamp = stamp
@@ -166,12 +167,12 @@ class _Renewal:
             self._files.check()
             configuration = _configuration(self._files)
         except (OSError, ValueError) as error:
-            _log.error("still using the certificate from before: %s", error)
+            _log.error("still using the former certificate: %s", error)
             return None
         _log.info("%s has changed: using it from now on", self._files.certificate)
         return configuration
 
-    def _look(self) -> list[tuple[int, int, int] | None]:
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
         stamps: list[tuple[int, int, int] | None] = []
         for file in filter(None, (self._files.certificate, self._files.key, self._files.client_ca)):
             try:

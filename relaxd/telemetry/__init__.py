@@ -1,4 +1,4 @@
-"""Traces, metrics and logs. Without OTEL_EXPORTER_OTLP_ENDPOINT nothing is recorded and it costs next to nothing."""
+"""Traces, metrics and logs. Without OTEL_EXPORTER_OTLP_ENDPOINT nothing is recorded, at almost no cost."""
 
 from relaxd.telemetry.logs import setup_logging
 from relaxd.telemetry.metrics import METRICS, Metric, record, record_step

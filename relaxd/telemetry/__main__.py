@@ -1,4 +1,4 @@
-"""Prints docs/metrics.md."""
+"""Print docs/metrics.md."""
 
 from relaxd.telemetry.metrics import markdown
 

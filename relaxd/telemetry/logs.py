@@ -1,4 +1,4 @@
-"""Logging: one line per record on standard error, for people or, with RELAXD_LOG_FORMAT=json, for machines."""
+"""Logging: one line per record on standard error, as text or, with RELAXD_LOG_FORMAT=json, as JSON."""
 
 import json
 import logging
@@ -19,10 +19,10 @@ class _Formatter(logging.Formatter):
 
 
 class TextFormatter(_Formatter):
-    """`2026-01-01T12:00:00.000Z INFO reward-3f9a message`; a traceback follows on lines of its own."""
+    """`2026-01-01T12:00:00.000Z INFO reward-3f9a message`; a traceback follows on separate lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record as text."""
+        """Format a record as text."""
         line = f"{self._time(record)} {record.levelname} {self.service} {record.getMessage()}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -31,7 +31,7 @@ class JsonFormatter(_Formatter):
     """One JSON object per line: time, level, service, logger, message, and trace_id, span_id, exception if any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record as JSON."""
+        """Format a record as JSON."""
         entry = {
             "time": self._time(record),
             "level": record.levelname,
@@ -48,13 +48,13 @@ class JsonFormatter(_Formatter):
 
 
 def setup_logging(service: str, level: str = "info") -> None:
-    """Send every log record of level `level` (debug, info, warning, error) or above to standard error.
+    """Send log records of at least `level` (debug, info, warning, error) to standard error.
 
-    `service` is named in each line: the replica id, or for a child process the replica id and what the child is.
+    `service` is shown in each line: the replica id, with the child's name in a child process.
     """
     json_lines = os.environ.get("RELAXD_LOG_FORMAT", "").lower() == "json"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service) if json_lines else TextFormatter(service))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # Exporters log every failed attempt with its traceback; a collector that is away is worth one line, not a flood.
+    # Exporters log a traceback for every failed attempt, which would flood the log while the collector is down.
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""Every metric of relaxd, in one table, and how to record them.
+"""The table of all metrics, and functions to record them.
 
 Step metrics are the numbers of one optimizer step: the board's ledger, metrics.jsonl and the live view have them under
-the table's names, OpenTelemetry under "relaxd.step.<name>". The others are recorded where they happen and are known to
-OpenTelemetry alone, as "relaxd.<name>". docs/metrics.md is made from this table (see relaxd/telemetry/__main__.py).
+the table's names, OpenTelemetry as "relaxd.step.<name>". The others are recorded where they happen and exist only in
+OpenTelemetry, as "relaxd.<name>". docs/metrics.md is generated from this table (see relaxd/telemetry/__main__.py).
 """
 
 import math
@@ -25,16 +25,16 @@ class Metric:
     name: str
     kind: Kind
     unit: str
-    """A UCUM unit, as OpenTelemetry wants it; "1" is a ratio or a plain number, "{token}" counts tokens."""
+    """UCUM unit, as in OpenTelemetry; "1" is a ratio or plain number, "{token}" counts tokens."""
     description: str
     attributes: tuple[str, ...] = ()
-    """What tells several series of the metric apart."""
+    """Attributes that distinguish series of the metric."""
     bounds: tuple[float, ...] | None = None
     """Upper bounds of a histogram's buckets."""
 
     @property
     def exported_name(self) -> str:
-        """Its name in OpenTelemetry."""
+        """Name in OpenTelemetry."""
         return f"relaxd.step.{self.name}" if self.kind == "step" else f"relaxd.{self.name}"
 
 
@@ -58,12 +58,14 @@ METRICS: dict[str, Metric] = {
             "{update}",
             "Updates of the step that were skipped because their loss or gradient wasn't finite: 0 or 1.",
         ),
-        Metric("lr", "step", "1", "Learning rate that the step used; of a skipped update, that of the one before."),
+        Metric("lr", "step", "1", "Learning rate of the step; for a skipped update, that of the step before."),
         Metric("reward_mean", "step", "1", "Mean reward of the step's samples."),
         Metric("reward_accuracy", "step", "1", "Mean of the reward part `accuracy`: share of right answers."),
         Metric("reward_format", "step", "1", "Mean of the reward part `format`: share of well-formed answers."),
-        Metric("response_length_mean", "step", "{token}", "Mean number of tokens after the prompt."),
-        Metric("staleness_mean", "step", "{version}", "Mean over tokens of (step - 1) - the version that wrote them."),
+        Metric("response_length_mean", "step", "{token}", "Mean number of response tokens."),
+        Metric(
+            "staleness_mean", "step", "{version}", "Mean over tokens of (step - 1) - the version that generated them."
+        ),
         Metric("staleness_max", "step", "{version}", "Largest staleness of a token of the step."),
         Metric(
             "logprob_difference",
@@ -86,8 +88,8 @@ METRICS: dict[str, Metric] = {
             "policy_drift",
             "step",
             "1",
-            "Mean absolute difference between the engine's log-probs when it wrote a trained token and the trainer's "
-            "now: how far staleness has moved the policy.",
+            "Mean absolute difference between the engine's log-probs when it generated a trained token and the "
+            "trainer's now: the policy's drift by staleness.",
         ),
         Metric("policy_drift_p99", "step", "1", "99th percentile of those differences, to 2 %."),
         Metric("policy_drift_max", "step", "1", "Largest of those differences."),
@@ -98,14 +100,13 @@ METRICS: dict[str, Metric] = {
             "correction_weight",
             "step",
             "1",
-            "Mean weight that algorithm.correction gave to the policy-gradient terms of trained tokens; 0 where one "
-            "was left out.",
+            "Mean weight of algorithm.correction on the policy-gradient terms of trained tokens; 0 for those left out.",
         ),
         Metric(
             "correction_fraction",
             "step",
             "1",
-            "Share of trained tokens whose weight was truncated (tis), or that were left out (icepop).",
+            "Share of trained tokens whose weight was truncated (tis) or that were left out (icepop).",
         ),
         Metric("kl", "step", "1", "Mean estimate of the KL divergence to the reference, when the loss has one."),
         Metric("entropy", "step", "1", "Mean entropy of the policy at the trained tokens, when the loss needs it."),
@@ -113,12 +114,12 @@ METRICS: dict[str, Metric] = {
             "expert_load_max",
             "step",
             "1",
-            "Tokens of a layer's fullest expert over the mean of its experts, in the layer where that is most. "
-            "Mixture-of-experts models only, as the next ones.",
+            "Tokens of a layer's fullest expert divided by the mean of its experts, maximum over layers. This and the "
+            "next ones: mixture-of-experts models only.",
         ),
         Metric("expert_load_mean", "step", "1", "The same, averaged over layers."),
-        Metric("expert_load_empty", "step", "1", "Share of experts that no token of the step went to."),
-        Metric("expert_dropped", "step", "1", "Share of tokens that an expert had no room for: always 0."),
+        Metric("expert_load_empty", "step", "1", "Share of experts without a token in the step."),
+        Metric("expert_dropped", "step", "1", "Share of tokens dropped for an expert's capacity: always 0."),
         Metric(
             "expert_balance_loss",
             "step",
@@ -126,7 +127,7 @@ METRICS: dict[str, Metric] = {
             "Load-balancing loss, averaged over layers, without its coefficient; 1 under an even load. With "
             "trainer.moe.aux_loss_coef or z_loss_coef only.",
         ),
-        Metric("expert_z_loss", "step", "1", "The routers' z-loss, likewise."),
+        Metric("expert_z_loss", "step", "1", "The routers' z-loss, averaged likewise."),
         Metric("tokens", "step", "{token}", "Tokens of the step, prompts included."),
         Metric("samples", "step", "{sample}", "Samples of the step."),
         Metric("groups", "step", "{group}", "Groups of the step."),
@@ -143,7 +144,7 @@ METRICS: dict[str, Metric] = {
             "asleep_seconds",
             "step",
             "s",
-            "Part of step_seconds in which the trainer slept, since it was the engines' turn, changing turns included. "
+            "Part of step_seconds in which the trainer slept during the engines' turn, including the switches. "
             "Colocated runs only.",
         ),
         Metric("step_file_seconds", "step", "s", "Part of step_seconds in which the step file was written."),
@@ -151,7 +152,7 @@ METRICS: dict[str, Metric] = {
             "trainer_idle_share",
             "step",
             "1",
-            "1 - train_seconds / step_seconds: the share in which the trainer's devices computed nothing.",
+            "1 - train_seconds / step_seconds: the share of time in which the trainer's devices did not compute.",
         ),
         Metric(
             "group_seconds", "step", "s", "From a group's publish to the end of its step; mean of the step's groups."
@@ -160,28 +161,28 @@ METRICS: dict[str, Metric] = {
             "queue_rollout_seconds",
             "step",
             "s",
-            "From a group's publish until a rollout replica began with it; mean of the step's groups.",
+            "From a group's publish until a rollout replica started on it; mean of the step's groups.",
         ),
         Metric(
             "generate_seconds",
             "step",
             "s",
-            "From then until the last of the group's samples had ended, pauses for weights included; mean of the "
-            "step's groups, of each its last attempt. The span `generate`.",
+            "From then until the group's last sample ended, pauses for weights included; last attempts, mean of the "
+            "step's groups. The span `generate`.",
         ),
         Metric("generate_seconds_max", "step", "s", "Longest of them."),
         Metric(
             "queue_reward_seconds",
             "step",
             "s",
-            "From the offer to the stage reward until it began; mean of the groups.",
+            "From the offer to the stage reward until its start; mean of the groups.",
         ),
         Metric("score_seconds", "step", "s", "Scoring a group; mean of the step's groups. The span `score`."),
         Metric(
             "queue_advantage_seconds",
             "step",
             "s",
-            "From the offer to the stage advantage until it began; mean of the groups.",
+            "From the offer to the stage advantage until its start; mean of the groups.",
         ),
         Metric(
             "advantage_seconds", "step", "s", "Advantages of a group; mean of the step's groups. The span `advantage`."
@@ -202,91 +203,94 @@ METRICS: dict[str, Metric] = {
             "sync_seconds",
             "step",
             "s",
-            "Weight synchronisations that ended since the last step was seen, failed ones included: mostly that of the "
-            "version before. Engines are paused in a part of it only (engine_paused_share), and the trainer goes on "
-            "until its next update (sync_wait_seconds).",
+            "Weight synchronisations that ended since the last step, failed ones included: mostly that of the version "
+            "before. Engines are paused in only a part of it (engine_paused_share), and the trainer continues until "
+            "its next update (sync_wait_seconds).",
         ),
         Metric(
             "engine_busy_share",
             "step",
             "1",
-            "Share of the time since the last step was seen in which an engine had samples to work on and was not "
-            "paused, for evaluations as well; mean of the engines.",
+            "Share of the time since the last step in which an engine had samples, evaluations included, and was not "
+            "paused; mean of the engines.",
         ),
         Metric(
             "engine_paused_share",
             "step",
             "1",
-            "Share in which an engine was paused for weights, whether it had samples or not; mean of the engines.",
+            "Share of time in which an engine was paused for weights, with or without samples; mean of the engines.",
         ),
         Metric(
             "engine_idle_share",
             "step",
             "1",
-            "The rest of the time: an engine had nothing to work on, or was asleep or starting; mean of the engines. "
-            "As `engine_idle_share_<replica>` of each, where there are several.",
+            "The rest of the time, in which an engine had no samples, slept or was starting; mean of the engines. "
+            "With several engines also `engine_idle_share_<replica>` of each.",
         ),
         Metric(
             "gpu_idle_share",
             "step",
             "1",
-            "1 - the utilisation that NVML tells (share of time in which a kernel ran), mean of the GPUs leased by "
-            "trainer and engines since the last step was seen. As `gpu_idle_share_<replica>` of each replica's.",
+            "1 - NVML's utilisation (share of time in which a kernel ran) since the last step, mean of the GPUs leased "
+            "by trainer and engines. Also `gpu_idle_share_<replica>` of each replica.",
         ),
         Metric("tokens_per_second", "step", "{token}/s", "tokens divided by step_seconds."),
         Metric(
             "checkpoint_seconds",
             "step",
             "s",
-            "Part of step_seconds in which training stood still for a checkpoint. Absent where it didn't.",
+            "Part of step_seconds in which a checkpoint blocked training. Absent without one.",
         ),
         Metric(
             "switch_seconds",
             "step",
             "s",
-            "Colocated runs only: seconds that changing turns took since the last step; the sum of what follows.",
+            "Colocated runs only: duration of the switches since the last step; the sum of the next ones.",
         ),
         Metric(
             "switch_engine_sleep_seconds",
             "step",
             "s",
-            "Part of switch_seconds in which the engines gave their memory back.",
+            "Part of switch_seconds in which the engines released their memory.",
         ),
         Metric(
             "switch_trainer_onload_seconds",
             "step",
             "s",
-            "Part of switch_seconds in which weights, gradients and optimizer state came back from the host's memory.",
+            "Part of switch_seconds in which weights, gradients and optimizer state were loaded from host memory.",
         ),
         Metric(
             "switch_transfer_seconds",
             "step",
             "s",
-            "Part of switch_seconds in which weights travelled from the trainer to the engines.",
+            "Part of switch_seconds in which weights were sent from the trainer to the engines.",
         ),
         Metric(
             "switch_trainer_offload_seconds",
             "step",
             "s",
-            "Part of switch_seconds in which they went to the host's memory.",
+            "Part of switch_seconds in which they were moved to host memory.",
         ),
         Metric(
-            "switch_engine_wake_seconds", "step", "s", "Part of switch_seconds in which the engines took memory again."
+            "switch_engine_wake_seconds",
+            "step",
+            "s",
+            "Part of switch_seconds in which the engines allocated memory again.",
         ),
         Metric(
             "engine_awake_bytes",
             "step",
             "By",
-            "Memory in use when the engines were about to sleep: of whole devices; on a CPU of the engines' processes.",
+            "Memory in use before the engines slept, of whole devices; on a CPU of the engines' processes.",
         ),
-        Metric("engine_asleep_bytes", "step", "By", "The same when they slept."),
+        Metric("engine_asleep_bytes", "step", "By", "The same while they slept."),
         Metric(
             "trainer_awake_bytes",
             "step",
             "By",
-            "Memory in use when the trainer was about to sleep: of the whole devices; on a CPU of its ranks.",
+            "Memory in use before the trainer slept, of whole devices; on a CPU of its ranks.",
         ),
-        Metric("trainer_asleep_bytes", "step", "By", "The same when it slept."),
+        Metric("trainer_asleep_bytes", "step", "By", "The same while it slept."),
         Metric(
             "weights_checksum",
             "step",
@@ -295,29 +299,29 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("eval_accuracy", "step", "1", "Greedy accuracy on the held-out prompts."),
         Metric("eval_format", "step", "1", "Share of well-formed greedy answers on the held-out prompts."),
-        Metric("eval_step", "step", "1", "Step after which the newest evaluation was begun. Not in metrics.jsonl."),
+        Metric("eval_step", "step", "1", "Step after which the newest evaluation started. Not in metrics.jsonl."),
         Metric("reward", "histogram", "1", "Reward of each trained sample.", _PER_RUN, _REWARDS),
         Metric(
             "response_length", "histogram", "{token}", "Response tokens of each trained sample.", _PER_RUN, _LENGTHS
         ),
         Metric("staleness", "histogram", "{version}", "Staleness of each trained sample.", _PER_RUN, _STALENESS),
-        Metric("groups.published", "gauge", "{group}", "Groups that were published so far.", _PER_RUN),
-        Metric("groups.trained", "gauge", "{group}", "Groups that committed steps trained so far.", _PER_RUN),
-        Metric("groups.dropped", "gauge", "{group}", "Groups that were dropped so far.", (*_PER_RUN, "relaxd.reason")),
+        Metric("groups.published", "gauge", "{group}", "Groups published so far.", _PER_RUN),
+        Metric("groups.trained", "gauge", "{group}", "Groups trained by committed steps so far.", _PER_RUN),
+        Metric("groups.dropped", "gauge", "{group}", "Groups dropped so far.", (*_PER_RUN, "relaxd.reason")),
         Metric("groups.open", "gauge", "{group}", "Groups that are neither trained nor dropped.", _PER_RUN),
-        Metric("queue.waiting", "gauge", "{group}", "Groups that wait before a stage.", _PER_STAGE),
-        Metric("queue.held", "gauge", "{group}", "Groups that a stage's replicas hold.", _PER_STAGE),
-        Metric("queue.wait_seconds", "histogram", "s", "Time a group waited before a stage.", _PER_STAGE, _SECONDS),
-        Metric("stage.seconds", "histogram", "s", "Time a stage worked on a group.", _PER_STAGE, _SECONDS),
-        Metric("generate.tokens", "counter", "{token}", "Tokens that an engine generated.", _PER_RUN),
+        Metric("queue.waiting", "gauge", "{group}", "Groups that wait for a stage.", _PER_STAGE),
+        Metric("queue.held", "gauge", "{group}", "Groups held by a stage's replicas.", _PER_STAGE),
+        Metric("queue.wait_seconds", "histogram", "s", "Time that a group waited for a stage.", _PER_STAGE, _SECONDS),
+        Metric("stage.seconds", "histogram", "s", "Time that a stage worked on a group.", _PER_STAGE, _SECONDS),
+        Metric("generate.tokens", "counter", "{token}", "Tokens generated by an engine.", _PER_RUN),
         Metric("generate.tokens_per_second", "gauge", "{token}/s", "Tokens per second of an engine.", _PER_RUN),
-        Metric("sync.seconds", "histogram", "s", "Time of one weight synchronisation.", _PER_RUN, _SECONDS),
+        Metric("sync.seconds", "histogram", "s", "Duration of a weight synchronisation.", _PER_RUN, _SECONDS),
         Metric("sync.failures", "counter", "{sync}", "Weight synchronisations that had to be repeated.", _PER_RUN),
         Metric(
             "checkpoint.seconds",
             "histogram",
             "s",
-            "Time from a checkpoint's begin until it is durable.",
+            "Time from a checkpoint's start until it is durable.",
             _PER_RUN,
             _SECONDS,
         ),
@@ -328,7 +332,7 @@ METRICS: dict[str, Metric] = {
             "health.restarts",
             "counter",
             "{restart}",
-            "Restarts of replicas that the coordinator asked for.",
+            "Restarts of replicas requested by the coordinator.",
             ("relaxd.run_id", "relaxd.role"),
         ),
         Metric("health.rebuilds", "counter", "{rebuild}", "Rebuilds of whole roles.", ("relaxd.run_id", "relaxd.role")),
@@ -336,16 +340,16 @@ METRICS: dict[str, Metric] = {
             "health.recovery_seconds",
             "histogram",
             "s",
-            "Time from the end of a replica's work, as far as it was noticed, until it works again.",
+            "Time from the detected end of a replica's work until it works again.",
             ("relaxd.run_id", "relaxd.role"),
             _SECONDS,
         ),
-        Metric("replicas", "gauge", "{replica}", "Replicas whose lease holds.", ("relaxd.role",)),
+        Metric("replicas", "gauge", "{replica}", "Replicas whose lease is valid.", ("relaxd.role",)),
         Metric(
             "rpc.seconds",
             "histogram",
             "s",
-            "Time a server took to answer a call.",
+            "Duration of a call in the server.",
             ("rpc.method", "rpc.grpc.status_code"),
             _SECONDS,
         ),
@@ -354,9 +358,9 @@ METRICS: dict[str, Metric] = {
 
 
 def record(name: str, value: float, attributes: Mapping[str, AttributeValue] | None = None) -> None:
-    """Record a value of a metric of the table: a gauge is set, a counter grows by it, a histogram counts it.
+    """Record a value of a metric: set a gauge, add to a counter or a histogram.
 
-    Raises KeyError when the table has no such metric. Does nothing when nothing is exported.
+    Raises KeyError for an unknown metric. Does nothing if nothing is exported.
     """
     metric = METRICS[name]
     if enabled():
@@ -364,7 +368,7 @@ def record(name: str, value: float, attributes: Mapping[str, AttributeValue] | N
 
 
 def record_step(run_id: str, step: int, metrics: Mapping[str, float]) -> None:
-    """Export the numbers of a committed step. Names that the table lacks, such as a reward's own parts, go out too."""
+    """Export the numbers of a committed step, including names that the table lacks, such as a reward's parts."""
     if not enabled():
         return
     attributes = {"relaxd.run_id": run_id}
@@ -384,29 +388,29 @@ def _recorder(metric: Metric) -> Any:
 
 
 def markdown() -> str:
-    """docs/metrics.md."""
+    """Return the text of docs/metrics.md."""
     lines = [
         "# Metrics",
         "",
-        "Made from `relaxd/telemetry/metrics.py` by `python -m relaxd.telemetry > docs/metrics.md`.",
+        "Generated from `relaxd/telemetry/metrics.py` by `python -m relaxd.telemetry > docs/metrics.md`.",
         "",
-        "## Of a step",
+        "## Step metrics",
         "",
         "In `metrics.jsonl`, in `Run.metrics` and `WatchRun`, and as OpenTelemetry gauges `relaxd.step.<name>` with",
         "the attribute `relaxd.run_id`. A reward's parts appear as `reward_<part>`; an algorithm may add its own.",
-        "`sync_seconds`, `engine_...` and `gpu_...` are what the coordinator saw: they are not in `WatchRun`.",
+        "`sync_seconds`, `engine_...` and `gpu_...` are measured by the coordinator: they are not in `WatchRun`.",
         "",
-        "| name | unit | what it is |",
+        "| name | unit | description |",
         "| --- | --- | --- |",
     ]
     lines += [f"| `{m.name}` | {m.unit} | {m.description} |" for m in METRICS.values() if m.kind == "step"]
     lines += [
         "",
-        "## Of the services",
+        "## Service metrics",
         "",
         "Exported by OpenTelemetry when `OTEL_EXPORTER_OTLP_ENDPOINT` is set.",
         "",
-        "| name | kind | unit | attributes | what it is |",
+        "| name | kind | unit | attributes | description |",
         "| --- | --- | --- | --- | --- |",
     ]
     for m in METRICS.values():

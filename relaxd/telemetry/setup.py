@@ -12,28 +12,28 @@ from relaxd import __version__
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 FLUSH_MILLISECONDS = 2000
-"""How long the end of a process may wait for a collector, for traces and for metrics each."""
+"""Limit of the final export at the end of a process, for traces and metrics each."""
 EXPORT_SECONDS = 5.0
-"""How long one export may take; a collector that is away must not hold up the end of the process."""
+"""Limit of one export, so that a collector that is down does not delay the end of the process."""
 
 _log = logging.getLogger(__name__)
 _enabled = False
 
 
 def setup(role: str, replica_id: str) -> bool:
-    """Start exporting traces and metrics by OTLP over gRPC when OTEL_EXPORTER_OTLP_ENDPOINT is set.
+    """Export traces and metrics by OTLP over gRPC if OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
     The resource is service.name = "relaxd-<role>" and service.instance.id = replica_id. The standard OTEL_* variables
-    (OTEL_BSP_SCHEDULE_DELAY, OTEL_METRIC_EXPORT_INTERVAL, OTEL_RESOURCE_ATTRIBUTES ...) are honoured. Call it once per
-    process; a second call changes nothing.
+    (OTEL_BSP_SCHEDULE_DELAY, OTEL_METRIC_EXPORT_INTERVAL, OTEL_RESOURCE_ATTRIBUTES ...) apply. Call it once per
+    process; further calls do nothing.
 
-    Returns whether anything is exported.
+    Returns True if anything is exported.
     """
     global _enabled
     endpoint = os.environ.get(ENDPOINT, "").strip()
     if _enabled or not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return _enabled
-    # The exporters take a third of a second to import: only who exports pays for them.
+    # Imported only if needed: the exporters take a third of a second to import.
     from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.metrics import MeterProvider
@@ -50,7 +50,7 @@ def setup(role: str, replica_id: str) -> bool:
             "service.version": __version__,
         }
     )
-    # Without a scheme the exporter would insist on TLS; a bare host:port means plain, as everywhere in relaxd.
+    # Without a scheme the exporter would require TLS; in relaxd a bare host:port means plaintext.
     insecure = True if urlsplit(endpoint).scheme not in ("http", "https") else None
     spans = TracerProvider(resource=resource)
     spans.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(insecure=insecure, timeout=EXPORT_SECONDS)))
@@ -63,22 +63,22 @@ def setup(role: str, replica_id: str) -> bool:
 
 
 def enabled() -> bool:
-    """Whether this process exports anything."""
+    """Return True if this process exports anything."""
     return _enabled
 
 
 def tracer() -> Tracer:
-    """The tracer of this process; its spans do nothing unless something is exported."""
+    """Return the tracer of this process; its spans do nothing unless something is exported."""
     return trace.get_tracer("relaxd", __version__)
 
 
 def meter() -> Meter:
-    """The meter of this process. Prefer `record`, which takes names from the table of metrics."""
+    """Return the meter of this process. Prefer `record`, which uses the table of metrics."""
     return metrics.get_meter("relaxd", __version__)
 
 
 def flush() -> None:
-    """Send what is waiting, for a bounded time, and go on: for a process that may be killed soon."""
+    """Export pending data, for a bounded time, in a process that may be killed soon."""
     if not _enabled:
         return
     from opentelemetry.sdk.metrics import MeterProvider
@@ -92,7 +92,7 @@ def flush() -> None:
 
 
 def shutdown() -> None:
-    """Send what is waiting, for a bounded time, and stop exporting. Does nothing when nothing is exported."""
+    """Export pending data, for a bounded time, and stop exporting."""
     global _enabled
     if not _enabled:
         return

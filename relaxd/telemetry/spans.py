@@ -1,8 +1,8 @@
 """Spans: one trace per group, from publish to train, across services and through Redis.
 
-The publish span is the root. Its context travels with the group as a carrier, a dict such as {"traceparent": "00-..."},
-and the span of every stage is a child of it. A group that is not traced has an empty carrier, and so have all its
-stages. What belongs to a step rather than to a group has a trace of its own, to which the train spans link.
+The publish span is the root. The group carries its context as a dict such as {"traceparent": "00-..."}, the carrier,
+and the spans of all stages are its children. The carrier of an untraced group is empty. Steps have separate traces, to
+which the train spans link.
 """
 
 import time
@@ -19,13 +19,13 @@ from opentelemetry.util.types import Attributes
 from relaxd.telemetry.setup import enabled, tracer
 
 SPAN_NAMES = {"rollout": "generate", "reward": "score"}
-"""Spans that are not named as their stage is."""
+"""Span names that differ from the stage's name."""
 
 _propagator = TraceContextTextMapPropagator()
 
 
 def inject(span: Span | None = None) -> dict[str, str]:
-    """The carrier of a span, by default the current one; empty when it isn't recorded."""
+    """Return the carrier of a span, by default the current one; empty if it isn't recorded."""
     carrier: dict[str, str] = {}
     span = trace.get_current_span() if span is None else span
     if span.get_span_context().is_valid:
@@ -34,22 +34,22 @@ def inject(span: Span | None = None) -> dict[str, str]:
 
 
 def extract(carrier: Mapping[str, str]) -> Context:
-    """The context that a carrier describes."""
+    """Return the context of a carrier."""
     return _propagator.extract(carrier, Context())
 
 
 def link_from(carrier: Mapping[str, str]) -> Link | None:
-    """A link to the span that a carrier describes; None when it describes none."""
+    """Return a link to a carrier's span, or None for an empty carrier."""
     context = trace.get_current_span(extract(carrier)).get_span_context()
     return Link(context) if context.is_valid else None
 
 
 @contextmanager
 def publish_span(group_id: str, sample_ratio: float = 1.0, attributes: Attributes = None) -> Iterator[dict[str, str]]:
-    """The root of a group's trace. Yields the carrier to publish with the group: empty when it is not traced.
+    """Open the root of a group's trace. Yields the carrier to publish with the group, empty if it is not traced.
 
-    Whether a group is traced depends on its id alone, so that a repeated publish decides alike. `sample_ratio` is the
-    share of groups that are, from 0 to 1.
+    `sample_ratio` is the share of traced groups, from 0 to 1. The decision depends on the id alone, so that a repeated
+    publish makes the same one.
     """
     if not enabled() or zlib.crc32(group_id.encode()) >= sample_ratio * 2**32:
         yield {}
@@ -72,11 +72,11 @@ def open_stage_span(
     """Start the span of a stage's work on one group; the caller ends it, in any thread.
 
     Args:
-        stage: the stage (the span of "rollout" is called "generate", that of "reward" "score").
-        carrier: what publish_span yielded. When empty, the span does nothing.
-        waited_seconds: how long the group waited before the stage: an attribute, and a span "wait" that ends where this
-            one begins.
-        started_at: when the work began, in microseconds of Unix time; None: now.
+        stage: the stage (the span of "rollout" is called "generate", that of "reward" "score"). carrier: the carrier
+        from publish_span. If it is empty, the span does nothing. waited_seconds: time that the group waited for the
+        stage: an attribute, and a span "wait" that ends where this one
+            starts.
+        started_at: start of the work in microseconds of Unix time; None: now.
         attributes: further attributes.
         links: carriers of spans to link to, such as the step's.
     """
@@ -108,7 +108,7 @@ def stage_span(
     attributes: Attributes = None,
     links: Iterable[Mapping[str, str]] = (),
 ) -> Iterator[Span]:
-    """The span of a stage's work on one group, current inside the block. See open_stage_span for the arguments.
+    """Open the span of a stage's work on one group as the current one. See open_stage_span for the arguments.
 
     An exception that leaves the block is recorded and marks the span as an error.
     """
@@ -122,7 +122,7 @@ def stage_span(
 
 @contextmanager
 def root_span(name: str, *, attributes: Attributes = None, links: Iterable[Mapping[str, str]] = ()) -> Iterator[Span]:
-    """A span that begins a trace of its own, such as a step's or a weight synchronisation's; `links` are carriers."""
+    """Open a span in a new trace, such as a step's or a weight synchronisation's; `links` are carriers."""
     if not enabled():
         yield INVALID_SPAN
         return

@@ -1,1 +1,1 @@
-"""Weights on their way from trainer to engines: groups, buckets, checksums."""
+"""Weight transfer from trainer to engines: groups, buckets, checksums."""

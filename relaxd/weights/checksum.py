@@ -1,4 +1,4 @@
-"""A checksum by which two sides of a broadcast compare a tensor."""
+"""Checksum of tensors, to compare the two sides of a broadcast."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -10,17 +10,17 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """An unsigned 64-bit checksum of a tensor's bits.
+    """Return an unsigned 64-bit checksum of a tensor's bits.
 
-    The sum, modulo 2^64, of every element's bits (as a signed integer of its size) times the odd number 2 i + 1 at
-    position i. It sees changed and swapped elements, and comes out the same whatever the order of summation: on any
-    device and over any division of the tensor into pieces.
+    It is the sum, modulo 2^64, of every element's bits (as a signed integer) times the odd number 2 i + 1 at position
+    i. It detects changed and swapped elements, and does not depend on the order of summation, so it is the same on any
+    device.
     """
     return int(_total(tensor)) % (1 << 64)
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The checksums of several tensors on one device, which is waited for only once."""
+    """Return the checksums of several tensors on one device, with one synchronisation."""
     if not tensors:
         return {}
     totals = torch.stack([_total(tensor) for tensor in tensors.values()]).tolist()
@@ -28,7 +28,7 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _total(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum as int64 [], which wraps round: that is what modulo 2^64 means."""
+    """Return the sum as int64 [], whose overflow is the modulo 2^64."""
     words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     odd = _odd_numbers(tensor.device)

@@ -1,9 +1,8 @@
-"""Broadcasts between processes on one machine through memory that they all see: CUDA IPC, where NCCL can't go.
+"""Broadcasts between processes on one machine through CUDA IPC, for members that share a GPU, which NCCL refuses.
 
-NCCL refuses two members on one GPU. Here the source copies a bucket into one of two slots of memory of its own and says
-so in the group's store; every other member copies it out of there and says so, too, after which the slot is free again.
-So one bucket is copied in while the one before is copied out. A GPU copies within itself at terabytes a second: what
-counts is the handful of messages, of which there are two a bucket and member.
+The source copies a bucket into one of its two slots and announces it in the group's store. Every other member copies it
+out and acknowledges it, which frees the slot, so one bucket is copied in while the one before is copied out. A GPU
+copies within itself at terabytes a second, so the cost is the messages: two per bucket and member.
 """
 
 import contextlib
@@ -20,85 +19,85 @@ import torch.distributed as dist
 SLOTS = 2
 _POLL_SECONDS = 0.0001
 _CLOSE_SECONDS = 2.0
-"""How long memory waits, at the end, for the others to let go of it."""
+"""Longest wait for the others to close this member's memory."""
 
 
 class IpcError(RuntimeError):
-    """A broadcast did not end well; neither will any other of the connection."""
+    """A broadcast failed, and with it the connection."""
 
 
 class DeviceEvent(Protocol):
-    """A point in what a device does."""
+    """A point in a device's work."""
 
     def query(self) -> bool:
-        """Whether it was reached."""
+        """Return True if the point was reached."""
 
 
 class SharedMemory(Protocol):
-    """Memory that members see each other's of (`relaxd.weights.cuda_memory.CudaMemory`)."""
+    """Memory shared between processes (`relaxd.weights.cuda_memory.CudaMemory`)."""
 
     def allocate(self, size: int) -> tuple[int, bytes]:
-        """Take memory: its address, and the handle for others."""
+        """Allocate memory. Returns its address and the handle for others."""
 
     def free(self, address: int) -> None:
-        """Give it back."""
+        """Free memory."""
 
     def open(self, handle: bytes, size: int) -> int:
-        """The address of another member's memory."""
+        """Open another member's memory. Returns its address here."""
 
     def close(self, address: int) -> None:
-        """Let go of it."""
+        """Close another member's memory."""
 
     def mark(self) -> Any:
-        """What copies come after."""
+        """Return a marker that copies wait for."""
 
     def copy(self, parts: Sequence[tuple[int, int, int]], after: Any) -> DeviceEvent:
-        """Enqueue copies, each (to, from, bytes)."""
+        """Enqueue copies (target, source, bytes) after a marker."""
 
 
 @dataclass
 class IpcBroadcast:
-    """Broadcasts that were started together."""
+    """A batch of broadcasts started together."""
 
     tensors: list[torch.Tensor]
     source: int
     number: int
-    """Counts those of one source."""
+    """Sequence number per source."""
     after: Any
     deadline: float
     ended: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
 
     def done(self) -> bool:
-        """Whether this side is through with them, well or not."""
+        """Return True once they succeeded or failed here."""
         return self.ended.is_set()
 
     def finish(self) -> None:
-        """Raise RuntimeError unless, being done, they ended well."""
+        """Raise RuntimeError if they failed. Call it once they are done."""
         if self.error is not None:
             raise IpcError(str(self.error)) from self.error
 
     def precede_current_stream(self) -> None:
-        """What is done is done for every stream: there is nothing to order."""
+        """Do nothing: once done, they precede every stream."""
 
 
 @dataclass
 class _Area:
-    """A source's memory: SLOTS slots of `slot_bytes` each."""
+    """Memory of a source: SLOTS slots of `slot_bytes` each."""
 
     generation: int
-    """Counts a source's areas: one that turns out too small is replaced."""
+    """Number of the source's area; one that is too small is replaced."""
     address: int
     slot_bytes: int
 
 
 class IpcConnection:
-    """A member's connection: one thread that copies, in the order in which broadcasts were started."""
+    """A member's connection. One thread copies, in the order in which broadcasts were started."""
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, memory: SharedMemory, cancelled: threading.Event
     ) -> None:
-        """`store` is the group's own. Set `cancelled` before `abort`, and copying ends at once."""
+        """`store` is the group's own. Set `cancelled` before `abort` to end copying at once."""
         self._store = store
         self._rank = rank
         self._readers = world_size - 1
@@ -123,7 +122,7 @@ class IpcConnection:
         return broadcast
 
     def abort(self) -> None:
-        """End what is under way and give all memory back. Afterwards nothing is written into any tensor."""
+        """Cancel broadcasts and free all memory. Afterwards no tensor is written."""
         self._queue.put(None)
         self._thread.join()
         for area in self._seen.values():
@@ -133,7 +132,7 @@ class IpcConnection:
         own = [area for area in (self._own, *self._replaced) if area is not None]
         self._own = None
         self._replaced.clear()
-        # Memory must not be freed while others have it open. One that is dead has it open no more.
+        # Memory must not be freed while others have it open. Dead members don't.
         with contextlib.suppress(RuntimeError):
             self._store.add("closed", 1)
             deadline = time.monotonic() + _CLOSE_SECONDS
@@ -152,7 +151,7 @@ class IpcConnection:
                     self._send(broadcast)
                 else:
                     self._receive(broadcast)
-            except Exception as error:  # whoever waits for the broadcast is told
+            except Exception as error:  # `finish` raises it
                 self._broken = broadcast.error = error
             broadcast.ended.set()
 
@@ -180,12 +179,12 @@ class IpcConnection:
             parts.append((*ends, tensor.nbytes))
             slot += tensor.nbytes
         event = self._memory.copy(parts, broadcast.after)
-        self._wait(event.query, broadcast, "the copies", to_the_end=True)
+        self._wait(event.query, broadcast, "the copies", uncancellable=True)
 
     def _area_for(self, size: int) -> _Area:
         if self._own is None or self._own.slot_bytes < size:
             generation = 0
-            if self._own is not None:  # the others may still read from it
+            if self._own is not None:  # others may still read from it
                 self._replaced.append(self._own)
                 generation = self._own.generation + 1
             address, handle = self._memory.allocate(SLOTS * size)
@@ -204,13 +203,12 @@ class IpcConnection:
             area = self._seen[source] = _Area(generation, address, int(size))
         return area
 
-    def _wait(self, reached: Any, broadcast: IpcBroadcast, what: str, *, to_the_end: bool = False) -> None:
-        """Until something is reached. Copies under way are waited for `to_the_end`: they can't be called back, and are
-        short."""
+    def _wait(self, reached: Any, broadcast: IpcBroadcast, what: str, *, uncancellable: bool = False) -> None:
+        """Poll until `reached()`. Copies are `uncancellable`, but short. Raises IpcError."""
         while not reached():
-            if to_the_end:
+            if uncancellable:
                 time.sleep(_POLL_SECONDS)
             elif self._cancelled.wait(_POLL_SECONDS):
                 raise IpcError(f"waiting for {what} was aborted")
             if time.monotonic() > broadcast.deadline:
-                raise IpcError(f"{what} did not come to an end in time")
+                raise IpcError(f"{what} did not finish in time")

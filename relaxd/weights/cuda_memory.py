@@ -1,7 +1,7 @@
-"""GPU memory that other processes on the machine can read, through CUDA's runtime as torch has loaded it.
+"""GPU memory shared with other processes on the machine, through the CUDA runtime that torch has loaded.
 
-The memory is taken by cudaMalloc itself, not from torch's cache: CUDA hands out whole allocations only, and torch's may
-hold anything beside what is meant. Handles are the 64 bytes that CUDA makes of them; nothing is pickled.
+Memory comes from cudaMalloc, not from torch's cache: CUDA shares whole allocations, and torch's may contain other
+tensors. Handles are CUDA's 64 bytes; nothing is pickled.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class CudaMemory:
-    """One GPU's memory. Copies run on a stream of their own, of high priority. For one thread, but for `mark`."""
+    """Memory of one GPU. Copies run on a separate stream of high priority. Not thread-safe, except `mark`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,7 +36,7 @@ class CudaMemory:
             self._stream = torch.cuda.Stream(device, priority=-1)
 
     def allocate(self, size: int) -> tuple[int, bytes]:
-        """Take memory; returns its address and the handle by which others `open` it. Raises CudaError."""
+        """Allocate memory. Returns its address and the handle for `open` in other processes. Raises CudaError."""
         address, handle = ctypes.c_void_p(), IpcHandle()
         with torch.cuda.device(self._device):
             self._check("cudaMalloc", self._runtime.cudaMalloc(ctypes.byref(address), size))
@@ -45,12 +45,12 @@ class CudaMemory:
         return address.value, bytes(handle)
 
     def free(self, address: int) -> None:
-        """Give memory back. Raises CudaError."""
+        """Free memory. Raises CudaError."""
         with torch.cuda.device(self._device):
             self._check("cudaFree", self._runtime.cudaFree(ctypes.c_void_p(address)))
 
     def open(self, handle: bytes, size: int) -> int:
-        """The address in this process of memory that another one allocated. Raises CudaError."""
+        """Open memory of another process. Returns its address here. Raises CudaError."""
         address, raw = ctypes.c_void_p(), IpcHandle.from_buffer_copy(handle)
         with torch.cuda.device(self._device):
             code = self._runtime.cudaIpcOpenMemHandle(ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
@@ -59,19 +59,19 @@ class CudaMemory:
         return address.value
 
     def close(self, address: int) -> None:
-        """Let go of what was opened. Raises CudaError."""
+        """Close opened memory. Raises CudaError."""
         with torch.cuda.device(self._device):
             self._check("cudaIpcCloseMemHandle", self._runtime.cudaIpcCloseMemHandle(ctypes.c_void_p(address)))
 
     def mark(self) -> torch.cuda.Event:
-        """What the calling thread's current stream has been given by now."""
+        """Record an event on the calling thread's current stream."""
         with torch.cuda.device(self._device):
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
         return event
 
     def copy(self, parts: Sequence[tuple[int, int, int]], after: torch.cuda.Event) -> torch.cuda.Event:
-        """Enqueue copies, each (to, from, bytes), after a `mark`; returns when they are done. Raises CudaError."""
+        """Enqueue copies (target, source, bytes) after a `mark`. Returns the event of their end. Raises CudaError."""
         with torch.cuda.device(self._device):
             self._stream.wait_event(after)
             stream = ctypes.c_void_p(self._stream.cuda_stream)
@@ -84,13 +84,13 @@ class CudaMemory:
 
     def _check(self, what: str, code: int) -> None:
         if code != _SUCCESS:
-            self._runtime.cudaGetLastError()  # or torch's next call would report it once more
+            self._runtime.cudaGetLastError()  # clears it, or torch's next call would report it again
             raise CudaError(f"{what}: {self._runtime.cudaGetErrorString(code).decode()} ({code})")
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The runtime that torch has loaded: another copy would be another client of the driver."""
+    """Load the runtime that torch has loaded; a second copy would be a second client of the driver."""
     major = str(torch.version.cuda).partition(".")[0]
     runtime = ctypes.CDLL(f"libcudart.so.{major}")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t

@@ -1,13 +1,13 @@
-"""What NCCL's environment must be in every process of a weight group, before NCCL is first used there.
+"""NCCL's environment in every process of a weight group, set before NCCL is first used.
 
-It imports no torch: parents that start the processes use it, too.
+Imports no torch, for the parents that start these processes.
 """
 
 NCCL_ENVIRONMENT = {
-    # SGLang turns it off in its own processes. With it on at one end only, the ends exchange handles of different
-    # kinds, and the first broadcast fails with "invalid argument" at one end while the other one waits.
+    # SGLang turns it off in its processes. If the two ends differ, they exchange incompatible handles, and the first
+    # broadcast fails with "invalid argument" at one end while the other one waits.
     "NCCL_CUMEM_ENABLE": "0",
-    # Multicast through NVLink's switches needs the former; on hosts that share a switch among tenants it can't be had.
+    # NVLink multicast needs CUMEM, and is not available on hosts whose switch is shared among tenants.
     "NCCL_NVLS_ENABLE": "0",
 }
-"""Variables and their values; all members must agree on them."""
+"""Variables and their values, the same in all members."""

@@ -1,4 +1,4 @@
-"""Broadcasts through gloo: between CPUs."""
+"""Broadcasts between CPUs, through gloo."""
 
 import contextlib
 import threading
@@ -12,30 +12,30 @@ import torch.distributed as dist
 
 
 class GlooBroadcast:
-    """Broadcasts that were started together."""
+    """A batch of broadcasts started together."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
 
     def done(self) -> bool:
-        """Whether they have ended, well or not."""
+        """Return True once they succeeded or failed."""
         return all(work.is_completed() for work in self._works)
 
     def finish(self) -> None:
-        """Raise RuntimeError unless all ended well."""
+        """Raise RuntimeError if one failed."""
         for work in self._works:
             work.wait()
 
     def precede_current_stream(self) -> None:
-        """There is no stream."""
+        """Wait: there are no streams."""
         self.finish()
 
 
 class GlooConnection:
-    """A gloo process group that nobody else knows of."""
+    """A gloo process group outside torch's registry."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, address: str, timeout: float) -> None:
-        """Connect with the other members, from an address of this machine. Raises RuntimeError."""
+        """Connect to the other members from `address` of this machine. Raises RuntimeError."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout)
         options._threads = 2
@@ -56,7 +56,7 @@ class GlooConnection:
         return GlooBroadcast(works)
 
     def abort(self) -> None:
-        """Hold the group until its last operation is over: its destructor would wait with the interpreter locked."""
+        """Keep the group until its last operation ends, because its destructor would wait while holding the GIL."""
         while True:
             with self._lock:
                 if all(work.is_completed() for work in self._pending):

@@ -1,8 +1,8 @@
-"""A weight group: the trainer's source ranks and every engine rank, in a process group of their own.
+"""A weight group: a process group of the trainer's source ranks and every engine rank.
 
-It is built directly on a prefix of the trainer's store, independent of torch's default process group, so that groups
-come and go while the trainer trains. Nothing waits for ever: connecting and broadcasting have deadlines, and `abort`
-unblocks both from another thread.
+It uses a prefix of the trainer's store and is independent of torch's default process group, so that groups can be
+created and ended during training. Connecting and broadcasting have deadlines, and `abort` unblocks both from another
+thread.
 """
 
 import contextlib
@@ -31,22 +31,21 @@ _POLL_SECONDS = 0.0002
 _RENDEZVOUS_POLL_SECONDS = 0.01
 _ABORT_POLL_SECONDS = 0.1
 _STORE_SECONDS = 60.0
-"""Longest wait of the store's own process for anything in it; members have deadlines of their own."""
+"""Longest wait for a key in the store's own process; members have their own deadlines."""
 _ABORT_SECONDS = 5.0
-"""How long `abort` waits for the GPU to let go of the tensors."""
+"""Longest wait of `abort` until the GPU no longer uses the tensors."""
 _ABORTED = "aborted"
 
 
 class WeightGroupError(Exception):
-    """A weight group could not be connected, or a broadcast did not end well. The group is of no further use."""
+    """Connecting a weight group or a broadcast failed. The group is unusable."""
 
 
 def host_store(host: str = "127.0.0.1", port: int = 0, seconds: float = _STORE_SECONDS) -> dist.TCPStore:
-    """The rendezvous store that a trainer's first rank hosts for its life; `.port` says where.
+    """Host the rendezvous store, for the life of a trainer's first rank; `.port` has its port.
 
-    It asks nobody who they are, so it listens on that address of this machine alone ("", "0.0.0.0" and "::": on all),
-    where TCPStore by itself would on all. `seconds` limits each wait for a key. Raises OSError: the address can't be
-    listened on.
+    The store has no authentication, so it listens on `host` only, unlike a plain TCPStore ("", "0.0.0.0" and "::"
+    listen on all addresses). `seconds` limits each wait for a key. Raises OSError if the address is not available.
     """
     timeout = timedelta(seconds=seconds)
     if host in _EVERYWHERE:
@@ -58,33 +57,33 @@ def host_store(host: str = "127.0.0.1", port: int = 0, seconds: float = _STORE_S
     )
 
 
-class Broadcaster(Protocol):
-    """The members' connection, once there is one."""
+class GroupConnection(Protocol):
+    """A member's connection to the group."""
 
-    def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> "Pending":
+    def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> "PendingBroadcasts":
         """Start one broadcast per tensor. Raises RuntimeError."""
 
     def abort(self) -> None:
-        """End what is under way and give the connection up."""
+        """Cancel broadcasts and close the connection."""
 
 
-class Pending(Protocol):
-    """Broadcasts that were started together."""
+class PendingBroadcasts(Protocol):
+    """A batch of broadcasts started together."""
 
     def done(self) -> bool:
-        """Whether they have ended, well or not. May raise RuntimeError for why they never will."""
+        """Return True once they succeeded or failed. Raises RuntimeError if they never will."""
 
     def finish(self) -> None:
-        """Raise RuntimeError unless they, being done, ended well."""
+        """Raise RuntimeError if they failed. Call it once they are done."""
 
     def precede_current_stream(self) -> None:
-        """Have what the current stream gets from now on come after them."""
+        """Make later work on the current stream wait for them."""
 
 
 class Transfer:
-    """Broadcasts under way. Keep their tensors untouched until `wait` has returned."""
+    """Broadcasts in progress. Don't touch their tensors until `wait` has returned."""
 
-    def __init__(self, group: "WeightGroup", pending: Pending, nbytes: int, timeout: float) -> None:
+    def __init__(self, group: "WeightGroup", pending: PendingBroadcasts, nbytes: int, timeout: float) -> None:
         self._group = group
         self._pending = pending
         self._nbytes = nbytes
@@ -92,7 +91,7 @@ class Transfer:
         self._deadline = time.monotonic() + timeout
 
     def wait(self) -> None:
-        """Return when they are done on this side. Raises WeightGroupError at failure, deadline or abort."""
+        """Wait until they are done here. Raises WeightGroupError on failure, deadline or abort."""
         try:
             while not self._pending.done():
                 if self._group.aborted.wait(_POLL_SECONDS):
@@ -112,10 +111,9 @@ class Transfer:
             raise WeightGroupError(f"a broadcast in weight group {self._group.name} failed: {reason}") from error
 
     def precede_current_stream(self) -> None:
-        """Have whatever the current stream gets from now on come after the broadcasts.
+        """Make later work on the current stream wait for the broadcasts.
 
-        On a GPU this doesn't wait, and tells nothing about success: `wait` for the last transfer of all the same. On a
-        CPU it is the same as `wait`.
+        On a GPU this neither blocks nor reports failures: still `wait` for the last transfer. On a CPU it is `wait`.
         """
         if self._group.transport == "nccl":
             self._pending.precede_current_stream()
@@ -124,7 +122,7 @@ class Transfer:
 
 
 class WeightGroup:
-    """One member of a weight group. Make it, `connect` it, then `broadcast`; `abort` it to leave."""
+    """A member of a weight group: `connect`, then `broadcast`; `abort` to leave."""
 
     def __init__(
         self,
@@ -136,7 +134,7 @@ class WeightGroup:
         world_size: int,
         device: torch.device | None = None,
     ) -> None:
-        """`name` must never have been used before with this store. `device` is the GPU, where it isn't a gloo group."""
+        """`name` must be new to the store. `device` is the GPU, except for gloo."""
         if not 0 <= rank < world_size:
             raise WeightGroupError(f"rank {rank} does not fit into weight group {name} of {world_size} ranks")
         self.name = name
@@ -148,10 +146,10 @@ class WeightGroup:
         self._device = device
         self._lock = threading.Lock()
         self._store: dist.Store | None = None
-        self._connection: Broadcaster | None = None
+        self._connection: GroupConnection | None = None
 
     def connect(self, timeout: float) -> None:
-        """Meet the other members; returns when all are connected. Raises WeightGroupError after `timeout` seconds."""
+        """Wait until all members are connected. Raises WeightGroupError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         host, port = self._store_address
         try:
@@ -171,14 +169,14 @@ class WeightGroup:
             self._store, self._connection = store, connection
         threading.Thread(target=self._watch, args=(store,), name=f"watch {self.name}", daemon=True).start()
         if self.aborted.is_set():
-            self._let_go()
+            self._close()
             raise WeightGroupError(f"weight group {self.name} was aborted while it was being connected")
 
     def start_broadcasts(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> Transfer:
-        """Start to send (on `source_rank`) or to receive (elsewhere) contiguous tensors in place, all at once.
+        """Start to send (on `source_rank`) or receive (elsewhere) contiguous tensors in place, as one batch.
 
-        Every member issues the same broadcasts in the same order and by the same calls. On a GPU they come after what
-        the current stream has been given by now.
+        Every member makes the same calls in the same order. On a GPU the broadcasts run after the current stream's
+        work.
         """
         with self._lock:
             connection = None if self.aborted.is_set() else self._connection
@@ -193,7 +191,7 @@ class WeightGroup:
         return Transfer(self, pending, sum(tensor.nbytes for tensor in tensors), timeout)
 
     def start_broadcast(self, tensor: torch.Tensor, source_rank: int, timeout: float) -> Transfer:
-        """Start to send or to receive one contiguous tensor in place; see `start_broadcasts`."""
+        """Start to send or receive one contiguous tensor in place; see `start_broadcasts`."""
         return self.start_broadcasts([tensor], source_rank, timeout)
 
     def broadcast(self, tensor: torch.Tensor, source_rank: int, timeout: float) -> None:
@@ -201,19 +199,18 @@ class WeightGroup:
         self.start_broadcast(tensor, source_rank, timeout).wait()
 
     def abort(self) -> None:
-        """Leave the group now, which ends it for every member. Unblocks whoever waits in it, here at once and elsewhere
-        within a moment. Safe from any thread, and more than once.
+        """Leave the group, which ends it for every member. Unblocks waiting calls, here at once and elsewhere soon.
 
-        But for gloo nothing is written into any tensor when this has returned. A gloo receive that is under way cannot
-        be called back: until its own deadline it may still write into its tensor, so receive into memory that is given
-        up with the group.
+        Thread-safe and repeatable. Afterwards no tensor is written, except with gloo: a gloo receive cannot be
+        cancelled and may write into its tensor until its deadline, so receive into memory that is discarded with the
+        group.
         """
         self.aborted.set()
-        self._let_go()
+        self._close()
 
     def _meet(self, store: dist.PrefixStore, deadline: float, timeout: float) -> None:
         if store.add(f"rank{self.rank}", 1) != 1:
-            raise WeightGroupError(f"rank {self.rank} of weight group {self.name} is taken: names are never used twice")
+            raise WeightGroupError(f"rank {self.rank} of weight group {self.name} is taken: a group's name must be new")
         missing = [rank for rank in range(self.world_size) if rank != self.rank]
         while True:
             missing = [rank for rank in missing if not store.check([f"rank{rank}"])]
@@ -223,10 +220,10 @@ class WeightGroup:
                 raise WeightGroupError(f"weight group {self.name} was aborted while it was being connected")
             if time.monotonic() > deadline:
                 raise WeightGroupError(
-                    f"weight group {self.name}: ranks {missing} of {self.world_size} did not come within {timeout:g} s"
+                    f"weight group {self.name}: ranks {missing} of {self.world_size} did not join within {timeout:g} s"
                 )
 
-    def _build(self, store: dist.PrefixStore, timeout: float) -> Broadcaster:
+    def _build(self, store: dist.PrefixStore, timeout: float) -> GroupConnection:
         if self.transport != "gloo" and self._device is None:
             raise WeightGroupError(f"weight group {self.name}: {self.transport} needs a GPU, none was given")
         if self.transport == "cuda_ipc":
@@ -237,39 +234,39 @@ class WeightGroup:
             return NcclConnection(store, self.rank, self.world_size, self._device, timeout, self.aborted)
         return GlooConnection(store, self.rank, self.world_size, address_towards(*self._store_address), timeout)
 
-    def _let_go(self, *, tell: bool = True) -> None:
+    def _close(self, *, announce: bool = True) -> None:
         with self._lock:
             connection, self._connection = self._connection, None
             store, self._store = self._store, None
         if connection is None or store is None:
             return
-        if tell:  # a store whose host is frozen doesn't answer, so nobody waits for it
-            threading.Thread(target=_tell_aborted, args=(store,), name=f"abort {self.name}", daemon=True).start()
-        letting_go = threading.Thread(target=connection.abort, name=f"release {self.name}", daemon=True)
-        letting_go.start()
+        if announce:  # in a thread, because a store whose host is frozen doesn't answer
+            threading.Thread(target=_announce_abort, args=(store,), name=f"abort {self.name}", daemon=True).start()
+        closing = threading.Thread(target=connection.abort, name=f"release {self.name}", daemon=True)
+        closing.start()
         if self.transport != "gloo":
-            letting_go.join(_ABORT_SECONDS)
-            if letting_go.is_alive():
+            closing.join(_ABORT_SECONDS)
+            if closing.is_alive():
                 logger.error("weight group %s is still not aborted after %g s", self.name, _ABORT_SECONDS)
 
     def _watch(self, store: dist.Store) -> None:
-        """Learn of another member's abort: gloo tells only those who happen to exchange bytes with it."""
+        """Follow another member's abort, which gloo reports only to members that exchange data with it."""
         while not self.aborted.wait(_ABORT_POLL_SECONDS):
             try:
                 if store.check([_ABORTED]):
                     self.abort()
             except RuntimeError:  # the store, and so the trainer, is gone
                 self.aborted.set()
-                self._let_go(tell=False)
+                self._close(announce=False)
 
 
-def _tell_aborted(store: dist.Store) -> None:
+def _announce_abort(store: dist.Store) -> None:
     with contextlib.suppress(RuntimeError):
         store.set(_ABORTED, "1")
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine from which `host` is reached (connecting a UDP socket sends nothing)."""
+    """Return this machine's address on the route to `host` (connecting a UDP socket sends nothing)."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)

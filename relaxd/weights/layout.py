@@ -1,4 +1,4 @@
-"""How the tensors of a bucket travel."""
+"""Layouts of buckets on the wire."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -9,29 +9,29 @@ from relaxd.weights.group import Transport
 from relaxd.weights.manifest import Bucket, tensors_of
 
 Layout = Literal["flat", "direct"]
-"""flat: one broadcast per bucket, of a buffer that holds its tensors one after the other (`pack`, `unpack`).
-direct: one broadcast per tensor, those of a bucket as one group, so that both ends may use the models' own memory."""
+"""flat: one broadcast per bucket, of a buffer with its tensors in order (`pack`, `unpack`).
+direct: one broadcast per tensor, grouped by bucket, so that both ends can use the models' own memory."""
 
 ALIGNMENT = 256
-"""Pieces of a buffer for direct broadcasts begin at multiples of this many bytes, where GPUs are fastest."""
+"""Alignment in bytes of pieces of a buffer for direct broadcasts, for speed on GPUs."""
 
 
 def broadcast_layout(transport: Transport, engine: str) -> Layout:
-    """The layout between a trainer and engines of a kind; all members of a group come to the same one.
+    """Return the layout for a transport and engine; all members of a group choose the same one.
 
-    NCCL runs a group of broadcasts as one, so it sends tensor by tensor. gloo pays for every operation, and SGLang
-    servers that are not ours know flat buckets only.
+    NCCL fuses a group of broadcasts, so it sends each tensor directly. gloo has a cost per operation, and external
+    SGLang servers support flat buckets only.
     """
     return "direct" if transport == "nccl" and engine != "sglang_external" else "flat"
 
 
 def piece_bytes(bucket: Bucket) -> int:
-    """Bytes of a buffer that `pieces` can divide among the bucket's tensors."""
+    """Return the size of a buffer for `pieces`."""
     return sum(-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in bucket.tensors)
 
 
 def pieces(bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
-    """A view of a uint8 buffer [>= piece_bytes] for each tensor of a bucket."""
+    """Divide a uint8 buffer [>= piece_bytes] into one view per tensor of a bucket."""
     views, offset = [], 0
     for spec in bucket.tensors:
         views.append(buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape))
@@ -40,8 +40,8 @@ def pieces(bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
 
 
 def as_sent(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """A bucket's tensors as they travel: contiguous and of their wire types, where they are if they are that already.
+    """Return a bucket's tensors contiguous and in their wire types; copies only if needed.
 
-    Raises ManifestError where a tensor is missing or of another shape.
+    Raises ManifestError for a tensor that is missing or of another shape.
     """
     return [tensor.to(spec.dtype).contiguous() for spec, tensor in tensors_of(bucket, tensors)]

@@ -1,4 +1,4 @@
-"""What a broadcast sends: tensors laid one after the other into flat byte buffers (buckets)."""
+"""The content of a broadcast: tensors in flat byte buffers (buckets)."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,22 +17,22 @@ ELEMENT_TYPES: dict[torch.dtype, "sample_pb2.ElementType.ValueType"] = {
     torch.float32: sample_pb2.ELEMENT_TYPE_FLOAT32,
     torch.float64: sample_pb2.ELEMENT_TYPE_FLOAT64,
 }
-"""Torch's element types and their names on the wire."""
+"""Wire types of torch's element types."""
 
 _DTYPES = {element: dtype for dtype, element in ELEMENT_TYPES.items()}
 
 
 class ManifestError(Exception):
-    """A manifest that cannot be followed; the message names the tensor."""
+    """A manifest does not fit the tensors; the message names the tensor."""
 
 
 class ManifestMismatch(Exception):
-    """A manifest names a tensor that the model doesn't have, or of another shape, or misses one of the model's."""
+    """Manifest and model differ: a tensor is unknown, missing or of another shape."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor on the wire, with its Hugging Face name."""
+    """A tensor on the wire, with its Hugging Face name."""
 
     name: str
     dtype: torch.dtype
@@ -40,13 +40,13 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes on the wire."""
+        """Bytes on the wire."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel as one flat byte buffer, in order and without padding, from one source rank."""
+    """Tensors in one flat byte buffer, in order and without padding, sent by one source rank."""
 
     tensors: tuple[TensorSpec, ...]
     source_rank: int
@@ -58,7 +58,7 @@ class Bucket:
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, source_rank: int) -> list[Bucket]:
-    """Fill buckets of at most `bucket_bytes` in the given order; a larger tensor gets a bucket of its own."""
+    """Fill buckets of at most `bucket_bytes` in the given order; a larger tensor gets its own bucket."""
     buckets: list[Bucket] = []
     current: list[TensorSpec] = []
     size = 0
@@ -74,37 +74,37 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, source_rank: in
 
 
 def tensors_of(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """The tensors that a bucket is made of, as they are, of whatever type.
+    """Yield a bucket's tensors without conversion.
 
-    Raises ManifestError where one is missing or of another shape.
+    Raises ManifestError for one that is missing or of another shape.
     """
     for spec in bucket.tensors:
         tensor = tensors.get(spec.name)
         if tensor is None:
-            raise ManifestError(f"{spec.name} is to be sent, but there is no such tensor")
+            raise ManifestError(f"{spec.name} is in the manifest, but there is no such tensor")
         if tuple(tensor.shape) != spec.shape:
-            raise ManifestError(f"{spec.name} is of shape {tuple(tensor.shape)}; the manifest says {spec.shape}")
+            raise ManifestError(f"{spec.name} has shape {tuple(tensor.shape)}; the manifest says {spec.shape}")
         yield spec, tensor
 
 
 def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
     """Copy a bucket's tensors, converted to their wire types, into a uint8 buffer [>= bucket.nbytes].
 
-    Returns the filled part of the buffer. Raises ManifestError where a tensor is missing or of another shape.
+    Returns the filled part of the buffer. Raises ManifestError for a tensor that is missing or of another shape.
     """
     offset = 0
     for spec, tensor in tensors_of(bucket, tensors):
         target = buffer[offset : offset + spec.nbytes]
         if offset % spec.dtype.itemsize == 0:
             target.view(spec.dtype).view(spec.shape).copy_(tensor)
-        else:  # torch cannot view unaligned bytes; this only happens where element types are mixed
+        else:  # torch cannot view unaligned bytes, which occur with mixed element types
             target.copy_(tensor.to(spec.dtype).contiguous().view(-1).view(torch.uint8))
         offset += spec.nbytes
     return buffer[:offset]
 
 
 def unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """The tensors of a filled uint8 buffer, as views of it (copies where the bytes are not aligned)."""
+    """Yield the tensors of a filled uint8 buffer, as views (copies if unaligned)."""
     offset = 0
     for spec in bucket.tensors:
         source = buffer[offset : offset + spec.nbytes]
@@ -115,7 +115,7 @@ def unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[TensorSpec, t
 
 
 def to_proto(buckets: Sequence[Bucket]) -> weights_pb2.WeightManifest:
-    """The manifest of a broadcast of these buckets."""
+    """Convert buckets to a manifest."""
     manifest = weights_pb2.WeightManifest()
     for bucket in buckets:
         message = manifest.buckets.add(source_rank=bucket.source_rank)
@@ -125,7 +125,7 @@ def to_proto(buckets: Sequence[Bucket]) -> weights_pb2.WeightManifest:
 
 
 def from_proto(manifest: weights_pb2.WeightManifest) -> list[Bucket]:
-    """The buckets of a manifest. Raises ManifestError for an unknown element type or a negative size."""
+    """Convert a manifest to buckets. Raises ManifestError for an unknown element type or a negative size."""
     buckets = []
     for message in manifest.buckets:
         specs = []
@@ -134,7 +134,7 @@ def from_proto(manifest: weights_pb2.WeightManifest) -> list[Bucket]:
             if dtype is None:
                 raise ManifestError(f"{tensor.name} has the unknown element type {tensor.dtype}")
             if any(size < 0 for size in tensor.shape):
-                raise ManifestError(f"{tensor.name} has the impossible shape {tuple(tensor.shape)}")
+                raise ManifestError(f"{tensor.name} has the invalid shape {tuple(tensor.shape)}")
             specs.append(TensorSpec(tensor.name, dtype, tuple(tensor.shape)))
         buckets.append(Bucket(tuple(specs), message.source_rank))
     return buckets

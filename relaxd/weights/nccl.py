@@ -1,9 +1,9 @@
-"""Broadcasts through NCCL's own library, with communicators that can always be left.
+"""Broadcasts between GPUs, through NCCL directly, with communicators that can be aborted at any time.
 
-torch's ProcessGroupNCCL brings a watchdog and a monitor that end the process when a collective fails, by settings that
-hold for every group in it, and its abort can't reach a group that is still being connected. A weight group must survive
-what its members do, next to other groups in the same process. So this uses the library that torch has loaded, directly:
-communicators are nonblocking, every call returns at once and is followed up, and abort is ncclCommAbort.
+torch's ProcessGroupNCCL has a watchdog and a monitor that end the process when a collective fails, with settings for
+all groups of the process, and cannot abort a group that is still connecting. A weight group must survive failures of
+its members next to other groups in the process. So this calls the library that torch has loaded: communicators are
+nonblocking, every call returns at once and is polled, and abort is ncclCommAbort.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _UINT8 = 1
 _UNSET = -(2**31)
 _MAGIC = 0xCAFEBEEF
 _CONFIG_VERSION = 21800
-"""The layout of the configuration below; newer libraries read it and take their defaults for what it lacks."""
+"""Version of the struct below; newer libraries use defaults for the fields it lacks."""
 _FAST_POLLS, _POLL_SECONDS = 200, 0.0002
 _WARM_UP_BYTES = 1 << 20
 _ID_KEY = "nccl"
@@ -34,7 +34,7 @@ class NcclError(RuntimeError):
 
 
 class UniqueId(ctypes.Structure):
-    """ncclUniqueId: by it the members of a communicator find each other."""
+    """ncclUniqueId, which identifies a communicator."""
 
     _fields_ = [("internal", ctypes.c_byte * 128)]
 
@@ -53,30 +53,30 @@ class _Config(ctypes.Structure):
     ]
 
 
-class Broadcast:
-    """Broadcasts that were enqueued together."""
+class NcclBroadcast:
+    """A batch of broadcasts enqueued together."""
 
     def __init__(self, connection: "NcclConnection", event: torch.cuda.Event) -> None:
         self._connection = connection
         self._event = event
 
     def done(self) -> bool:
-        """Whether the GPU is through with them. Raises NcclError when the communicator is broken."""
+        """Return True once the GPU has finished them. Raises NcclError if the communicator is broken."""
         if self._event.query():
             return True
         self._connection.check()
         return False
 
     def finish(self) -> None:
-        """Nothing is left to do once they are done."""
+        """Do nothing: `done` has checked them."""
 
     def precede_current_stream(self) -> None:
-        """Have the current stream go on only after them; doesn't wait."""
+        """Make later work on the current stream wait for them, without blocking."""
         torch.cuda.current_stream(self._connection.device).wait_event(self._event)
 
 
 class NcclConnection:
-    """A communicator on a stream of its own, of high priority, so that training beside it doesn't hold it up."""
+    """A communicator on a separate stream of high priority, so that training does not delay it."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class NcclConnection:
         timeout: float,
         cancelled: threading.Event,
     ) -> None:
-        """Connect with the other members, all of which are about to do the same.
+        """Connect to the other members, which do the same.
 
-        Raises NcclError when that fails or takes longer than `timeout` seconds, or as soon as `cancelled` is set.
+        Raises NcclError on failure, after `timeout` seconds, or as soon as `cancelled` is set.
         """
         check_environment()
         self.device = device
@@ -97,7 +97,7 @@ class NcclConnection:
         self._cancelled = cancelled
         self._communicator = ctypes.c_void_p()
         self._lock = threading.Lock()
-        """Held while the communicator is used, so that it isn't freed meanwhile."""
+        """Held while the communicator is in use, to protect it from being freed."""
         deadline = time.monotonic() + timeout
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream(device, priority=-1)
@@ -115,8 +115,8 @@ class NcclConnection:
                 self.abort()
                 raise
 
-    def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> Broadcast:
-        """Enqueue one broadcast per tensor, as one group, after what is enqueued on the current stream by now.
+    def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> NcclBroadcast:
+        """Enqueue one broadcast per tensor, as one group, after the current stream's work.
 
         The tensors are contiguous and on the device. Keep them until the broadcasts are done or aborted.
         Raises NcclError.
@@ -135,24 +135,24 @@ class NcclConnection:
                     code = code or broadcast(
                         address, address, tensor.nbytes, _UINT8, source_rank, communicator, stream
                     )  # fmt: skip
-            finally:  # else this thread would stay within the group
+            finally:  # otherwise this thread would stay in the group
                 end = self._nccl.ncclGroupEnd()
             self._settle("ncclBroadcast", code if code not in (_SUCCESS, _IN_PROGRESS) else end, deadline)
             event = torch.cuda.Event()
             event.record(self.stream)
-        return Broadcast(self, event)
+        return NcclBroadcast(self, event)
 
     def check(self) -> None:
-        """Raise NcclError when the communicator is broken."""
+        """Raise NcclError if the communicator is broken."""
         with self._lock:
             code = self._state()
             if code not in (_SUCCESS, _IN_PROGRESS):
                 raise self._error("a broadcast", code)
 
     def abort(self) -> None:
-        """End what is under way and free the communicator. Afterwards the GPU no longer writes into any tensor.
+        """Cancel broadcasts and free the communicator. Afterwards the GPU writes no tensor.
 
-        Set `cancelled` first, or this waits for the call that another thread is in.
+        Set `cancelled` first; otherwise this waits for calls in other threads.
         """
         with self._lock:
             communicator, self._communicator = self._communicator, ctypes.c_void_p()
@@ -161,11 +161,12 @@ class NcclConnection:
                 self._nccl.ncclCommAbort(communicator)
 
     def _warm_up(self, deadline: float) -> None:
-        """The first broadcast loads kernels and connects channels, which should not happen in a pause."""
+        """Broadcast once, because the first broadcast loads kernels and connects channels, which would prolong a
+        pause."""
         scratch = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self.device)
         first = self.start([scratch], 0, deadline - time.monotonic())
         while not first.done():
-            self._pass_time("the first broadcast", deadline)
+            self._poll("the first broadcast", deadline)
 
     def _share_id(self, store: dist.Store, rank: int, deadline: float) -> UniqueId:
         if rank == 0:
@@ -174,7 +175,7 @@ class NcclConnection:
         else:
             unique_id = UniqueId()
             while not store.check([_ID_KEY]):
-                self._pass_time("rank 0", deadline)
+                self._poll("rank 0", deadline)
             ctypes.memmove(ctypes.byref(unique_id), bytes.fromhex(store.get(_ID_KEY).decode()), 128)
         return unique_id
 
@@ -186,14 +187,14 @@ class NcclConnection:
         return unique_id
 
     def _settle(self, what: str, code: int, deadline: float) -> None:
-        """Follow up a call of a nonblocking communicator: nothing else may be asked of it before that call is over."""
+        """Wait until a call of the nonblocking communicator has ended, before which it allows no other call."""
         if code not in (_SUCCESS, _IN_PROGRESS):
             raise self._error(what, code)
         polls = 0
         while (code := self._state()) == _IN_PROGRESS:
             polls += 1
             if polls > _FAST_POLLS:
-                self._pass_time(what, deadline)
+                self._poll(what, deadline)
             elif self._cancelled.is_set():
                 raise NcclError(f"{what} was aborted")
         if code != _SUCCESS:
@@ -204,11 +205,11 @@ class NcclConnection:
         returned = self._nccl.ncclCommGetAsyncError(self._communicator, ctypes.byref(code))
         return int(returned) or code.value
 
-    def _pass_time(self, what: str, deadline: float) -> None:
+    def _poll(self, what: str, deadline: float) -> None:
         if self._cancelled.wait(_POLL_SECONDS):
             raise NcclError(f"waiting for {what} was aborted")
         if time.monotonic() > deadline:
-            raise NcclError(f"{what} did not end in time")
+            raise NcclError(f"{what} did not finish in time")
 
     def _error(self, what: str, code: int) -> NcclError:
         name = self._nccl.ncclGetErrorString(code).decode()
@@ -217,7 +218,7 @@ class NcclConnection:
 
 
 def check_environment() -> None:
-    """Raise NcclError where NCCL would exchange other handles of memory than the other members."""
+    """Raise NcclError if NCCL would exchange memory handles that other members don't support."""
     name = "NCCL_CUMEM_ENABLE"
     if os.environ.get(name) != NCCL_ENVIRONMENT[name]:
         raise NcclError(
@@ -228,7 +229,7 @@ def check_environment() -> None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """NCCL as torch has loaded it: a second copy would have its own idea of the devices."""
+    """Load the NCCL that torch has loaded; a second copy would have separate state."""
     nccl = ctypes.CDLL("libnccl.so.2")
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     nccl.ncclGetErrorString.argtypes, nccl.ncclGetErrorString.restype = [number], ctypes.c_char_p

@@ -1,8 +1,8 @@
-"""The trainer's place in a weight group whose other members are stock SGLang servers.
+"""The trainer's side of a weight group with stock SGLang servers.
 
-They meet by `init_custom_process_group` (sglang/srt/utils), which is torch's `init_process_group` for a further group.
-What is written here is where torch then looks for the others in the store. Such members know nothing of this project's
-meeting and parting: that one is not there or has died shows only when a deadline has passed.
+The servers join through `init_custom_process_group` (sglang/srt/utils), a variant of torch's `init_process_group` for
+an additional group. This module uses the store keys that torch then expects. Such members don't take part in the
+rendezvous and abort of WeightGroup: a missing or dead one shows only when a deadline passes.
 """
 
 import threading
@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from relaxd.weights.gloo import GlooConnection
-from relaxd.weights.group import Broadcaster, WeightGroup, WeightGroupError, address_towards
-from relaxd.weights.nccl import Broadcast, NcclConnection, UniqueId
+from relaxd.weights.group import GroupConnection, WeightGroup, WeightGroupError, address_towards
+from relaxd.weights.nccl import NcclBroadcast, NcclConnection, UniqueId
 
 
 class StockWeightGroup(WeightGroup):
-    """Rank 0 of a group with stock SGLang servers; it is the only one that sends, one flat tensor at a time.
+    """Rank 0 of a group with stock SGLang servers. Only rank 0 sends, one flat tensor at a time.
 
-    Over gloo `connect` returns when all are there. Over nccl a server connects only within its first broadcast: then
+    With gloo, `connect` returns when all members have connected. With nccl, servers connect in their first broadcast:
     `connect` returns at once, and the first broadcast takes longer.
     """
 
@@ -29,9 +29,9 @@ class StockWeightGroup(WeightGroup):
                 f"weight group {self.name}: stock SGLang servers receive from rank 0 only, this is rank {self.rank}"
             )
 
-    def _build(self, store: dist.PrefixStore, timeout: float) -> Broadcaster:
+    def _build(self, store: dist.PrefixStore, timeout: float) -> GroupConnection:
         device_type = "cuda" if self.transport == "nccl" else "cpu"
-        # The first prefix is init_custom_process_group's, the others are those of torch's _new_process_group_helper.
+        # The first prefix is that of init_custom_process_group, the others are of torch's _new_process_group_helper.
         theirs = dist.PrefixStore(self.name, store.underlying_store)
         theirs = dist.PrefixStore(f"{device_type}/", dist.PrefixStore(f"{self.name}/", theirs))
         if self.transport == "gloo":
@@ -42,32 +42,32 @@ class StockWeightGroup(WeightGroup):
 
 
 class _LateNcclConnection:
-    """Connects with the first broadcast, as torch's own process groups do."""
+    """Connects in the first broadcast, as torch's process groups do."""
 
     def __init__(self, store: dist.Store, world_size: int, device: torch.device, cancelled: threading.Event) -> None:
         self._place = (store, world_size, device)
         self._cancelled = cancelled
         self._connection: NcclConnection | None = None
 
-    def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> Broadcast:
+    def start(self, tensors: Sequence[torch.Tensor], source_rank: int, timeout: float) -> NcclBroadcast:
         if self._connection is None:
             store, world_size, device = self._place
             self._connection = _StockNcclConnection(store, 0, world_size, device, timeout, self._cancelled)
         return self._connection.start(tensors, source_rank, timeout)
 
     def abort(self) -> None:
-        if self._connection is not None:  # else `cancelled` ends the attempt to connect
+        if self._connection is not None:  # otherwise `cancelled` ends connecting
             self._connection.abort()
 
 
 class _StockNcclConnection(NcclConnection):
-    """Meets torch's ProcessGroupNCCL."""
+    """Connects to torch's ProcessGroupNCCL."""
 
     def _share_id(self, store: dist.Store, rank: int, deadline: float) -> UniqueId:
         unique_id = self._new_id()
-        # Raw, under the number of the communicator: the group's first. (The stub knows of text only.)
+        # Raw bytes under the communicator's number, which is the group's first. (The type stub only has text.)
         store.set("0", bytes(unique_id))  # type: ignore[arg-type]
         return unique_id
 
     def _warm_up(self, deadline: float) -> None:
-        """Nobody would answer: the servers broadcast only what they are told."""
+        """Do nothing: the servers take part in announced broadcasts only."""

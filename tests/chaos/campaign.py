@@ -96,7 +96,7 @@ class Campaign:
         log = self.stack.state.log("trainer").read_text(errors="replace")
         wrong += [f"the trainer says: {line}" for line in re.findall(r"replayed step \d+: .*", log)]
         supervisor = self.stack.state.log("supervisor").read_text(errors="replace")
-        if "giving it up" in supervisor:
+        if "not restarting it" in supervisor:
             wrong.append("the supervisor gave a service up")
         return wrong
 

@@ -108,7 +108,7 @@ def test_what_was_interrupted_is_kept_whatever_follows(workplace: Workplace) -> 
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 130, output
-    assert "run r has not ended: relaxd resume r goes on with it" in output
+    assert "run r has not ended: relaxd resume r continues it" in output
     assert redis_data.is_dir()
 
     # Neither another run of that name nor a resume that can't be done costs it anything.

@@ -75,9 +75,9 @@ def test_one_engine_then_three_then_one(workplace: Workplace) -> None:
 
 def test_what_can_be_scaled_is_said(workplace: Workplace) -> None:
     for words, expected in (
-        (["trainer=2"], "names nothing to scale: expected one of rollout, reward, advantage"),
-        (["rollout=0"], "names nothing to scale"),
-        ([], "expected what to scale, or --cancel"),
+        (["trainer=2"], "is not ROLE=COUNT: ROLE is one of rollout, reward, advantage"),
+        (["rollout=0"], "is not ROLE=COUNT"),
+        ([], "expected ROLE=COUNT or --cancel"),
     ):
         code, output = workplace.relaxd("scale", *words, RELAXD_COORDINATOR="127.0.0.1:1")
         assert code == 1

@@ -53,7 +53,7 @@ def test_a_reward_names_the_variables_that_it_wants() -> None:
         "HTTPS_PROXY",
     )
     assert "'A=1' is not the name of an environment variable" in refusal(GOOD, "--reward.environment", '["A=1"]')
-    assert "RELAXD_TOKEN is relaxd's own" in refusal(GOOD, "--reward.environment", '["RELAXD_TOKEN"]')
+    assert "RELAXD_TOKEN is a setting or secret of relaxd" in refusal(GOOD, "--reward.environment", '["RELAXD_TOKEN"]')
 
 
 def test_the_example_is_what_the_demo_needs() -> None:
@@ -81,11 +81,15 @@ def test_any_text_survives_dump(text: str) -> None:
         (
             "top_p = 0.9",
             "top_pp = 0.9",
-            ["line 17: rollout.top_pp is no setting", "did you mean rollout.top_p?"],
+            ["line 17: rollout.top_pp is not a known setting", "did you mean rollout.top_p?"],
         ),
-        ("top_p = 0.9", "lr = 0.9", ["rollout.lr is no setting", "did you mean trainer.optimizer.lr?"]),
+        ("top_p = 0.9", "lr = 0.9", ["rollout.lr is not a known setting", "did you mean trainer.optimizer.lr?"]),
         ("top_p = 0.9", "wholly_unknown = 0.9", ["[rollout] has samples_per_prompt, max_new_tokens"]),
-        ("[rollout]\ntop_p = 0.9", "[rolout]\ntop_p = 0.9", ["x.toml line 16: rolout is no section", "rollout?"]),
+        (
+            "[rollout]\ntop_p = 0.9",
+            "[rolout]\ntop_p = 0.9",
+            ["x.toml line 16: rolout is not a known section", "rollout?"],
+        ),
         ("top_p = 0.9", "top_p = 1.5", ["x.toml line 17: rollout.top_p = 1.5: must be at most 1"]),
         ("top_p = 0.9", "top_p = nan", ["rollout.top_p = NaN: must be a finite number"]),
         ("top_p = 0.9", 'top_p = "a"', ['rollout.top_p = "a": must be a number']),
@@ -137,7 +141,7 @@ def test_overrides_win_and_have_their_types() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["--run.stepz", "1"], "--run.stepz: run.stepz is no setting of relaxd; did you mean run.steps?"),
+        (["--run.stepz", "1"], "--run.stepz: run.stepz is not a known setting; did you mean run.steps?"),
         (["--run.steps", "many"], '--run.steps: run.steps = "many": must be a whole number'),
         (["--run.steps"], "--run.steps needs a value"),
         (["--lr", "1"], "unknown option --lr; did you mean --trainer.optimizer.lr?"),

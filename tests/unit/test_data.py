@@ -181,7 +181,7 @@ def test_unreadable_files_are_named(tmp_path: Path, model_folder: Path) -> None:
     with pytest.raises(DataError, match="line 2: not UTF-8"):
         read_jsonl(tmp_path / "latin.jsonl", "data.path")
     many = write(tmp_path / "many.jsonl", *["x"] * 9)
-    with pytest.raises(DataError, match=r"9 broken lines: .*line 5: .*; and 4 more"):
+    with pytest.raises(DataError, match=r"9 invalid lines: .*line 5: .*; and 4 more"):
         read_jsonl(many, "data.path")
 
 

@@ -138,15 +138,18 @@ def test_every_other_task_makes_the_same_items_in_each_process() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"task": "spell_backwards"}, r"data\.reasoning_gym\.task: = 'spell_backwards' is no task.*spell_backward"),
-        ({"task": "ransom_note"}, r"data\.reasoning_gym\.task: .*can't be used: reasoning-gym makes other items"),
+        ({"task": "spell_backwards"}, r"data\.reasoning_gym\.task: = 'spell_backwards' is not a task.*spell_backward"),
+        (
+            {"task": "ransom_note"},
+            r"data\.reasoning_gym\.task: .*is not supported: reasoning-gym generates different items",
+        ),
         (SPELL | {"settings": {"max_length": 3}}, r"refuses them: .*max_length.*its settings are .*max_word_len"),
         (SPELL | {"settings": {"max_word_len": 1}}, r"data\.reasoning_gym\.settings: .*max_word_len must be >="),
         (SPELL | {"settings": {"seed": 3}}, r"has seed: set data\.reasoning_gym\.size and \.seed instead"),
         (SPELL | {"settings": {"min_word_len": 90, "max_word_len": 99}}, r"can't make an item: IndexError"),
         (
             {"task": "coin_flip", "settings": {"min_trials": 1, "max_trials": 1}, "size": 1, "held_out": 400},
-            r"data\.reasoning_gym\.held_out: = 400 holds every question out",
+            r"data\.reasoning_gym\.held_out: = 400 holds out every question",
         ),
     ],
 )

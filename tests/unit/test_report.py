@@ -98,7 +98,7 @@ def test_the_time_adds_up(folder: Path) -> None:
         "score",
         "queue: train",
         "in its step",
-        "other: commits, attempts that failed",
+        "other: commits, failed attempts",
     ]
     assert way["generate"] == ["20.000", "50.0%"]
     assert sum(float(seconds) for seconds, _ in way.values()) == 40.0

@@ -91,7 +91,7 @@ def test_a_redis_password_comes_from_a_file(tmp_path):
     ("url", "password", "message"),
     [
         ("redis://redis:6379/0", "", "the Redis password in"),
-        ("redis://:other@redis:6379/0", "secret", "that has no password of its own"),
+        ("redis://:other@redis:6379/0", "secret", "without a password"),
     ],
 )
 def test_a_redis_password_file_must_fit(tmp_path, capsys, url, password, message):
@@ -124,17 +124,17 @@ def test_a_tokens_file_must_have_the_services_own_token(tmp_path, capsys):
     file = tmp_path / "tokens"
     file.write_text("service fleet its-own\nread looker another\n")
     environment = {"RELAXD_TOKENS_FILE": str(file)}
-    for token, told in {"": "there is none", "other": "it isn't there", "another": '"looker" is no such'}.items():
+    for token, told in {"": "there is none", "other": "it isn't there", "another": '"looker" has role read'}.items():
         with pytest.raises(SystemExit):
             parse_settings("reward", [], environment | {"RELAXD_TOKEN": token})
         output = " ".join(capsys.readouterr().err.split())
         assert f"with the role service or admin: {told}" in output
         assert "its-own" not in output
     settings = parse_settings("reward", [], environment | {"RELAXD_TOKEN": "its-own"})
-    assert settings.doors.tokens is settings.tokens
-    assert parse_settings("launcher", [], environment).doors.tokens  # it calls nobody
-    assert parse_settings("reward", [], {"RELAXD_TOKEN": "only"}).doors.tokens
-    assert parse_settings("reward", [], {}).doors.tokens is None
+    assert settings.security.tokens is settings.tokens
+    assert parse_settings("launcher", [], environment).security.tokens  # it calls nobody
+    assert parse_settings("reward", [], {"RELAXD_TOKEN": "only"}).security.tokens
+    assert parse_settings("reward", [], {}).security.tokens is None
 
 
 def test_a_replica_id_names_the_host_and_is_never_given_twice():

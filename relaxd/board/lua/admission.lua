@@ -1,24 +1,23 @@
--- The admission gate. Publishing goes on while
+-- The admission gate. Groups may be published while
 --
 --   published - dropped < (oldest version + 1 + max_staleness) x groups_per_step x oversample
 --
--- and there is room in Redis. Open groups count with the bytes that they have stored, or, before a stage has committed,
--- with the room that was reserved for them: the worst case until a quarter of a step's groups have closed, then what nine
--- of ten closed groups took at most. Groups that the open step still lacks pass as long as Redis takes writes at all:
--- without them no step would ever close and make room.
+-- and Redis has room. An open group counts with the bytes it has stored or, until its first stage commits, with the room
+-- reserved for it: the worst case until a quarter of a step's groups have closed, then the 90th percentile of closed groups.
+-- Groups that the open step still lacks pass as long as Redis accepts writes: without them no step would close and make room.
 
--- Bytes that Redis uses, may use at most, and that open groups may take. Without a maxmemory, Redis may use a quarter of its
--- machine's memory, or more where the configuration says so.
+-- Return the bytes that Redis uses, may use, and that open groups may take. Without a maxmemory, Redis may use a quarter of
+-- its machine's memory, or more if the configured high-water mark needs it.
 local function memory(high_water)
   local info = call('INFO', 'memory')
   local used = tonumber(string.match(info, 'used_memory:(%d+)'))
-  local most = tonumber(string.match(info, 'maxmemory:(%d+)'))
-  if most == 0 then most = math.max(tonumber(string.match(info, 'total_system_memory:(%d+)')) / 4, high_water * 1.25) end
-  if high_water == 0 then high_water = most * 0.8 end
-  return used, math.floor(most), math.floor(high_water)
+  local max_bytes = tonumber(string.match(info, 'maxmemory:(%d+)'))
+  if max_bytes == 0 then max_bytes = math.max(tonumber(string.match(info, 'total_system_memory:(%d+)')) / 4, high_water * 1.25) end
+  if high_water == 0 then high_water = max_bytes * 0.8 end
+  return used, math.floor(max_bytes), math.floor(high_water)
 end
 
--- The room to reserve for a group whose worst case is `worst`.
+-- Return the 90th percentile of the bytes of closed groups; nil while too few have closed.
 local function learned_size(groups_per_step)
   local sizes = call('LRANGE', P .. 'sizes', 0, -1)
   if #sizes < math.ceil(groups_per_step / 4) then return nil end
@@ -34,15 +33,15 @@ local function admission()
   local state = {}
   for i, name in ipairs(names) do state[name] = tonumber(values[i]) end
   local counted, per_step = state.published - state.dropped, state.groups_per_step
-  local used, most, high_water = memory(state.high_water_bytes)
+  local used, max_bytes, high_water = memory(state.high_water_bytes)
   local learned = learned_size(per_step)
   local gate = {
     counted = counted,
     lacking = math.max(0, (state.last_step + 1) * per_step - counted),
-    used = used, most = most, high_water = high_water, taken = state.stored_bytes + state.reserved_bytes,
+    used = used, max_bytes = max_bytes, high_water = high_water, taken = state.stored_bytes + state.reserved_bytes,
   }
   function gate.room_for(worst) return learned and math.min(learned, worst) or worst end
-  -- How many groups of this worst case may come, and what holds back the next: a word, then numbers.
+  -- Return how many groups of this worst case may be published, and what limits them: a word, then numbers.
   function gate.admit(worst)
     if state.gate_open ~= 1 then return 0, 'closed' end
     if not state.oldest_version then return 0, 'weights' end
@@ -51,7 +50,7 @@ local function admission()
     local allowed, reason = limit - counted, 'staleness ' .. limit .. ' ' .. state.oldest_version
     if limit >= needed then allowed, reason = needed - counted, 'complete ' .. needed end
     if allowed <= 0 then return 0, reason end
-    if used >= most then return 0, 'full ' .. used .. ' ' .. most end
+    if used >= max_bytes then return 0, 'full ' .. used .. ' ' .. max_bytes end
     local each = gate.room_for(worst)
     local by_memory = math.max(gate.lacking, math.floor((high_water - gate.taken) / math.max(each, 1)))
     if by_memory < allowed then

@@ -1,4 +1,6 @@
--- Generation of a group starts. ARGV: id, stage, entry, consumer, attempt, version.
-if not held(ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]) then return 0 end
-call('HSET', STARTED, ARGV[1], ARGV[6])
+-- Record the weight version with which a group's generation starts. ARGV: id, stage, entry, consumer, attempt, version.
+-- Returns 0 if the delivery does not hold the group any more.
+local id, stage, entry_id, consumer, attempt, version = unpack(ARGV)
+if not held(id, stage, entry_id, consumer, attempt) then return 0 end
+call('HSET', STARTED, id, version)
 return 1

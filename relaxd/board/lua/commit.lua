@@ -1,15 +1,15 @@
--- Commit columns of many groups. ARGV: stages (JSON), then for each: id, stage, entry, pointer, version (or empty), the
--- payload of its small columns, when the work was enqueued, started and ended (or empty).
--- Answers for each 1 (committed), 0 (another was first, or the group is closed) or -1 (its payloads expired: write them again).
+-- Commit the columns of many groups. ARGV: stages (JSON), then for each group: id, stage, entry, pointer, oldest weight version
+-- (or empty), payload of the small columns, "<enqueued_at> <started_at> <ended>" (or empty).
+-- Returns for each 1 (committed), 0 (another attempt was first, or the group is closed) or -1 (its payloads expired and must be
+-- written again).
 local stages = cjson.decode(ARGV[1])
 local results = {}
 for i = 2, #ARGV, 7 do
-  local id, stage, entry_id, pointer, version = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
-  local shared, times = ARGV[i + 5], ARGV[i + 6]
+  local id, stage, _, pointer, version, shared, times = unpack(ARGV, i, i + 6)
   local group = read_group(id)
   local result = 0
   if group and group['@' .. stage] == pointer then
-    result = keep(pointer, shared) and 1 or -1 -- said again: the reply was lost
+    result = keep(pointer, shared) and 1 or -1 -- repeated: the reply was lost
   elseif group and group['entry:' .. stage] and not group['@' .. stage] then
     local bytes = keep(pointer, shared)
     if bytes then

@@ -1,37 +1,40 @@
--- Commit a step. ARGV: term, step, plan (JSON), metrics (JSON), number of groups, their ids, then samples (JSON each).
-local KEPT_SAMPLES, KEPT_SAMPLE_BYTES = 4096, 16777216
+-- Commit a step. ARGV: trainer's term, step, plan (JSON), metrics (JSON), number of groups, their ids, then samples (JSON each).
+-- Returns the number of groups; 0 if the same step was committed before.
+local MAX_SAMPLES, MAX_SAMPLE_BYTES = 4096, 16777216
 
-local term, step, count = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[5])
-local state = call('HMGET', STATE, 'trainer_term', 'last_step')
-if not state[1] then return fail('RUNMISSING the run is not on the board') end
-if term ~= tonumber(state[1]) then return fail('FENCED trainer term ' .. term .. ' is over: ' .. state[1] .. ' trains') end
-local last = tonumber(state[2])
-if step ~= last + 1 then
-  local entry = step == last and call('XRANGE', P .. 'ledger', step .. '-0', step .. '-0')[1]
-  if entry and entry[2][4] == ARGV[1] and entry[2][6] == ARGV[3] then return 0 end -- said again: the reply was lost
-  return fail('STEPCONFLICT step ' .. step .. ' cannot follow step ' .. last)
+local term, step, plan, metrics, group_count = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4], tonumber(ARGV[5])
+local first_id, first_sample = 6, 6 + group_count
+local current_term, last_step = unpack(call('HMGET', STATE, 'trainer_term', 'last_step'))
+if not current_term then return run_missing() end
+if term ~= tonumber(current_term) then
+  return fail('FENCED trainer term ' .. term .. ' is over: ' .. current_term .. ' trains')
+end
+last_step = tonumber(last_step)
+if step ~= last_step + 1 then
+  local entry = step == last_step and call('XRANGE', P .. 'ledger', step .. '-0', step .. '-0')[1]
+  local committed = entry and to_table(entry[2])
+  if committed and committed.term == ARGV[1] and committed.plan == plan then return 0 end -- repeated: the reply was lost
+  return fail('STEPCONFLICT step ' .. step .. ' cannot follow step ' .. last_step)
 end
 local groups, seen = {}, {}
-for i = 1, count do
-  local id = ARGV[5 + i]
+for i = 1, group_count do
+  local id = ARGV[first_id + i - 1]
   groups[i] = read_group(id)
   if not groups[i] then return fail('STEPCONFLICT group ' .. id .. ' of step ' .. step .. ' is not open') end
   if seen[id] then return fail('STEPCONFLICT group ' .. id .. ' is twice in the plan of step ' .. step) end
   seen[id] = true
 end
-local time = call('TIME')
-call('XADD', P .. 'ledger', step .. '-0', 'time', time[1] .. '.' .. string.format('%06d', time[2]), 'term', ARGV[1],
-  'plan', ARGV[3], 'metrics', ARGV[4])
-for i = 1, count do close(ARGV[5 + i], groups[i]) end
+call('XADD', P .. 'ledger', step .. '-0', 'time', seconds(), 'term', ARGV[1], 'plan', plan, 'metrics', metrics)
+for i = 1, group_count do close(ARGV[first_id + i - 1], groups[i]) end
 local samples = P .. 'samples'
-for i = 6 + count, #ARGV do
-  call('XADD', samples, 'MAXLEN', '~', KEPT_SAMPLES, step .. '-' .. (i - 6 - count), 'sample', ARGV[i])
+for i = first_sample, #ARGV do
+  call('XADD', samples, 'MAXLEN', '~', MAX_SAMPLES, step .. '-' .. (i - first_sample), 'sample', ARGV[i])
 end
-if #ARGV > 5 + count then -- long texts: keep fewer
-  while call('MEMORY', 'USAGE', samples) > KEPT_SAMPLE_BYTES and call('XLEN', samples) > 1 do
+if #ARGV >= first_sample then -- long texts: keep fewer
+  while call('MEMORY', 'USAGE', samples) > MAX_SAMPLE_BYTES and call('XLEN', samples) > 1 do
     call('XTRIM', samples, 'MAXLEN', math.floor(call('XLEN', samples) / 2))
   end
 end
-call('HINCRBY', STATE, 'trained', count)
+call('HINCRBY', STATE, 'trained', group_count)
 call('HSET', STATE, 'last_step', step, FAILED, 0, FILTERED, 0)
-return finish(count)
+return finish(group_count)

@@ -1,48 +1,72 @@
--- What every script starts with. KEYS[1] is the prefix of the run's keys, "relaxd:<run>:".
+-- The start of every script. KEYS[1] is the prefix of the run's keys, "relaxd:<run>:".
 --
---   state            hash: counters, terms, gate, data cursor, bytes that open groups take and may yet take
+--   state            hash: counters, terms, gate, data cursor, bytes stored by and reserved for open groups
 --   open             set: ids of the groups that are neither trained nor dropped
 --   started          hash: group id -> oldest weight version in it, once its generation has started
 --   group:<id>       hash of an open group:
 --                      trace, retries (where there were any)
 --                      stored             bytes of its payloads
---                      room               bytes that it may take in all; 0 once a stage has committed
---                      published, time:<stage>  when; "<enqueued_at> <started_at> <ended>" of a stage (microseconds of Unix time)
+--                      room               bytes reserved for it; 0 once a stage has committed
+--                      published          when it was published (microseconds of Unix time)
+--                      time:<stage>       "<enqueued_at> <started_at> <ended>" of a stage (the same unit)
 --                      @<writer>          pointer to the columns that a stage (or "publish") wrote
---                      entry:<stage>      its entry in the stage's stream; set once it was offered
+--                      entry:<stage>      its entry in the stage's stream, once it was offered
 --                      attempts:<stage>   deliveries under earlier entries
 --   stage:<name>     stream, consumer group "workers": group, trace, attempts (where there were any), @<writer> ...
 --   columns:<attempt>[:<column>]  payloads; a pointer is "<attempt>[,<large column>...]"
 --   ledger           stream, id "<step>-0"      samples   stream, id "<step>-<i>"
---   drops            hash: reason -> count      dropped   stream: what is kept of dropped groups
---   retries          hash: group id -> "<retries>|<pointer>" of prompts that wait for another try
---   sizes            list: bytes that the groups closed last took, newest first
---   redelivered      hash: stage -> deliveries that began anew what a holder had not finished
+--   drops            hash: reason -> count      dropped   stream: records of dropped groups
+--   retries          hash: group id -> "<retries>|<pointer>" of prompts that wait to be retried
+--   sizes            list: bytes of the groups closed last, newest first
+--   redelivered      hash: stage -> deliveries that repeated an unfinished one
 local P = KEYS[1]
 local STATE, OPEN, STARTED, RETRIES = P .. 'state', P .. 'open', P .. 'started', P .. 'retries'
 local WORKERS = 'workers'
-local FAILED, FILTERED = 'consecutive_drops', 'consecutive_filtered' -- counters of drops in a row
+local FAILED, FILTERED = 'consecutive_drops', 'consecutive_filtered' -- fields of the state: drops in a row
 local KEPT_GROUPS, KEPT_BYTES = 256, 65536
 local KEPT_SIZES = 512
 local NO_LIMIT = 2 ^ 31
 local call, byte, unpack = redis.call, string.byte, unpack
-local AT = byte('@') -- what a pointer's field starts with
+local AT = byte('@') -- the first byte of a pointer's field
 
 local function group_key(id) return P .. 'group:' .. id end
 local function stream_key(stage) return P .. 'stage:' .. stage end
 
 local function fail(message) return redis.error_reply(message) end
+local function run_missing() return fail('RUNMISSING the run is not on the board') end
 
--- The group as a table; nil when it is closed (or was never published).
-local function read_group(id)
-  local flat = call('HGETALL', group_key(id))
-  if #flat == 0 then return nil end
-  local group = {}
-  for i = 1, #flat, 2 do group[flat[i]] = flat[i + 1] end
-  return group
+-- Return the error for a caller that is not the current coordinator; nil if it is.
+local function refuse_coordinator(term)
+  local current = call('HGET', STATE, 'coordinator_term')
+  if not current then return run_missing() end
+  if term < tonumber(current) then return fail('FENCED term ' .. term .. ' is over: ' .. current .. ' coordinates') end
+  return nil
 end
 
--- Keys of the payloads that a pointer names.
+-- Return Redis's clock as text: Unix time in whole microseconds, or in seconds with six digits after the point.
+local function microseconds()
+  local time = call('TIME')
+  return time[1] .. string.format('%06d', time[2])
+end
+local function seconds()
+  local time = call('TIME')
+  return time[1] .. '.' .. string.format('%06d', time[2])
+end
+
+-- Turn a flat list of names and values, as Redis replies, into a table.
+local function to_table(flat)
+  local fields = {}
+  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
+  return fields
+end
+
+-- Read a group as a table; nil if it is closed (or was never published).
+local function read_group(id)
+  local flat = call('HGETALL', group_key(id))
+  return #flat > 0 and to_table(flat) or nil
+end
+
+-- List the keys of the payloads that a pointer names.
 local function payload_keys(pointer)
   local comma = string.find(pointer, ',', 1, true)
   if not comma then return { P .. 'columns:' .. pointer } end
@@ -52,8 +76,8 @@ local function payload_keys(pointer)
   return keys
 end
 
--- Keep an attempt's payloads: store the shared one; the large ones expire by themselves until a script says this. Answers
--- the bytes of all; nil: they are gone already.
+-- Store an attempt's shared payload and stop its large ones from expiring. Returns the bytes of all, or nil if a large one has
+-- expired already.
 local function keep(pointer, shared)
   local keys, bytes = payload_keys(pointer), #shared
   for i = 2, #keys do
@@ -64,8 +88,8 @@ local function keep(pointer, shared)
   return bytes
 end
 
--- Account for bytes that a group has stored. The first stage that commits writes nearly all that a group will ever take:
--- from then on the group's own bytes count, and the room that was reserved for it is free.
+-- Add to the bytes that a group has stored. The first stage that commits writes nearly all that a group ever stores, so its
+-- commit frees the room that was reserved for the group.
 local function account(id, group, bytes)
   call('HINCRBY', STATE, 'stored_bytes', bytes)
   call('HINCRBY', group_key(id), 'stored', bytes)
@@ -77,7 +101,7 @@ local function account(id, group, bytes)
   end
 end
 
--- Put the group into a stage's stream.
+-- Add the group to a stage's stream. Returns the entry's id.
 local function offer(id, group, stage, attempts)
   local entry = { 'group', id, 'trace', group.trace }
   if attempts > 0 then
@@ -94,14 +118,14 @@ local function offer(id, group, stage, attempts)
   return entry_id
 end
 
--- Offer the group to every stage whose needs are met and which has not been offered it yet, and add what changed to `changes`.
--- `stages` is a list of { name, { the writers it needs } }.
+-- Offer the group to every stage whose columns are all written and that was not offered it before; append the changed fields
+-- to `changes`. `stages` is a list of { name, { writers of the columns it needs } }.
 local function offer_ready(id, group, stages, changes)
   for _, stage in ipairs(stages) do
-    local name = stage[1]
+    local name, writers = stage[1], stage[2]
     if not group['entry:' .. name] then
       local ready = true
-      for _, writer in ipairs(stage[2]) do ready = ready and group['@' .. writer] ~= nil end
+      for _, writer in ipairs(writers) do ready = ready and group['@' .. writer] ~= nil end
       if ready then
         changes[#changes + 1] = 'entry:' .. name
         changes[#changes + 1] = offer(id, group, name, 0)
@@ -110,7 +134,7 @@ local function offer_ready(id, group, stages, changes)
   end
 end
 
--- What a script removes, it removes at its end, many at once: see finish().
+-- Collected here and removed in batches by finish().
 local removed = { entries = {}, payloads = {}, groups = {} }
 
 local function remove_entry(stage, entry_id)
@@ -119,11 +143,12 @@ local function remove_entry(stage, entry_id)
   removed.entries[stage] = entries
 end
 
+-- Call `apply` with 1000 items at a time: Lua limits the number of arguments.
 local function in_batches(items, apply)
   for i = 1, #items, 1000 do apply(unpack(items, i, math.min(i + 999, #items))) end
 end
 
--- Every script that removes anything returns through this.
+-- Remove what was collected and return the script's reply. Every script that removes anything returns through this.
 local function finish(reply)
   for stage, entries in pairs(removed.entries) do
     local key = stream_key(stage)
@@ -136,7 +161,7 @@ local function finish(reply)
   return reply
 end
 
--- Remove every trace of an open group but the counters. `spare`: a pointer whose payloads stay.
+-- Remove an open group: its payloads (except those of the pointer `spare`), entries and hash. Callers count it.
 local function close(id, group, spare)
   for name, value in pairs(group) do
     if byte(name) == AT then
@@ -159,8 +184,8 @@ local function close(id, group, spare)
   end
 end
 
--- Close a group as dropped. With `retry`, its prompt waits to be published again, at most max_retries times. `counter`:
--- the field of the state that counts such drops in a row, where they count at all.
+-- Close a group as dropped. With `retry`, its prompt waits to be published again, at most max_retries times. `counter`
+-- is the field of the state that counts such drops in a row, or nil.
 local function drop(id, group, reason, stage, attempt, retry, max_retries, counter)
   local pointer = group['@publish']
   local retries = tonumber(group.retries or 0)
@@ -169,16 +194,15 @@ local function drop(id, group, reason, stage, attempt, retry, max_retries, count
   local prompt = pointer and payload_keys(pointer)[1]
   local kept = ''
   if prompt and call('STRLEN', prompt) <= KEPT_BYTES then kept = call('GET', prompt) or '' end
-  local time = call('TIME')
   call('XADD', P .. 'dropped', 'MAXLEN', '~', KEPT_GROUPS, '*', 'group', id, 'reason', reason, 'stage', stage,
-    'attempt', attempt, 'time', time[1] .. '.' .. string.format('%06d', time[2]), 'retried', retry and 1 or 0, 'columns', kept)
+    'attempt', attempt, 'time', seconds(), 'retried', retry and 1 or 0, 'columns', kept)
   close(id, group, retry and pointer or nil)
   call('HINCRBY', STATE, 'dropped', 1)
   if counter then call('HINCRBY', STATE, counter, 1) end
   call('HINCRBY', P .. 'drops', reason, 1)
 end
 
--- Remove an entry that can't be read, whatever became of it. The group that it is the place of, if one is, can't go on.
+-- Remove an unreadable entry and drop the group that it belongs to, if one is open.
 local function discard(stage, entry_id)
   remove_entry(stage, entry_id)
   for _, id in ipairs(call('SMEMBERS', OPEN)) do
@@ -188,15 +212,18 @@ local function discard(stage, entry_id)
   end
 end
 
--- Whether this very delivery still holds the group: same entry, same consumer, not delivered again since.
+-- Check that a delivery still holds its group: same entry, same consumer, not delivered again since.
 local function held(id, stage, entry_id, consumer, attempt)
-  local entry = call('HMGET', group_key(id), 'entry:' .. stage, 'attempts:' .. stage)
-  if entry[1] ~= entry_id then return false end
+  local current_id, before = unpack(call('HMGET', group_key(id), 'entry:' .. stage, 'attempts:' .. stage))
+  if current_id ~= entry_id then return false end
   local pending = call('XPENDING', stream_key(stage), WORKERS, entry_id, entry_id, 1)[1]
-  return pending ~= nil and pending[2] == consumer and pending[4] + tonumber(entry[2] or 0) == tonumber(attempt)
+  if not pending then return false end
+  local _, holder, _, deliveries = unpack(pending)
+  return holder == consumer and deliveries + tonumber(before or 0) == tonumber(attempt)
 end
 
--- Give the group back: a new entry at the end of the stage's queue, or the end of a group that was delivered too often.
+-- Put a held group at the end of its stage's queue again, or drop it as poison if it was delivered too often. `attempt` is
+-- the delivery's number; unless `counts`, that delivery is forgotten.
 local function hand_back(id, group, stage, attempt, counts, max_deliveries)
   if counts and attempt >= max_deliveries then
     drop(id, group, 'poison', stage, attempt, false, 0, FAILED)

@@ -1,3 +1,4 @@
--- Remove entries that a consumer could not read. ARGV: stage, then the entries.
-for i = 2, #ARGV do discard(ARGV[1], ARGV[i]) end
+-- Remove entries that a consumer could not read. ARGV: stage, then the entries' ids.
+local stage = ARGV[1]
+for i = 2, #ARGV do discard(stage, ARGV[i]) end
 return finish(#ARGV - 1)

@@ -1,4 +1,5 @@
--- Bytes that Redis uses, may use at most, and may use for surplus groups; its policy when it is full. ARGV: the high-water
--- mark that is configured, or 0.
-local used, most, high_water = memory(tonumber(ARGV[1]))
-return { used, most, high_water, string.match(call('INFO', 'memory'), 'maxmemory_policy:(%S+)') }
+-- Return the bytes that Redis uses, may use, and may use for surplus groups, and its eviction policy.
+-- ARGV: the configured high-water mark, or 0.
+local used, max_bytes, high_water = memory(tonumber(ARGV[1]))
+local policy = string.match(call('INFO', 'memory'), 'maxmemory_policy:(%S+)')
+return { used, max_bytes, high_water, policy }

@@ -1,68 +1,65 @@
 -- Publish groups, all or none: gate, data cursor, counters, entries.
--- ARGV: term, stages (JSON), cursor (JSON, or empty: leave it), then for each group: id, pointer, trace, worst-case bytes,
--- retry_of, the payload of its small columns.
-local term = tonumber(ARGV[1])
-local state = call('HMGET', STATE, 'coordinator_term', 'last_publish')
-if not state[1] then return fail('RUNMISSING the run is not on the board') end
-if term < tonumber(state[1]) then return fail('FENCED term ' .. term .. ' is over: ' .. state[1] .. ' coordinates') end
+-- ARGV: coordinator's term, stages (JSON), cursor (JSON, or empty to leave it), then for each group: id, pointer, trace,
+-- worst-case bytes, retry_of (or empty), payload of the small columns. Returns the number of groups; 0 if they were published
+-- before.
+local term, stages, cursor = tonumber(ARGV[1]), cjson.decode(ARGV[2]), ARGV[3]
+local refused = refuse_coordinator(term)
+if refused then return refused end
 call('HSET', STATE, 'coordinator_term', term)
 
-local ids, worst = {}, 0
+local groups, ids, worst_bytes = {}, {}, 0
 for i = 4, #ARGV, 6 do
-  ids[#ids + 1] = ARGV[i]
-  worst = math.max(worst, tonumber(ARGV[i + 3]))
+  local id, pointer, trace, worst, retry_of, shared = unpack(ARGV, i, i + 5)
+  local group = { id = id, pointer = pointer, trace = trace, worst_bytes = tonumber(worst), retry_of = retry_of, shared = shared }
+  groups[#groups + 1], ids[#ids + 1] = group, id
+  worst_bytes = math.max(worst_bytes, group.worst_bytes)
 end
-if table.concat(ids, ' ') == state[2] then return 0 end -- said again: the reply was lost
+if table.concat(ids, ' ') == call('HGET', STATE, 'last_publish') then return 0 end -- repeated: the reply was lost
 
 local gate = admission()
-local allowed, reason = gate.admit(worst)
+local allowed, reason = gate.admit(worst_bytes)
 if #ids > allowed then return fail('GATE ' .. reason) end
 
 for i = 1, #ids, 1000 do
-  for n, open in ipairs(call('SMISMEMBER', OPEN, unpack(ids, i, math.min(i + 999, #ids)))) do
-    if open == 1 then return fail('CONFLICT group ' .. ids[i + n - 1] .. ' is open already') end
+  for offset, open in ipairs(call('SMISMEMBER', OPEN, unpack(ids, i, math.min(i + 999, #ids)))) do
+    if open == 1 then return fail('CONFLICT group ' .. ids[i + offset - 1] .. ' is open already') end
   end
 end
-local stored = {}
-for i = 4, #ARGV, 6 do
-  local retry_of = ARGV[i + 4]
-  if retry_of ~= '' then
-    if call('HEXISTS', RETRIES, retry_of) == 0 then return fail('CONFLICT no retry of group ' .. retry_of .. ' is waiting') end
+for _, group in ipairs(groups) do
+  if group.retry_of ~= '' then
+    if call('HEXISTS', RETRIES, group.retry_of) == 0 then
+      return fail('CONFLICT no retry of group ' .. group.retry_of .. ' is waiting')
+    end
   else
-    stored[i] = keep(ARGV[i + 1], ARGV[i + 5])
-    if not stored[i] then return fail('EXPIRED') end
+    group.stored = keep(group.pointer, group.shared)
+    if not group.stored then return fail('EXPIRED') end
   end
 end
 
-local stages = cjson.decode(ARGV[2])
-local time = call('TIME')
-local now = time[1] .. string.format('%06d', time[2])
+local now = microseconds()
 local stored_bytes, reserved_bytes = 0, 0
-for i = 4, #ARGV, 6 do
-  local id, pointer, retries, retry_of = ARGV[i], ARGV[i + 1], 0, ARGV[i + 4]
-  if retry_of ~= '' then
-    local before
-    before, pointer = string.match(call('HGET', RETRIES, retry_of), '^(%d+)|(.*)$')
-    retries = tonumber(before) + 1
-    call('HDEL', RETRIES, retry_of)
-    stored[i] = 0
-    for _, key in ipairs(payload_keys(pointer)) do stored[i] = stored[i] + call('STRLEN', key) end
+for _, group in ipairs(groups) do
+  local retries = 0
+  if group.retry_of ~= '' then
+    local before, pointer = string.match(call('HGET', RETRIES, group.retry_of), '^(%d+)|(.*)$')
+    call('HDEL', RETRIES, group.retry_of)
+    retries, group.pointer, group.stored = tonumber(before) + 1, pointer, 0
+    for _, key in ipairs(payload_keys(pointer)) do group.stored = group.stored + call('STRLEN', key) end
   end
-  local group = { ['@publish'] = pointer, trace = ARGV[i + 2] }
-  local room = math.max(1, gate.room_for(tonumber(ARGV[i + 3])))
-  local changes = { '@publish', pointer, 'trace', ARGV[i + 2], 'published', now, 'stored', stored[i], 'room', room }
+  local room = math.max(1, gate.room_for(group.worst_bytes))
+  local fields = { '@publish', group.pointer, 'trace', group.trace, 'published', now, 'stored', group.stored, 'room', room }
   if retries > 0 then
-    changes[#changes + 1] = 'retries'
-    changes[#changes + 1] = retries
+    fields[#fields + 1] = 'retries'
+    fields[#fields + 1] = retries
   end
-  offer_ready(id, group, stages, changes)
-  call('HSET', group_key(id), unpack(changes))
-  stored_bytes, reserved_bytes = stored_bytes + stored[i], reserved_bytes + room
+  offer_ready(group.id, { ['@publish'] = group.pointer, trace = group.trace }, stages, fields)
+  call('HSET', group_key(group.id), unpack(fields))
+  stored_bytes, reserved_bytes = stored_bytes + group.stored, reserved_bytes + room
 end
 in_batches(ids, function(...) call('SADD', OPEN, ...) end)
 call('HSET', STATE, 'last_publish', table.concat(ids, ' '))
 call('HINCRBY', STATE, 'published', #ids)
 call('HINCRBY', STATE, 'stored_bytes', stored_bytes)
 call('HINCRBY', STATE, 'reserved_bytes', reserved_bytes)
-if ARGV[3] ~= '' then call('HSET', STATE, 'cursor', ARGV[3]) end
+if cursor ~= '' then call('HSET', STATE, 'cursor', cursor) end
 return #ids

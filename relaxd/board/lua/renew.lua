@@ -1,9 +1,10 @@
--- Keep holds. ARGV: stage, consumer, then for each delivery: id, entry, attempt. Answers the ids that are still held.
+-- Renew leases. ARGV: stage, consumer, then for each delivery: id, entry, attempt. Returns the ids that are still held.
 local stage, consumer, ids, entries = ARGV[1], ARGV[2], {}, {}
 for i = 3, #ARGV, 3 do
-  if held(ARGV[i], stage, ARGV[i + 1], consumer, ARGV[i + 2]) then
-    ids[#ids + 1] = ARGV[i]
-    entries[#entries + 1] = ARGV[i + 1]
+  local id, entry_id, attempt = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  if held(id, stage, entry_id, consumer, attempt) then
+    ids[#ids + 1] = id
+    entries[#entries + 1] = entry_id
   end
 end
 for i = 1, #entries, 1000 do

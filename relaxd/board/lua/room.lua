@@ -1,5 +1,5 @@
--- How many groups the gate would let in. ARGV: worst-case bytes of a group. Answers that number, and what holds back the next
--- one: a word, then numbers.
-if call('EXISTS', STATE) == 0 then return fail('RUNMISSING the run is not on the board') end
-local allowed, reason = admission().admit(tonumber(ARGV[1]))
+-- Return how many groups the gate admits, and what limits them: a word, then numbers. ARGV: worst-case bytes of a group.
+local worst_bytes = tonumber(ARGV[1])
+if call('EXISTS', STATE) == 0 then return run_missing() end
+local allowed, reason = admission().admit(worst_bytes)
 return { allowed, reason }

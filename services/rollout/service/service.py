@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from relaxd.data.models import resolve_model
 from relaxd.process.child import ChildError, ChildExit
 from relaxd.replica.gpus import Gpu, gpu_environment, memory_used, wait_until_steady
 from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.retry import Backoff
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
@@ -27,8 +29,7 @@ from services.rollout.service.stage import GroupGenerator
 if TYPE_CHECKING:
     from services.rollout.engines.sglang_server.engine import ExternalEngine
 
-FIRST_RESTART_SECONDS = 0.5
-MAX_RESTART_SECONDS = 30.0
+RESTART_BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 
 logger = logging.getLogger(__name__)
 
@@ -247,16 +248,15 @@ class RolloutService(ReplicaService):
 
     async def _restart(self, config: RunConfig) -> None:
         """Start engines until one stays; the coordinator brings it weights when it sees that it has none."""
-        delay = FIRST_RESTART_SECONDS
-        while True:
+        for failures in itertools.count(1):
             try:
                 self._engine = await self._start_engine(config)
                 return
             except (ChildError, OSError) as error:
                 self._detail = f"the engine can't be started: {error}"
+                delay = RESTART_BACKOFF.pause(failures)
                 logger.error("%s; trying again in %g s", self._detail, delay)
             await asyncio.sleep(delay)
-            delay = min(2 * delay, MAX_RESTART_SECONDS)
 
     async def close(self) -> None:
         """Leave nothing behind."""

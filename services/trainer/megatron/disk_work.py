@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from relaxd.retry import Backoff
+
 PROGRESS_SECONDS = 1.0
 """Interval at which a rank publishes its progress and checks that of the others."""
-FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.001, 0.05
-"""Pause between two polls for completion; doubled each time."""
+BACKOFF = Backoff(first_seconds=0.001, max_seconds=0.05)
+"""Between two polls for completion."""
 
 Progress = Callable[[int], None]
 """Callback with the bytes processed since the last call."""
@@ -120,7 +122,7 @@ class DiskWork:
 
     def _await_others(self, work: str) -> None:
         pending = {other: _RankProgress(self._clock()) for other in self._others}
-        pause, looked = FIRST_PAUSE_SECONDS, self._clock()
+        waits, looked = 0, self._clock()
         while pending:
             if (
                 self._store.check([self._end_key(other) for other in pending])
@@ -129,8 +131,8 @@ class DiskWork:
                 looked = self._clock()
                 self._check(work, pending)
             else:
-                self._sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+                waits += 1
+                self._sleep(BACKOFF.pause(waits))
 
     def _check(self, work: str, pending: dict[int, _RankProgress]) -> None:
         """Remove finished ranks from `pending` and update the others. Raises DiskWorkFailed, DiskStalled."""

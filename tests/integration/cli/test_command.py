@@ -52,7 +52,7 @@ def test_config_show_is_a_configuration() -> None:
 def test_a_wrong_setting_is_one_clear_sentence(tmp_path: Path) -> None:
     done = relaxd("run", str(EXAMPLE), "--run.stps", "3", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr == "error: --run.stps: run.stps is no setting of relaxd; did you mean run.steps?\n"
+    assert done.stderr == "error: --run.stps: run.stps is not a known setting; did you mean run.steps?\n"
     assert done.stdout == ""
 
 
@@ -110,7 +110,7 @@ def test_config_check_finds_what_does_not_fit(tmp_path: Path, tiny_model: Path) 
     path.write_text(
         EXAMPLE.read_text().replace('"smollm2-135m"', f'"{tiny_model}"').replace("_tokens = 64", "_tokens = 256")
     )
-    assert relaxd("config", "check", str(path), cwd=tmp_path).stdout == f"{path} is fine\n"
+    assert relaxd("config", "check", str(path), cwd=tmp_path).stdout == f"{path} is valid\n"
     overrides = "--rollout.max_new_tokens 5000 --trainer.ranks 3 --trainer.tensor_parallel 3 --eval.prompts 99999"
     done = relaxd("config", "check", str(path), *overrides.split(), cwd=tmp_path)
     assert done.returncode == 1

@@ -96,23 +96,21 @@ def test_a_run_in_which_nothing_changes_is_followed_and_said_so(kit: Kit, monkey
 def test_it_is_said_every_ten_minutes_with_the_reason() -> None:
     run = pb.Run(run_id="r", state=pb.RUN_STATE_RUNNING, step=3, steps=9)
     quiet = Quiet(0.0)
-    assert [quiet.look(run, minute * MINUTE) for minute in range(10)] == [""] * 10
-    assert quiet.look(run, 10 * MINUTE) == "nothing has changed in run r for 10 min: step 4 of 9 goes on"
-    assert quiet.look(run, 19 * MINUTE) == ""
+    assert [quiet.observe(run, minute * MINUTE) for minute in range(10)] == [""] * 10
+    assert quiet.observe(run, 10 * MINUTE) == "nothing has changed in run r for 10 min: step 4 of 9 is in progress"
+    assert quiet.observe(run, 19 * MINUTE) == ""
     run.reason = "waiting for trainer"  # that is news
-    assert quiet.look(run, 20 * MINUTE) == ""
-    assert quiet.look(run, 30 * MINUTE) == "nothing has changed in run r for 10 min: waiting for trainer"
-    assert quiet.look(run, 40 * MINUTE) == "nothing has changed in run r for 20 min: waiting for trainer"
-    assert quiet.nobody_answers(51 * MINUTE) == (
-        "nothing has been heard of the run for 31 min: the coordinator does not answer"
-    )
+    assert quiet.observe(run, 20 * MINUTE) == ""
+    assert quiet.observe(run, 30 * MINUTE) == "nothing has changed in run r for 10 min: waiting for trainer"
+    assert quiet.observe(run, 40 * MINUTE) == "nothing has changed in run r for 20 min: waiting for trainer"
+    assert quiet.observe_silence(51 * MINUTE) == ("no news of the run for 31 min: the coordinator does not answer")
 
 
 def test_a_paused_run_is_waited_for_only_as_long_as_one_says(kit: Kit) -> None:
     kit.run.state, kit.run.reason = pb.RUN_STATE_PAUSED, "for lunch"
     with pytest.raises(RunPaused, match="run r has been paused for 0 s: for lunch"):
         kit.follow(max_pause=0.3)
-    assert kit.output.count("relaxd resume r goes on with it, relaxd stop r ends it") == 1
+    assert kit.output.count("relaxd resume r continues it, relaxd stop r ends it") == 1
 
 
 def test_a_rebuild_is_no_pause(kit: Kit) -> None:

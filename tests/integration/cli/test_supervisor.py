@@ -180,7 +180,7 @@ def test_a_service_that_keeps_dying_is_given_up(harness: Harness) -> None:
     assert service(state, "reward").exit_code == 1
     assert service(state, "advantage").phase == "running"
     assert harness.folder.log_tail("reward") == ["no such thing"] * 3
-    assert "giving it up" in harness.folder.log("supervisor").read_text()
+    assert "not restarting it" in harness.folder.log("supervisor").read_text()
     assert harness.stop() == 0
 
 

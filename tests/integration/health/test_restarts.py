@@ -16,7 +16,7 @@ def test_an_engine_that_is_stuck_or_answers_wrongly_is_restarted(cluster: Health
     cluster.until_event("rollout-1", HEALTHY, "rollout-1-r1 works after")
     after = cluster.service("rollout-1")
     assert (after.restarts, after.pid != before.pid) == (1, True)
-    assert "exited with code 75, as it was told" in cluster.log("supervisor")
+    assert "exited with code 75, as requested" in cluster.log("supervisor")
     # What it held has gone to others, long before its hold would have ended.
     cluster.goes_on()
     health = cluster.health("rollout-1")
@@ -47,7 +47,7 @@ def test_a_stall_is_no_death_but_one_that_lasts_is(cluster: HealthCluster) -> No
     cluster.goes_on()
     cluster.until_event("rollout-1", HEALTHY, "rollout-1-r1 works after")
     assert not stalled.is_running()  # its launcher killed it: it could not answer
-    assert "the coordinator wants rollout-1 restarted: killing it" in cluster.log("supervisor")
+    assert "the coordinator requests a restart of rollout-1: killing it" in cluster.log("supervisor")
     cluster.ended_run()
 
 

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from relaxd.rpc.access import Tokens
 from relaxd.rpc.client import channel, sync_channel
 from relaxd.rpc.errors import InvalidArgument, NotFound, ServerError, Violations, explain, field_violations
-from relaxd.rpc.security import Doors
+from relaxd.rpc.security import ServerSecurity
 from relaxd.rpc.server import RunningServer, Service, start_server
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tests.conftest import free_port
@@ -27,7 +27,7 @@ REWARD = "relaxd.v1.Reward"
 GRPCURL = Path(sys.executable).parent / "grpcurl"
 WRONG, HANG = 101, 102
 TOKEN = "right" * 5
-RIGHT = Doors(Tokens(token=TOKEN))
+RIGHT = ServerSecurity(Tokens(token=TOKEN))
 
 
 class Reward(reward_pb2_grpc.RewardServicer):
@@ -238,12 +238,12 @@ async def test_a_taken_port_is_named(server):
 
 async def test_an_address_that_is_not_ours_is_named():
     with pytest.raises(ServerError, match=r"cannot listen on port \d+ of 192\.0\.2\.1: Cannot assign"):
-        async with serve(host="192.0.2.1", port=free_port(), doors=RIGHT):
+        async with serve(host="192.0.2.1", port=free_port(), security=RIGHT):
             pass
 
 
 async def test_the_token_is_checked_except_for_health(monkeypatch):
-    async with serve(doors=RIGHT, serving=True) as server:
+    async with serve(security=RIGHT, serving=True) as server:
         address = f"127.0.0.1:{server.port}"
         async with channel(address) as to:
             error = await failure(score(to, "fine"))
@@ -269,7 +269,7 @@ async def test_the_token_is_checked_except_for_health(monkeypatch):
 
 async def test_each_call_has_the_least_role_that_may_make_it(tmp_path):
     (tmp_path / "tokens").write_text("read looker r-token\nservice fleet s-token\n")
-    async with serve(doors=Doors(Tokens(tmp_path / "tokens"))) as server:
+    async with serve(security=ServerSecurity(Tokens(tmp_path / "tokens"))) as server:
         address = f"127.0.0.1:{server.port}"
         async with channel(address, token="s-token") as to:
             await score(to, "fine")
@@ -279,7 +279,7 @@ async def test_each_call_has_the_least_role_that_may_make_it(tmp_path):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stream.read()
         assert explain(error) == (
-            'PERMISSION_DENIED: token "looker" has the role read, but /relaxd.v1.Reward/Score needs service'
+            'PERMISSION_DENIED: token "looker" has role read, but /relaxd.v1.Reward/Score needs service'
         )
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         code, output = await grpcurl("-H", "authorization: Bearer r-token", address, "list")
@@ -287,7 +287,7 @@ async def test_each_call_has_the_least_role_that_may_make_it(tmp_path):
 
 
 async def test_the_sync_channel_does_the_same():
-    async with serve(doors=RIGHT) as server:
+    async with serve(security=RIGHT) as server:
         with sync_channel(f"127.0.0.1:{server.port}", token=TOKEN) as to:
             stub = reward_pb2_grpc.RewardStub(to)
             await asyncio.to_thread(stub.Score, reward_pb2.ScoreRequest(reward="fine"))
@@ -369,7 +369,7 @@ async def test_the_health_check_of_containers_tells_serving_from_not():
         output, _ = await process.communicate()
         return process.returncode, output.decode()
 
-    server = await start_server([], serving=True, doors=RIGHT)
+    server = await start_server([], serving=True, security=RIGHT)
     try:
         assert await check(server.port) == (0, f"127.0.0.1:{server.port} serves\n")
         await server.set_serving(False)

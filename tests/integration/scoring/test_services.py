@@ -246,11 +246,11 @@ async def test_a_worker_that_breaks_is_reported_and_ends_the_process(here):
         with redis.Redis.from_url(here.redis_url) as client:
             client.set("relaxd:run:stage:advantage", "not a stream")
         status = await here.coordinator.hears("advantage-1", "FAILED")
-        assert "the worker of stage advantage ended" in status.detail
+        assert "the worker of stage advantage failed" in status.detail
         assert "WRONGTYPE" in status.detail
         async with asyncio.timeout(20):
             assert await process.process.wait() == 1  # for whoever supervises it
-        assert "giving up: the worker of stage advantage ended" in process.log
+        assert "giving up: the worker of stage advantage failed" in process.log
 
 
 # --- what they import ---------------------------------------------------------------------------------------------

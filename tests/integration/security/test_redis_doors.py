@@ -127,7 +127,7 @@ def test_a_coordinator_with_the_wrong_password_says_so_at_once(locked: Locked, t
 def test_files_for_tls_need_a_url_with_tls(locked: Locked, capsys):
     with pytest.raises(SystemExit):
         locked.url(tls=False, **locked.certificates())
-    assert "go with a rediss:// URL, not redis://" in capsys.readouterr().err
+    assert "need a rediss:// URL, not redis://" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         locked.url(tls=True, RELAXD_REDIS_CA="/no/such/file")
     assert "/no/such/file" in capsys.readouterr().err

@@ -15,7 +15,7 @@ import pytest
 
 from relaxd.rpc.access import Tokens
 from relaxd.rpc.client import channel, sync_channel
-from relaxd.rpc.security import Doors
+from relaxd.rpc.security import ServerSecurity
 from relaxd.rpc.server import RunningServer, start_server
 from relaxd.rpc.tls import TlsFiles, connection_hint
 from relaxd.v1 import coordinator_pb2, replica_pb2, replica_pb2_grpc
@@ -55,7 +55,9 @@ async def serve(files: TlsFiles, token: str | None = None) -> AsyncIterator[Runn
         (add, Replica(), "relaxd.v1.Replica"),
         (add_CoordinatorServicer_to_server, Coordinator(), "relaxd.v1.Coordinator"),
     ]
-    running = await start_server(services, doors=Doors(Tokens(token=token) if token else None, tls=files), serving=True)
+    running = await start_server(
+        services, security=ServerSecurity(Tokens(token=token) if token else None, tls=files), serving=True
+    )
     try:
         yield running
     finally:
@@ -108,11 +110,11 @@ async def test_a_foreign_server_is_not_talked_to(ours, theirs):
 
 async def test_plain_and_tls_do_not_mix_and_say_so(ours):
     async with serve(ours.files("service")) as server:
-        assert "it speaks TLS: name the CA of its certificate with --tls-ca" in await call(server, PLAIN)
+        assert "it uses TLS: name the CA of its certificate with --tls-ca" in await call(server, PLAIN)
     async with serve(ours.files("service", clients=True)) as server:
-        assert "it speaks TLS: name the CA of its certificate with --tls-ca" in await call(server, PLAIN)
+        assert "it uses TLS: name the CA of its certificate with --tls-ca" in await call(server, PLAIN)
     async with serve(PLAIN) as server:
-        assert "it does not speak TLS: unset --tls-ca" in await call(server, ours.files())
+        assert "it does not use TLS: unset --tls-ca" in await call(server, ours.files())
         assert await asyncio.to_thread(connection_hint, f"127.0.0.1:{server.port}", "", PLAIN) == ""
     assert await asyncio.to_thread(connection_hint, f"127.0.0.1:{server.port}", "Connection refused", PLAIN) == ""
 
@@ -122,10 +124,10 @@ async def test_mutual_tls_lets_in_only_those_with_a_certificate(ours, theirs):
         assert await call(server, ours.files("service")) == "in"
         assert await call(server, ours.files("person")) == "in"
         told = await call(server, ours.files())
-        assert told.startswith("it asks for a client's certificate: set --tls-certificate / RELAXD_TLS_CERTIFICATE")
+        assert told.startswith("it requires a client certificate: set --tls-certificate / RELAXD_TLS_CERTIFICATE")
         stranger = replace(theirs.files("person"), ca=ours.certificate)
-        assert (await call(server, stranger)).startswith(f"it refuses the certificate in {stranger.certificate}: ")
-        assert (await call(server, ours.files("expired"))).startswith("it refuses the certificate in ")
+        assert (await call(server, stranger)).startswith(f"it rejects the certificate in {stranger.certificate}: ")
+        assert (await call(server, ours.files("expired"))).startswith("it rejects the certificate in ")
 
 
 async def test_a_persons_certificate_makes_no_server(ours):
@@ -149,7 +151,7 @@ async def test_a_renewed_certificate_is_used_without_a_restart(ours, theirs, tmp
         assert await call(server, ours.files()) == "in"
         install(theirs, "service")
         assert await call(server, theirs.files()) == "in"
-    assert "still using the certificate from before" in caplog.text
+    assert "still using the former certificate" in caplog.text
     assert "BEGIN" not in caplog.text
 
 
@@ -184,14 +186,14 @@ async def test_the_command_line_says_what_it_lacks(ours, tmp_path):
     async with serve(files, token="right") as server:
         status = ("status", "--coordinator", f"127.0.0.1:{server.port}")
         code, output = await run(*cli, *status)
-        assert (code, "it speaks TLS" in output) == (1, True)
+        assert (code, "it uses TLS" in output) == (1, True)
         code, output = await run(*cli, "--tls-ca", ours.certificate, *status)
-        assert (code, "it asks for a client's certificate" in output) == (1, True)
+        assert (code, "it requires a client certificate" in output) == (1, True)
         person = ours.files("person")
         options = ("--tls-ca", ours.certificate, "--tls-certificate", person.certificate)
         options += ("--tls-key", person.key)
         code, output = await run(*cli, *options, *status)
-        assert (code, "wants another token --token-file" in output.replace(" try:", "")) == (1, True), output
+        assert (code, "rejects the token --token-file" in output.replace(" try:", "")) == (1, True), output
         code, output = await run(*cli, *options, "--token-file", str(tmp_path / "token"), *status, RELAXD_TOKEN="wrong")
         assert "ListRuns is not implemented" in output  # it is in
 
@@ -203,9 +205,9 @@ async def test_the_command_line_says_what_it_lacks(ours, tmp_path):
         ({"client_ca": "ca.crt"}, "is set, but not --tls-certificate"),
         ({"name": "relaxd"}, "--tls-name / RELAXD_TLS_NAME is set, but not --tls-ca"),
         ({"ca": "absent.crt"}, "--tls-ca / RELAXD_TLS_CA: cannot read"),
-        ({"ca": "service.key"}, "there is no PEM certificate in"),
-        ({"certificate": "service.crt", "key": "person.key"}, "are no certificate and its unencrypted private key"),
-        ({"certificate": "service.crt", "key": "locked.key"}, "are no certificate and its unencrypted private key"),
+        ({"ca": "service.key"}, "has no PEM certificate"),
+        ({"certificate": "service.crt", "key": "person.key"}, "must be a certificate and its unencrypted private key"),
+        ({"certificate": "service.crt", "key": "locked.key"}, "must be a certificate and its unencrypted private key"),
     ],
 )
 def test_files_that_do_not_fit_are_named(ours, values, told):
@@ -242,4 +244,4 @@ async def test_a_service_refuses_to_listen_for_everyone(tmp_path: Path):
     tokens.write_text("service all right\nread looker other\n")
     coordinator |= {"RELAXD_TOKENS_FILE": str(tokens), "RELAXD_TOKEN": "other"}
     code, output = await run("-m", "services.reward", **coordinator)
-    assert (code, '"looker" is no such' in output) == (2, True)
+    assert (code, '"looker" has role read' in output) == (2, True)

@@ -104,7 +104,7 @@ def test_a_call_whose_caller_left_is_no_success(receiver):
         if point.service == "relaxd-abandoned"
     }
     assert counts == {("Score", "CANCELLED"): 1, ("Score", "DEADLINE_EXCEEDED"): 1, ("Generate", "CANCELLED"): 2}
-    assert log.count("/relaxd.v1.Rollout/Generate ended unanswered: CANCELLED") == 2
+    assert log.count("/relaxd.v1.Rollout/Generate was cancelled: CANCELLED") == 2
     assert "ERROR" not in log
 
 

@@ -99,7 +99,7 @@ def test_a_group_outlives_the_death_and_the_abort_of_others(members: list[Member
 
     # Members that don't come are named; a connecting member can be told to stop as well.
     rest[1].tell(do="connect", store_port=port, name="fourth", rank=1, world_size=2, timeout=0.5)
-    assert "ranks [0] of 2 did not come within 0.5 s" in rest[1].answer()["error"]
+    assert "ranks [0] of 2 did not join within 0.5 s" in rest[1].answer()["error"]
     rest[1].tell(do="connect", store_port=port, name="fifth", rank=1, world_size=2, timeout=30, abort_after=0.2)
     stopped = rest[1].answer()
     assert "aborted while it was being connected" in stopped["error"]

@@ -123,9 +123,7 @@ def test_what_is_too_large_is_refused_by_name(redis_url):
     board.publish(term=1, groups=[group("g1")])
     (delivery,) = take(board, "rollout")
     large = {"tokens": np.zeros(2000, np.int32), "versions": np.zeros(3, np.int64)}
-    with pytest.raises(
-        ColumnError, match=r"g1: what stage 'rollout' made of it takes 8\d+ bytes; board.max_group_bytes"
-    ):
+    with pytest.raises(ColumnError, match=r"g1: the output of stage 'rollout' takes 8\d+ bytes; board.max_group_bytes"):
         board.commit([(delivery, large)])
     columns = {"prompt_tokens": np.zeros(3, np.int32), "prompt": "x" * 5000}
     with pytest.raises(ColumnError, match="g2: its prompt takes"):

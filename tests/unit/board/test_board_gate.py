@@ -90,11 +90,11 @@ def test_the_high_water_mark_follows_maxmemory(redis_server):
     board = make_board(redis_server(append_only=False).url, high_water_bytes=0)
     client = board._connection.client
     system = client.info("memory")["total_system_memory"]
-    assert board.memory().most == system // 4
+    assert board.memory().max_bytes == system // 4
     client.config_set("maxmemory", 100 << 20)
     memory = board.memory()
-    assert (memory.most, memory.high_water, memory.policy) == (100 << 20, 80 << 20, "noeviction")
-    assert 0 < memory.used < memory.most
+    assert (memory.max_bytes, memory.high_water, memory.policy) == (100 << 20, 80 << 20, "noeviction")
+    assert 0 < memory.used < memory.max_bytes
 
 
 def test_a_full_redis_takes_no_more_but_lets_go(redis_server):

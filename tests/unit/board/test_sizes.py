@@ -25,7 +25,7 @@ def config(groups: int, n: int, tokens: int, **board: Any) -> RunConfig:
 
 
 def memory(most: int, policy: str = "noeviction") -> RedisMemory:
-    return RedisMemory(used=0, most=most, high_water=most * 4 // 5, policy=policy)
+    return RedisMemory(used=0, max_bytes=most, high_water=most * 4 // 5, policy=policy)
 
 
 def test_the_worst_case_counts_every_token() -> None:
