@@ -24,8 +24,8 @@ ENDS = "what it waits for has a deadline of its own"
 WITHOUT_DEADLINE = {
     DONE: {
         ("relaxd/board/worker.py", "StageWorker._work.finish_future"),
-        ("relaxd/process/child.py", "Child._raise_if_gone"),
-        ("relaxd/replica/replica.py", "_Life.belong"),
+        ("relaxd/process/child.py", "Child._raise_if_exited"),
+        ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),
         ("services/coordinator/runs/evaluation.py", "_Evaluation.run"),
         ("services/coordinator/health/health_manager.py", "HealthManager._tick"),
@@ -41,7 +41,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/board/worker.py", "StageWorker._commit"),
         ("relaxd/process/child.py", "Child._watch"),  # a thread for the life of the child
         ("relaxd/replica/launcher.py", "run_launcher"),
-        ("relaxd/replica/replica.py", "_Life.belong"),
+        ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),
         ("relaxd/rpc/server.py", "RunningServer.wait"),
         ("relaxd/weights/cuda_ipc.py", "IpcConnection._work"),

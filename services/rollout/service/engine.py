@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from relaxd.config import RolloutConfig
 from relaxd.process.child import Child, ChildError, ChildExit, ChildExited
+from relaxd.process.gpu_lease import GpuLease
 from services.rollout.engines.base import (
     AnswerTooLarge,
     EngineError,
@@ -80,6 +81,7 @@ class Engine:
         on_exit: Callable[[ChildExit], None],
         on_tokens: Callable[[int, float], None],
         colocate: bool = False,
+        gpu_lease: GpuLease | None = None,
     ) -> "Engine":
         """Start a process and load the model in `folder`, with the interpreter `python` if not with this one.
 
@@ -97,6 +99,7 @@ class Engine:
             python=python or None,
             name="the engine",
             on_event=engine._on_event,
+            gpu_lease=gpu_lease,
         )
         engine._child = child
         child.exited.add_done_callback(lambda exited: engine._gone(exited.result()))

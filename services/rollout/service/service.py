@@ -13,9 +13,9 @@ from relaxd.board import Board, StageWorker, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
 from relaxd.process.child import ChildError, ChildExit
+from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import Gpu, gpu_environment, memory_used, wait_until_steady
 from relaxd.replica.service import ReplicaService, ServiceStatus
-from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
@@ -39,8 +39,9 @@ class RolloutService(ReplicaService):
     role = replica_pb2.ROLE_ROLLOUT
     engine_ranks = 1
 
-    def __init__(self, settings: ServiceSettings) -> None:
-        self._settings = settings
+    def __init__(self, context: ReplicaContext) -> None:
+        self._context = context
+        self._settings = context.settings
         self._config: RunConfig | None = None
         self._board: Board | None = None
         self._worker: StageWorker | None = None
@@ -79,7 +80,7 @@ class RolloutService(ReplicaService):
         self._run_id = assignment.run_id
         rollout = config.rollout
         self.engine_ranks = rollout.tensor_parallel
-        self._gpus = await self.lease_gpus(rollout.tensor_parallel if rollout.engine == "sglang" else 0)
+        self._gpus = await self._context.gpus.lease(rollout.tensor_parallel if rollout.engine == "sglang" else 0)
         self._environment = gpu_environment(self._gpus) | NCCL_ENVIRONMENT
         self._engine = await self._start_engine(config)
         self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
@@ -92,7 +93,7 @@ class RolloutService(ReplicaService):
             self._settings.replica_id,
             generator.process,
             concurrency=lambda: generator.room(worker.held),
-            on_failure=self.give_up,
+            on_failure=self._context.give_up,
         )
         worker.pause()  # until there are weights
         self._worker = worker
@@ -179,7 +180,7 @@ class RolloutService(ReplicaService):
     async def _start_engine(self, config: RunConfig) -> AnyEngine:
         folder = await asyncio.to_thread(resolve_model, config.model.path)
         if config.run.colocate:
-            await self.take_turn(self._say)
+            await self._context.take_turn(self._say)
         if config.rollout.engine == "sglang_external":
             return await self._connect_engine(folder, config)
         self._loading = True
@@ -205,6 +206,7 @@ class RolloutService(ReplicaService):
             on_exit=lambda ended: self._engine_died(f"the engine {_how(ended)}: starting another"),
             on_tokens=self._record_tokens,
             colocate=config.run.colocate,
+            gpu_lease=self._context.gpus.child_lease if self._gpus else None,
         )
 
     async def _connect_engine(self, folder: Path, config: RunConfig) -> "ExternalEngine":

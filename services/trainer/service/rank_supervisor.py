@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.json_format import ParseDict
 
 from relaxd.process.child import ChildError
+from relaxd.process.gpu_lease import GpuLease
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import Unavailable, explain
 from relaxd.rpc.settings import ServiceSettings
@@ -40,12 +41,14 @@ class RankSupervisor:
         start: Mapping[str, Any],
         environment: Mapping[str, str],
         take_turn: Callable[[Callable[[str], None]], Awaitable[None]] | None = None,
+        gpu_lease: GpuLease | None = None,
     ) -> None:
         """`start` is what ranks are told at their start, `environment` is set on top of this process's. `take_turn` is
-        awaited before each start (ReplicaService.take_turn)."""
+        awaited before each start (ReplicaContext.take_turn). The ranks are killed when `gpu_lease` is over."""
         self._settings = settings
         self._environment = environment
         self._take_turn = take_turn
+        self._gpu_lease = gpu_lease
         self.awake = False
         """Whether the ranks have the devices' memory, in a colocated run."""
         self._start = dict(start)
@@ -170,7 +173,7 @@ class RankSupervisor:
     async def _one_life(self) -> str:
         """Run the world until it fails; say why."""
         self._facts.clear()
-        ranks = Ranks(self._count, self._heard, self._environment)
+        ranks = Ranks(self._count, self._heard, self._environment, self._gpu_lease)
         self._ranks = ranks
         try:
             await ranks.start(self._start)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from relaxd.process.child import Child, ChildExit
+from relaxd.process.gpu_lease import GpuLease
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +23,13 @@ START_SECONDS = 60.0
 class Ranks:
     """The children. A world is used once: when one of them dies, all are killed and another world is made."""
 
-    def __init__(self, count: int, on_event: RankEvent, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, count: int, on_event: RankEvent, environment: Mapping[str, str], gpu_lease: GpuLease | None
+    ) -> None:
         self._count = count
         self._on_event = on_event
         self._environment = environment
+        self._gpu_lease = gpu_lease
         self._children: list[Child] = []
         self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -51,6 +55,7 @@ class Ranks:
                     env={**self._environment, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     name=f"rank {rank}",
                     on_event=lambda event, values, rank=rank: self._heard(rank, event, values),  # type: ignore[misc]
+                    gpu_lease=self._gpu_lease,
                 )
             )
         for child in self._children:

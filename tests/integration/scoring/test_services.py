@@ -75,7 +75,7 @@ async def test_the_reward_calls(here, monkeypatch):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Score(ScoreRequest(reward="os:getcwd", responses=["1"]))
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
-        assert 'reward "os:getcwd" may not be asked for' in caught.value.details()
+        assert 'reward "os:getcwd" is not allowed' in caught.value.details()
         assert "--allowed-rewards" in caught.value.details()
 
 
