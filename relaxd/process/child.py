@@ -160,7 +160,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the child runs."""
+        """True if the child runs."""
         return not self.exited.done()
 
     async def request(self, method: str, params: Mapping[str, Any] | None = None, timeout: float | None = 60.0) -> Any:

@@ -46,7 +46,7 @@ class Gpu:
 
     @property
     def is_mig(self) -> bool:
-        """Whether it is a MIG device."""
+        """True if it is a MIG device."""
         return self.uuid.startswith("MIG-")
 
 
@@ -213,7 +213,7 @@ class GpuLeases:
         self._replica_id = replica_id
         self._coordinator = coordinator
         self._settled = True
-        """Whether the coordinator's record is known to match `held`."""
+        """True if the coordinator's record is known to match `held`."""
         self._calling = asyncio.Lock()
 
     def call_when_lost(self, callback: Callable[[], None]) -> None:

@@ -67,7 +67,7 @@ class _Life:
         if not self.settings.standby:
             self.joined.set()
         self._told_to_drain = False
-        """Whether the last heartbeat's answer requested a drain."""
+        """True if the last heartbeat's answer requested a drain."""
         self._drains: set[asyncio.Task[int]] = set()
 
     def status(self) -> replica_pb2.GetStatusResponse:

@@ -30,7 +30,7 @@ class ServiceStatus:
     gauges: Mapping[str, float] = field(default_factory=dict)
     """Further measurements, by name."""
     awake: bool = False
-    """Whether its children hold the device's memory, in a colocated run."""
+    """True if its children hold the device's memory, in a colocated run."""
 
 
 class ReplicaService(ABC):

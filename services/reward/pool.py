@@ -20,7 +20,7 @@ class Failure:
     reason: str
     """Reason, for people."""
     died: bool = False
-    """Whether the worker died while scoring it."""
+    """True if the worker died while scoring it."""
 
 
 class PoolClosedError(Exception):

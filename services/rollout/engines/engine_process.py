@@ -27,7 +27,7 @@ class LoadedEngine(Protocol):
 
     @property
     def quarantined(self) -> bool:
-        """Whether a failed update left the model in an undefined state."""
+        """True if a failed update left the model in an undefined state."""
 
     def submit(self, request: Request) -> None:
         """Queue a request."""

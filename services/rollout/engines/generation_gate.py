@@ -26,9 +26,9 @@ class GenerationGate:
         self.weights: Version | None = None
         """The weights that were committed last."""
         self.quarantined = False
-        """Whether the model is neither the old nor the new version."""
+        """True if the model is neither the old nor the new version."""
         self.asleep = False
-        """Whether the engine has freed memory; the gate is closed until `wake`."""
+        """True if the engine has freed memory; the gate is closed until `wake`."""
         self._abort_asked = False
         self._lease_end = 0.0
         self._at_rest = False

@@ -68,7 +68,7 @@ class Output:
     text: str = ""
     """The whole text; set with the last output."""
     spans_weight_update: bool = False
-    """Whether the sample continued in place across a weight update; set with the last output."""
+    """True if the sample continued in place across a weight update; set with the last output."""
     routed_experts: "np.ndarray[Any, Any] | None" = None
     """Experts that each token was routed to, int32 [prompt and answer tokens but the last, layers, top_k]; set with the
     last output if the run returns them."""

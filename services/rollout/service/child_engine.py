@@ -60,7 +60,7 @@ class ChildEngine:
         self.weights: Version | None = None
         """The weights that it serves; None until the first commit."""
         self.quarantined = False
-        """Whether a failed update left the model between two versions."""
+        """True if a failed update left the model between two versions."""
         self.asleep: frozenset[MemoryPart] = frozenset()
         """The parts of its memory that it has freed."""
         self.tokens = 0
@@ -139,12 +139,12 @@ class ChildEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """True if the process runs."""
         return self._child is not None and self._child.alive
 
     @property
     def serving(self) -> bool:
-        """Whether it generates, or will when its pause ends."""
+        """True if it generates, or will when its pause ends."""
         return self.alive and self.weights is not None and not self.quarantined and not self.asleep
 
     async def generate(

@@ -67,7 +67,7 @@ class RolloutService(ReplicaService):
 
     @property
     def colocated(self) -> bool:
-        """Whether the engine takes turns on its GPUs with a trainer."""
+        """True if the engine takes turns on its GPUs with a trainer."""
         return self._config is not None and self._config.run.colocate
 
     def weights_changed(self) -> None:

@@ -46,7 +46,7 @@ class Destination:
     copies: list[Copy] = field(default_factory=list)
     """Copies to make; empty where the tensor belongs to other ranks."""
     by_loader: bool = False
-    """Whether the model's loader must be called, because it does more than copy."""
+    """True if the model's loader must be called, because it does more than copy."""
 
     def whole(self) -> torch.Tensor | None:
         """Return the model's memory that equals the whole tensor, so that it can be received there; else None."""

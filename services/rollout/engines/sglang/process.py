@@ -43,7 +43,7 @@ class SGLangProcess(EngineProcess):
         self._on_gpus = False
         self._group = ""
         self._left_touched = False
-        """Whether leaving a group in the middle of a broadcast left the model touched."""
+        """True if leaving a group in the middle of a broadcast left the model touched."""
         self._process = psutil.Process()
         # SGLang sends it when one of its processes fails.
         signal.signal(signal.SIGQUIT, lambda *_: self._scheduler_gone("a scheduler process of SGLang failed"))

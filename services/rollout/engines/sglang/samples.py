@@ -49,7 +49,7 @@ class SGLangRequest:
     samples: list[SGLangSample]
     end_ids: frozenset[int]
     shares_prefix: bool
-    """Whether its prompt still has to be prefilled before its samples start."""
+    """True if its prompt still has to be prefilled before its samples start."""
     unfinished: int
     """Number of samples that have not ended."""
 

@@ -35,7 +35,7 @@ class ReceiveResult:
     seconds: float
     """Duration, until the device had finished."""
     touched: bool
-    """Whether the model was written to: always, if it has any of the tensors."""
+    """True if the model was written to: always, if it has any of the tensors."""
     checksums: dict[str, int] = field(default_factory=dict)
     """Checksums by tensor, if asked for. They cover the model's memory where the tensor was received there, else the
     staged tensor, after comparing the model's memory with it."""

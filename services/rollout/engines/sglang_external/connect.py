@@ -36,7 +36,7 @@ class ServerInfo:
     late_tokens: int
     """1 where its scheduler overlaps, so that it reports a token after the next batch has started; else 0."""
     prefix_cache: bool
-    """Whether it caches prompts for later requests."""
+    """True if it caches prompts for later requests."""
 
 
 async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfig) -> ServerInfo:

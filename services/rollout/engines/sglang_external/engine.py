@@ -70,7 +70,7 @@ class ExternalEngine:
         self.asleep: frozenset[MemoryPart] = frozenset()
         """Always empty: an external server does not sleep."""
         self.quarantined = False
-        """Whether a failed update left the model between two versions."""
+        """True if a failed update left the model between two versions."""
         self.gauges: dict[str, float] = {}
         """tokens_per_second, running_samples and waiting_samples."""
 
@@ -111,12 +111,12 @@ class ExternalEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether the server answers."""
+        """True if the server answers."""
         return self._ended is None
 
     @property
     def serving(self) -> bool:
-        """Whether it generates, or will when its pause ends."""
+        """True if it generates, or will when its pause ends."""
         return self.alive and self.weights is not None and not self.quarantined
 
     async def generate(

@@ -20,7 +20,7 @@ class EventStyle:
     """The form of a server's events."""
 
     incremental: bool
-    """Whether an event has only the new tokens instead of all tokens of the sample so far."""
+    """True if an event has only the new tokens instead of all tokens of the sample so far."""
     interval: int
     """Tokens per event. The first token always has its own event."""
     late: int

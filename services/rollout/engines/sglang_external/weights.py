@@ -32,7 +32,7 @@ class ExternalWeights:
 
     def __init__(self, client: SGLangClient) -> None:
         self.touched = False
-        """Whether the last `receive` may have changed the model."""
+        """True if the last `receive` may have changed the model."""
         self._client = client
         self._group: str | None = None
         self._buckets: list[dict[str, Any]] = []

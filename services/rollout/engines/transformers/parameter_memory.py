@@ -16,7 +16,7 @@ class ParameterMemory:
 
     @property
     def released(self) -> bool:
-        """Whether the memory is freed."""
+        """True if the memory is freed."""
         return bool(self._shapes)
 
     def release(self) -> None:
