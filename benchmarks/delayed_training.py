@@ -22,7 +22,7 @@ from relaxd.data.addition import addition
 from relaxd.data.tokens import PromptTokenizer
 from relaxd.rewards.addition import addition as score_addition
 from relaxd.rewards.base import RewardInput
-from services.rollout.engines.transformers.parameters import named_parameters
+from services.rollout.engines.transformers.weights import named_parameters
 from services.trainer.batch.packing import TrainSample, assign, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down

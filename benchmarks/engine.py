@@ -3,7 +3,7 @@
     python -m benchmarks.engine --shape 4b
 
 Three interfaces to the same model (random weights), with the same prompts, lengths and number of requests in flight:
-bare: sglang.Engine in this process, asked with async_generate. relaxd: services.rollout.service.engine, as the stage
+bare: sglang.Engine in this process, asked with async_generate. relaxd: ChildEngine of the rollout service, as the stage
 calls it: whole answers. grpc: the Generate call of a rollout service, token by token, from one client in its own
 process: the naive case. Each request is one prompt and one answer of a forced length, with log-probabilities.
 """
@@ -137,11 +137,11 @@ async def measure_relaxd(arguments: argparse.Namespace) -> dict[str, Any]:
     from relaxd.config import RolloutConfig
     from relaxd.rpc.server import start_server
     from relaxd.v1 import rollout_pb2_grpc
-    from services.rollout.engines.base import Sampling, Version
-    from services.rollout.service import engine as engine_module
+    from services.rollout.engines.types import Sampling, Version
+    from services.rollout.service import child_engine
     from services.rollout.service.server import RolloutServicer
 
-    engine_module.MODULES["sglang"] = "benchmarks.engine_process"
+    child_engine.MODULES["sglang"] = "benchmarks.engine_process"
     config = RolloutConfig(
         engine="sglang",
         dtype="bfloat16",
@@ -151,7 +151,7 @@ async def measure_relaxd(arguments: argparse.Namespace) -> dict[str, Any]:
         sglang=json.loads(arguments.options),
     )
     started = time.perf_counter()
-    engine = await engine_module.Engine.start(
+    engine = await child_engine.ChildEngine.start(
         Path(arguments.model),
         config,
         environment={},

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from services.rollout.engines.base import Version
-from services.rollout.engines.engine_server import read_arguments
+from services.rollout.engines.engine_process import read_arguments
 from services.rollout.engines.sglang.process import SGLangProcess
+from services.rollout.engines.types import Version
 
 
 class UntrainedProcess(SGLangProcess):

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from relaxd.config import RolloutConfig
 from relaxd.process.child import ChildExit
-from services.rollout.engines.base import Output, Sampling, Version
-from services.rollout.service.engine import Engine
+from services.rollout.engines.types import Output, Sampling, Version
+from services.rollout.service.child_engine import ChildEngine
 
 PATIENCE = 120.0
 
@@ -61,7 +61,7 @@ class EngineRunner:
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
-        self.engine: Engine
+        self.engine: ChildEngine
         self.exits: list[ChildExit] = []
         self._gone = asyncio.Event()
 
@@ -75,7 +75,7 @@ class EngineRunner:
         timeout: float = 300.0,
     ) -> None:
         """Start the engine; raises ChildError."""
-        started = Engine.start(
+        started = ChildEngine.start(
             folder,
             config,
             environment=environment or {},

@@ -1,4 +1,1 @@
-"""A child process that holds torch: started, asked and killed by its parent service.
-
-Parent and child exchange messages over a socket pair.
-"""
+"""Child processes that hold torch, and the messages that they exchange with their parent service."""

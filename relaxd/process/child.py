@@ -1,13 +1,13 @@
-"""A child process that holds torch: started, watched and killed by a parent that speaks gRPC.
+"""The parent's side of a child process that holds torch.
 
-gRPC is not fork-safe and a stuck collective must not silence a health check, so a service that needs torch is a parent
-and its children. They talk in JSON messages over a socket pair that the child inherits (`relaxd.process.frames`):
+gRPC is not fork-safe and a stuck collective must not block a health check, so a service that needs torch is a parent
+and its children. They exchange JSON messages over a socket pair that the child inherits (`relaxd.process.frames`):
 
 - request, parent to child: {"id", "method", "params"}
 - reply, child to parent: {"id", "result"} or {"id", "error": {"kind", "message", "details"}}
 - event, child to parent: {"event", "params"}
 
-The other side of this module is `relaxd.process.child_server`. It imports nothing of gRPC.
+`relaxd.process.child_server` is the child's side. It imports nothing of gRPC.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from relaxd.process.frames import HEADER, FrameError, body_length, decode, encode
 from relaxd.process.gpu_lease import LEASE_VARIABLE, GpuLease, LeaseOver
 
 SOCKET_VARIABLE = "RELAXD_CHILD_FD"
-"""Environment variable that tells a child its end of the socket pair."""
+"""Environment variable with the descriptor of the child's end of the socket pair."""
 
 OUTPUT_LINES = 40
-"""Last lines of a child's output that are kept to explain its death."""
+"""Number of last lines of a child's output that are kept for error messages."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,11 @@ EventHandler = Callable[[str, dict[str, Any]], None]
 
 
 class ChildError(Exception):
-    """Something is wrong with a child, or with a request to it."""
+    """A child failed, or a request to it did."""
 
 
 class ChildExited(ChildError):
-    """The child is gone. Carries its exit code (negative: the signal) and the last lines that it wrote."""
+    """The child has exited. Has its exit code (negative: the signal) and the last lines of its output."""
 
     def __init__(self, name: str, exit_code: int, last_lines: Sequence[str]) -> None:
         self.name = name
@@ -55,11 +55,11 @@ class ChildExited(ChildError):
 
 
 class ChildTimeout(ChildError):
-    """The child did not answer in time. It may still be at it."""
+    """The child did not answer in time. It may still be working on the request."""
 
 
 class ChildRequestError(ChildError):
-    """The child answered with an error: its kind (a class name), its message, and details for programs."""
+    """The child answered with an error: kind (a class name), message, and details for programs."""
 
     def __init__(self, kind: str, message: str, details: dict[str, Any]) -> None:
         super().__init__(message)
@@ -69,12 +69,12 @@ class ChildRequestError(ChildError):
 
 @dataclass(frozen=True)
 class ChildExit:
-    """How a child ended."""
+    """The end of a child."""
 
     exit_code: int
     """Exit code; negative means the signal that killed it."""
     last_lines: tuple[str, ...]
-    """The last lines that it wrote to stdout or stderr."""
+    """Last lines of its stdout and stderr."""
 
 
 class Child:
@@ -83,9 +83,6 @@ class Child:
     Start it from a thread that lives as long as the child should: Linux ends the child with that thread.
     """
 
-    gpu_lease: ClassVar[GpuLease | None] = None
-    """The lease with which children that are given GPUs end. Set by run_replica: a process is one replica."""
-
     def __init__(self, name: str, process: "subprocess.Popen[bytes]", on_event: EventHandler | None) -> None:
         self.name = name
         self.pid = process.pid
@@ -93,7 +90,7 @@ class Child:
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[ChildExit] = self._loop.create_future()
-        """Done as soon as the child is gone."""
+        """Done as soon as the child has exited."""
         self._last_lines: deque[str] = deque(maxlen=OUTPUT_LINES)
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._next_id = 0
@@ -111,28 +108,35 @@ class Child:
         python: str | None = None,
         name: str | None = None,
         on_event: EventHandler | None = None,
+        gpu_lease: GpuLease | None = None,
     ) -> "Child":
-        """Start `python -m module *args` with `env` on top of this process's environment, or alone without `inherit`.
+        """Start `python -m module *args`.
 
-        Where `env` has GPUs in CUDA_VISIBLE_DEVICES, the child is killed when the lease on them is over. Raises
-        ChildError when it is over already.
+        Args:
+            module: module to run.
+            args: its arguments.
+            env: environment, on top of this process's with `inherit`, else alone.
+            inherit: whether the child inherits this process's environment.
+            python: another interpreter, which must be able to import `module`.
+            name: name in messages; by default `module`.
+            on_event: called with event and params in the event loop, in the order in which the child emits; must not
+                block.
+            gpu_lease: lease on the GPUs that the child uses, if it uses any; the child is killed when it is over.
 
-        `python` is another interpreter than this process's, which must be able to import `module`.
-        `on_event(event, params)` is called in the event loop, in the order in which the child emits; it must not block.
+        Raises ChildError when the lease is over already.
         """
-        lease = cls.gpu_lease if (env or {}).get("CUDA_VISIBLE_DEVICES") else None
         try:
-            if lease is not None:
-                lease.check()
+            if gpu_lease is not None:
+                gpu_lease.check()
         except LeaseOver as error:
             raise ChildError(f"{name or module} can't be started: {error}") from error
         ours, theirs = socket.socketpair()
         with theirs:
             environment = {**(os.environ if inherit else {}), **(env or {}), SOCKET_VARIABLE: str(theirs.fileno())}
             inherited = [theirs.fileno()]
-            if lease is not None:
-                environment[LEASE_VARIABLE] = str(lease.descriptor)
-                inherited.append(lease.descriptor)
+            if gpu_lease is not None:
+                environment[LEASE_VARIABLE] = str(gpu_lease.descriptor)
+                inherited.append(gpu_lease.descriptor)
             process = subprocess.Popen(
                 [python or sys.executable, "-m", module, *args],
                 env=environment,
@@ -140,12 +144,12 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # an interrupt from the terminal is the parent's to handle
+                start_new_session=True,  # only the parent handles an interrupt from the terminal
             )
         child = cls(name or module, process, on_event)
-        if lease is not None:
-            lease.add(child)
-            child.exited.add_done_callback(lambda _, lease=lease: lease.discard(child))  # type: ignore[misc]
+        if gpu_lease is not None:
+            gpu_lease.add(child)
+            child.exited.add_done_callback(lambda _: gpu_lease.discard(child))
         ours.setblocking(False)
         reader, child._writer = await asyncio.open_connection(sock=ours)
         child._reading = asyncio.create_task(child._read(reader), name=f"read {child.name}")
@@ -156,16 +160,16 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the child has not exited yet."""
+        """True if the child runs."""
         return not self.exited.done()
 
     async def request(self, method: str, params: Mapping[str, Any] | None = None, timeout: float | None = 60.0) -> Any:
         """Call a method of the child and return its result.
 
         Raises ChildRequestError when the method failed, ChildTimeout after `timeout` seconds (None: never), ChildExited
-        when the child is gone or goes.
+        when the child has exited or exits meanwhile.
         """
-        self._raise_if_gone()
+        self._raise_if_exited()
         assert self._writer is not None
         self._next_id += 1
         request_id = self._next_id
@@ -173,7 +177,7 @@ class Child:
         self._replies[request_id] = reply
         try:
             async with asyncio.timeout(timeout):
-                with contextlib.suppress(ConnectionError):  # the child is dying: `exited` says so in a moment
+                with contextlib.suppress(ConnectionError):  # the child is exiting: `exited` will be set in a moment
                     self._writer.write(encode({"id": request_id, "method": method, "params": dict(params or {})}))
                     await self._writer.drain()
                 message = await reply
@@ -187,12 +191,12 @@ class Child:
         return message["result"]
 
     def kill(self) -> None:
-        """End the child and whatever it started, at once."""
+        """Kill the child and every process that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     async def stop(self, grace_seconds: float = 5.0) -> ChildExit:
-        """Ask the child to end, and kill it after `grace_seconds`."""
+        """Send SIGTERM to the child, and kill it after `grace_seconds`."""
         if self.alive:
             self._process.terminate()
             with contextlib.suppress(TimeoutError):
@@ -201,7 +205,7 @@ class Child:
         self.kill()
         return await asyncio.shield(self.exited)
 
-    def _raise_if_gone(self) -> None:
+    def _raise_if_exited(self) -> None:
         if self.exited.done():
             ended = self.exited.result()
             raise ChildExited(self.name, ended.exit_code, ended.last_lines)
@@ -212,9 +216,9 @@ class Child:
                 body = await reader.readexactly(body_length(await reader.readexactly(HEADER.size)))
                 self._receive(decode(body))
         except (asyncio.IncompleteReadError, ConnectionError):
-            return  # the child is going; the watcher reports it
+            return  # the child is exiting; the watcher reports it
         except (FrameError, KeyError) as error:
-            logger.error("%s sent something that is no message (%s); it is killed", self.name, error)
+            logger.error("%s sent an invalid message (%s): killing it", self.name, error)
             self.kill()
 
     def _receive(self, message: dict[str, Any]) -> None:
@@ -239,7 +243,7 @@ class Child:
     def _watch(self, copier: threading.Thread) -> None:
         exit_code = self._process.wait()
         copier.join(timeout=1.0)  # a grandchild may hold the pipe open
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._on_exit, exit_code)
 
     def _on_exit(self, exit_code: int) -> None:

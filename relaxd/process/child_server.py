@@ -1,4 +1,4 @@
-"""The child's side of `relaxd.process.child`: answers requests, emits events, and never outlives its parent."""
+"""The child's side of `relaxd.process.child`: answers requests, emits events, ends with its parent."""
 
 import ctypes
 import logging
@@ -21,7 +21,7 @@ Handler = Callable[[dict[str, Any]], Any]
 
 
 class HandlerError(Exception):
-    """Raised by a handler to answer with details that a program can read; `kind` defaults to the class name."""
+    """Raised by a handler to answer with an error and details for programs; `kind` defaults to the class name."""
 
     def __init__(self, message: str, details: Mapping[str, Any] | None = None, *, kind: str | None = None) -> None:
         super().__init__(message)
@@ -30,10 +30,10 @@ class HandlerError(Exception):
 
 
 class ChildServer:
-    """Answers the parent's requests, each in a thread of its own, so that one that waits holds up no other."""
+    """Answers the parent's requests, each in its own thread, so that none waits for another."""
 
     def __init__(self, handlers: Mapping[str, Handler], connection: socket.socket | None = None) -> None:
-        """`connection` leads to the parent; without one it is what `relaxd.process.child` passed on."""
+        """`connection` leads to the parent; by default it is the one that `relaxd.process.child` passed on."""
         if connection is None:
             if SOCKET_VARIABLE not in os.environ:
                 raise RuntimeError(f"{SOCKET_VARIABLE} is not set: this program is started by its service, not by hand")
@@ -46,11 +46,11 @@ class ChildServer:
         self._sending = threading.Lock()
 
     def emit(self, event: str, params: Mapping[str, Any]) -> None:
-        """Tell the parent something unasked. Safe from any thread. Raises FrameError: it is too large, and not sent."""
+        """Send an event to the parent, from any thread. Raises FrameError, and sends nothing, when it is too large."""
         self._send(encode({"event": event, "params": dict(params)}))
 
     def serve(self) -> None:
-        """Answer until the parent is gone; then end this process, whatever its other threads are stuck in."""
+        """Answer requests until the parent has ended; then end this process, even if its other threads hang."""
         try:
             while True:
                 header = self._receive_exactly(HEADER.size)
@@ -103,11 +103,11 @@ class ChildServer:
 
 
 def die_with_parent() -> None:
-    """Have Linux kill this process when its parent dies, also while no Python code can run here.
+    """Have Linux kill this process when its parent ends, even while no Python code can run here.
 
-    If the parent is dead already, the socket's end says so.
+    If the parent has ended already, the closed socket reports it.
     """
     try:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except AttributeError:
-        logger.debug("no prctl here: only the socket's end tells that the parent died")
+        logger.debug("no prctl on this system: only the closed socket reports the parent's end")

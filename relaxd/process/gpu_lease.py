@@ -1,12 +1,11 @@
-"""The end of a lease on GPUs, as the processes that use them keep it.
+"""The end of a replica's lease on GPUs, enforced in the replica and in its child processes.
 
-The coordinator gives the GPUs of a replica that it hasn't heard of for a while to others, so nothing may be left on
-them by then, whatever stands still. Two keep watch: the replica kills those of its child processes that use GPUs
-(`GpuLease`), and each of them ends by itself (`end_with_lease`), in case the replica is stopped. Both look at one
-number in memory that they share: the time at which the lease ends, by the monotonic clock, which all processes of a
-machine share as well.
+The coordinator leases the GPUs of a replica whose heartbeats stopped to others, so by then none of its processes may
+use them, even if some hang. The replica kills its child processes that use GPUs (`GpuLease`), and each of those ends by
+itself (`end_with_lease`), in case the replica is stopped. They share one number in memory: the end of the lease by the
+monotonic clock, which is the same for all processes of a machine.
 
-Nothing here knows of gRPC: child processes import it.
+Imports nothing of gRPC, because child processes import this module.
 """
 
 import ctypes
@@ -19,51 +18,50 @@ from collections.abc import Callable
 from typing import Protocol
 
 LEASE_VARIABLE = "RELAXD_GPU_LEASE_FD"
-"""Environment variable that tells a child which descriptor the shared memory has."""
-LOOK_SECONDS = 0.25
-"""How often a child looks whether the lease was renewed."""
+"""Environment variable with the descriptor of the shared memory."""
+POLL_SECONDS = 0.25
+"""Interval at which a child reads the end of the lease."""
 IDLE_SECONDS = 3600.0
 
 _SIZE = ctypes.sizeof(ctypes.c_double)
 
 
 class LeaseOver(Exception):
-    """The GPUs may be another replica's by now."""
+    """The lease on GPUs has ended; another replica may have them now."""
 
 
 class Killable(Protocol):
     """A process that uses GPUs."""
 
     def kill(self) -> None:
-        """End it and whatever it started, at once. Any thread may call it."""
+        """Kill it and every process that it started. Any thread may call this."""
 
 
 class GpuLease:
-    """One process's lease on GPUs: begun, renewed, given back, or over. Any thread may call it.
+    """One replica's lease on GPUs. Any thread may call its methods.
 
-    A lease that is over is never renewed: its children have been killed, and another one has to be begun.
+    A lease that is over can't be renewed: its children have been killed, and a new one has to begin.
     """
 
     def __init__(self, on_over: Callable[[], None]) -> None:
-        """`on_over` is called, by a thread of its own, when a lease was not renewed in time and its children are
-        killed."""
+        """`on_over` is called, in its own thread, after a lease ran out and its children were killed."""
         self._on_over = on_over
         self._descriptor = -1
         self._shared = ctypes.c_double()
-        """The end of the lease; in shared memory once there was one."""
+        """The end of the lease; in shared memory once a lease has begun."""
         self._changed = threading.Condition()
         self._until: float | None = None
-        """None: nothing is leased."""
+        """End of the lease; None while nothing is leased."""
         self._children: set[Killable] = set()
         self._watcher: threading.Thread | None = None
 
     @property
     def descriptor(self) -> int:
-        """Of the shared memory, for a child to inherit. There is one once a lease was begun."""
+        """Descriptor of the shared memory, for children to inherit; -1 before the first lease."""
         return self._descriptor
 
     def begin(self, until: float) -> None:
-        """GPUs were leased until then. Raises LeaseOver when that is no time to come."""
+        """Begin a lease that ends at `until` (monotonic). Raises LeaseOver when that has passed."""
         with self._changed:
             if time.monotonic() >= until:
                 raise LeaseOver("the coordinator has not answered a heartbeat for as long as a lease on GPUs lasts")
@@ -76,31 +74,31 @@ class GpuLease:
             self._set(until)
 
     def renew(self, until: float) -> None:
-        """The lease, if there is one that isn't over, ends then."""
+        """Move the end of the lease to `until`. Does nothing when there is none or it is over."""
         with self._changed:
-            if self._until is not None and not self._ended():
+            if self._until is not None and not self._end_if_over():
                 self._set(until)
 
     def give_back(self) -> None:
-        """Nothing is leased any more, and no child uses GPUs."""
+        """End the lease; no child uses GPUs any more."""
         with self._changed:
             self._set(None)
 
     def check(self) -> None:
-        """Raise LeaseOver unless children may use GPUs now."""
+        """Raise LeaseOver unless a lease is in force."""
         with self._changed:
-            if self._until is None or self._ended():
+            if self._until is None or self._end_if_over():
                 raise LeaseOver("the lease on this replica's GPUs is over")
 
     def add(self, child: Killable) -> None:
-        """A child was started that uses GPUs. It is killed at once if the lease has ended meanwhile."""
+        """Kill `child` when the lease ends; at once if it has ended already."""
         with self._changed:
             self._children.add(child)
-            if self._until is None or self._ended():
+            if self._until is None or self._end_if_over():
                 child.kill()
 
     def discard(self, child: Killable) -> None:
-        """A child has ended."""
+        """Forget a child that has ended."""
         with self._changed:
             self._children.discard(child)
 
@@ -109,8 +107,8 @@ class GpuLease:
         self._shared.value = until or 0.0
         self._changed.notify()
 
-    def _ended(self) -> bool:
-        """Whether the lease is over; then its children are killed by now. Called with the lock."""
+    def _end_if_over(self) -> bool:
+        """Return whether the lease is over, after killing its children. Needs the lock."""
         if self._until is None or time.monotonic() < self._until:
             return False
         for child in self._children:
@@ -122,24 +120,24 @@ class GpuLease:
     def _watch(self) -> None:
         with self._changed:
             while True:
-                if self._until is None or self._ended():
+                if self._until is None or self._end_if_over():
                     self._changed.wait(IDLE_SECONDS)
                 else:
                     self._changed.wait(max(0.0, self._until - time.monotonic()))
 
 
 def end_with_lease() -> None:
-    """In a child: end this process and what it started when the lease on its GPUs is over. Does nothing without one."""
+    """In a child: kill this process and those it started when the lease on its GPUs is over, if it has one."""
     descriptor = int(os.environ.pop(LEASE_VARIABLE, "-1"))
     if descriptor < 0:
         return
     until = ctypes.c_double.from_buffer(mmap.mmap(descriptor, _SIZE))
     os.close(descriptor)
-    threading.Thread(target=_end_at, args=(until,), name="lease on GPUs", daemon=True).start()
+    threading.Thread(target=_kill_group_at, args=(until,), name="lease on GPUs", daemon=True).start()
 
 
-def _end_at(until: ctypes.c_double) -> None:
+def _kill_group_at(until: ctypes.c_double) -> None:
     while (left := until.value - time.monotonic()) > 0:
-        time.sleep(min(left, LOOK_SECONDS))
-    # Not a word before it: whoever reads what this process writes may be stopped.
+        time.sleep(min(left, POLL_SECONDS))
+    # Without logging: a write would block if the reader of this process's output is stopped.
     os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The life of a service that is not the coordinator: registration, heartbeats, leases, assignment, drain.
+"""Replicas of the services: registration, heartbeats, leases on GPUs, assignment, drain.
 
-A service implements `service.py`; `replica.py` lives its life.
+A service implements `service.ReplicaService`; `replica.run_replica` runs it.
 """

@@ -1,4 +1,4 @@
-"""Brings a service to what its assignment says."""
+"""The assignment of a replica, and the state that it brings the service to."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from relaxd.v1 import coordinator_pb2, replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 
 STOP_RUN_SECONDS = 60.0
-"""stop_run may take this long before the replica goes on without it."""
+"""Longest time that stop_run may take; then the replica goes on without it."""
 FIRST_RETRY_SECONDS = 1.0
 LAST_RETRY_SECONDS = 30.0
 _ENDED = (coordinator_pb2.RUN_STATE_STOPPED, coordinator_pb2.RUN_STATE_FAILED)
@@ -23,22 +23,24 @@ _log = logging.getLogger(__name__)
 
 
 class AssignmentFollower:
-    """Starts, pauses, resumes and stops the service's run, one thing at a time, in the task of `run`.
+    """Starts, pauses, resumes and stops the service's run, one at a time, in the task of `run`.
 
-    `changed` is called whenever `state` or `run_id` changes. `gpus` are given back when a run has been stopped; a
-    replica that has some and was drained leaves the run, so that others can have them.
+    `on_change` is called whenever `state` or `run_id` changes. Leases on GPUs are returned when a run has been stopped.
+    A drained replica that holds GPUs leaves the run, so that others can have them; one that lost its GPUs starts the
+    run again.
     """
 
-    def __init__(self, service: ReplicaService, changed: Callable[[], None], gpus: GpuLeases) -> None:
+    def __init__(self, service: ReplicaService, on_change: Callable[[], None], gpus: GpuLeases) -> None:
         self.state: replica_pb2.ReplicaState.ValueType = replica_pb2.REPLICA_STATE_IDLE
-        """IDLE, STARTING, READY or FAILED; `draining` is beside it."""
+        """IDLE, STARTING, READY or FAILED; `draining` is separate."""
         self.detail = ""
         self.run_id = ""
-        """The run that is started, starting or failed to start."""
+        """The run that is started, is starting or failed to start."""
         self.draining = False
         self._service = service
-        self._changed = changed
+        self._on_change = on_change
         self._gpus = gpus
+        gpus.call_when_lost(self.restart_run)
         self._drained = self._restart = False
         self._idle = asyncio.Event()
         self._wanted = Assignment()
@@ -48,7 +50,7 @@ class AssignmentFollower:
         self._attempts = 0
 
     def assign(self, assignment: Assignment, drain: bool = False) -> None:
-        """What to work on from now on. A new run ends a drain, unless `drain` says to go on with it."""
+        """Follow this assignment from now on. A new run ends a drain unless `drain` is set."""
         if assignment == self._wanted:
             return
         if assignment.run_id != self._wanted.run_id:
@@ -58,11 +60,11 @@ class AssignmentFollower:
         self._interrupt()
 
     async def drain(self, seconds: float) -> int:
-        """Take no new work and finish or hand back what is held; returns how many groups are still held."""
+        """Take no new work, and finish or hand back held groups. Returns how many are still held."""
         if not self.draining:
             self.draining = True
             self._interrupt()
-            self._changed()
+            self._on_change()
         if self.state != replica_pb2.REPLICA_STATE_READY:
             return 0
         try:
@@ -76,20 +78,20 @@ class AssignmentFollower:
         return held
 
     def undrain(self) -> None:
-        """Work again after a drain: the run is started anew."""
+        """End a drain: start the run again."""
         if self.draining:
             self.draining = self._drained = False
             self._restart = True
             self._interrupt()
-            self._changed()
+            self._on_change()
 
-    def begin_again(self) -> None:
-        """Leave the run and start it anew: what it was started with is gone."""
+    def restart_run(self) -> None:
+        """Stop the run and start it again."""
         self._restart = True
         self._interrupt()
 
     async def dismiss(self) -> None:
-        """Forget the assignment and the drain; returns once the run has been stopped."""
+        """Forget the assignment and the drain. Returns once the run has been stopped."""
         self._wanted = Assignment()
         self.draining = self._drained = False
         self._interrupt()
@@ -115,15 +117,15 @@ class AssignmentFollower:
                 pass
 
     async def stop(self, seconds: float = STOP_RUN_SECONDS) -> None:
-        """End the run, if there is one, and be idle."""
+        """Stop the run, if there is one, and become IDLE."""
         if self.state in (replica_pb2.REPLICA_STATE_STARTING, replica_pb2.REPLICA_STATE_READY):
             _log.info("leaving run %s", self.run_id)
-            await self._clean_up(seconds)
+            await self._stop_run(seconds)
         self.run_id = ""
-        self._be(replica_pb2.REPLICA_STATE_IDLE)
+        self._set_state(replica_pb2.REPLICA_STATE_IDLE)
 
     def _target(self) -> str:
-        """The run to be in; none while draining, unless it is the one that the groups still held belong to."""
+        """Return the run to be in: none while draining, except the run of groups that are still held."""
         wanted = self._wanted
         if wanted.state in _ENDED or (self.draining and self.state != replica_pb2.REPLICA_STATE_READY):
             return ""
@@ -136,16 +138,16 @@ class AssignmentFollower:
         if self._starting and self._target() != self.run_id:
             self._starting.cancel()
 
-    def _be(self, state: "replica_pb2.ReplicaState.ValueType", detail: str = "") -> None:
+    def _set_state(self, state: "replica_pb2.ReplicaState.ValueType", detail: str = "") -> None:
         self.state, self.detail = state, detail
         (self._idle.set if state == replica_pb2.REPLICA_STATE_IDLE else self._idle.clear)()
-        self._changed()
+        self._on_change()
 
     async def _start(self, assignment: Assignment) -> float | None:
-        """Start the run. Returns the seconds after which to try again, None when that isn't needed."""
+        """Start the run. Returns the seconds until the next attempt; None when none is needed."""
         self.run_id = assignment.run_id
         self._paused = False
-        self._be(replica_pb2.REPLICA_STATE_STARTING)
+        self._set_state(replica_pb2.REPLICA_STATE_STARTING)
         _log.info("starting run %s", self.run_id)
         self._starting = asyncio.create_task(self._start_run(assignment))
         try:
@@ -160,14 +162,14 @@ class AssignmentFollower:
         error = starting.exception()
         if error is None:
             self._attempts = 0
-            self._be(replica_pb2.REPLICA_STATE_READY)
+            self._set_state(replica_pb2.REPLICA_STATE_READY)
             _log.info("ready for run %s", self.run_id)
             return None
         self._attempts += 1
         delay = min(FIRST_RETRY_SECONDS * 2 ** (self._attempts - 1), LAST_RETRY_SECONDS)
         _log.error("run %s did not start (attempt %d): %s", self.run_id, self._attempts, error, exc_info=error)
-        await self._clean_up(STOP_RUN_SECONDS)
-        self._be(
+        await self._stop_run(STOP_RUN_SECONDS)
+        self._set_state(
             replica_pb2.REPLICA_STATE_FAILED,
             f"run {self.run_id} did not start: {type(error).__name__}: {error} (attempt {self._attempts}; "
             f"again in {delay:g} s)",
@@ -188,11 +190,11 @@ class AssignmentFollower:
             self._paused = paused
             await (self._service.pause_run() if paused else self._service.resume_run())
 
-    async def _clean_up(self, seconds: float) -> None:
+    async def _stop_run(self, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
                 await self._service.stop_run()
                 await self._gpus.give_back()
         except Exception:
-            # Whatever is left over, the replica has to go on: the next run, or the end of the process.
+            # The replica has to go on all the same: to the next run, or to the end of the process.
             _log.exception("stop_run of run %s failed", self.run_id)

@@ -1,4 +1,4 @@
-"""What a process's exit code says to whoever supervises it. Imports nothing: the supervisor forks."""
+"""Exit codes of replicas, for their supervisor. Imports nothing: the supervisor forks."""
 
 RESTART = 75
-"""It was told to end so that it is started again (Replica.Restart): no failure of its own. sysexits.h: EX_TEMPFAIL."""
+"""The process ended because of Replica.Restart, not because of a failure (EX_TEMPFAIL in sysexits.h)."""

@@ -1,7 +1,7 @@
-"""The GPUs of this process's machine, as NVML shows them, and the leases on them.
+"""The GPUs of this machine, as NVML reports them, and a replica's leases on them.
 
-Every replica may see every GPU: which ones its child processes use is settled by leases that the coordinator grants, by
-UUID. NVML is asked without making a CUDA context, so that a parent process takes no memory of a GPU.
+Every replica may see every GPU. The coordinator's leases, by UUID, decide which ones its child processes use. Querying
+NVML creates no CUDA context, so a parent process uses no GPU memory.
 """
 
 import asyncio
@@ -21,49 +21,49 @@ from relaxd.v1.coordinator_pb2 import LeaseGpusRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 CALL_SECONDS = 5.0
-"""Deadline of asking for GPUs, or of giving them back."""
-ASK_AGAIN_SECONDS = 1.0
-PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Answers that may be others soon: the coordinator is away, or who holds the GPUs is gone."""
+"""Deadline of a LeaseGpus call."""
+RETRY_SECONDS = 1.0
+TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Statuses after which another attempt may succeed: the coordinator is away, or the GPUs' holder has just ended."""
 LEASE_MARGIN = 1 / 6
-"""Share of a lease that is left when what uses the GPUs is ended: it takes a moment until they are free."""
+"""Share of a lease that is kept back for killing the children and freeing the GPUs' memory."""
 
 STEADY_SECONDS, STEADY_TICK_SECONDS, STEADY_LIMIT_SECONDS = 1.0, 0.2, 60.0
 STEADY_BYTES = 64 << 20
-"""A smaller change of a GPU's memory is none."""
+"""Smaller changes of a GPU's memory are ignored."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or a MIG device: a part of one."""
+    """A GPU or a MIG device."""
 
     uuid: str
     """GPU-... or MIG-..."""
     index: int
-    """NVML's index of the (whole) GPU."""
+    """NVML's index of the GPU; a MIG device has its GPU's."""
 
     @property
     def is_mig(self) -> bool:
-        """Whether it is a part of a GPU."""
+        """True if it is a MIG device."""
         return self.uuid.startswith("MIG-")
 
 
 def visible_gpus(environment: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
-    """The GPUs that programs started with `environment` (default: this process's) can use, in the order they see them.
+    """Return the GPUs that programs started with `environment` (default: this process's) see, in their order.
 
-    None without NVML: there is no NVIDIA driver. Blocks for up to seconds the first time.
+    Returns () without an NVIDIA driver. The first call may block for seconds.
     """
     environment = os.environ if environment is None else environment
     return select_visible(_all_gpus(), environment.get("CUDA_VISIBLE_DEVICES"))
 
 
 def select_visible(gpus: Sequence[Gpu], selection: str | None) -> tuple[Gpu, ...]:
-    """What CUDA_VISIBLE_DEVICES = `selection` leaves of all GPUs, in its order; None leaves them all.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES = `selection` selects, in its order; None selects all.
 
-    It lists indices (in NVML's order, which is CUDA's on machines whose GPUs are alike) or UUIDs, which may be cut
-    short as long as they are unique; the first one that there isn't ends the list, as in CUDA.
+    It lists indices (in NVML's order, which is CUDA's on machines whose GPUs are alike) or unique prefixes of UUIDs.
+    The first unknown entry ends the list, as in CUDA.
     """
     if selection is None:
         return tuple(gpus)
@@ -82,18 +82,17 @@ def select_visible(gpus: Sequence[Gpu], selection: str | None) -> tuple[Gpu, ...
 
 
 def gpu_environment(gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Environment variables that let a child process use these GPUs and no others.
+    """Return the environment variables that let a child process use these GPUs and no others.
 
-    Whole GPUs are named by index in the order of the bus, which is NVML's, and not by UUID: SGLang's all-reduce between
-    GPUs reads the list as numbers.
+    Whole GPUs are named by index in PCI bus order, which is NVML's, and not by UUID, because SGLang's all-reduce parses
+    the entries as numbers.
     """
     names = [gpu.uuid if gpu.is_mig else str(gpu.index) for gpu in gpus]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def gpu_gauges(gpus: Sequence[Gpu]) -> dict[str, float]:
-    """gpu_memory_bytes, in use on all of them, and gpu_utilisation, their mean, 0 to 1; what a device doesn't tell is
-    left out."""
+    """Return gpu_memory_bytes (in use, summed) and gpu_utilisation (mean, 0 to 1), each only if a GPU reports it."""
     nvml = _nvml()
     if nvml is None or not gpus:
         return {}
@@ -110,7 +109,7 @@ def gpu_gauges(gpus: Sequence[Gpu]) -> dict[str, float]:
 
 
 def memory_used(gpus: Sequence[Gpu]) -> list[int]:
-    """Bytes in use of each GPU, whoever uses them; empty where that isn't told."""
+    """Return the bytes in use on each GPU, by all processes; [] where NVML does not report them."""
     nvml = _nvml()
     if nvml is None:
         return []
@@ -122,14 +121,14 @@ def memory_used(gpus: Sequence[Gpu]) -> list[int]:
 
 async def wait_until_steady(
     read: Callable[[], Sequence[int]],
-    told: Callable[[str], None],
+    on_wait: Callable[[str], None],
     *,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Return once the memory in use of several GPUs has stayed the same for a second, or after a minute.
+    """Wait until the memory in use on each GPU has not changed for a second, at most a minute.
 
-    SGLang compares the free memory of its GPUs when it starts, and gives up if they differ: somebody who has just been
-    told to go may still be giving memory back. `read` returns bytes in use by GPU; `told` hears what is waited for.
+    SGLang compares the free memory of its GPUs when it starts and fails if they differ, which happens while a process
+    that used them before is still ending. `read` returns bytes in use by GPU; `on_wait` is called with the reason.
     """
     before, same = list(read()), 0.0
     for _ in range(int(STEADY_LIMIT_SECONDS / STEADY_TICK_SECONDS)):
@@ -140,18 +139,18 @@ async def wait_until_steady(
         changed = [index for index, (a, b) in enumerate(zip(before, now, strict=True)) if abs(a - b) > STEADY_BYTES]
         same = 0.0 if changed else same + STEADY_TICK_SECONDS
         for index in changed:
-            told(f"waiting until nobody gives back memory of the engine's GPU {index} ({now[index] >> 20} MiB in use)")
+            on_wait(f"waiting until memory in use on the engine's GPU {index} is steady ({now[index] >> 20} MiB now)")
         before = now
-    logger.warning("memory in use of the GPUs still changes after %.0f s: starting all the same", STEADY_LIMIT_SECONDS)
+    logger.warning("memory in use on the GPUs still changes after %.0f s: starting all the same", STEADY_LIMIT_SECONDS)
 
 
 @functools.cache
 def _nvml() -> Any:
-    """The initialised module pynvml; None without a driver."""
+    """Return the initialised module pynvml; None without a driver."""
     try:
         import pynvml
     except ModuleNotFoundError:
-        logger.warning("nvidia-ml-py is not installed: GPUs, if there are any, are not seen")
+        logger.warning("nvidia-ml-py is not installed: GPUs, if there are any, are not used")
         return None
     try:
         pynvml.nvmlInit()
@@ -175,11 +174,11 @@ def _all_gpus() -> tuple[Gpu, ...]:
 
 
 def _mig_devices(nvml: Any, handle: Any) -> list[Any]:
-    """Handles of the parts that a GPU is divided into; none for a whole one."""
+    """Return the handles of a GPU's MIG devices; [] for an undivided GPU."""
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)
         slots = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if current == nvml.NVML_DEVICE_MIG_ENABLE else 0
-    except nvml.NVMLError:  # a GPU that can't be divided
+    except nvml.NVMLError:  # a GPU without MIG
         return []
     devices = []
     for slot in range(slots):
@@ -191,121 +190,127 @@ def _mig_devices(nvml: Any, handle: Any) -> list[Any]:
 
 
 class GpuLeases:
-    """What one replica has leased of the GPUs that it sees. Lives in its event loop.
+    """One replica's leases on GPUs. Lives in its event loop.
 
     Args:
         replica_id: the replica.
-        visible: what it sees.
-        coordinator: who grants leases.
+        visible: GPUs that it sees.
+        coordinator: stub of the coordinator, which grants leases.
     """
 
     def __init__(self, replica_id: str, visible: Sequence[Gpu], coordinator: CoordinatorStub) -> None:
         self.visible = tuple(visible)
         self.held: tuple[Gpu, ...] = ()
-        """What children may use."""
-        self.lease_of_children = GpuLease(self._over)
-        """What ends children when this replica was out of touch for too long."""
+        """GPUs that children may use."""
+        self.child_lease = GpuLease(self._on_lease_over)
+        """Kills the children that use GPUs when no heartbeat was answered in time. Pass it to Child.start."""
         self.waiting = ""
-        """What `lease` waits for; empty while it doesn't."""
-        self.on_lost: Callable[[], None] = lambda: None
-        """Called when children were ended because the lease was over: the run has to be started anew."""
+        """Reason for which `lease` waits; empty while it doesn't."""
+        self._on_lost: list[Callable[[], None]] = []
         self._loop = asyncio.get_running_loop()
         self._until = 0.0
-        """When children have to be gone unless another heartbeat is answered, by the monotonic clock."""
+        """End of the children's lease unless another heartbeat is answered, by the monotonic clock."""
         self._replica_id = replica_id
         self._coordinator = coordinator
         self._settled = True
-        """Whether the coordinator knows what is held, and nothing else."""
-        self._asking = asyncio.Lock()
+        """True if the coordinator's record is known to match `held`."""
+        self._calling = asyncio.Lock()
+
+    def call_when_lost(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, in the event loop, whenever children were killed because the lease was over."""
+        self._on_lost.append(callback)
 
     async def lease(self, count: int) -> tuple[Gpu, ...]:
-        """Hold `count` of the GPUs, and no others.
+        """Lease `count` of the visible GPUs in the place of those held before, and return them.
 
-        Where no GPU is to be seen, the answer is () and the children work on the CPU. Waits for GPUs whose holders are
-        gone, and for the coordinator; `waiting` says so. Raises ResourceExhausted: others hold too many; LeaseOver: no
-        heartbeat is answered; grpc.aio.AioRpcError.
+        Returns () where no GPU is visible; children use the CPU then. Waits for GPUs whose holders have ended, and for
+        the coordinator; `waiting` has the reason. Raises ResourceExhausted when other replicas hold too many (the
+        message names them), LeaseOver when heartbeats are not answered, and grpc.aio.AioRpcError.
         """
         if not self.visible:
             return ()
-        async with self._asking:
+        async with self._calling:
             self._settled = False
             self.held = ()
-            uuids = await self._ask_patiently(count)
+            uuids = await self._request_with_retries(count)
             if uuids:
                 try:
-                    self.lease_of_children.begin(self._until)
+                    self.child_lease.begin(self._until)
                 except LeaseOver:
                     self._settled = False
                     raise
             self.held = tuple(gpu for gpu in self.visible if gpu.uuid in uuids)
         return self.held
 
-    def heartbeat_answered(self, sent: float, lease_seconds: float) -> None:
-        """The coordinator has heard a registration or heartbeat, which was sent at a time by the monotonic clock.
+    def on_contact(self, sent: float, lease_seconds: float) -> None:
+        """Renew the children's lease: a registration or heartbeat that was sent at `sent` (monotonic) was answered.
 
-        It counts `lease_seconds` from when it heard it, which was later; so whoever counts from the sending is earlier.
+        The coordinator counts `lease_seconds` from its arrival. Counting from `sent` is earlier, so on the safe side.
         """
         self._until = sent + lease_seconds * (1 - LEASE_MARGIN)
-        self.lease_of_children.renew(self._until)
+        self.child_lease.renew(self._until)
 
     async def give_back(self) -> None:
-        """Hold none: the children that used them are gone. If the coordinator is away, `settle` tells it later."""
+        """Return all GPUs; their children must have ended. If the coordinator is away, `settle` reports it later."""
         self._settled = self._settled and not self.held
         self.held = ()
-        self.lease_of_children.give_back()
+        self.child_lease.give_back()
         await self.settle()
 
     async def settle(self) -> None:
-        """Tell the coordinator that nothing is held, if it may think otherwise."""
-        if self._settled or self.held or self._asking.locked():
+        """Report that no GPU is held, unless the coordinator knows."""
+        if self._settled or self.held or self._calling.locked():
             return
-        async with self._asking:
+        async with self._calling:
             try:
-                await self._ask([], 0)
+                await self._request([], 0)
             except grpc.aio.AioRpcError as error:
-                self._settled = error.code() is grpc.StatusCode.NOT_FOUND  # forgotten, with what it held
+                self._settled = (
+                    error.code() is grpc.StatusCode.NOT_FOUND
+                )  # the coordinator forgot this replica and its leases
                 if not self._settled:
-                    logger.warning("GPUs can't be given back yet: %s", explain(error))
+                    logger.warning("GPUs can't be returned yet: %s", explain(error))
 
     async def confirm(self) -> None:
-        """After a time in which the coordinator did not know this replica: hold on to what is held.
+        """Lease the held GPUs again, after a registration.
 
-        Raises ResourceExhausted: another replica has it now; grpc.aio.AioRpcError.
+        Raises ResourceExhausted when another replica has one of them now, and grpc.aio.AioRpcError.
         """
         if self.held:
-            async with self._asking:
-                await self._ask([gpu.uuid for gpu in self.held], len(self.held))
+            async with self._calling:
+                await self._request([gpu.uuid for gpu in self.held], len(self.held))
 
-    async def _ask_patiently(self, count: int) -> set[str]:
+    async def _request_with_retries(self, count: int) -> set[str]:
         try:
             while True:
                 try:
-                    return await self._ask([gpu.uuid for gpu in self.visible], count)
+                    return await self._request([gpu.uuid for gpu in self.visible], count)
                 except grpc.aio.AioRpcError as error:
-                    if error.code() not in PASSING:
+                    if error.code() not in TRANSIENT:
                         raise
                     if not self.waiting:
                         logger.info("waiting for GPUs: %s", explain(error))
                     self.waiting = f"waiting for GPUs: {error.details()}"
-                await asyncio.sleep(ASK_AGAIN_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
         finally:
             self.waiting = ""
 
-    def _over(self) -> None:
+    def _on_lease_over(self) -> None:
         with suppress(RuntimeError):  # the loop is closed: this process ends
-            self._loop.call_soon_threadsafe(self._lost)
+            self._loop.call_soon_threadsafe(self._lose)
 
-    def _lost(self) -> None:
-        if not self.held:  # they have been given back meanwhile
+    def _lose(self) -> None:
+        if not self.held:  # they have been returned meanwhile
             return
         logger.error(
-            "no heartbeat was answered for so long that the coordinator may soon give this replica's GPUs to others: "
-            "what used them has been ended"
+            "no heartbeat was answered in time: the processes that used this replica's GPUs were killed, because the "
+            "coordinator may soon lease the GPUs to others"
         )
         self.held, self._settled = (), False
-        self.on_lost()
+        for callback in self._on_lost:
+            callback()
 
-    async def _ask(self, candidates: list[str], count: int) -> set[str]:
+    async def _request(self, candidates: list[str], count: int) -> set[str]:
         request = LeaseGpusRequest(replica_id=self._replica_id, candidate_uuids=candidates, count=count)
         try:
             answer = await self._coordinator.LeaseGpus(request, timeout=CALL_SECONDS)

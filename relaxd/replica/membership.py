@@ -1,4 +1,4 @@
-"""Being known to the coordinator: registration and heartbeats, through outages and restarts."""
+"""Registration with the coordinator and heartbeats, through outages and restarts."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ CALL_SECONDS = 5.0
 """Deadline of a registration or a heartbeat."""
 RETRY_SECONDS = 0.5
 """Pause between two attempts while the coordinator is away."""
-PASSING = (
+TRANSIENT = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -26,13 +26,13 @@ PASSING = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
 )
-"""Statuses that may be gone at the next attempt."""
+"""Statuses after which another attempt may succeed."""
 
 _log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """The coordinator will never take this replica as it is; the message says why."""
+    """The coordinator refuses this replica for good; the message has the reason."""
 
 
 class Membership:
@@ -40,15 +40,15 @@ class Membership:
 
     Args:
         coordinator: stub of the coordinator.
-        address: where the coordinator is, for messages.
-        registration: what to register with.
-        status: what to say in heartbeats.
-        heard: called with every answer; that to a registration as if it were one to a heartbeat.
-        registered: called after each registration, before `heard`.
-        answered: called when a registration or a heartbeat was answered, with the time at which it was sent, by the
-            monotonic clock, and the seconds for which GPUs are leased from when it arrived.
-        engine_ranks: ranks of the engine now; when they change, the replica registers again.
-        tls: what the stub's channel uses, for messages.
+        address: the coordinator's address, for messages.
+        registration: the request to register with.
+        status: returns the status to report in heartbeats.
+        on_answer: called with every answer; a registration's is turned into a heartbeat's.
+        on_registered: called after each registration, before `on_answer`.
+        on_contact: called when a registration or a heartbeat was answered, with the time at which it was sent, by the
+            monotonic clock, and the seconds for which GPUs are leased from its arrival.
+        engine_ranks: returns the engine's ranks; when they change, the replica registers again.
+        tls: TLS files of the stub's channel, for messages.
     """
 
     def __init__(
@@ -56,10 +56,11 @@ class Membership:
         coordinator: CoordinatorStub,
         address: str,
         registration: RegisterRequest,
+        *,
         status: Callable[[], GetStatusResponse],
-        heard: Callable[[HeartbeatResponse], Awaitable[None]],
-        registered: Callable[[], Awaitable[None]],
-        answered: Callable[[float, float], None],
+        on_answer: Callable[[HeartbeatResponse], Awaitable[None]],
+        on_registered: Callable[[], Awaitable[None]],
+        on_contact: Callable[[float, float], None],
         engine_ranks: Callable[[], int],
         tls: TlsFiles,
     ) -> None:
@@ -67,22 +68,22 @@ class Membership:
         self._address = address
         self._registration = registration
         self._status = status
-        self._heard = heard
-        self._registered = registered
-        self._answered = answered
+        self._on_answer = on_answer
+        self._on_registered = on_registered
+        self._on_contact = on_contact
         self._engine_ranks = engine_ranks
         self._tls = tls
-        self._soon = asyncio.Event()
+        self._send_now = asyncio.Event()
         self._away = False
         self._heartbeat_seconds = 1.0
 
-    def tell_soon(self) -> None:
-        """Send the next heartbeat now: the status has changed."""
-        self._soon.set()
+    def send_now(self) -> None:
+        """Send the next heartbeat without waiting."""
+        self._send_now.set()
 
     @property
     def launch_id(self) -> str:
-        """The name under which this replica was scaled out, for the next registration; empty if it wasn't."""
+        """Launch id for the next registration; empty for a replica that was not launched by a scale request."""
         return self._registration.launch_id
 
     @launch_id.setter
@@ -102,10 +103,10 @@ class Membership:
             sent = time.monotonic()
             try:
                 answer = await self._coordinator.Register(self._registration, timeout=CALL_SECONDS)
-                self._answered(sent, answer.gpu_lease_seconds)
-                await self._registered()
+                self._on_contact(sent, answer.gpu_lease_seconds)
+                await self._on_registered()
             except grpc.aio.AioRpcError as error:
-                if error.code() not in (*PASSING, grpc.StatusCode.NOT_FOUND):
+                if error.code() not in (*TRANSIENT, grpc.StatusCode.NOT_FOUND):
                     raise Refused(
                         f"the coordinator at {self._address} refuses {self._registration.replica_id}: {explain(error)}"
                     ) from error
@@ -115,22 +116,22 @@ class Membership:
             self._away = False
             self._heartbeat_seconds = answer.heartbeat_seconds or 1.0
             _log.info("registered with the coordinator at %s", self._address)
-            await self._heard(HeartbeatResponse(assignment=answer.assignment))
+            await self._on_answer(HeartbeatResponse(assignment=answer.assignment))
             return
 
-    async def last_word(self) -> None:
-        """Tell the coordinator the status once more, if it is there."""
+    async def send_last_status(self) -> None:
+        """Report the status once more, without retrying."""
         request = HeartbeatRequest(replica_id=self._registration.replica_id, status=self._status())
         try:
             await self._coordinator.Heartbeat(request, timeout=1.0)
         except grpc.aio.AioRpcError as error:
-            _log.info("the coordinator at %s was not told: %s", self._address, explain(error))
+            _log.info("the last status did not reach the coordinator at %s: %s", self._address, explain(error))
 
     async def _heartbeat(self) -> bool:
-        """Send one heartbeat. Returns whether this replica is still known, as far as anyone can say."""
+        """Send one heartbeat. Returns whether this replica is still registered, as far as is known."""
         if self._engine_ranks() != self._registration.engine_ranks:
-            return False  # the place that it has in weight groups would be too small, or too large
-        self._soon.clear()
+            return False  # the coordinator counts an engine's ranks in weight groups by its registration
+        self._send_now.clear()
         request = HeartbeatRequest(replica_id=self._registration.replica_id, status=self._status())
         sent = time.monotonic()
         try:
@@ -139,27 +140,27 @@ class Membership:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 _log.info("the coordinator at %s does not know this replica: registering again", self._address)
                 return False
-            if error.code() not in PASSING:
+            if error.code() not in TRANSIENT:
                 raise Refused(
                     f"the coordinator at {self._address} refuses {request.replica_id}'s heartbeat: {explain(error)}"
                 ) from error
             await self._note_away(error)
             return True
-        self._answered(sent, answer.gpu_lease_seconds)
+        self._on_contact(sent, answer.gpu_lease_seconds)
         if self._away:
             self._away = False
             _log.info("the coordinator at %s is back", self._address)
-        await self._heard(answer)
+        await self._on_answer(answer)
         return True
 
     async def _pause(self, seconds: float) -> None:
         if self._away:
-            # A change of status is no news to nobody: no burst of calls while the coordinator is away.
+            # Changes of status must not cause a burst of calls while the coordinator is away.
             await asyncio.sleep(min(seconds, RETRY_SECONDS))
             return
         try:
             async with asyncio.timeout(seconds):
-                await self._soon.wait()
+                await self._send_now.wait()
         except TimeoutError:
             pass
 
@@ -171,4 +172,4 @@ class Membership:
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             hint = await asyncio.to_thread(connection_hint, self._address, error.details() or "", self._tls)
             why = f"{hint} ({why})" if hint else why
-        _log.warning("the coordinator at %s does not answer, trying on: %s", self._address, why)
+        _log.warning("the coordinator at %s does not answer, retrying: %s", self._address, why)

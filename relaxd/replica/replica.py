@@ -1,20 +1,20 @@
-"""The life of a service that is not the coordinator: register, heartbeat, follow the assignment, drain, end.
+"""The life of a replica: register, heartbeat, follow the assignment, drain, end.
 
-A service implements ReplicaService; run_replica does the rest:
+run_replica runs a ReplicaService:
 
-- It starts the gRPC server, then registers. A coordinator that is away, at the start or later, is waited for; one that
-  forgot this replica (NOT_FOUND) is registered with again. Work goes on meanwhile.
-- The assignment says which run to work on. A new run: stop_run of the old one, start_run of the new one. PAUSED and
+- It starts the gRPC server, then registers. It waits for a coordinator that is away, at the start or later, and
+  registers again with one that answers NOT_FOUND. Work goes on meanwhile.
+- The assignment names the run to work on. A new run: stop_run of the old one, start_run of the new one. PAUSED and
   back: pause_run, resume_run. No run, or one that ended: stop_run.
-- A start_run that fails puts the replica in FAILED with the reason in status.detail and is tried again, after 1 s, 2 s,
-  4 s ... at most 30 s, as long as the assignment stays: what failed may be a Redis that is just starting.
-- A drain that is asked for by call or by heartbeat lasts until the replica is given another run, or until heartbeats
-  that asked for it no longer do.
-- With settings.standby it registers only when Replica.Join asks it to, and until Replica.Leave.
-- A service that gives up (give_up) is FAILED, drains as on SIGTERM, and the process ends with code 1: whoever
-  supervises it starts another. So does a replica whose GPUs another one got while it was out of touch.
-- Replica.Restart ends the process within RESTART_SECONDS, whatever hangs in it: what is held is handed back, no drain
-  awaited, and the exit code (relaxd.replica.exit_codes) says that it is no failure.
+- A start_run that fails puts the replica in FAILED with the reason in status.detail. It is tried again after 1 s, 2 s,
+  4 s ... at most 30 s, as long as the assignment stays: the cause may be a Redis that is still starting.
+- A drain, requested by call or by heartbeat, lasts until the replica is given another run, or until heartbeats
+  that requested it no longer do.
+- With settings.standby it registers only on Replica.Join, and until Replica.Leave.
+- After ReplicaContext.give_up the replica is FAILED, drains as on SIGTERM, and the process ends with code 1: its
+  supervisor starts another one. The same happens when another replica got its GPUs while it was out of touch.
+- Replica.Restart ends the process within RESTART_SECONDS, even if something hangs: held groups are handed back, no
+  drain is awaited, and the exit code (relaxd.replica.exit_codes) marks it as no failure.
 - SIGTERM or SIGINT: health says NOT_SERVING, the service drains within grace_seconds, the process ends with code 0. A
   second signal ends it at once, with code 1.
 """
@@ -25,131 +25,53 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
-from relaxd.process.child import Child
 from relaxd.replica.assignment import AssignmentFollower
+from relaxd.replica.context import ReplicaContext
 from relaxd.replica.exit_codes import RESTART
-from relaxd.replica.gpus import GpuLeases, gpu_gauges, visible_gpus
+from relaxd.replica.gpus import gpu_gauges
 from relaxd.replica.membership import Membership, Refused
+from relaxd.replica.server import ReplicaServicer
 from relaxd.replica.service import ReplicaService, ServiceStatus
-from relaxd.replica.turns import wait_for_turn
-from relaxd.rpc.client import channel
-from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, ServerError
+from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, ServerError
 from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.settings import ServiceSettings
-from relaxd.rpc.signals import stop_signals
-from relaxd.telemetry import setup_logging
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 from relaxd.v1.coordinator_pb2 import HeartbeatResponse, RegisterRequest
-from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
-__all__ = ["ReplicaService", "ReplicaServicer", "ServiceStatus", "run_replica"]
-
-MAX_LAUNCH_ID = 300
-ANSWER_SECONDS = 0.5
-"""Drain answers this long before its caller's deadline."""
 RESTART_SECONDS = 5.0
 """A process that was told to restart is gone after this."""
 
 _log = logging.getLogger(__name__)
 
 
-class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
-    """relaxd.v1.Replica over functions: what the status is, how to drain within some seconds, (where this process waits
-    to be asked) how to join under a name and leave it within some seconds, and how to restart, with an id and a
-    reason."""
-
-    def __init__(
-        self,
-        status: Callable[[], replica_pb2.GetStatusResponse],
-        drain: Callable[[float], Awaitable[int]],
-        standby: tuple[Callable[[str], None], Callable[[str, float], Awaitable[None]]] | None = None,
-        restart: Callable[[str, str], None] | None = None,
-        *,
-        deadline_seconds: float,
-    ) -> None:
-        self._status, self._drain, self._standby, self._restart = status, drain, standby, restart
-        self._deadline_seconds = deadline_seconds
-
-    async def GetStatus(self, request: replica_pb2.GetStatusRequest, context: Any) -> replica_pb2.GetStatusResponse:
-        """See the proto."""
-        return self._status()
-
-    async def Drain(self, request: replica_pb2.DrainRequest, context: Any) -> replica_pb2.DrainResponse:
-        """See the proto."""
-        return replica_pb2.DrainResponse(held_groups=await self._drain(_seconds_left(context, self._deadline_seconds)))
-
-    async def Join(self, request: replica_pb2.JoinRequest, context: Any) -> replica_pb2.JoinResponse:
-        """See the proto."""
-        join, _ = self._asked()
-        if len(request.launch_id) > MAX_LAUNCH_ID:
-            # The coordinator would refuse it, and a replica that is refused ends.
-            problem = f"has {len(request.launch_id)} characters: at most {MAX_LAUNCH_ID} are allowed"
-            raise InvalidArgument(f"launch_id {problem}", [("launch_id", problem)])
-        join(request.launch_id)
-        status = self._status()
-        return replica_pb2.JoinResponse(replica_id=status.replica_id, role=status.role)
-
-    async def Leave(self, request: replica_pb2.LeaveRequest, context: Any) -> replica_pb2.LeaveResponse:
-        """See the proto."""
-        await self._asked()[1](request.launch_id, _seconds_left(context, self._deadline_seconds))
-        return replica_pb2.LeaveResponse()
-
-    async def Restart(self, request: replica_pb2.RestartRequest, context: Any) -> replica_pb2.RestartResponse:
-        """See the proto."""
-        if self._restart is None:
-            raise FailedPrecondition("this process is restarted where it was started")
-        self._restart(request.replica_id, request.reason)
-        return replica_pb2.RestartResponse()
-
-    def _asked(self) -> tuple[Callable[[str], None], Callable[[str, float], Awaitable[None]]]:
-        if self._standby is None:
-            raise FailedPrecondition("this process registers by itself: only one started with --standby can be asked")
-        return self._standby
-
-
-def _seconds_left(context: Any, deadline_seconds: float) -> float:
-    """How long a call may work, given its deadline, or that of calls without one."""
-    remaining = context.time_remaining()
-    return max(0.0, (deadline_seconds if remaining is None else remaining) - ANSWER_SECONDS)
-
-
 class _Life:
-    """Ties a service, its server, its assignment and its membership together."""
+    """Connects a service, its server, its assignment and its membership."""
 
-    def __init__(
-        self, service: ReplicaService, settings: ServiceSettings, gpus: GpuLeases, coordinator: CoordinatorStub
-    ) -> None:
+    def __init__(self, service: ReplicaService, context: ReplicaContext) -> None:
         self.service = service
-        self.settings = settings
-        self.gpus = gpus
+        self.context = context
+        self.settings = context.settings
+        self.gpus = context.gpus
         self.started_at = time.monotonic()
-        self.follower = AssignmentFollower(service, self.changed, gpus)
+        self.follower = AssignmentFollower(service, self.send_status, context.gpus)
         self.server: RunningServer | None = None
         self.membership: Membership | None = None
         self.ending = False
-        self.broken = ""
-        """Why the service has given up."""
-        self.restarting = False
-        """Whether it was told to restart."""
-        self.gave_up = asyncio.Event()
+        self.restarting = asyncio.Event()
+        """Set when the process was told to restart."""
         self.joined, self.left = asyncio.Event(), asyncio.Event()
-        if not settings.standby:
+        if not self.settings.standby:
             self.joined.set()
         self._told_to_drain = False
-        self._coordinator = coordinator
+        """True if the last heartbeat's answer requested a drain."""
         self._drains: set[asyncio.Task[int]] = set()
-        self._loop = asyncio.get_running_loop()
-        service.lease_gpus, service.give_up = gpus.lease, self.give_up
-        gpus.on_lost = self.follower.begin_again
-        Child.gpu_lease = gpus.lease_of_children
-        service.take_turn = partial(wait_for_turn, coordinator, settings.replica_id)
 
     def status(self) -> replica_pb2.GetStatusResponse:
+        """Return the service's status, completed by what this replica knows itself."""
         follower = self.follower
         try:
             own = self.service.status()
@@ -163,14 +85,14 @@ class _Life:
             state = own.state or state
         if follower.draining or self.ending:
             state = replica_pb2.REPLICA_STATE_DRAINING
-        if self.broken:
+        if self.context.failure:
             state = replica_pb2.REPLICA_STATE_FAILED
         return replica_pb2.GetStatusResponse(
             replica_id=self.settings.replica_id,
             role=self.service.role,
             state=state,
             run_id=follower.run_id,
-            detail=self.broken or follower.detail or self.gpus.waiting or own.detail,
+            detail=self.context.failure or follower.detail or self.gpus.waiting or own.detail,
             held_groups=own.held_groups,
             done_groups=own.done_groups,
             weights=own.weights,
@@ -183,39 +105,37 @@ class _Life:
             awake=own.awake,
         )
 
-    def give_up(self, reason: str) -> None:
-        _log.error("giving up: %s", reason)
-        self.broken = self.broken or reason
-        self._loop.call_soon_threadsafe(self.gave_up.set)
-
     def restart(self, replica_id: str, reason: str) -> None:
+        """End the process so that its supervisor starts it again. Raises FailedPrecondition."""
         if replica_id != self.settings.replica_id:
             raise FailedPrecondition(f"replica_id is {replica_id!r}, but this process is {self.settings.replica_id}")
         if not self.settings.instance:
             raise FailedPrecondition(
                 f"nobody would start {replica_id} again: it has no --instance / RELAXD_INSTANCE. Restart it by hand"
             )
-        if self.restarting:
+        if self.restarting.is_set():
             return
         _log.error("told to restart: %s", reason or "no reason given")
-        # Whatever it is stuck in may hold up its end, too.
+        # If the process hangs, its orderly end may hang, too.
         last_resort = threading.Timer(RESTART_SECONDS, os._exit, (RESTART,))
         last_resort.daemon = True
         last_resort.start()
-        self.restarting = True
-        self.gave_up.set()
+        self.restarting.set()
 
-    def changed(self) -> None:
+    def send_status(self) -> None:
+        """Report the status with a heartbeat now."""
         if self.membership:
-            self.membership.tell_soon()
+            self.membership.send_now()
 
-    async def registered(self) -> None:
+    async def on_registered(self) -> None:
+        """Renew the leases on GPUs; give up when another replica has them."""
         try:
             await self.gpus.confirm()
         except ResourceExhausted as error:
-            self.give_up(f"the GPUs went to others while the coordinator did not hear of this replica: {error}")
+            self.context.give_up(f"other replicas got the GPUs while this one was out of touch: {error}")
 
-    async def heard(self, answer: HeartbeatResponse) -> None:
+    async def on_answer(self, answer: HeartbeatResponse) -> None:
+        """Follow the coordinator's answer: assignment and drain."""
         await self.gpus.settle()
         begin = answer.drain and not self.follower.draining
         self.follower.assign(answer.assignment, answer.drain)
@@ -231,6 +151,7 @@ class _Life:
             await self.server.set_serving(not self.follower.draining)
 
     def join(self, launch_id: str) -> None:
+        """See Standby."""
         assert self.membership
         if self.joined.is_set() and self.membership.launch_id != launch_id:
             raise FailedPrecondition(f"it has joined already, as {self.membership.launch_id!r}")
@@ -238,9 +159,10 @@ class _Life:
         self.joined.set()
 
     async def leave(self, launch_id: str, seconds: float) -> None:
+        """See Standby."""
         assert self.membership
         if not self.joined.is_set() or self.membership.launch_id != launch_id:
-            return  # it has left
+            return  # it has left already
         await self.follower.drain(seconds)
         self.joined.clear()
         self.left.set()
@@ -249,8 +171,8 @@ class _Life:
         if self.server and not self.ending:
             await self.server.set_serving(False)
 
-    async def belong(self) -> None:
-        """Be registered, from Join to Leave. Raises Refused."""
+    async def keep_registered(self) -> None:
+        """Keep the replica registered from Join to Leave. Raises Refused."""
         assert self.membership
         while True:
             await self.joined.wait()
@@ -266,7 +188,8 @@ class _Life:
                     task.cancel()
                 await asyncio.gather(membership, left, return_exceptions=True)
 
-    def begin(self, server: RunningServer) -> None:
+    def start_membership(self, server: RunningServer) -> None:
+        """Prepare the registration, now that the server's port is known."""
         self.server = server
         registration = RegisterRequest(
             replica_id=self.settings.replica_id,
@@ -279,101 +202,93 @@ class _Life:
             instance=self.settings.instance,
         )
         self.membership = Membership(
-            self._coordinator,
+            self.context.coordinator,
             self.settings.coordinator,
             registration,
-            self.status,
-            self.heard,
-            self.registered,
-            self.gpus.heartbeat_answered,
-            lambda: self.service.engine_ranks,
-            self.settings.tls,
+            status=self.status,
+            on_answer=self.on_answer,
+            on_registered=self.on_registered,
+            on_contact=self.gpus.on_contact,
+            engine_ranks=lambda: self.service.engine_ranks,
+            tls=self.settings.tls,
         )
 
 
 async def run_replica(
     service: ReplicaService,
-    settings: ServiceSettings,
+    context: ReplicaContext,
     services: Sequence[tuple[Callable[[Any, Any], None], Any, str]] = (),
 ) -> None:
-    """Live the whole life of a replica; returns after a drain.
+    """Run a replica until it is told to end; returns after a drain.
 
     Args:
         service: the service.
-        settings: of this process.
+        context: its process; the service has the same one.
         services: gRPC services to serve besides relaxd.v1.Replica: (add function, servicer, full name).
 
-    Sets up logging and telemetry. Raises SystemExit(1), the reason being logged, when the port is taken, the
-    coordinator refuses this replica (another protocol version, a wrong token), or the service has given up; with
-    exit_codes.RESTART when the process was told to restart.
+    Raises SystemExit(1), after logging the reason, when the port is taken, the coordinator refuses this replica
+    (another protocol version, a wrong token), or the service gave up; SystemExit(exit_codes.RESTART) when the process
+    was told to restart.
     """
-    setup_logging(settings.replica_id, settings.log_level)
-    telemetry.setup(settings.role, settings.replica_id)
-    stop = stop_signals()
-    async with channel(settings.coordinator, token=settings.token, tls=settings.tls) as to_coordinator:
-        coordinator = CoordinatorStub(to_coordinator)
-        gpus = GpuLeases(settings.replica_id, await asyncio.to_thread(visible_gpus), coordinator)
-        life = _Life(service, settings, gpus, coordinator)
-        own = Service(
-            replica_pb2_grpc.add_ReplicaServicer_to_server,
-            ReplicaServicer(
-                life.status,
-                life.follower.drain,
-                (life.join, life.leave) if settings.standby else None,
-                life.restart,
-                deadline_seconds=settings.deadline_seconds,
-            ),
-            "relaxd.v1.Replica",
+    settings = context.settings
+    life = _Life(service, context)
+    servicer = ReplicaServicer(
+        life.status,
+        life.follower.drain,
+        life if settings.standby else None,
+        life.restart,
+        deadline_seconds=settings.deadline_seconds,
+    )
+    own = Service(replica_pb2_grpc.add_ReplicaServicer_to_server, servicer, "relaxd.v1.Replica")
+    try:
+        server = await start_service(
+            [own, *services], settings, max_connection_age_seconds=service.max_connection_age_seconds
         )
-        try:
-            server = await start_service(
-                [own, *services], settings, max_connection_age_seconds=service.max_connection_age_seconds
-            )
-        except ServerError as error:
-            _log.error("%s", error)
-            raise SystemExit(1) from None
-        life.begin(server)
-        _log.info("listening on %s:%d", settings.host, server.port)
-        stopping = asyncio.create_task(stop.wait())
-        giving_up = asyncio.create_task(life.gave_up.wait())
-        following = asyncio.create_task(life.follower.run())
-        belonging = asyncio.create_task(life.belong())
-        try:
-            await asyncio.wait({stopping, giving_up, following, belonging}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (following, belonging):
-                if task.done():
-                    task.result()
-        except Refused as error:
-            _log.error("%s", error)
-            raise SystemExit(1) from None
-        finally:
-            await _end(life, server, following, belonging)
-            stopping.cancel()
-            giving_up.cancel()
-    if life.restarting:
+    except ServerError as error:
+        _log.error("%s", error)
+        raise SystemExit(1) from None
+    life.start_membership(server)
+    _log.info("listening on %s:%d", settings.host, server.port)
+    ends = [asyncio.create_task(event.wait()) for event in (context.stop, context.failed, life.restarting)]
+    following = asyncio.create_task(life.follower.run())
+    registering = asyncio.create_task(life.keep_registered())
+    try:
+        await asyncio.wait({*ends, following, registering}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (following, registering):
+            if task.done():
+                task.result()
+    except Refused as error:
+        _log.error("%s", error)
+        raise SystemExit(1) from None
+    finally:
+        await _end(life, server, following, registering)
+        for end in ends:
+            end.cancel()
+    if life.restarting.is_set():
         raise SystemExit(RESTART)
-    if life.broken:
+    if context.failure:
         raise SystemExit(1)
 
 
 async def _end(
-    life: _Life, server: RunningServer, following: asyncio.Task[None], belonging: asyncio.Task[None]
+    life: _Life, server: RunningServer, following: asyncio.Task[None], registering: asyncio.Task[None]
 ) -> None:
-    """Drain (not when told to restart), stop the run, stop the server: all within the grace period."""
+    """Drain (unless restarting), stop the run and stop the server, all within the grace period."""
     loop = asyncio.get_running_loop()
-    grace = min(life.settings.grace_seconds, RESTART_SECONDS) if life.restarting else life.settings.grace_seconds
+    restarting = life.restarting.is_set()
+    grace = min(life.settings.grace_seconds, RESTART_SECONDS) if restarting else life.settings.grace_seconds
     end = loop.time() + grace
     life.ending = True
     await server.set_serving(False)
-    # Some of the grace is kept for stopping the run and the server once nothing, or too much, is held.
-    if not life.restarting and (held := await life.follower.drain(grace - min(2.0, grace / 4))):
-        _log.warning("still holding %d groups after %g s: others get them when their lease ends", held, grace)
-    for task in (following, belonging):
+    # The rest of the grace period is for stopping the run and the server.
+    if not restarting and (held := await life.follower.drain(grace - min(2.0, grace / 4))):
+        _log.warning("still holding %d groups after %g s: other replicas get them when their lease ends", held, grace)
+    for task in (following, registering):
         task.cancel()
-    await asyncio.wait({following, belonging})
-    # That it failed, or else that it goes of its own accord: nobody has to bring it back.
-    if (life.broken or not life.restarting) and life.membership and life.joined.is_set():
-        await life.membership.last_word()
+    await asyncio.wait({following, registering})
+    # Tell the coordinator that it failed or was stopped on purpose, so that nobody waits for it to come back.
+    if (life.context.failure or not restarting) and life.membership and life.joined.is_set():
+        await life.membership.send_last_status()
     await life.follower.stop(max(0.5, end - loop.time()))
     await server.stop(max(0.0, min(1.0, end - loop.time())))
     await asyncio.to_thread(telemetry.shutdown)
@@ -381,8 +296,11 @@ async def _end(
 
 
 def advertised_address(settings: ServiceSettings, port: int) -> str:
-    """host:port under which others reach this process: as told, else the address it listens on, else (when it listens
-    on all of them) the one from which it reaches the coordinator."""
+    """Return host:port under which others reach this process.
+
+    That is settings.advertise, else the address it listens on, else (when it listens on all addresses) the one from
+    which it reaches the coordinator.
+    """
     if settings.advertise:
         return settings.advertise
     if settings.host not in ("0.0.0.0", "::", "[::]", ""):

@@ -1,19 +1,18 @@
-"""What a service that is not the coordinator implements; relaxd.replica.replica lives its life."""
+"""The interface of a replica's service; `relaxd.replica.replica.run_replica` runs it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from relaxd.config import RunConfig
-from relaxd.replica.gpus import Gpu
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceStatus:
-    """What a service says about itself; run_replica adds the rest of GetStatusResponse."""
+    """A service's part of GetStatusResponse; run_replica adds the rest."""
 
     held_groups: int = 0
     """Groups held now."""
@@ -22,70 +21,60 @@ class ServiceStatus:
     detail: str = ""
     """One sentence for people."""
     state: "replica_pb2.ReplicaState.ValueType | None" = None
-    """Instead of READY: STARTING, QUARANTINED or FAILED. While the replica is idle, starting, failed or draining by
-    run_replica's own knowledge, this is ignored."""
+    """STARTING, QUARANTINED or FAILED instead of READY. Ignored while run_replica itself knows the replica to be idle,
+    starting, failed or draining."""
     weights: replica_pb2.WeightVersion | None = None
     """The weights it serves or has trained."""
     progress: int = 0
-    """Counts what gets done, in steps that never take long: see GetStatusResponse.progress."""
+    """Counter of work done, in steps that never take long: see GetStatusResponse.progress."""
     gauges: Mapping[str, float] = field(default_factory=dict)
-    """Numbers worth a look, by name."""
+    """Further measurements, by name."""
     awake: bool = False
-    """In a colocated run: whether its children have the device's memory."""
+    """True if its children hold the device's memory, in a colocated run."""
 
 
 class ReplicaService(ABC):
-    """What a service adds to the life that all replicas share.
+    """The role-specific part of a replica. The services take a `ReplicaContext` in their constructor.
 
-    run_replica calls everything here from one event loop, never two of start_run, stop_run, pause_run, resume_run and
+    run_replica calls every method from one event loop, and never two of start_run, stop_run, pause_run, resume_run and
     drain at once (status and drain excepted).
     """
 
     role: "ClassVar[replica_pb2.Role.ValueType]"
-    """The part that the service plays."""
+    """Role that the replica registers with."""
     engine_ranks: int = 0
-    """Ranks of its engine (rollout). When a run changes it, the replica is registered again."""
+    """Ranks of its engine (rollout). When a run changes it, the replica registers again."""
     max_connection_age_seconds: ClassVar[float | None] = None
-    """Age at which its server renews connections: for services whose callers spread their calls over the replicas
-    behind one name. None: never."""
-    lease_gpus: Callable[[int], Awaitable[tuple[Gpu, ...]]]
-    """Lease so many of the GPUs that this process sees, for children of the run that is started; `gpu_environment` of
-    the answer is what the children need. () where there is no GPU. They are given back after stop_run. Raises
-    ResourceExhausted, with who holds what. Set by run_replica."""
-    take_turn: Callable[[Callable[[str], None]], Awaitable[None]]
-    """In a colocated run: wait until children may be started, which there are none of. What it is given hears why they
-    may not yet. Set by run_replica."""
-    give_up: Callable[[str], None]
-    """Something broke that only a new process mends: say why, hand back what is held and end with exit code 1, so that
-    whoever supervises this process starts another. Any thread may call it. Set by run_replica."""
+    """Age at which its server asks clients to reconnect: for services whose callers spread their calls over the
+    replicas behind one name. None: never."""
 
     @abstractmethod
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         """Prepare for a run and start to work on it; the replica is STARTING until this returns, then READY.
 
-        It is cancelled when the assignment changes or the process ends meanwhile. Whatever it raises is reported as
-        status.detail. In either case stop_run is called before anything else.
+        It is cancelled when the assignment changes or the process ends. An exception is reported as status.detail.
+        In either case stop_run is called next.
         """
 
     @abstractmethod
     async def stop_run(self) -> None:
-        """Let go of the run and of everything that start_run, complete or not, made. Work that is held is released."""
+        """Release held work and everything that start_run created, whether it completed or not."""
 
     @abstractmethod
     async def drain(self, seconds: float) -> int:
-        """Take no new work, finish or hand back what is held within `seconds`. Returns how many groups are still held.
+        """Take no new work, and finish or hand back held work within `seconds`. Returns how many groups are still held.
 
-        May be called again. Work is taken again only after the next start_run.
+        May be called again. Only the next start_run takes work again.
         """
 
     @abstractmethod
     def status(self) -> ServiceStatus:
-        """How the service feels. Must return at once."""
+        """Return the current status, without blocking."""
 
     @abstractmethod
     async def pause_run(self) -> None:
-        """The run is paused: take no new work. Called only between start_run and stop_run."""
+        """Take no new work until resume_run. Called only between start_run and stop_run."""
 
     @abstractmethod
     async def resume_run(self) -> None:
-        """The pause is over."""
+        """Take work again after pause_run."""

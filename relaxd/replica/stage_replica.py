@@ -1,4 +1,4 @@
-"""A replica whose work is one stage of the board, such as reward and advantage."""
+"""The service of a replica that works on one stage of the board: reward, advantage."""
 
 import asyncio
 from abc import abstractmethod
@@ -7,29 +7,30 @@ from typing import ClassVar
 from relaxd.board import Board, StageWorker, stages_for
 from relaxd.board.worker import Process
 from relaxd.config import RunConfig
+from relaxd.replica.context import ReplicaContext
 from relaxd.replica.service import ReplicaService, ServiceStatus
-from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1.coordinator_pb2 import Assignment
 
 
 class StageReplica(ReplicaService):
-    """Takes a stage's groups from the board of the assigned run, and commits what `prepare`'s process makes of them."""
+    """Takes a stage's groups from the board of the assigned run, and commits the results of `prepare`'s process."""
 
     stage: ClassVar[str]
     """Name of the stage."""
     max_connection_age_seconds = 30.0
 
-    def __init__(self, settings: ServiceSettings) -> None:
-        self._settings = settings
+    def __init__(self, context: ReplicaContext) -> None:
+        self._context = context
+        self._settings = context.settings
         self._worker: StageWorker | None = None
         self._board: Board | None = None
         self._done_before = 0
 
     @abstractmethod
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
-        """Get ready for a run: the process for its groups, and how many of them to work on at once.
+        """Prepare for a run. Returns the function that processes its groups, and how many of them to work on at once.
 
-        What it raises is reported as the status's detail, and the start is tried again later.
+        An exception is reported as the status's detail, and the start is tried again later.
         """
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
@@ -42,7 +43,7 @@ class StageReplica(ReplicaService):
             self._settings.replica_id,
             process,
             concurrency=concurrency,
-            on_failure=self.give_up,
+            on_failure=self._context.give_up,
         )
         await asyncio.to_thread(self._worker.start)
 
@@ -70,7 +71,7 @@ class StageReplica(ReplicaService):
         """See ReplicaService."""
         if self._worker is None:
             return 0
-        # What isn't finished by then is handed back, which takes a moment of its own.
+        # Handing back unfinished groups takes part of the time.
         await asyncio.to_thread(self._worker.drain, seconds - min(1.0, seconds / 4))
         return self._worker.held if self._worker is not None else 0
 
@@ -82,5 +83,5 @@ class StageReplica(ReplicaService):
         return ServiceStatus(held_groups=self._worker.held, done_groups=done, progress=done + self.pieces())
 
     def pieces(self) -> int:
-        """What was done of groups that aren't finished: counts up, for GetStatusResponse.progress."""
+        """Return a counter of work on unfinished groups, for GetStatusResponse.progress."""
         return 0

@@ -1,4 +1,4 @@
-"""The order of weight synchronisations, as trainer and engines keep it."""
+"""The order of weight synchronisations, enforced by trainer and engines."""
 
 import time
 
@@ -9,17 +9,19 @@ MAX_AHEAD_SECONDS = 24 * 3600.0
 
 
 class SyncIds:
-    """Remembers the last synchronisation that was heard of: calls of earlier ones are refused.
+    """Refuses calls of a weight synchronisation once a call of a later one has come.
 
-    Ids are Unix milliseconds. One from the future would close the door to every real one after it, so it is refused,
-    too.
+    Ids are Unix milliseconds. An id from the future is refused as well, because it would block every real one after it.
     """
 
     def __init__(self) -> None:
         self._last = 0
 
     def take(self, sync_id: int) -> None:
-        """A call of this synchronisation came. Raises FailedPrecondition: it is over; InvalidArgument: it can't be."""
+        """Accept a call of this synchronisation.
+
+        Raises FailedPrecondition when a later one was seen, InvalidArgument when the id lies in the future.
+        """
         if sync_id < self._last:
             raise FailedPrecondition(f"sync_id is {sync_id}, but {self._last} was seen: it is over")
         if sync_id > (time.time() + MAX_AHEAD_SECONDS) * 1000:

@@ -1,4 +1,4 @@
-"""Waiting for a colocated run's device before children are started on it."""
+"""Turns on the GPUs of a colocated run."""
 
 import asyncio
 import logging
@@ -13,18 +13,19 @@ from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
 CALL_SECONDS = 5.0
 ASK_AGAIN_SECONDS = 0.25
-COMPLAIN_SECONDS = 10.0
+WARN_SECONDS = 10.0
+"""Pause between two warnings about a coordinator that does not answer."""
 
 logger = logging.getLogger(__name__)
 
 
-async def wait_for_turn(coordinator: CoordinatorStub, replica_id: str, told: Callable[[str], None]) -> None:
-    """Return when the coordinator says that the device is this replica's; it has no children now.
+async def wait_for_turn(coordinator: CoordinatorStub, replica_id: str, on_wait: Callable[[str], None]) -> None:
+    """Wait until the coordinator grants this replica the device. It must have no children now.
 
-    `told` hears why it isn't yet. Waits as long as it takes, through absences of the coordinator: cancel it when the
-    run ends.
+    `on_wait` is called with the reason before each further attempt. Waits without a deadline, also while the
+    coordinator is away: cancel it when the run ends.
     """
-    complained = 0.0
+    warned = 0.0
     while True:
         try:
             answer = await coordinator.TakeTurn(TakeTurnRequest(replica_id=replica_id), timeout=CALL_SECONDS)
@@ -32,9 +33,9 @@ async def wait_for_turn(coordinator: CoordinatorStub, replica_id: str, told: Cal
                 return
             reason = f"waiting for its turn on the device: {answer.reason}"
         except grpc.aio.AioRpcError as error:
-            reason = f"the coordinator gives no turn on the device: {explain(error)}"
-            if time.monotonic() - complained > COMPLAIN_SECONDS:
-                complained = time.monotonic()
+            reason = f"waiting for its turn on the device: the coordinator does not answer: {explain(error)}"
+            if time.monotonic() - warned > WARN_SECONDS:
+                warned = time.monotonic()
                 logger.warning("%s", reason)
-        told(reason)
+        on_wait(reason)
         await asyncio.sleep(ASK_AGAIN_SECONDS)

@@ -2,19 +2,20 @@
 
 import asyncio
 
+from relaxd.replica.context import open_context
 from relaxd.replica.replica import run_replica
+from relaxd.rpc.server import Service
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import advantage_pb2_grpc
+from services.advantage.server import AdvantageServicer
 from services.advantage.service import AdvantageService
 
 
 async def main() -> None:
-    """Live until SIGTERM."""
-    settings = parse_settings("advantage")
-    service = AdvantageService(settings)
-    await run_replica(
-        service, settings, [(advantage_pb2_grpc.add_AdvantageServicer_to_server, service, "relaxd.v1.Advantage")]
-    )
+    """Run the service until it is told to end."""
+    async with open_context(parse_settings("advantage")) as context:
+        calls = Service(advantage_pb2_grpc.add_AdvantageServicer_to_server, AdvantageServicer(), "relaxd.v1.Advantage")
+        await run_replica(AdvantageService(context), context, [calls])
 
 
 if __name__ == "__main__":

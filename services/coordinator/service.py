@@ -7,7 +7,7 @@ from typing import Any
 
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
 from relaxd.board import BoardError
-from relaxd.replica.replica import ReplicaServicer
+from relaxd.replica.server import ReplicaServicer
 from relaxd.rpc.errors import Unavailable
 from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.settings import ServiceSettings

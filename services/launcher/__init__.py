@@ -1,1 +1,1 @@
-"""The launcher: starts replicas as containers of its own compose project. Only it can reach the Docker engine."""
+"""The launcher for containers: starts replicas in its own compose project. Only it has access to the Docker engine."""

@@ -1,16 +1,16 @@
-"""`python -m services.launcher`: start replicas as containers, when the coordinator asks."""
+"""`python -m services.launcher`: starts replicas as containers for the coordinator."""
 
 import asyncio
 import sys
 
-from relaxd.replica.launcher import run_launcher
+from relaxd.launcher.server import run_launcher
 from relaxd.rpc.errors import RpcError
 from relaxd.rpc.settings import parse_settings
-from services.launcher.host import DockerHost
+from services.launcher.docker_host import DockerHost
 
 
 def main() -> int:
-    """Run the service; returns the exit code."""
+    """Run the service. Returns the exit code."""
     settings = parse_settings("launcher")
     try:
         host = DockerHost(settings.project)

@@ -1,4 +1,4 @@
-"""What a launched container is like: one more of what Compose started, under a name of its own."""
+"""The configuration of a launched container: a copy of one that Compose started, under its own name."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -11,38 +11,41 @@ ONEOFF = "com.docker.compose.oneoff"
 LAUNCH_ID = "relaxd.launch-id"
 ROLE = "relaxd.role"
 SUFFIX = "-scaled"
-"""A launched container belongs to the service of this suffix, which no compose file has. As an orphan, it is left alone
-by `docker compose up --scale`, which knows nothing of scale requests, and removed by `down --remove-orphans`."""
-RESTARTS = 5
-"""How often a container that fails is started again."""
-OWN = ("Hostname", "Image", "Labels", "Env")
-"""Of a container's configuration: what is not taken over as it is."""
+"""Appended to the compose service of a launched container. No compose file has that service, so the container is an
+orphan: `docker compose up --scale`, which knows nothing of scale requests, ignores it, and `down --remove-orphans`
+removes it."""
+MAX_RESTARTS = 5
+"""Most restarts of a container that fails."""
+NOT_COPIED = ("Hostname", "Image", "Labels", "Env")
+"""Keys of a container's configuration that are not copied as they are."""
 
 
 def container_config(
     template: Mapping[str, Any], launch_id: str, role: str, gpu_uuids: Sequence[str], number: int
 ) -> dict[str, Any]:
-    """The body of the engine's call that creates a container.
+    """Return the body of the Docker engine's call that creates a container.
 
     Args:
-        template: what the engine says (`inspect`) of a container that Compose started for the role's service. Image,
-            command, user, mounts, secrets, limits and networks are its own.
-        launch_id: what the replica registers with.
-        role: of the replica.
-        gpu_uuids: the GPUs that it shall see; empty: those of the template.
-        number: its number among the launched ones of the role, from 1 on.
+        template: the engine's `inspect` of a container that Compose started for the role's service. Image, command,
+            user, mounts, secrets, limits and networks are copied from it.
+        launch_id: launch id that the replica registers with.
+        role: role of the replica.
+        gpu_uuids: GPUs that it sees; empty: those of the template.
+        number: number among the role's launched containers, from 1 on.
     """
-    told = template["Config"]
-    config = {key: copy.deepcopy(value) for key, value in told.items() if key not in OWN}
-    config["Image"] = template["Image"]  # by its digest: the name may mean another image by now
-    environment = [line for line in told.get("Env") or () if not line.startswith(("RELAXD_LAUNCH_ID=", "HOSTNAME="))]
+    original = template["Config"]
+    config = {key: copy.deepcopy(value) for key, value in original.items() if key not in NOT_COPIED}
+    config["Image"] = template["Image"]  # the digest: the name may refer to another image by now
+    environment = [
+        line for line in original.get("Env") or () if not line.startswith(("RELAXD_LAUNCH_ID=", "HOSTNAME="))
+    ]
     config["Env"] = [*environment, f"RELAXD_LAUNCH_ID={launch_id}"]
-    labels = dict(told["Labels"])
+    labels = dict(original["Labels"])
     labels |= {SERVICE: labels[SERVICE] + SUFFIX, NUMBER: str(number), ONEOFF: "False"}
     config["Labels"] = labels | {LAUNCH_ID: launch_id, ROLE: role}
     host = copy.deepcopy(dict(template["HostConfig"]))
-    host["PortBindings"] = {}  # a port of the host can be had once
-    host["RestartPolicy"] = {"Name": "on-failure", "MaximumRetryCount": RESTARTS}
+    host["PortBindings"] = {}  # only one container can bind a host port
+    host["RestartPolicy"] = {"Name": "on-failure", "MaximumRetryCount": MAX_RESTARTS}
     if gpu_uuids:
         host["DeviceRequests"] = [{"Driver": "nvidia", "DeviceIDs": list(gpu_uuids), "Capabilities": [["gpu"]]}]
     config["HostConfig"] = host

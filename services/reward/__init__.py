@@ -1,1 +1,1 @@
-"""The reward service: scores groups, each sample in a process that can be killed."""
+"""The reward service: scores samples in worker processes that it kills at their deadline."""

@@ -2,21 +2,25 @@
 
 import asyncio
 
+from relaxd.replica.context import open_context
 from relaxd.replica.replica import run_replica
+from relaxd.rpc.server import Service
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import reward_pb2_grpc
+from services.reward.server import RewardServicer
 from services.reward.service import RewardService
 
 
 async def main() -> None:
-    """Live until SIGTERM."""
-    settings = parse_settings("reward")
-    service = RewardService(settings)
-    try:
-        registration = (reward_pb2_grpc.add_RewardServicer_to_server, service, "relaxd.v1.Reward")
-        await run_replica(service, settings, [registration])
-    finally:
-        service.close()
+    """Run the service until it is told to end."""
+    async with open_context(parse_settings("reward")) as context:
+        service = RewardService(context)
+        servicer = RewardServicer(service, context.settings.allowed_rewards)
+        calls = Service(reward_pb2_grpc.add_RewardServicer_to_server, servicer, "relaxd.v1.Reward")
+        try:
+            await run_replica(service, context, [calls])
+        finally:
+            service.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The environment of reward workers, which run people's code: what programs need to run, and no secret."""
+"""The environment of reward workers. They run users' code, so it has no secrets of the service."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,28 +11,28 @@ PASSED = frozenset(
         *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "TRANSFORMERS_OFFLINE"),
     )
 )
-"""Variables that every worker gets. Proxies are not among them: their URLs may have a password."""
+"""Variables that every worker gets. Proxies are left out, because their URLs may contain a password."""
 PASSED_PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_")
 
 
 class MissingVariableError(Exception):
-    """reward.environment names a variable that the reward service doesn't have."""
+    """reward.environment names a variable that is not set in the reward service."""
 
 
 def worker_environment(variables: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment that a worker gets.
+    """Return the environment of a worker.
 
     Args:
-        variables: further ones to pass on (the run's reward.environment).
-        environment: the service's own, instead of os.environ.
+        variables: further variables to pass on (reward.environment).
+        environment: the service's environment; by default os.environ.
 
     Raises MissingVariableError when one of `variables` is not set.
     """
     environment = os.environ if environment is None else environment
     if missing := [name for name in variables if name not in environment]:
         raise MissingVariableError(
-            f"reward.environment names {', '.join(missing)}, which the reward service's environment doesn't have: set "
-            "it where that service is started"
+            f"reward.environment names {', '.join(missing)}, not set in the reward service's environment: set it where "
+            "that service is started"
         )
     return {
         name: value

@@ -1,4 +1,4 @@
-"""Worker processes that score samples, each with a deadline. One that is late or crashes is replaced."""
+"""A pool of worker processes that score samples. A worker that is late or crashes is replaced."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from relaxd.rewards import RewardInput, RewardOutput
 from services.reward.environment import worker_environment
 
 LOAD_SECONDS = 60.0
-"""How long a worker may take to start and to import a reward's module."""
+"""Deadline of loading a reward: starting a worker and importing the reward's module."""
 
 
 @dataclass(frozen=True)
@@ -18,18 +18,18 @@ class Failure:
     """A sample that could not be scored."""
 
     reason: str
-    """Why, for people."""
+    """Reason, for people."""
     died: bool = False
-    """The process died over it, or was killed by somebody else."""
+    """True if the worker died while scoring it."""
 
 
 class PoolClosedError(Exception):
-    """The pool was closed before the sample was scored, which says nothing about the sample."""
+    """The pool was closed before the sample was scored. The sample did not fail."""
 
 
 @dataclass
 class _Worker:
-    """A place for a process; empty until it is needed, and again after the process died."""
+    """A slot for a process. Empty until it is needed, and after the process has died."""
 
     child: Child | None = None
     loaded: set[str] = field(default_factory=set)
@@ -42,19 +42,19 @@ class _Worker:
 
 
 class WorkerPool:
-    """Scores samples on a fixed number of processes, in the order of the calls. Belongs to one event loop."""
+    """Scores samples on a fixed number of processes, in the order of the calls. Lives in one event loop."""
 
     def __init__(self, workers: int, variables: Sequence[str] = ()) -> None:
-        """Make a pool of `workers` processes; they start when they are first needed.
+        """Make a pool of `workers` processes, which start when they are first needed.
 
-        `variables` of this process's environment are passed on to them, besides those that every worker gets. Raises
+        They get `variables` of this process's environment besides those that every worker gets. Raises
         MissingVariableError.
         """
         self._environment = worker_environment(variables)
         self._workers = [_Worker() for _ in range(workers)]
         self._closed = False
         self.scored = 0
-        """Samples that were scored, or failed."""
+        """Number of samples that were scored or failed."""
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._free.put_nowait(worker)
@@ -65,24 +65,24 @@ class WorkerPool:
         return len(self._workers)
 
     async def load(self, reward: str) -> Failure | None:
-        """Have a worker load a reward: None when it can be used, else why not."""
-        answer = await self._ask(reward, None, LOAD_SECONDS)
+        """Have a worker load a reward. Returns None if it can be used, else the failure."""
+        answer = await self._request(reward, None, LOAD_SECONDS)
         return answer if isinstance(answer, Failure) else None
 
     async def score(
         self, reward: str, samples: Sequence[RewardInput], timeout_seconds: float
     ) -> list[RewardOutput | Failure]:
-        """Score samples, in order; the RPC and the stage both end up here.
+        """Score samples. Returns the outcomes in order.
 
         Args:
-            reward: a name that `relaxd.rewards.resolve` knows.
-            samples: what to score.
-            timeout_seconds: for each sample; neither waiting for a worker nor loading the reward counts. A worker that
-                takes longer is killed, and whatever it started with it.
+            reward: a name for `relaxd.rewards.resolve`.
+            samples: samples to score.
+            timeout_seconds: deadline of each sample, not counting the wait for a worker or loading the reward. A worker
+                that takes longer is killed, with every process that it started.
 
-        An exception, a value that is no finite number, a hang or a crash is a Failure of that sample alone. A sample
-        over which a process died is tried once more: it may have been killed from outside, or for want of memory. When
-        this coroutine is cancelled, so is the work. Raises PoolClosedError when the pool is closed meanwhile.
+        An exception, a value that is not finite, a hang or a crash is a Failure of that sample alone. A sample whose
+        worker died is retried once, because the worker may have been killed from outside or for lack of memory.
+        Cancelling this coroutine cancels the work. Raises PoolClosedError when the pool is closed meanwhile.
         """
         tasks = [asyncio.create_task(self._score(reward, sample, timeout_seconds)) for sample in samples]
         try:
@@ -98,13 +98,15 @@ class WorkerPool:
             worker.kill()
 
     async def _score(self, reward: str, sample: RewardInput, timeout_seconds: float) -> RewardOutput | Failure:
-        answer = await self._ask(reward, sample, timeout_seconds)
+        answer = await self._request(reward, sample, timeout_seconds)
         if isinstance(answer, Failure) and answer.died:
-            answer = await self._ask(reward, sample, timeout_seconds)
+            answer = await self._request(reward, sample, timeout_seconds)
         self.scored += 1
         return answer if isinstance(answer, Failure) else RewardOutput(answer["reward"], answer["parts"])
 
-    async def _ask(self, reward: str, sample: RewardInput | None, timeout_seconds: float) -> dict[str, Any] | Failure:
+    async def _request(
+        self, reward: str, sample: RewardInput | None, timeout_seconds: float
+    ) -> dict[str, Any] | Failure:
         worker = await self._free.get()
         answered = False
         try:
@@ -124,14 +126,14 @@ class WorkerPool:
             return Failure(answer["error"]) if "error" in answer else answer
         except ChildTimeout:
             self._raise_if_closed()
-            what = "scoring a sample" if reward in worker.loaded else "loading the reward"
+            task = "scoring a sample" if reward in worker.loaded else "loading the reward"
             limit = timeout_seconds if reward in worker.loaded else LOAD_SECONDS
-            return Failure(f"{what} took longer than {limit:g} s; its process was killed")
+            return Failure(f"{task} took longer than {limit:g} s; its process was killed")
         except ChildExited as error:
             self._raise_if_closed()
-            return Failure(f"the process that ran the reward died: {_how(error.exit_code)}", died=True)
+            return Failure(f"the process that ran the reward died: {_describe_exit(error.exit_code)}", died=True)
         finally:
-            # Late, dead, or given up by its caller in the middle of a sample: the next sample gets a new process.
+            # Late, dead, or cancelled in the middle of a sample: the next sample gets a new process.
             if not answered:
                 worker.kill()
             self._free.put_nowait(worker)
@@ -149,5 +151,5 @@ class WorkerPool:
         return worker.child
 
 
-def _how(exit_code: int) -> str:
+def _describe_exit(exit_code: int) -> str:
     return f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"

@@ -1,4 +1,4 @@
-"""A process that runs rewards, one sample at a time; the pool kills it when a reward takes too long."""
+"""The worker process, which runs rewards one sample at a time. The pool kills it at a sample's deadline."""
 
 import queue
 import threading
@@ -11,32 +11,29 @@ from relaxd.process.child_server import ChildServer
 from relaxd.rewards import BadRewardError, Reward, RewardInput, UnknownRewardError, check_output, resolve
 
 MAX_REASON = 2000
-"""Longest reason of a failure that is passed on, in characters."""
+"""Longest reason of a failure, in characters."""
 
 
 class Rewards:
-    """The rewards that this process has loaded, and what it is asked to do with them.
-
-    Rewards run in the main thread, because some use signals (math-verify's timeout does), which work nowhere else.
-    """
+    """Loads and runs rewards in the main thread, because signals, which some use (math-verify's timeout), need it."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Reward] = {}
         self._requests: queue.SimpleQueue[tuple[dict[str, Any], Future[dict[str, Any]]]] = queue.SimpleQueue()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Have the main thread answer a request; called in the threads of the child server."""
+        """Have the main thread answer a request. Called in the child server's threads."""
         answer: Future[dict[str, Any]] = Future()
         self._requests.put((request, answer))
         return answer.result()
 
     def work(self) -> None:
-        """Answer requests for as long as the process lives."""
+        """Answer requests as long as the process lives."""
         while True:
             request, answer = self._requests.get()
             try:
                 answer.set_result(self._score(request) if "sample" in request else self._load(request["reward"]))
-            except BaseException as error:  # SystemExit too: a reward that calls sys.exit() has failed, no more
+            except BaseException as error:  # SystemExit as well: a reward that calls sys.exit() has only failed
                 answer.set_result({"error": _reason(error)})
 
     def _load(self, name: str) -> dict[str, Any]:
@@ -49,7 +46,7 @@ class Rewards:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, in one line; for an exception of the reward's own, where."""
+    """Return the reason of a failure in one line, with the place of an exception in the reward's code."""
     if isinstance(error, BadRewardError | UnknownRewardError):
         return str(error)[:MAX_REASON]
     text = f"{type(error).__name__}: {error}".strip(": ")[:MAX_REASON]
@@ -58,7 +55,7 @@ def _reason(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Serve the pool until it is gone."""
+    """Serve the pool until its process ends."""
     rewards = Rewards()
     server = ChildServer({"load": rewards.ask, "score": rewards.ask})
     threading.Thread(target=server.serve, name="requests", daemon=True).start()

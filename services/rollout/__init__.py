@@ -1,1 +1,1 @@
-"""The rollout service: one inference engine, fed by the board and by Generate."""
+"""The rollout service: one inference engine, which serves the board's groups and Generate calls."""

@@ -2,7 +2,9 @@
 
 import asyncio
 
+from relaxd.replica.context import open_context
 from relaxd.replica.replica import run_replica
+from relaxd.rpc.server import Service
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc
 from services.rollout.service.server import RolloutServicer
@@ -10,14 +12,14 @@ from services.rollout.service.service import RolloutService
 
 
 async def main() -> None:
-    """Live until SIGTERM."""
-    settings = parse_settings("rollout")
-    service = RolloutService(settings)
-    try:
-        registration = (rollout_pb2_grpc.add_RolloutServicer_to_server, RolloutServicer(service), "relaxd.v1.Rollout")
-        await run_replica(service, settings, [registration])
-    finally:
-        await service.close()
+    """Run the service until it is told to end."""
+    async with open_context(parse_settings("rollout")) as context:
+        service = RolloutService(context)
+        calls = Service(rollout_pb2_grpc.add_RolloutServicer_to_server, RolloutServicer(service), "relaxd.v1.Rollout")
+        try:
+            await run_replica(service, context, [calls])
+        finally:
+            await service.close()
 
 
 if __name__ == "__main__":

@@ -2,23 +2,22 @@
 
 import asyncio
 
+from relaxd.replica.context import open_context
 from relaxd.replica.replica import run_replica
+from relaxd.rpc.server import Service
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import trainer_pb2_grpc
 from services.trainer.service.server import TrainerService, TrainerServicer
 
 
-def main() -> None:
+async def main() -> None:
     """Run the service until it is told to end."""
-    settings = parse_settings("trainer")
-    service = TrainerService(settings)
-    servicer = TrainerServicer(service, settings)
-    asyncio.run(
-        run_replica(
-            service, settings, [(trainer_pb2_grpc.add_TrainerServicer_to_server, servicer, "relaxd.v1.Trainer")]
-        )
-    )
+    async with open_context(parse_settings("trainer")) as context:
+        service = TrainerService(context)
+        servicer = TrainerServicer(service, context.settings)
+        calls = Service(trainer_pb2_grpc.add_TrainerServicer_to_server, servicer, "relaxd.v1.Trainer")
+        await run_replica(service, context, [calls])
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

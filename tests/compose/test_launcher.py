@@ -17,7 +17,7 @@ from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED
 from relaxd.v1.scaling_pb2 import SCALE_STATE_ACTIVE, ScaleOutRequest
-from services.launcher.host import DockerHost
+from services.launcher.docker_host import DockerHost
 from tests.compose.stack import ROOT, Stack, docker, running, wait_until
 
 COMPOSE_FILE = """

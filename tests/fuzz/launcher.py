@@ -2,7 +2,7 @@
 
 import asyncio
 
-from relaxd.replica.launcher import run_launcher
+from relaxd.launcher.server import run_launcher
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import launcher_pb2 as pb
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from relaxd.config import RunConfig
 from relaxd.process.child import Child
+from relaxd.replica.context import ReplicaContext, open_context
 from relaxd.replica.gpus import gpu_environment
-from relaxd.replica.replica import ReplicaService, ServiceStatus, run_replica
+from relaxd.replica.replica import run_replica
+from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
@@ -20,12 +22,14 @@ from relaxd.v1.coordinator_pb2 import Assignment
 class Holder(ReplicaService):
     role = replica_pb2.ROLE_ROLLOUT
 
-    def __init__(self) -> None:
+    def __init__(self, context: ReplicaContext) -> None:
+        self.context = context
         self.child: Child | None = None
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
-        gpus = await self.lease_gpus(1)
-        self.child = await Child.start("tests.gpu.gpu_child", env=gpu_environment(gpus))
+        gpus = await self.context.gpus.lease(1)
+        lease = self.context.gpus.child_lease
+        self.child = await Child.start("tests.gpu.gpu_child", env=gpu_environment(gpus), gpu_lease=lease)
         devices = await self.child.request("hold", {}, 60)
         Path(os.environ["HOLDER_FILE"]).write_text(json.dumps(devices))
 
@@ -46,5 +50,10 @@ class Holder(ReplicaService):
         return ServiceStatus(detail=json.dumps(self.child.pid if self.child else None))
 
 
+async def main() -> None:
+    async with open_context(parse_settings("rollout")) as context:
+        await run_replica(Holder(context), context)
+
+
 if __name__ == "__main__":
-    asyncio.run(run_replica(Holder(), parse_settings("rollout")))
+    asyncio.run(main())

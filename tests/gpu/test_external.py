@@ -22,7 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from relaxd.process.child import ChildTimeout
 from relaxd.weights.group import WeightGroupError
-from services.rollout.engines.base import Output, Sampling, Version
+from services.rollout.engines.types import Output, Sampling, Version
 from tests.integration.sglang_external.external_kit import PROMPT, Engine, Server, Trainer, connect, logprobs
 from tests.models import byte_tokenizer
 

@@ -24,8 +24,8 @@ ENDS = "what it waits for has a deadline of its own"
 WITHOUT_DEADLINE = {
     DONE: {
         ("relaxd/board/worker.py", "StageWorker._work.finish_future"),
-        ("relaxd/process/child.py", "Child._raise_if_gone"),
-        ("relaxd/replica/replica.py", "_Life.belong"),
+        ("relaxd/process/child.py", "Child._raise_if_exited"),
+        ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),
         ("services/coordinator/runs/evaluation.py", "_Evaluation.run"),
         ("services/coordinator/health/health_manager.py", "HealthManager._tick"),
@@ -34,23 +34,23 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/coordinator/weights/weight_calls.py", "WeightCalls._together"),
-        ("services/rollout/service/engine.py", "Engine.start"),
+        ("services/rollout/service/child_engine.py", "ChildEngine.start"),
         ("services/trainer/service/rank_processes.py", "RankProcesses._exited"),
     },
     WORK: {
         ("relaxd/board/worker.py", "StageWorker._commit"),
         ("relaxd/process/child.py", "Child._watch"),  # a thread for the life of the child
-        ("relaxd/replica/launcher.py", "run_launcher"),
-        ("relaxd/replica/replica.py", "_Life.belong"),
+        ("relaxd/launcher/server.py", "run_launcher"),
+        ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),
         ("relaxd/rpc/server.py", "RunningServer.wait"),
         ("relaxd/weights/cuda_ipc.py", "IpcConnection._work"),
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/reward/worker.py", "Rewards.work"),
-        ("services/rollout/engines/gate.py", "Gate.rest"),
+        ("services/rollout/engines/generation_gate.py", "GenerationGate.rest"),
         ("services/rollout/engines/sglang/engine.py", "SGLangEngine._supervise"),
-        ("services/rollout/engines/sglang_server/engine.py", "ExternalEngine._wait_open"),  # its caller cancels it
+        ("services/rollout/engines/sglang_external/engine.py", "ExternalEngine._wait_open"),  # its caller cancels it
         (
             "services/rollout/engines/sglang/process.py",
             "SGLangProcess._launch",
@@ -70,7 +70,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/weights/cuda_ipc.py", "IpcConnection.abort"),  # each broadcast before it has a deadline
         ("relaxd/weights/group.py", "Transfer.precede_current_stream"),  # the transfer's deadline, as in the following
         ("relaxd/weights/group.py", "WeightGroup.broadcast"),
-        ("services/rollout/engines/transformers/parameters.py", "WeightReceiver.receive"),
+        ("services/rollout/engines/transformers/weights.py", "WeightReceiver.receive"),
         ("services/rollout/engines/sglang/weights.py", "_Receiver.receive"),
         ("services/trainer/loop/broadcast.py", "WeightBroadcaster._send"),
         ("services/coordinator/runs/manager.py", "RunManager.start"),  # the run has ended: its calls have deadlines
@@ -78,13 +78,13 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/runs/active_run.py", "ActiveRun._train"),  # an evaluation: see eval.stall_seconds
         ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),  # a call with a deadline
         ("services/coordinator/scaling/scaler.py", "Scaler.close"),  # cancelled
-        ("services/reward/pool.py", "WorkerPool._ask"),  # each sample before it has reward.timeout_seconds
+        ("services/reward/pool.py", "WorkerPool._request"),  # each sample before it has reward.timeout_seconds
         ("services/reward/worker.py", "Rewards.ask"),  # the pool kills this process at the sample's deadline
         (
-            "services/rollout/service/engine.py",
-            "Engine.generate",
+            "services/rollout/service/child_engine.py",
+            "ChildEngine.generate",
         ),  # the health manager watches
-        ("services/rollout/engines/sglang_server/requests.py", "ExternalRequests.generate"),  # the same
+        ("services/rollout/engines/sglang_external/requests.py", "ExternalRequests.generate"),  # the same
         ("services/rollout/engines/transformers/engine.py", "TransformersEngine.stop"),  # after one token
         ("services/rollout/service/service.py", "RolloutService.stop_run"),  # cancelled
         ("services/rollout/engines/sglang/process.py", "SGLangProcess.load"),  # see health.start_seconds

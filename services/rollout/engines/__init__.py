@@ -1,1 +1,1 @@
-"""Inference engines. Each runs in a child process of the rollout service."""
+"""Inference engines: two that run in a child process of the rollout service, and a client of external servers."""

@@ -1,4 +1,4 @@
-"""How far the loading of a model is, seen from outside the process that loads it."""
+"""Progress of loading a model, observed from outside the loading process."""
 
 from contextlib import suppress
 
@@ -6,9 +6,9 @@ import psutil
 
 
 def loaded_mebibytes(parent: psutil.Process) -> int:
-    """MiB that a process's descendants have read and hold in memory: moves for as long as they load anything.
+    """Return a number, in MiB, that changes as long as a descendant of `parent` loads anything: bytes read plus memory.
 
-    Both are counted because a file that is mapped into memory is not read by calls.
+    Memory counts because read calls don't show files that are mapped.
     """
     total = 0
     for process in parent.children(recursive=True):

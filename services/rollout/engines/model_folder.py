@@ -1,4 +1,4 @@
-"""What a model folder says about requests, read without torch."""
+"""Configuration and tokenizer of a model folder, read without torch."""
 
 import json
 from dataclasses import dataclass
@@ -25,13 +25,12 @@ class ModelFolder:
     end_ids: tuple[int, ...]
     """Tokens that end an answer."""
     tokenizer: Tokenizer
-    """Its tokenizer."""
 
 
 def read_model_folder(folder: Path) -> ModelFolder:
-    """Read config.json, generation_config.json, tokenizer.json, and what there is of TOKENIZER_FILES.
+    """Read config.json, tokenizer.json, and if they exist generation_config.json and TOKENIZER_FILES.
 
-    Raises DataError: a file is missing or broken.
+    Raises DataError when a file is missing or broken.
     """
     config = _json(folder / "config.json")
     text_config = config.get("text_config") or config
@@ -42,9 +41,9 @@ def read_model_folder(folder: Path) -> ModelFolder:
     generation = folder / "generation_config.json"
     configured = (_json(generation) if generation.is_file() else text_config).get("eos_token_id")
     end_ids = set(configured if isinstance(configured, list) else [configured])
-    # Where the former doesn't say, the latter does, in folders of older versions of transformers.
-    named = [_json(file) for name in TOKENIZER_FILES if (file := folder / name).is_file()]
-    eos_token = next((words["eos_token"] for words in named if words.get("eos_token")), None)
+    # Folders from older versions of transformers name the end token only in special_tokens_map.json.
+    settings = [_json(file) for name in TOKENIZER_FILES if (file := folder / name).is_file()]
+    eos_token = next((values["eos_token"] for values in settings if values.get("eos_token")), None)
     eos_text = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
     if eos_text is not None:
         end_ids.add(tokenizer.token_to_id(eos_text))

@@ -1,4 +1,4 @@
-"""The rollout service's parent process: its calls, its stage, and the engine as it sees it.
+"""The rollout service's parent process: gRPC calls, the stage, and the client of the engine's process.
 
 Nothing here imports torch.
 """

@@ -1,4 +1,4 @@
-"""How much of its time an engine worked, was paused for weights, or had nothing to do: counted where requests pass."""
+"""Time that an engine was busy, paused or idle, counted where requests pass."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,9 +8,9 @@ GAUGES = ("engine_busy_seconds", "engine_paused_seconds", "engine_state")
 
 
 class Occupancy:
-    """A clock for each of busy and paused, both cumulative over the life of this process. Lives in one event loop.
+    """Counts the seconds busy and paused since the process started. Lives in one event loop.
 
-    An engine is busy while it has at least one request and is not paused. What is left of the time, it was idle.
+    An engine is busy while it has at least one request and is not paused, and idle for the rest of the time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,7 +22,7 @@ class Occupancy:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A request is with the engine inside the block."""
+        """Count a request as running inside the block."""
         self._count()
         self._requests += 1
         try:
@@ -32,24 +32,24 @@ class Occupancy:
             self._requests -= 1
 
     def pause(self, lease_seconds: float) -> None:
-        """The engine is paused from now on: until `resume`, or until the pause ends by itself."""
+        """Start a pause, which ends with `resume` or after `lease_seconds`."""
         self._count()
         self._paused_until = self._clock() + lease_seconds
 
     def resume(self) -> None:
-        """The pause has ended, if there was one."""
+        """End the pause, if there is one."""
         self._count()
         self._paused_until = None
 
     def gauges(self) -> dict[str, float]:
-        """engine_busy_seconds and engine_paused_seconds so far; engine_state: 0 idle now, 1 busy, 2 paused."""
+        """Return engine_busy_seconds and engine_paused_seconds so far, and engine_state: 0 idle, 1 busy, 2 paused."""
         self._count()
         paused = self._paused_until is not None
         state = 2.0 if paused else 1.0 if self._requests else 0.0
         return dict(zip(GAUGES, (self._busy, self._paused, state), strict=True))
 
     def _count(self) -> None:
-        """Add up what has passed since the last change."""
+        """Add the time since the last change."""
         now = self._clock()
         if self._paused_until is not None:
             end = min(now, self._paused_until)

@@ -1,9 +1,9 @@
-"""Checking what callers ask for, and turning it into the engine's words."""
+"""Checks of callers' requests, and their conversion to the engine's types."""
 
 from relaxd.config import RolloutConfig
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.base import MemoryPart, PauseMode, Sampling
+from services.rollout.engines.types import MemoryPart, PauseMode, Sampling
 
 PAUSE_MODES: dict[int, PauseMode] = {
     rollout_pb2.PAUSE_MODE_UNSPECIFIED: "in_place",
@@ -19,7 +19,7 @@ MEMORY_PARTS: dict[int, MemoryPart] = {
 }
 
 TEMPERATURES = (1e-3, 1e3)
-"""Logits divided by less are infinite, and would fail every request in the batch."""
+"""Least and greatest temperature. Logits divided by less are infinite and would fail every request in the batch."""
 MAX_SAMPLES = 4096
 """Most samples of one request."""
 
@@ -27,9 +27,9 @@ MAX_SAMPLES = 4096
 def parse_generate(
     request: rollout_pb2.GenerateRequest, vocabulary: int, context: int
 ) -> tuple[tuple[int, ...], int, Sampling]:
-    """Prompt, number of samples and sampling of a request to a model with this vocabulary and context length.
+    """Return prompt, number of samples and sampling of a request to a model with this vocabulary and context length.
 
-    Raises InvalidArgument that names every field that is wrong.
+    Raises InvalidArgument naming every wrong field.
     """
     violations = Violations()
     prompt, asked = tuple(request.prompt_tokens), request.sampling
@@ -37,7 +37,7 @@ def parse_generate(
     for place, token in enumerate(prompt):
         if not 0 <= token < vocabulary:
             violations.add(f"prompt_tokens[{place}]", f"is {token}: the model's token ids are 0 to {vocabulary - 1}")
-            break  # one is enough: a wrong tokenizer makes thousands
+            break  # a wrong tokenizer would give thousands
     violations.check(1 <= request.n <= MAX_SAMPLES, "n", f"is {request.n}: it must be 1 to {MAX_SAMPLES}")
     new = asked.max_new_tokens
     if violations.check(new >= 1, "sampling.max_new_tokens", f"is {new}: it must be at least 1") and context:
@@ -76,7 +76,7 @@ def parse_generate(
 
 
 def run_sampling(config: RolloutConfig, seed: int) -> Sampling:
-    """How a run's configuration asks to sample a group."""
+    """Return the sampling of a run's groups."""
     return Sampling(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,

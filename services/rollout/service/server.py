@@ -1,4 +1,4 @@
-"""relaxd.v1.Rollout: Generate, and the calls of weight synchronisation."""
+"""relaxd.v1.Rollout: Generate, and the calls of weight synchronisation and sleep."""
 
 import base64
 from collections.abc import AsyncIterator, Iterator
@@ -17,17 +17,20 @@ from relaxd.rpc.errors import (
     Violations,
 )
 from relaxd.v1 import replica_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2
-from services.rollout.engines.base import Output, RequestFailed, Version
-from services.rollout.service.engine import AnyEngine, Engine
+from services.rollout.engines.types import Output, RequestFailed, Version
+from services.rollout.service.child_engine import AnyEngine, ChildEngine
 from services.rollout.service.requests import MEMORY_PARTS, PAUSE_MODES, parse_generate
 from services.rollout.service.service import RolloutService
 
 REPLY_SECONDS = 0.3
-"""The engine is given up this long before the caller gives up, so that the caller learns why."""
+"""A pause fails this long before its caller's deadline, so that the caller gets the reason."""
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
-    """Passes calls on to the engine, in the order that synchronisation ids demand."""
+    """Answers relaxd.v1.Rollout: checks requests and passes them on to the engine.
+
+    Calls of earlier weight synchronisations are refused.
+    """
 
     def __init__(self, service: RolloutService) -> None:
         self._service = service
@@ -40,9 +43,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         engine = self._engine()
         prompt, n, sampling = parse_generate(request, engine.vocabulary, engine.context)
         if not engine.serving:
-            why = "a weight synchronisation broke halfway" if engine.quarantined else "it has not been given any yet"
-            raise Unavailable(f"the engine has no weights to serve: {why}")
-        with _answering("generate"), self._service.occupancy.working():
+            reason = "a weight synchronisation failed halfway" if engine.quarantined else "none were synchronised yet"
+            raise Unavailable(f"the engine has no weights to serve: {reason}")
+        with _translate_errors("generate"), self._service.occupancy.working():
             outputs = engine.generate(prompt, n, sampling, stream=not request.final_only)
             async with aclosing(outputs):  # type: ignore[type-var]
                 async for output in outputs:
@@ -88,7 +91,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         violations.check(
             0 < request.rank < group.world_size,
             "rank",
-            f"is {request.rank}: it must be 1 to world_size - 1, the trainer's ranks come first",
+            f"is {request.rank}: it must be 1 to world_size - 1, because the trainer's ranks come first",
         )
         violations.check(0 < group.store_port < 65536, "group.store_port", f"is {group.store_port}: no such port")
         violations.check(group.store_host, "group.store_host", "is empty")
@@ -96,7 +99,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         violations.check(
             group.transport in right,
             "group.transport",
-            f'is "{group.transport}": this engine is on {place}, use "{right[0]}" (weights.transport)',
+            f'is "{group.transport}": this engine is on {place}: use "{right[0]}" (weights.transport)',
         )
         timeout = group.timeout_seconds
         violations.check_seconds(timeout, "group.timeout_seconds")
@@ -112,7 +115,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             "world_size": group.world_size,
             "manifest": base64.b64encode(request.manifest.SerializeToString()).decode(),
         }
-        with _answering(f"join weight group {group.name}"):
+        with _translate_errors(f"join weight group {group.name}"):
             await engine.join(member, timeout)
         return rollout_pb2.JoinWeightGroupResponse()
 
@@ -133,11 +136,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self._sync_ids.take(request.sync_id)
         if engine.weights is not None and weights.term < engine.weights.term:
             raise FailedPrecondition(
-                f"weights of term {weights.term} are offered, but those of term {engine.weights.term} are served"
+                f"weights.term is {weights.term}, but the engine serves weights of the later term {engine.weights.term}"
             )
         if request.HasField("pause"):
             await self._pause(engine, request.pause, request.pause_timeout_seconds)
-        with _answering(f"receive version {weights.version}"):
+        with _translate_errors(f"receive version {weights.version}"):
             result = await engine.receive(request.group_name, weights, timeout, checksum=request.checksum)
         if request.resume:
             await self._resume(engine)
@@ -153,7 +156,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         engine = self._service.engine
         if engine is None:
             return rollout_pb2.LeaveWeightGroupResponse()
-        with _answering("leave"):
+        with _translate_errors("leave"):
             quarantined = await engine.leave(request.group_name, quarantine=request.quarantine)
         self._service.weights_changed()
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
@@ -161,11 +164,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     async def _pause(self, engine: AnyEngine, request: rollout_pb2.PauseGenerationRequest, timeout: float) -> int:
         lease = request.lease_seconds
         self._service.occupancy.pause(lease)
-        with _answering("pause"):
+        with _translate_errors("pause"):
             return await engine.pause(PAUSE_MODES[request.mode], lease, max(min(lease, timeout), 0.1))
 
     async def _resume(self, engine: AnyEngine) -> None:
-        with _answering("resume"):
+        with _translate_errors("resume"):
             await engine.resume()
         self._service.occupancy.resume()
 
@@ -175,11 +178,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         violations = Violations()
         violations.check_seconds(timeout, "timeout_seconds")
         violations.raise_if_any()
-        engine = self._own_engine()
+        engine = self._child_engine()
         if not self._service.colocated:
             raise FailedPrecondition("this run isn't colocated (run.colocate): nobody would wake the engine up again")
         self._sync_ids.take(request.sync_id)
-        with _answering("sleep"):
+        with _translate_errors("sleep"):
             try:
                 change = await engine.sleep(timeout)
             finally:
@@ -191,27 +194,27 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         timeout = request.timeout_seconds
         violations = Violations()
         violations.check_seconds(timeout, "timeout_seconds")
-        violations.check(request.parts, "parts", "is empty: name what to take")
+        violations.check(request.parts, "parts", "is empty: name the parts to allocate")
         for index, part in enumerate(request.parts):
             violations.check(part in MEMORY_PARTS, f"parts[{index}]", f"is {part}: no such MemoryPart")
         violations.raise_if_any()
-        engine = self._own_engine()
+        engine = self._child_engine()
         self._sync_ids.take(request.sync_id)
-        with _answering("wake up"):
+        with _translate_errors("wake up"):
             change = await engine.wake([MEMORY_PARTS[part] for part in request.parts], timeout)
         self._service.weights_changed()
         return rollout_pb2.WakeResponse(memory=_memory_change(change))
 
-    def _own_engine(self) -> Engine:
+    def _child_engine(self) -> ChildEngine:
         engine = self._engine()
-        if not isinstance(engine, Engine):
-            raise FailedPrecondition("this engine is somebody else's server: it can't be put to sleep")
+        if not isinstance(engine, ChildEngine):
+            raise FailedPrecondition("this engine is an external server, which can't sleep")
         return engine
 
     def _engine(self) -> AnyEngine:
         engine = self._service.engine
         if engine is None:
-            raise Unavailable("there is no engine (yet): " + (self._service.status().detail or "no run is assigned"))
+            raise Unavailable("there is no engine: " + (self._service.status().detail or "no run is assigned"))
         return engine
 
 
@@ -248,8 +251,8 @@ def _check_pause(request: rollout_pb2.PauseGenerationRequest, prefix: str, viola
 
 
 @contextmanager
-def _answering(what: str) -> Iterator[None]:
-    """Turn what the engine says into statuses."""
+def _translate_errors(what: str) -> Iterator[None]:
+    """Turn the engine's errors into gRPC statuses."""
     try:
         yield
     except ChildRequestError as error:

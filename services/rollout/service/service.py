@@ -1,4 +1,4 @@
-"""The life of the rollout service: an engine per run, fed by the board, restarted when it dies."""
+"""The rollout service: one engine per run, which works on the board's groups and is restarted when it exits."""
 
 import asyncio
 import contextlib
@@ -14,20 +14,20 @@ from relaxd.board import Board, StageWorker, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
 from relaxd.process.child import ChildError, ChildExit
+from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import Gpu, gpu_environment, memory_used, wait_until_steady
 from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.retry import Backoff
-from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.rollout.engines.load_progress import loaded_mebibytes
-from services.rollout.service.engine import ALL_MEMORY, AnyEngine, Engine
+from services.rollout.service.child_engine import ALL_MEMORY, AnyEngine, ChildEngine
+from services.rollout.service.group_generator import GroupGenerator
 from services.rollout.service.occupancy import Occupancy
-from services.rollout.service.stage import GroupGenerator
 
 if TYPE_CHECKING:
-    from services.rollout.engines.sglang_server.engine import ExternalEngine
+    from services.rollout.engines.sglang_external.engine import ExternalEngine
 
 RESTART_BACKOFF = Backoff(first_seconds=0.5, max_seconds=30.0)
 
@@ -35,13 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutService(ReplicaService):
-    """Owns the engine. It takes groups while the engine serves a committed version and the run is not paused."""
+    """Owns the engine. Takes groups while the engine serves a committed version and the run is not paused."""
 
     role = replica_pb2.ROLE_ROLLOUT
     engine_ranks = 1
 
-    def __init__(self, settings: ServiceSettings) -> None:
-        self._settings = settings
+    def __init__(self, context: ReplicaContext) -> None:
+        self._context = context
+        self._settings = context.settings
         self._config: RunConfig | None = None
         self._board: Board | None = None
         self._worker: StageWorker | None = None
@@ -50,9 +51,9 @@ class RolloutService(ReplicaService):
         self._restarting: asyncio.Task[None] | None = None
         self._gpus: tuple[Gpu, ...] = ()
         self._environment: dict[str, str] = {}
-        """Of the engine: the GPUs that it may use, and how NCCL has to be set."""
+        """Environment of the engine: its GPUs, and settings of NCCL."""
         self.occupancy = Occupancy()
-        """What of its time the engine works."""
+        """Time that the engine was busy and paused."""
         self._detail = ""
         self._run_id = ""
         self._loading = False
@@ -67,12 +68,12 @@ class RolloutService(ReplicaService):
 
     @property
     def colocated(self) -> bool:
-        """Whether the engine takes turns with a trainer."""
+        """True if the engine takes turns on its GPUs with a trainer."""
         return self._config is not None and self._config.run.colocate
 
     def weights_changed(self) -> None:
-        """The engine serves other weights, or none: take groups accordingly."""
-        self._open_or_close()
+        """Take groups or not, depending on the engine's weights, after they have changed."""
+        self._update_intake()
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         """See ReplicaService."""
@@ -80,12 +81,12 @@ class RolloutService(ReplicaService):
         self._run_id = assignment.run_id
         rollout = config.rollout
         self.engine_ranks = rollout.tensor_parallel
-        self._gpus = await self.lease_gpus(rollout.tensor_parallel if rollout.engine == "sglang" else 0)
+        self._gpus = await self._context.gpus.lease(rollout.tensor_parallel if rollout.engine == "sglang" else 0)
         self._environment = gpu_environment(self._gpus) | NCCL_ENVIRONMENT
         self._engine = await self._start_engine(config)
         self._board = Board(self._settings.redis, assignment.run_id, stages_for(config), config.board)
         self._generator = generator = GroupGenerator(
-            config, self._board, lambda: self.engine, self._open_or_close, self.occupancy
+            config, self._board, lambda: self.engine, self._update_intake, self.occupancy
         )
         worker = StageWorker(
             self._board,
@@ -93,12 +94,12 @@ class RolloutService(ReplicaService):
             self._settings.replica_id,
             generator.process,
             concurrency=lambda: generator.room(worker.held),
-            on_failure=self.give_up,
+            on_failure=self._context.give_up,
         )
         worker.pause()  # until there are weights
         self._worker = worker
         await asyncio.to_thread(worker.start)
-        self._open_or_close()
+        self._update_intake()
 
     async def stop_run(self) -> None:
         """See ReplicaService."""
@@ -119,15 +120,15 @@ class RolloutService(ReplicaService):
     async def pause_run(self) -> None:
         """See ReplicaService."""
         self._run_paused = True
-        self._open_or_close()
+        self._update_intake()
 
     async def resume_run(self) -> None:
         """See ReplicaService."""
         self._run_paused = False
-        self._open_or_close()
+        self._update_intake()
 
     async def drain(self, seconds: float) -> int:
-        """See ReplicaService. What isn't done in time goes back to the board, so nothing is held afterwards."""
+        """See ReplicaService. Groups not finished in time return to the board, so none is held afterwards."""
         worker = self._worker
         if worker is None:
             return 0
@@ -135,7 +136,7 @@ class RolloutService(ReplicaService):
         if self._generator is not None:
             self._generator.cancel()
         if handed_back:
-            logger.info("%d groups were handed back unfinished", handed_back)
+            logger.info("handed back %d unfinished groups", handed_back)
         return worker.held
 
     def status(self) -> ServiceStatus:
@@ -147,7 +148,7 @@ class RolloutService(ReplicaService):
             state = replica_pb2.REPLICA_STATE_STARTING
         elif engine.quarantined:
             state = replica_pb2.REPLICA_STATE_QUARANTINED
-            detail = "a weight synchronisation broke halfway: serving nothing until the next one succeeds"
+            detail = "a weight synchronisation failed halfway: not serving until the next one succeeds"
         elif engine.asleep == ALL_MEMORY:
             detail = "asleep: the trainer has the device"
         elif engine.weights is None or engine.asleep:
@@ -168,25 +169,25 @@ class RolloutService(ReplicaService):
             gauges={**gauges, **self.occupancy.gauges(), "rss_bytes": float(self._process.memory_info().rss)},
         )
 
-    def _open_or_close(self) -> None:
+    def _update_intake(self) -> None:
         worker, engine = self._worker, self.engine
         if worker is None:
             return
         if engine is not None and engine.serving and not self._run_paused:
-            worker.resume()  # also wakes it up to see that there is room
+            worker.resume()  # also wakes up a worker that waits for room
         else:
             worker.pause()
 
     async def _start_engine(self, config: RunConfig) -> AnyEngine:
         folder = await asyncio.to_thread(resolve_model, config.model.path)
         if config.run.colocate:
-            await self.take_turn(self._say)
+            await self._context.take_turn(self._set_detail)
         if config.rollout.engine == "sglang_external":
             return await self._connect_engine(folder, config)
         self._loading = True
         try:
             if config.run.colocate and len(self._gpus) > 1:
-                await wait_until_steady(lambda: memory_used(self._gpus), self._say)
+                await wait_until_steady(lambda: memory_used(self._gpus), self._set_detail)
             self._detail = f"loading {folder.name}"
             engine = await self._load_engine(folder, config)
         finally:
@@ -195,27 +196,30 @@ class RolloutService(ReplicaService):
         logger.info("%s is loaded (process %d), waiting for weights", folder.name, engine.pid)
         return engine
 
-    async def _load_engine(self, folder: Path, config: RunConfig) -> Engine:
-        return await Engine.start(
+    async def _load_engine(self, folder: Path, config: RunConfig) -> ChildEngine:
+        return await ChildEngine.start(
             folder,
             config.rollout,
             environment=self._environment,
             name=self._settings.replica_id,
             log_level=self._settings.log_level,
             python=self._settings.engine_python,
-            on_exit=lambda ended: self._engine_died(f"the engine {_how(ended)}: starting another"),
+            on_exit=lambda ended: self._on_engine_exit(f"the engine {_describe_exit(ended)}: starting another"),
             on_tokens=self._record_tokens,
             colocate=config.run.colocate,
+            gpu_lease=self._context.gpus.child_lease if self._gpus else None,
         )
 
     async def _connect_engine(self, folder: Path, config: RunConfig) -> "ExternalEngine":
-        from services.rollout.engines.sglang_server.engine import ExternalEngine  # an HTTP client is for such runs only
+        from services.rollout.engines.sglang_external.engine import (
+            ExternalEngine,  # needs an HTTP client, which other runs may lack
+        )
 
         url = self._settings.sglang_url
         if not url:
             raise ChildError(
-                'rollout.engine is "sglang_external", but this replica has no server: start it with --sglang-url '
-                "(RELAXD_SGLANG_URL)"
+                'rollout.engine is "sglang_external", but this replica has no server: start it with --sglang-url / '
+                "RELAXD_SGLANG_URL"
             )
         self._detail = f"waiting for the SGLang server at {url}"
         engine = await ExternalEngine.start(
@@ -223,46 +227,46 @@ class RolloutService(ReplicaService):
             self._settings.sglang_key,
             folder,
             config.rollout,
-            on_exit=lambda why: self._engine_died(f"{why}: waiting for it"),
+            on_exit=lambda reason: self._on_engine_exit(f"{reason}: waiting for it"),
             on_tokens=self._record_tokens,
         )
         self._detail = ""
-        logger.info("the SGLang server at %s fits, waiting for weights", url)
+        logger.info("connected to the SGLang server at %s, waiting for weights", url)
         return engine
 
-    def _say(self, detail: str) -> None:
+    def _set_detail(self, detail: str) -> None:
         self._detail = detail
 
     def _record_tokens(self, count: int, per_second: float) -> None:
         telemetry.record("generate.tokens", count, {"relaxd.run_id": self._run_id})
         telemetry.record("generate.tokens_per_second", per_second, {"relaxd.run_id": self._run_id})
 
-    def _engine_died(self, why: str) -> None:
+    def _on_engine_exit(self, reason: str) -> None:
         if self._engine is None or self._config is None:
-            return  # it never finished loading: whoever waits for that is told
-        self._detail = why
+            return  # it exited while loading: start_run raises
+        self._detail = reason
         logger.error("%s", self._detail)
         self._engine = None
-        self._open_or_close()  # before its groups are released, or they would come straight back
+        self._update_intake()  # before its groups are released, or this replica would take them again
         self._restarting = asyncio.create_task(self._restart(self._config), name="restart the engine")
 
     async def _restart(self, config: RunConfig) -> None:
-        """Start engines until one stays; the coordinator brings it weights when it sees that it has none."""
+        """Start an engine, and retry until it loads. The coordinator notices that it has no weights."""
         for failures in itertools.count(1):
             try:
                 self._engine = await self._start_engine(config)
                 return
             except (ChildError, OSError) as error:
-                self._detail = f"the engine can't be started: {error}"
+                self._detail = f"the engine did not start: {error}"
                 delay = RESTART_BACKOFF.pause(failures)
-                logger.error("%s; trying again in %g s", self._detail, delay)
+                logger.error("%s; retrying in %g s", self._detail, delay)
             await asyncio.sleep(delay)
 
     async def close(self) -> None:
-        """Leave nothing behind."""
+        """Stop the run and its engine."""
         with contextlib.suppress(ChildError):
             await self.stop_run()
 
 
-def _how(ended: ChildExit) -> str:
+def _describe_exit(ended: ChildExit) -> str:
     return f"was killed by signal {-ended.exit_code}" if ended.exit_code < 0 else f"exited with {ended.exit_code}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from relaxd.process.child import Child, ChildExit
+from relaxd.process.gpu_lease import GpuLease
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +23,13 @@ START_SECONDS = 60.0
 class RankProcesses:
     """One set of rank processes. It isn't reused: if a rank dies, all are killed and a new set is started."""
 
-    def __init__(self, count: int, on_event: RankEvent, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, count: int, on_event: RankEvent, environment: Mapping[str, str], gpu_lease: GpuLease | None
+    ) -> None:
         self._count = count
         self._on_event = on_event
         self._environment = environment
+        self._gpu_lease = gpu_lease
         self._children: list[Child] = []
         self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -51,6 +55,7 @@ class RankProcesses:
                     env={**self._environment, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     name=f"rank {rank}",
                     on_event=lambda event, values, rank=rank: self._on_child_event(rank, event, values),  # type: ignore[misc]
+                    gpu_lease=self._gpu_lease,
                 )
             )
         for child in self._children:

@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.json_format import ParseDict
 
 from relaxd.process.child import ChildError
+from relaxd.process.gpu_lease import GpuLease
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import Unavailable, explain
 from relaxd.rpc.settings import ServiceSettings
@@ -40,6 +41,7 @@ class RankSupervisor:
         start: Mapping[str, Any],
         environment: Mapping[str, str],
         take_turn: Callable[[Callable[[str], None]], Awaitable[None]] | None = None,
+        gpu_lease: GpuLease | None = None,
     ) -> None:
         """Supervise ranks that are not started yet.
 
@@ -47,11 +49,13 @@ class RankSupervisor:
             settings: the service's settings.
             start: parameters of the ranks' start request.
             environment: environment variables, in addition to this process's.
-            take_turn: in a colocated run, awaited before each start (ReplicaService.take_turn).
+            take_turn: in a colocated run, awaited before each start (ReplicaContext.take_turn).
+            gpu_lease: the ranks are killed when it is over.
         """
         self._settings = settings
         self._environment = environment
         self._take_turn = take_turn
+        self._gpu_lease = gpu_lease
         self.awake = False
         """Whether the ranks use the devices, in a colocated run."""
         self._start = dict(start)
@@ -176,7 +180,7 @@ class RankSupervisor:
     async def _run_world(self) -> str:
         """Run the ranks until one fails; return the reason."""
         self._facts.clear()
-        ranks = RankProcesses(self._count, self._on_event, self._environment)
+        ranks = RankProcesses(self._count, self._on_event, self._environment, self._gpu_lease)
         self._ranks = ranks
         try:
             await ranks.start(self._start)

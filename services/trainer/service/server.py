@@ -13,8 +13,10 @@ import grpc
 from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment
-from relaxd.replica.replica import ReplicaService, ServiceStatus, advertised_address
+from relaxd.replica.replica import advertised_address
+from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.replica.sync_ids import SyncIds
 from relaxd.rpc.errors import (
     Aborted,
@@ -45,8 +47,9 @@ class TrainerService(ReplicaService):
 
     role = replica_pb2.ROLE_TRAINER
 
-    def __init__(self, settings: ServiceSettings) -> None:
-        self._settings = settings
+    def __init__(self, context: ReplicaContext) -> None:
+        self._context = context
+        self._settings = context.settings
         self._living: asyncio.Task[None] | None = None
         self.world: RankSupervisor | None = None
         self.run_folder = Path()
@@ -54,7 +57,7 @@ class TrainerService(ReplicaService):
     async def start_run(self, config: RunConfig, assignment: coordinator_pb2.Assignment) -> None:
         """Start the run's ranks, which load, replay and train on their own; `status` reports their progress."""
         self.run_folder = Path(assignment.folder)
-        gpus = await self.lease_gpus(config.trainer.ranks)
+        gpus = await self._context.gpus.lease(config.trainer.ranks)
         start = {
             "config": config.model_dump_json(),
             "run_id": assignment.run_id,
@@ -66,9 +69,10 @@ class TrainerService(ReplicaService):
             "ranks": config.trainer.ranks,
             "paused": False,  # pause_run follows, if it is
         }
-        take_turn = self.take_turn if config.run.colocate else None
+        take_turn = self._context.take_turn if config.run.colocate else None
         environment = gpu_environment(gpus) | NCCL_ENVIRONMENT | (HUGE_PAGES if gpus else {})
-        self.world = RankSupervisor(self._settings, start, environment, take_turn)
+        gpu_lease = self._context.gpus.child_lease if gpus else None
+        self.world = RankSupervisor(self._settings, start, environment, take_turn, gpu_lease)
         self._living = asyncio.create_task(self.world.live(), name="world")
 
     async def stop_run(self) -> None:

@@ -13,9 +13,11 @@ import psutil
 from relaxd.config import RunConfig
 from relaxd.process.child import Child
 from relaxd.replica import gpus
+from relaxd.replica.context import ReplicaContext, open_context
 from relaxd.replica.gpus import Gpu, gpu_environment
-from relaxd.replica.replica import ReplicaService, ServiceStatus, run_replica
-from relaxd.rpc.settings import ServiceSettings, parse_settings
+from relaxd.replica.replica import run_replica
+from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 
@@ -25,17 +27,20 @@ GPU = Gpu("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 0)
 class Holder(ReplicaService):
     role = replica_pb2.ROLE_ROLLOUT
 
-    def __init__(self, settings: ServiceSettings) -> None:
-        self.name = settings.replica_id
+    def __init__(self, context: ReplicaContext) -> None:
+        self.context = context
+        self.name = context.settings.replica_id
         self.folder = Path(os.environ["HOLDER_FOLDER"])
         self.child: Child | None = None
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
-        leased = await self.lease_gpus(1)
+        leased = await self.context.gpus.lease(1)
         pids = [int(path.name.partition("-")[0]) for path in self.folder.glob("*-*")]
         for pid in filter(is_alive, pids):
             (self.folder / "conflict").write_text(f"{self.name} was granted what {pid} still has")
-        self.child = await Child.start("tests.integration.rpc.echo_child", env=gpu_environment(leased))
+        self.child = await Child.start(
+            "tests.integration.rpc.echo_child", env=gpu_environment(leased), gpu_lease=self.context.gpus.child_lease
+        )
         (self.folder / f"{self.child.pid}-{self.name}").touch()
 
     async def stop_run(self) -> None:
@@ -63,7 +68,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+async def main() -> None:
+    async with open_context(parse_settings("rollout")) as context:
+        await run_replica(Holder(context), context)
+
+
 if __name__ == "__main__":
     gpus._all_gpus = lambda: (GPU,)  # type: ignore[assignment]
-    settings = parse_settings("rollout")
-    asyncio.run(run_replica(Holder(settings), settings))
+    asyncio.run(main())

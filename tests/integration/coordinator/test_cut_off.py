@@ -71,7 +71,7 @@ def test_a_replica_that_is_cut_off_ends_its_child_before_another_gets_the_gpu(cl
     cluster.until("the first one's child is gone", lambda: not is_alive(child.pid))
     assert time.monotonic() - cut < GPU_LEASE_SECONDS
     assert holders(cluster)["second"] == []
-    assert "no heartbeat was answered for so long" in cluster.log("first")
+    assert "no heartbeat was answered in time" in cluster.log("first")
     cluster.until_held("second")
 
     # It is still there, and works as soon as it can: it is heard again, and the GPU is free.
@@ -113,4 +113,4 @@ def test_a_coordinator_that_is_away_for_less_than_the_lease_costs_nobody_a_child
     cluster.until("it is known again", lambda: holders(cluster).get("first") == HELD)
     time.sleep(GPU_LEASE_SECONDS / 2)
     assert cluster.living("first") == child
-    assert "what used them has been ended" not in cluster.log("first")
+    assert "no heartbeat was answered in time" not in cluster.log("first")

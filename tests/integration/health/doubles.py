@@ -11,10 +11,13 @@ import os
 import runpy
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from relaxd.replica.context import ReplicaContext, open_context
 from relaxd.replica.replica import run_replica
+from relaxd.replica.service import ReplicaService
 from relaxd.rpc.errors import Aborted
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
@@ -31,10 +34,17 @@ def is_to(fault: str) -> bool:
         return False
 
 
+async def run_double(
+    role: str, kind: Callable[[ReplicaContext], ReplicaService], add: Callable[[Any, Any], None]
+) -> None:
+    async with open_context(parse_settings(role, sys.argv[3:])) as context:
+        double = kind(context)
+        await run_replica(double, context, [(add, double, f"relaxd.v1.{role.title()}")])
+
+
 def main() -> None:
     role = sys.argv[2]
     if role == "trainer":
-        settings = parse_settings(role, sys.argv[3:])
         from tests.integration.peers.trainer import TrainerDouble
 
         class Trainer(TrainerDouble):
@@ -47,9 +57,7 @@ def main() -> None:
                 self.calls.note("SaveCheckpoint")
                 return trainer_pb2.TrainerSaveCheckpointResponse(path="checkpoint", weights=self.weights)
 
-        trainer = Trainer(settings)
-        add = (trainer_pb2_grpc.add_TrainerServicer_to_server, trainer, "relaxd.v1.Trainer")
-        asyncio.run(run_replica(trainer, settings, [add]))
+        asyncio.run(run_double(role, Trainer, trainer_pb2_grpc.add_TrainerServicer_to_server))
     elif role != "rollout":  # the real one
         module = f"services.{role}"
         sys.argv = [module, *sys.argv[3:]]
@@ -68,10 +76,7 @@ def main() -> None:
                     raise Aborted("told to fail")
                 return await super().ReceiveWeights(request, context)
 
-        settings = parse_settings(role, sys.argv[3:])
-        rollout = Rollout(settings)
-        add = (rollout_pb2_grpc.add_RolloutServicer_to_server, rollout, "relaxd.v1.Rollout")
-        asyncio.run(run_replica(rollout, settings, [add]))
+        asyncio.run(run_double(role, Rollout, rollout_pb2_grpc.add_RolloutServicer_to_server))
 
 
 if __name__ == "__main__":

@@ -12,25 +12,27 @@ PEER_STEP_SECONDS, PEER_BROADCAST_SECONDS, PEER_GENERATE_SECONDS: how long a ste
 import asyncio
 import sys
 
-from relaxd.replica.replica import ReplicaService, run_replica
+from relaxd.replica.context import open_context
+from relaxd.replica.replica import run_replica
+from relaxd.replica.service import ReplicaService
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import rollout_pb2_grpc, trainer_pb2_grpc
 from tests.integration.peers.rollout import RolloutDouble
 from tests.integration.peers.trainer import TrainerDouble
 
 
-def main() -> None:
+async def main() -> None:
     role = sys.argv[1]
-    settings = parse_settings(role, sys.argv[2:])
-    double: ReplicaService
-    if role == "trainer":
-        double = TrainerDouble(settings)
-        service = (trainer_pb2_grpc.add_TrainerServicer_to_server, double, "relaxd.v1.Trainer")
-    else:
-        double = RolloutDouble(settings)
-        service = (rollout_pb2_grpc.add_RolloutServicer_to_server, double, "relaxd.v1.Rollout")
-    asyncio.run(run_replica(double, settings, [service]))
+    async with open_context(parse_settings(role, sys.argv[2:])) as context:
+        double: ReplicaService
+        if role == "trainer":
+            double = TrainerDouble(context)
+            service = (trainer_pb2_grpc.add_TrainerServicer_to_server, double, "relaxd.v1.Trainer")
+        else:
+            double = RolloutDouble(context)
+            service = (rollout_pb2_grpc.add_RolloutServicer_to_server, double, "relaxd.v1.Rollout")
+        await run_replica(double, context, [service])
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

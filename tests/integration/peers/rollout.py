@@ -13,10 +13,9 @@ from tokenizers import Tokenizer
 from relaxd.board import Board, Delivery, StageWorker, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
-from relaxd.replica.replica import ReplicaService
-from relaxd.replica.service import ServiceStatus
+from relaxd.replica.context import ReplicaContext
+from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, FailedPrecondition
-from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, rollout_pb2, rollout_pb2_grpc
 from relaxd.v1.replica_pb2 import REPLICA_STATE_QUARANTINED, ROLE_ROLLOUT, WeightVersion
 from tests.integration.peers.faults import Calls, SyncIds, misbehave
@@ -32,8 +31,9 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
 
     role = ROLE_ROLLOUT
 
-    def __init__(self, settings: ServiceSettings) -> None:
-        self.settings = settings
+    def __init__(self, context: ReplicaContext) -> None:
+        self.context = context
+        self.settings = context.settings
         self.calls, self.sync_ids = Calls(), SyncIds()
         self.weights: WeightVersion | None = None
         self.worker: StageWorker | None = None
@@ -52,7 +52,7 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
             self.settings.replica_id,
             self.generate_group,
             concurrency=CONCURRENCY,
-            on_failure=self.give_up,
+            on_failure=self.context.give_up,
         )
         self.worker.pause()
         self.worker.start()

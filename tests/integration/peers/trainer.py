@@ -12,11 +12,10 @@ import numpy as np
 
 from relaxd.board import Board, Delivery, Fenced, StepConflict, stages_for
 from relaxd.config import RunConfig
-from relaxd.replica.replica import ReplicaService
-from relaxd.replica.service import ServiceStatus
+from relaxd.replica.context import ReplicaContext
+from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition
-from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, trainer_pb2, trainer_pb2_grpc
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.replica_pb2 import ROLE_TRAINER, WeightVersion
@@ -32,8 +31,9 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
 
     role = ROLE_TRAINER
 
-    def __init__(self, settings: ServiceSettings) -> None:
-        self.settings = settings
+    def __init__(self, context: ReplicaContext) -> None:
+        self.context = context
+        self.settings = context.settings
         self.calls, self.sync_ids, self.meeting = Calls(), SyncIds(), Meeting()
         self.weights: WeightVersion | None = None
         self.task: asyncio.Task[None] | None = None

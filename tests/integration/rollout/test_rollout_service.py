@@ -248,7 +248,7 @@ def check_order_of_synchronisations(stage: Stage, replica: Replica) -> None:
     stage.sync(0)
     old_term = {"weights": {"term": 2, "version": 9}}
     error = refused(lambda: stage.receive(replica, 9, **old_term).result())
-    assert "term 2 are offered, but those of term 3 are served" in explain(error)
+    assert "weights.term is 2, but the engine serves weights of the later term 3" in explain(error)
 
 
 def check_abort_and_lease(stage: Stage, replica: Replica) -> None:

@@ -11,7 +11,9 @@ import os
 import time
 
 from relaxd.config import RunConfig
-from relaxd.replica.replica import ReplicaService, ServiceStatus, run_replica
+from relaxd.replica.context import open_context
+from relaxd.replica.replica import run_replica
+from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
@@ -63,5 +65,10 @@ class Talkative(ReplicaService):
         return ServiceStatus(held_groups=self.held, detail="talking", gauges={"pid": os.getpid()})
 
 
+async def main() -> None:
+    async with open_context(parse_settings("reward")) as context:
+        await run_replica(Talkative(), context)
+
+
 if __name__ == "__main__":
-    asyncio.run(run_replica(Talkative(), parse_settings("reward")))
+    asyncio.run(main())

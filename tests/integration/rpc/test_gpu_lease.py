@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import psutil
 import pytest
@@ -24,11 +24,11 @@ import asyncio, sys, time
 from relaxd.process.child import Child
 from relaxd.process.gpu_lease import GpuLease
 async def main():
-    Child.gpu_lease = GpuLease(lambda: print("over", flush=True))
-    Child.gpu_lease.begin(time.monotonic() + 60)
-    child = await Child.start("{MODULE}", env={ON_GPU!r})
+    lease = GpuLease(lambda: print("over", flush=True))
+    lease.begin(time.monotonic() + 60)
+    child = await Child.start("{MODULE}", env={ON_GPU!r}, gpu_lease=lease)
     await child.request("echo", {{}}, 30)
-    Child.gpu_lease.renew(time.monotonic() + 1.5)
+    lease.renew(time.monotonic() + 1.5)
     print(child.pid, flush=True)
     await asyncio.shield(child.exited)
     await asyncio.sleep(60)
@@ -42,15 +42,13 @@ def over() -> threading.Event:
 
 
 @pytest.fixture
-def lease(over: threading.Event) -> Iterator[GpuLease]:
-    Child.gpu_lease = GpuLease(over.set)
-    yield Child.gpu_lease
-    Child.gpu_lease = None
+def lease(over: threading.Event) -> GpuLease:
+    return GpuLease(over.set)
 
 
 @contextlib.asynccontextmanager
-async def started(env: dict[str, str]) -> AsyncIterator[Child]:
-    child = await Child.start(MODULE, env=env, name="the engine")
+async def started(lease: GpuLease | None) -> AsyncIterator[Child]:
+    child = await Child.start(MODULE, env=ON_GPU if lease else {}, name="the engine", gpu_lease=lease)
     try:
         await child.request("echo", {}, 30)
         yield child
@@ -65,7 +63,7 @@ def lasting(seconds: float) -> float:
 
 async def test_a_child_lives_as_long_as_its_lease_is_renewed(lease: GpuLease, over: threading.Event) -> None:
     lease.begin(lasting(60))
-    async with started(ON_GPU) as child, started({}) as on_cpu:
+    async with started(lease) as child, started(None) as on_cpu:
         for _ in range(10):
             lease.renew(end := lasting(0.5))
             await asyncio.sleep(0.1)
@@ -77,12 +75,12 @@ async def test_a_child_lives_as_long_as_its_lease_is_renewed(lease: GpuLease, ov
         # What is over stays over, until GPUs are leased anew.
         lease.renew(lasting(60))
         with pytest.raises(ChildError, match="the engine can't be started: the lease on this replica's GPUs is over"):
-            async with started(ON_GPU):
+            async with started(lease):
                 pass
         with pytest.raises(LeaseOver):
             lease.begin(lasting(-1))
         lease.begin(lasting(60))
-        async with started(ON_GPU):
+        async with started(lease):
             pass
         assert on_cpu.alive
 
@@ -90,13 +88,13 @@ async def test_a_child_lives_as_long_as_its_lease_is_renewed(lease: GpuLease, ov
 async def test_no_child_is_left_when_the_lease_ends_while_it_starts(lease: GpuLease) -> None:
     lease.begin(lasting(0.1))
     time.sleep(0.05)  # the event loop is busy: everything below happens in one go
-    child = await Child.start(MODULE, env=ON_GPU)
+    child = await Child.start(MODULE, env=ON_GPU, gpu_lease=lease)
     await asyncio.wait_for(asyncio.shield(child.exited), 5)
 
 
 async def test_a_stopped_child_is_killed(lease: GpuLease) -> None:
     lease.begin(lasting(60))
-    async with started(ON_GPU) as child:
+    async with started(lease) as child:
         os.kill(child.pid, signal.SIGSTOP)
         lease.renew(lasting(0.3))
         await asyncio.wait_for(asyncio.shield(child.exited), 5)
@@ -104,7 +102,7 @@ async def test_a_stopped_child_is_killed(lease: GpuLease) -> None:
 
 async def test_what_was_given_back_is_used_by_nobody(lease: GpuLease, over: threading.Event) -> None:
     lease.begin(lasting(60))
-    async with started(ON_GPU) as forgotten:
+    async with started(lease) as forgotten:
         lease.give_back()
         await asyncio.wait_for(asyncio.shield(forgotten.exited), 5)
     assert not over.is_set()

@@ -75,7 +75,7 @@ async def test_the_reward_calls(here, monkeypatch):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Score(ScoreRequest(reward="os:getcwd", responses=["1"]))
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
-        assert 'reward "os:getcwd" may not be asked for' in caught.value.details()
+        assert 'reward "os:getcwd" is not allowed' in caught.value.details()
         assert "--allowed-rewards" in caught.value.details()
 
 
@@ -160,7 +160,7 @@ async def test_a_run_whose_reward_wants_a_variable_that_is_not_set_says_so(here,
     here.start_run(run_config(reward={"environment": ["JUDGE_KEY", "OTHER_KEY"]}))
     async with here.service("reward", "reward-1") as process:
         status = await here.coordinator.hears("reward-1", "FAILED")
-        assert "reward.environment names OTHER_KEY, which the reward service's environment" in status.detail
+        assert "reward.environment names OTHER_KEY, not set in the reward service's environment" in status.detail
         here.coordinator.assign(run_config(reward={"environment": ["JUDGE_KEY"]}), "other")
         await here.coordinator.hears("reward-1", "READY")
         request = ScoreRequest(reward=BAD, responses=[f"surroundings {tmp_path / 'seen'}"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from services.rollout.engines.base import Version
+from services.rollout.engines.types import Version
 from services.rollout.service import engine as engine_module
 from tests.engines import EngineRunner
 from tests.models import byte_tokenizer

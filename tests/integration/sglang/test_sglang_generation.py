@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from relaxd.process.child import ChildExited, ChildRequestError
 from relaxd.v1 import weights_pb2
-from services.rollout.engines.base import RequestFailed
+from services.rollout.engines.types import RequestFailed
 from tests.engines import EngineRunner, assert_gone, family, reference_logprobs
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.sglang.syncs import check_logprobs, join, sync, transfer, with_weights

@@ -38,7 +38,7 @@ def test_a_scheduler_process_that_dies_ends_the_engine(start: Callable[..., Engi
 def test_options_that_sglang_does_not_have(start: Callable[..., EngineRunner]) -> None:
     with pytest.raises(ChildRequestError) as error:
         start(sglang={"chunked_prefil_size": 4})
-    assert "rollout.sglang.chunked_prefil_size is no option of SGLang" in str(error.value)
+    assert "rollout.sglang.chunked_prefil_size is not an option of SGLang" in str(error.value)
     assert "did you mean chunked_prefill_size?" in str(error.value)
 
 

@@ -49,7 +49,7 @@ def test_an_engine_sleeps_between_two_versions(start: Start, source: Source, mod
     # One that would take too long leaves the engine as it was.
     long = runner.ask(PROMPT, 1, stream=True, max_new_tokens=400, ignore_eos=True)
     runner.wait_begun(long)
-    with pytest.raises(ChildRequestError, match="did not come to rest"):
+    with pytest.raises(ChildRequestError, match="did not pause"):
         runner.run(runner.engine.sleep(0.2))
     assert runner.engine.serving
     assert len(runner.wait(long)[0].tokens) == 400

@@ -212,11 +212,11 @@ def test_what_does_not_fit_is_named_and_what_breaks_is_told(
     q_proj, down_proj = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
     extra = TensorSpec("model.layers.1.self_attn.x", torch.bfloat16, (4,))
     changes: list[tuple[Callable[[Source], object], str]] = [
-        (lambda s: s.specs.pop(-1), "model.norm.weight: the manifest does not bring this tensor"),
+        (lambda s: s.specs.pop(-1), "model.norm.weight: the manifest does not have this tensor"),
         (lambda s: s.specs.append(extra), "self_attn.x: the model has no such tensor"),
-        (lambda s: s.specs.append(s.specs[-1]), "model.norm.weight: the manifest brings parts of it twice"),
-        (lambda s: resize(s, q_proj, (96, 64)), "q_proj.weight: the shape .* of which the model takes only a part"),
-        (lambda s: resize(s, down_proj, (64, 120)), "down_proj.weight: the manifest does not bring .* all of it"),
+        (lambda s: s.specs.append(s.specs[-1]), "model.norm.weight: the manifest has parts of it twice"),
+        (lambda s: resize(s, q_proj, (96, 64)), "q_proj.weight: the shape .* but the model uses only a part"),
+        (lambda s: resize(s, down_proj, (64, 120)), "down_proj.weight: the manifest does not have .* all of it"),
         (lambda s: resize(s, "model.norm.weight", (63,)), "model.norm.weight: .*refuses the shape"),
     ]
     for change, complaint in changes:
@@ -226,7 +226,7 @@ def test_what_does_not_fit_is_named_and_what_breaks_is_told(
         assert error.startswith("ManifestMismatch"), error
         assert re.search(complaint, error), error
     assert (
-        "model.layers.0.mlp.down_proj keeps its weights by Fp8LinearMethod"
+        "model.layers.0.mlp.down_proj stores its weights by Fp8LinearMethod"
         in ranks.do("quantise", module="model.layers.0.mlp.down_proj")[0]["error"]
     )
 

@@ -23,8 +23,8 @@ from relaxd.config import RolloutConfig
 from relaxd.weights.group import Transport, host_store
 from relaxd.weights.manifest import TensorSpec, pack, plan_buckets, to_proto
 from relaxd.weights.stock_group import StockWeightGroup
-from services.rollout.engines.base import Output, Sampling, Version
-from services.rollout.engines.sglang_server.engine import ExternalEngine
+from services.rollout.engines.sglang_external.engine import ExternalEngine
+from services.rollout.engines.types import Output, Sampling, Version
 from tests.sglang.environment import CPU_ENVIRONMENT
 
 PROMPT = (5, 9, 17, 200, 33)

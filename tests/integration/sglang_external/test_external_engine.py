@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 from relaxd.config import RolloutConfig
 from relaxd.process.child import ChildRequestError, ChildTimeout
-from services.rollout.engines.base import Output, RequestFailed, Sampling, Version
-from services.rollout.engines.sglang_server.engine import ExternalEngine
-from services.rollout.engines.sglang_server.http import ServerGone, SGLangClient
-from services.rollout.engines.sglang_server.server import ServerMismatch
+from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
+from services.rollout.engines.sglang_external.connect import ServerMismatch
+from services.rollout.engines.sglang_external.engine import ExternalEngine
+from services.rollout.engines.types import Output, RequestFailed, Sampling, Version
 from tests.integration.sglang_external.external_kit import (
     KEY,
     LONG,

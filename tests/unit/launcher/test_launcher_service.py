@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import redis
 
-from relaxd.replica.launcher import LauncherServicer
+from relaxd.launcher.server import LauncherServicer
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
 from relaxd.rpc.terms import Terms
 from relaxd.v1 import launcher_pb2 as pb

@@ -6,10 +6,10 @@ import pytest
 
 from relaxd.process.child import ChildRequestError
 from relaxd.v1 import sample_pb2, weights_pb2
-from services.rollout.engines.base import Version
-from services.rollout.engines.sglang_server.http import ServerGone
-from services.rollout.engines.sglang_server.samples import ONLY_AT_END, EventStyle, ExternalSample, label, parse_label
-from services.rollout.engines.sglang_server.weights import stock_buckets
+from services.rollout.engines.sglang_external.client import ServerGone
+from services.rollout.engines.sglang_external.samples import ONLY_AT_END, EventStyle, ExternalSample, label, parse_label
+from services.rollout.engines.sglang_external.weights import stock_buckets
+from services.rollout.engines.types import Version
 
 ONE, TWO = Version(3, 1), Version(3, 2)
 STREAMED = EventStyle(incremental=True, interval=1, late=0)
@@ -75,7 +75,7 @@ def test_only_what_is_new_is_handed_on_and_the_text_at_the_end() -> None:
 @pytest.mark.parametrize("weights", ["default", "3", ":", "3:x", ""])
 def test_weights_that_nobody_gave_mean_another_server(weights: str) -> None:
     assert parse_label(weights) is None
-    with pytest.raises(ServerGone, match="none that it was given"):
+    with pytest.raises(ServerGone, match="which relaxd did not give it"):
         new_sample(STREAMED).take(event([1], weights))
 
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from relaxd.weights.checksum import checksum
 from relaxd.weights.group import WeightGroup, WeightGroupError, host_store
 from relaxd.weights.manifest import Bucket, ManifestMismatch, TensorSpec, pack, plan_buckets
-from services.rollout.engines.base import EngineError, Version
 from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.engines.transformers.parameters import WeightReceiver, check_manifest, named_parameters
+from services.rollout.engines.transformers.weights import WeightReceiver, check_manifest, named_parameters
+from services.rollout.engines.types import EngineError, Version
 from tests.models import make_tiny_model
 
 
@@ -134,7 +134,7 @@ def test_what_a_manifest_misses_is_named(folder: Path) -> None:
     specs = [TensorSpec(name, torch.float32, tuple(t.shape)) for name, t in model.named_parameters()]
     check_manifest(model, [Bucket(tuple(specs), 0)])
     left_out = specs.pop(3)
-    with pytest.raises(ManifestMismatch, match=f"{left_out.name}: the manifest does not bring"):
+    with pytest.raises(ManifestMismatch, match=f"{left_out.name}: the manifest does not have"):
         check_manifest(model, [Bucket(tuple(specs), 0)])
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engines.base import EngineError, Version
 from services.rollout.engines.transformers.engine import TransformersEngine
+from services.rollout.engines.types import EngineError, Version
 from tests.models import make_tiny_model
 from tests.unit.rollout.engine_harness import Answer, Harness, full_logprobs, load
 
@@ -236,7 +236,7 @@ def test_a_drain_that_takes_too_long_is_given_up(harness: Harness) -> None:
     harness.tick = lambda request_id: time.sleep(0.02)
     harness.submit("running", PROMPTS[0], max_new_tokens=100, ignore_eos=True)
     harness.wait_for_tokens("running", 3)
-    with pytest.raises(EngineError, match="did not come to rest"):
+    with pytest.raises(EngineError, match="did not pause"):
         harness.engine.pause("drain", 60, 0.1)
     harness.tick = lambda request_id: None
     harness.wait("running")

@@ -1,7 +1,7 @@
-"""The SGLang engine: its scheduler processes, and a thread that lets them run, pauses them and ends their requests.
+"""The SGLang engine: its scheduler processes, and a thread that pauses and resumes them and ends their requests.
 
-A request is sent to the scheduler while the gate admits requests, and waits here otherwise, so that at an update
-everything that the scheduler holds was begun under the weights before it.
+A request is sent to the scheduler only while the gate admits requests, and waits here otherwise, so that at an update
+everything in the scheduler was started under the weights before it.
 """
 
 import logging
@@ -20,23 +20,23 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
-from services.rollout.engines.base import EngineError, FailureHandler, MemoryPart, Output, PauseMode, Request, Version
-from services.rollout.engines.gate import Gate
-from services.rollout.engines.sglang.control import SchedulerError, Schedulers
+from services.rollout.engines.generation_gate import GenerationGate
 from services.rollout.engines.sglang.launch import MessageChannel
-from services.rollout.engines.sglang.samples import Group, Sample, add_output
+from services.rollout.engines.sglang.samples import SGLangRequest, SGLangSample, add_output
+from services.rollout.engines.sglang.schedulers import SchedulerError, Schedulers
+from services.rollout.engines.types import EngineError, FailureHandler, MemoryPart, Output, PauseMode, Request, Version
 
 STEP_SECONDS = 60.0
-"""Longest step of the model that a pause waits for. An engine that takes longer is broken."""
+"""Longest step of the model that a pause waits for. A longer one counts as a failure."""
 ANSWER_SECONDS = 10.0
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
-"""What is given back in a sleep, by SGLang's names."""
+"""Memory freed by a sleep, in SGLang's names."""
 
 logger = logging.getLogger(__name__)
 
 
 class SGLangEngine:
-    """Generates with SGLang, pauses between two steps, and takes new weights while it is paused (see Gate)."""
+    """Generates with SGLang. Pauses between two steps; its weights are updated in a pause (see GenerationGate)."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class SGLangEngine:
         on_failure: FailureHandler,
         on_broken: Callable[[str], None],
     ) -> None:
-        """`decode` turns token ids into text; `end_ids` are the model's own end tokens.
+        """`decode` turns token ids into text; `end_ids` are the model's end tokens.
 
-        `on_output` is called with the new outputs of each request, many requests at a time; `on_broken` when the
-        scheduler processes don't do what they are told.
+        `on_output` is called with the new outputs by request; `on_broken` with the reason when the scheduler processes
+        don't do what they are told.
         """
         self._channel = channel
         self._schedulers = schedulers
@@ -63,65 +63,65 @@ class SGLangEngine:
         self._on_output = on_output
         self._on_failure = on_failure
         self._on_broken = on_broken
-        self._gate = Gate()
+        self._gate = GenerationGate()
         self._state: PauseMode | None = None
-        """How the schedulers are paused: in_place or retract; None while they run."""
-        self._groups: dict[str, Group] = {}
-        self._held: deque[Group] = deque()
+        """Mode in which the schedulers are paused: in_place or retract; None while they run."""
+        self._groups: dict[str, SGLangRequest] = {}
+        self._held: deque[SGLangRequest] = deque()
         self._released: set[MemoryPart] = set()
-        """What was given back."""
-        self._sent: dict[str, tuple[Group, Sample | None]] = {}
-        """What the scheduler works on, by its ids; without a sample: a prompt that is computed for all."""
+        """Memory that is freed."""
+        self._sent: dict[str, tuple[SGLangRequest, SGLangSample | None]] = {}
+        """Requests and samples by the scheduler's ids; a None sample stands for the prompt's prefill."""
         self._commits = 0
         self._changes = 0
         self._stats = {"running_samples": 0, "waiting_samples": 0, "tokens_generated": 0}
         for work in (self._supervise, self._read):
-            threading.Thread(target=self._guard, args=(work,), name=work.__name__.strip("_"), daemon=True).start()
+            threading.Thread(target=self._run_thread, args=(work,), name=work.__name__.strip("_"), daemon=True).start()
 
     @property
     def weights(self) -> Version | None:
-        """What is served; None before the first commit."""
+        """The weights that are served; None before the first commit."""
         return self._gate.weights
 
     @property
     def quarantined(self) -> bool:
-        """Whether a broken update touched the model."""
+        """See GenerationGate."""
         return self._gate.quarantined
 
     def quarantine(self) -> None:
-        """See Gate."""
+        """See GenerationGate."""
         self._gate.quarantine()
 
     def stats(self) -> dict[str, int]:
-        """Running and waiting samples now, and tokens generated so far, as SGLang's scheduler sees it."""
+        """See LoadedEngine."""
         try:
             self._stats = self._schedulers.ask_first("stats", {}, ANSWER_SECONDS)
         except SchedulerError as error:
-            logger.warning("the last statistics are told again: %s", error)
+            logger.warning("reporting the last statistics again: %s", error)
         stats = dict(self._stats)
         with self._gate.changed:
             stats["waiting_samples"] += sum(group.unfinished for group in self._held)
         return stats
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its id must not be in use."""
-        group = Group.of(request, self._end_ids)
+        """Queue a request, whose id must not be in use."""
+        group = SGLangRequest.of(request, self._end_ids)
         with self._gate.changed:
             self._groups[request.request_id] = group
             self._held.append(group)
             self._send_held()
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request; at most the tokens that are being made are still reported."""
+        """Drop a request; at most the tokens of the current step are still reported."""
         with self._gate.changed:
             self._forget(request_id)
             self._gate.changed.notify_all()
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Stop between two steps; returns how many samples are held.
+        """Pause between two steps. Returns how many samples are held.
 
-        in_place keeps requests where they are, retract gives up their keys and values, abort ends them now, drain waits
-        for those that have begun.
+        in_place keeps requests where they are, retract drops their keys and values, abort ends them now, drain waits
+        for those that have started.
         """
         self._gate.pause(mode, lease_seconds, timeout)
         with self._gate.changed:
@@ -133,40 +133,40 @@ class SGLangEngine:
 
     @property
     def asleep(self) -> bool:
-        """Whether memory was given back that isn't there again."""
+        """See GenerationGate."""
         return self._gate.asleep
 
     def sleep(self, timeout: float) -> None:
-        """Wait for the samples that have begun, then give back weights and key-value cache. Raises EngineError."""
+        """Wait for running samples, then free weights and key-value cache. Raises EngineError."""
         if self._gate.asleep:
             return
         lease = timeout + STEP_SECONDS
         self._gate.pause("drain", lease, timeout)
-        self._gate.pause("retract", lease, STEP_SECONDS)  # which also puts away what a finished batch has left
+        self._gate.pause("retract", lease, STEP_SECONDS)  # which also clears the rest of a finished batch
         self._gate.sleep()
         self._released = set(MEMORY_PARTS)
-        self._tell_memory(ReleaseMemoryOccupationReqInput(tags=list(MEMORY_PARTS)))
+        self._change_memory(ReleaseMemoryOccupationReqInput(tags=list(MEMORY_PARTS)))
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
-        """Take memory back; what the weights are is not known until an update. Raises EngineError."""
+        """Allocate memory again; the weights are undefined until an update. Raises EngineError."""
         missing = [part for part in MEMORY_PARTS if part in parts and part in self._released]
         if missing:
-            self._tell_memory(ResumeMemoryOccupationReqInput(tags=missing))
+            self._change_memory(ResumeMemoryOccupationReqInput(tags=missing))
             self._released -= set(missing)
         if self._gate.asleep and not self._released:
             self._gate.wake()
 
-    def _tell_memory(self, message: ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput) -> None:
-        """Have the paused schedulers do something in the same turn of all their loops; returns when all have."""
+    def _change_memory(self, message: ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput) -> None:
+        """Have all paused schedulers free or allocate memory in the same turn of their loops, and wait for them."""
         self._channel.send(message)
         try:
-            self._bring_to("retract")  # they are paused like that: this is for the answer
+            self._set_state("retract")  # they are in it already: this waits for the answer
         except SchedulerError as error:
             raise EngineError(f"the schedulers did not change their memory: {error}") from error
 
     @contextmanager
     def update(self, weights: Version) -> Iterator[None]:
-        """Change the model inside this block; leaving it well commits `weights` in every scheduler process."""
+        """Allow changes of the model inside the block, and commit `weights` in every scheduler process at its end."""
         with self._gate.update(weights):
             yield
             self._gate.touch()
@@ -176,23 +176,23 @@ class SGLangEngine:
             try:
                 held = self._schedulers.ask_all("commit", params, 2 * ANSWER_SECONDS)[0]
             except SchedulerError as error:
-                raise EngineError(f"the schedulers did not take up version {weights.version}: {error}") from error
+                raise EngineError(f"the schedulers did not commit version {weights.version}: {error}") from error
             with self._gate.changed:
                 for rid, (_, sample) in self._sent.items():
-                    if sample is not None and rid in held:  # else it has ended, and its last output is on its way
+                    if sample is not None and rid in held:  # else it has ended; its last output is yet to come
                         count, continued = held[rid]
                         sample.marks.append((count, weights.version))
                         sample.spans_weight_update = sample.spans_weight_update or bool(continued)
 
     def touch(self) -> None:
-        """Inside `update`: the model has changed."""
+        """See GenerationGate."""
         self._gate.touch()
 
     def _key(self, weights: Version) -> str:
-        # The number keeps apart what a version's second commit may find of its first.
+        # The number separates two commits of the same version in the prefix cache.
         return f"{weights.term}:{weights.version}:{self._commits}"
 
-    # --- what the scheduler is told (self._gate.changed held) --------------------------------------------------------
+    # --- sending to the scheduler (needs self._gate.changed) ----------------------------------------------------------
 
     def _send_held(self) -> None:
         weights = self._gate.weights
@@ -200,8 +200,8 @@ class SGLangEngine:
             assert weights is not None
             self._send(self._held.popleft(), weights)
 
-    def _send(self, group: Group, weights: Version) -> None:
-        samples: list[Sample | None] = [None] if group.shares_prefix else list(group.samples)
+    def _send(self, group: SGLangRequest, weights: Version) -> None:
+        samples: list[SGLangSample | None] = [None] if group.shares_prefix else list(group.samples)
         messages = group.messages(self._key(weights), routed_experts=self._routed_experts)
         for sample, (rid, message) in zip(samples, messages, strict=True):
             if sample is not None:
@@ -219,9 +219,9 @@ class SGLangEngine:
         for rid in rids:
             del self._sent[rid]
         if rids:
-            self._channel.send(AbortReq(rid=f"{request_id}:"))  # SGLang ends all whose ids begin so
+            self._channel.send(AbortReq(rid=f"{request_id}:"))  # SGLang takes it for a prefix of ids
 
-    # --- letting the scheduler run and pause -------------------------------------------------------------------------
+    # --- pausing and resuming the scheduler ---------------------------------------------------------------------------
 
     def _supervise(self) -> None:
         gate = self._gate
@@ -238,7 +238,7 @@ class SGLangEngine:
                     else:
                         gate.rest()
                     continue
-            self._bring_to("retract" if abort else wanted)
+            self._set_state("retract" if abort else wanted)
             if abort:
                 self._abort_all()
 
@@ -250,7 +250,7 @@ class SGLangEngine:
             return "retract"
         return self._state or "in_place"
 
-    def _bring_to(self, state: PauseMode | None) -> None:
+    def _set_state(self, state: PauseMode | None) -> None:
         self._changes += 1
         number = str(self._changes)
         if state is None:
@@ -263,7 +263,7 @@ class SGLangEngine:
             self._state = state
 
     def _abort_all(self) -> None:
-        """End everything that the paused scheduler holds, and everything that waits here."""
+        """End all requests, in the paused scheduler and here."""
         self._schedulers.ask_all("end_all", {"timeout": ANSWER_SECONDS}, 2 * ANSWER_SECONDS)
         gate = self._gate
         with gate.changed:
@@ -280,20 +280,20 @@ class SGLangEngine:
         if outputs:
             self._on_output(outputs)
 
-    # --- what the scheduler reports ----------------------------------------------------------------------------------
+    # --- reports of the scheduler -------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         while True:
             message = self._channel.receive()
             if isinstance(message, BatchTokenIDOutput):
-                self._take(message)
+                self._take_outputs(message)
             elif isinstance(message, AbortReq):
                 self._take_abort(message)
 
-    def _take(self, message: BatchTokenIDOutput) -> None:
+    def _take_outputs(self, message: BatchTokenIDOutput) -> None:
         outputs: dict[str, list[Output]] = {}
         failures: dict[str, str] = {}
-        ended: list[tuple[Output, Sample]] = []
+        ended: list[tuple[Output, SGLangSample]] = []
         with self._gate.changed:
             for row, rid in enumerate(message.rids):
                 if rid not in self._sent:
@@ -312,7 +312,7 @@ class SGLangEngine:
                 outputs.setdefault(request_id, []).append(output)
                 if output.finish_reason is not None:
                     ended.append((output, sample))
-            self._report(outputs, failures)
+            self._finish(outputs, failures)
         for output, sample in ended:
             stripped = sample.tokens[:-1] if sample.finish_reason == "stop" else sample.tokens
             output.text = self._decode(stripped)
@@ -321,12 +321,12 @@ class SGLangEngine:
     def _take_prefix(
         self,
         rid: str,
-        group: Group,
+        group: SGLangRequest,
         reason: Mapping[str, Any],
         outputs: dict[str, list[Output]],
         failures: dict[str, str],
     ) -> None:
-        """The prompt of a group is computed, or given up."""
+        """Start the samples of a request whose prompt is prefilled, or end the request if that failed."""
         del self._sent[rid]
         request_id = group.request.request_id
         if reason.get("type") != "abort":
@@ -337,10 +337,10 @@ class SGLangEngine:
             failures[request_id] = str(reason.get("message"))
         else:
             del self._groups[request_id]
-            outputs[request_id] = unbegun(group)
+            outputs[request_id] = aborted_outputs(group)
 
     def _take_abort(self, message: AbortReq) -> None:
-        """The scheduler ended a request that had not begun."""
+        """End a request that the scheduler ended before it started."""
         outputs: dict[str, list[Output]] = {}
         failures: dict[str, str] = {}
         reason = message.finished_reason or {"type": "abort"}
@@ -355,10 +355,10 @@ class SGLangEngine:
             else:
                 sample.finish_reason = "abort"
                 outputs[group.request.request_id] = [self._output(message.rid, group, sample)]
-            self._report(outputs, failures)
+            self._finish(outputs, failures)
         self._emit(outputs, failures)
 
-    def _output(self, rid: str, group: Group, sample: Sample) -> Output:
+    def _output(self, rid: str, group: SGLangRequest, sample: SGLangSample) -> Output:
         start, sample.reported = sample.reported, len(sample.tokens)
         versions = sample.versions(start)
         output = Output(sample.index, sample.tokens[start:], sample.logprobs[start:], versions)
@@ -371,8 +371,8 @@ class SGLangEngine:
                 del self._groups[group.request.request_id]
         return output
 
-    def _report(self, outputs: dict[str, list[Output]], failures: dict[str, str]) -> None:
-        """Something has ended, maybe."""
+    def _finish(self, outputs: dict[str, list[Output]], failures: dict[str, str]) -> None:
+        """Forget failed requests, and notify the gate in case something has ended."""
         for request_id in failures:
             outputs.pop(request_id, None)
             self._forget(request_id)
@@ -384,14 +384,14 @@ class SGLangEngine:
         for request_id, failure in failures.items():
             self._on_failure(request_id, failure)
 
-    def _guard(self, work: Callable[[], None]) -> None:
+    def _run_thread(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:
-            logger.exception("the engine is broken")
+            logger.exception("the engine failed")
             self._on_broken(f"{type(error).__name__}: {error}")
 
 
-def unbegun(group: Group) -> list[Output]:
-    """The outputs of a request that is ended before its samples have begun."""
+def aborted_outputs(group: SGLangRequest) -> list[Output]:
+    """Return the outputs of a request that ended before its samples started."""
     return [Output(sample.index, finish_reason="abort") for sample in group.samples]

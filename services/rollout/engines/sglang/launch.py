@@ -1,7 +1,7 @@
-"""Starting SGLang's processes, and speaking with its scheduler in SGLang's own messages.
+"""Start of SGLang's scheduler processes, and the channel for SGLang's own messages.
 
-sglang.Engine is used for what it launches. Its tokenizer manager and its detokenizer process are left out: we send
-tokens and want tokens, and what would be done there for every token costs more than all of ours.
+sglang.Engine launches the processes. Its tokenizer manager and detokenizer process are left out: relaxd exchanges
+tokens, and their work for every token would cost more than all of relaxd's.
 """
 
 import os
@@ -16,12 +16,12 @@ from sglang.srt.managers.load_snapshot import shm_path_for
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.network import get_zmq_socket
 
-from services.rollout.engines.sglang.control import ADDRESS_VARIABLE, SchedulerError, Schedulers
 from services.rollout.engines.sglang.scheduler import run_scheduler
+from services.rollout.engines.sglang.schedulers import ADDRESS_VARIABLE, SchedulerError, Schedulers
 
 CONNECT_SECONDS = 30.0
-WHY_SECONDS = 1.0
-"""How long a scheduler that cannot start has to say why."""
+REASON_SECONDS = 1.0
+"""Time to wait for the reason of a scheduler that failed to start."""
 
 
 class MessageChannel:
@@ -33,20 +33,20 @@ class MessageChannel:
         self._incoming = get_zmq_socket(context, zmq.PULL, ports.tokenizer_ipc_name, True)
         self._sending = threading.Lock()
         self.max_req_input_len = 0
-        """Set by SGLang: the longest prompt that it takes."""
+        """Longest prompt. Set by SGLang."""
 
     def send(self, message: Any) -> None:
-        """Send one of SGLang's messages; what is sent first arrives first. Safe from any thread."""
+        """Send one of SGLang's messages, in order. Any thread may call this."""
         with self._sending:
             sock_send(self._outgoing, message)
 
     def receive(self) -> Any:
-        """Wait for the next message of the scheduler. For one thread only."""
+        """Wait for the scheduler's next message. Only one thread may call this."""
         return sock_recv(self._incoming)
 
 
 class _Launcher(Engine):
-    """sglang.Engine with our scheduler processes, and us in the place of its tokenizer manager."""
+    """sglang.Engine with relaxd's scheduler, and a MessageChannel in the place of its tokenizer manager."""
 
     run_scheduler_process_func = staticmethod(run_scheduler)
     init_tokenizer_manager_func = staticmethod(lambda args, ports: (MessageChannel(args, ports), None))
@@ -59,31 +59,31 @@ class _Launcher(Engine):
 def launch(args: ServerArgs, schedulers: Schedulers) -> tuple[MessageChannel, dict[str, Any]]:
     """Start the scheduler processes and wait until they have loaded the model.
 
-    Call it from a thread that lives as long as they should: Linux ends them with it. Returns the channel and what the
-    scheduler says about itself. Raises SchedulerError with SGLang's reason.
+    Call it from a thread that lives as long as they should, because Linux ends them with it. Returns the channel and
+    the scheduler's information about itself. Raises SchedulerError with SGLang's reason.
     """
     os.environ[ADDRESS_VARIABLE] = schedulers.address
     # Requests that don't stream are sent when they are complete.
     os.environ.setdefault("SGLANG_FORCE_STREAM_INTERVAL", str(1 << 30))
     if args.enable_memory_saver:
-        _let_preloaded_libraries_be_found()
+        _add_cuda_runtime_to_library_path()
     try:
         launcher = _Launcher(server_args=args)
     except Exception as error:
-        reason = schedulers.wait_for_failure(WHY_SECONDS) or f"{type(error).__name__}: {error}"
+        reason = schedulers.wait_for_failure(REASON_SECONDS) or f"{type(error).__name__}: {error}"
         raise SchedulerError("LoadError", reason) from error
     schedulers.wait_for(args.tp_size, CONNECT_SECONDS)
-    # How loaded the scheduler is, for readers that we don't have: it would stay when the processes are killed.
+    # The file for readers of the scheduler's load, of which there are none: killed processes would leave it behind.
     Path(shm_path_for(launcher.port_args.instance_id)).unlink(missing_ok=True)
     channel: MessageChannel = launcher.tokenizer_manager
     return channel, launcher._scheduler_init_result.scheduler_infos[0]
 
 
-def _let_preloaded_libraries_be_found() -> None:
-    """Name the folder of the CUDA runtime that torch has loaded here to the loader of the scheduler processes.
+def _add_cuda_runtime_to_library_path() -> None:
+    """Add the folder of torch's CUDA runtime to the library path of the scheduler processes.
 
-    torch_memory_saver's library is preloaded there, and needs that runtime before torch could load it from where its
-    wheels have it. A library that cannot be preloaded is left out with no more than a line on stderr.
+    They preload torch_memory_saver's library, which needs that runtime before torch loads it from its wheels. The
+    loader skips a library that it cannot preload with just a line on stderr.
     """
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
     folders = sorted({str(Path(path).parent) for path in loaded})

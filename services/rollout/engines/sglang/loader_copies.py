@@ -1,9 +1,9 @@
-"""Where a model keeps what a checkpoint's tensors bring, learned from the model's own loader.
+"""The place of each checkpoint tensor in an SGLang model, recorded from the model's own loader.
 
-SGLang lays out parameters in its own way (query, key and value in one matrix, experts in one tensor, slices by tensor
-parallel rank, padded vocabularies) and each model's `load_weights` knows how. So that loader is run once on tensors
-without data, while every copy that it would make is written down instead of made. What is written down is then the
-rule for receiving the real tensors: no table of names and layouts to keep in step with the models.
+SGLang has its own layout of parameters (query, key and value in one matrix, experts in one tensor, slices by tensor
+parallel rank, padded vocabularies), which each model's `load_weights` implements. That loader runs once on tensors
+without data, and its copies are recorded instead of made. Received tensors are then copied as recorded, so there is no
+table of names and layouts to keep in step with the models.
 """
 
 import logging
@@ -24,32 +24,32 @@ _FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
 
 @dataclass(frozen=True)
 class Copy:
-    """One strided part of a checkpoint's tensor, and the part of a parameter that it goes to."""
+    """A strided part of a checkpoint tensor, and the part of a parameter that it is copied to."""
 
     target: torch.Tensor
-    """A view of the parameter's memory."""
+    """View of the parameter's memory."""
     stride: tuple[int, ...]
     """Strides of the source within the contiguous tensor; its shape is the target's."""
     offset: int
-    """Where the source begins, in elements."""
+    """Offset of the source in the tensor, in elements."""
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This part of the received tensor."""
+        """Return this part of the received tensor."""
         return tensor.as_strided(self.target.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
 @dataclass
 class Destination:
-    """What becomes of one tensor."""
+    """The place of one tensor in the model."""
 
     spec: TensorSpec
     copies: list[Copy] = field(default_factory=list)
-    """All there is to do; none where the tensor belongs to other ranks."""
+    """Copies to make; empty where the tensor belongs to other ranks."""
     by_loader: bool = False
-    """Its loader does more than copying parts: it has to be called."""
+    """True if the model's loader must be called, because it does more than copy."""
 
     def whole(self) -> torch.Tensor | None:
-        """The memory of the model that is this very tensor, if there is one: it can be received there."""
+        """Return the model's memory that equals the whole tensor, so that it can be received there; else None."""
         if self.by_loader or len(self.copies) != 1:
             return None
         (copy,) = self.copies
@@ -59,21 +59,21 @@ class Destination:
 
 
 class _NotJustCopies(Exception):
-    """The loader changes the model in a way that isn't copying."""
+    """The loader changes the model other than by copying."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down what is copied from tensors without data, and lets nothing change."""
+    """Records copies from tensors without data, and keeps the model unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[int, Copy]] = []
-        """Storage of the tensor without data, and the copy."""
+        """(storage of the tensor without data, copy)."""
         self.filled: list[torch.Tensor] = []
         self.derived: dict[int, set[int]] = {}
-        """Storages of what was computed from tensors without data -> the storages of those."""
+        """By storage of a tensor computed from tensors without data: the storages of its inputs."""
         self.consumed: set[int] = set()
-        """Storages of tensors of which something computed was copied."""
+        """Storages of tensors whose derived values were copied."""
         self._alive: list[torch.Tensor] = []
 
     def __torch_dispatch__(
@@ -98,7 +98,7 @@ class _Recorder(TorchDispatchMode):
         inputs = {_storage(tensor) for tensor in empty}
         for output in torch.utils._pytree.tree_leaves(result):
             if isinstance(output, torch.Tensor) and _storage(output) not in inputs:
-                self._alive.append(output)  # or its storage's address would be used again
+                self._alive.append(output)  # a freed storage's address could be reused
                 self.derived[_storage(output)] = set().union(*(self.derived.get(i, {i}) for i in inputs))
         return result
 
@@ -118,11 +118,11 @@ def find_destinations(
     *,
     complete: bool,
 ) -> list[Destination]:
-    """Where each tensor goes in an SGLang model, in the given order. The model is not changed.
+    """Return the place of each tensor in an SGLang model, in the order of `specs`. Does not change the model.
 
-    `complete` says that this process holds the whole model: then every tensor must be used as a whole.
-    Raises ManifestMismatch for a tensor that the model doesn't have or in another shape, and for a parameter that
-    would not be written, or not exactly once.
+    `complete` means that this process holds the whole model, so every tensor must be used as a whole.
+    Raises ManifestMismatch for a tensor that the model doesn't have or has in another shape, and for a parameter that
+    would not be written exactly once.
     """
     empty = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs]
     destinations = [Destination(spec) for spec in specs]
@@ -143,12 +143,12 @@ def find_destinations(
         except ManifestMismatch as error:
             raise ManifestMismatch(f"{specs[current].name}: {error}") from error
         except (AssertionError, IndexError, RuntimeError, ValueError, _NotJustCopies) as error:
-            # What reads values fails on a tensor without data: then the loader has to see the real one.
+            # A loader that reads values fails on a tensor without data: it must be called with the real one.
             if not isinstance(error, NotImplementedError | _NotJustCopies) and "meta" not in str(error):
                 raise ManifestMismatch(
                     f"{specs[current].name}: the model's loader refuses the shape {specs[current].shape}: {error}"
                 ) from error
-            logger.warning("%s is left to the model's own loader: %s", specs[current].name, error)
+            logger.warning("%s is loaded by the model's own loader: %s", specs[current].name, error)
             destinations[current].by_loader = True
             begin = current + 1
     for storage, copy in recorder.copies:
@@ -167,10 +167,10 @@ def _check_use(destinations: Sequence[Destination], complete: bool) -> None:
         if destination.by_loader:
             continue
         used = sum(copy.target.numel() for copy in destination.copies)
-        if used == 0 and (complete or ".experts." not in spec.name):  # experts may all be other ranks'
+        if used == 0 and (complete or ".experts." not in spec.name):  # other ranks may have all experts
             raise ManifestMismatch(f"{spec.name}: the model has no such tensor")
         if complete and used % torch.Size(spec.shape).numel():
-            raise ManifestMismatch(f"{spec.name}: the shape is {spec.shape}, of which the model takes only a part")
+            raise ManifestMismatch(f"{spec.name}: the shape is {spec.shape}, but the model uses only a part of it")
 
 
 def _check_coverage(
@@ -178,8 +178,8 @@ def _check_coverage(
 ) -> None:
     """Raise ManifestMismatch unless every element of every parameter is written, and none twice.
 
-    Loaders fill up a vocabulary with zeros; on a CPU they do so with any tensor that is too small, which only tensor
-    parallelism is a good reason for.
+    Loaders pad a vocabulary with zeros. On a CPU they pad any tensor that is too small, which is right only under
+    tensor parallelism.
     """
     written: dict[int, list[torch.Tensor]] = {}
     for tensor in (copy.target for destination in destinations for copy in destination.copies):
@@ -196,11 +196,11 @@ def _check_coverage(
             places = {(part.storage_offset(), part.shape, part.stride()) for part in parts}
             count = sum(part.numel() for part in parts)
             if len(places) < len(parts) or count > parameter.numel():
-                raise ManifestMismatch(f"{name}: the manifest brings parts of it twice")
+                raise ManifestMismatch(f"{name}: the manifest has parts of it twice")
             if count < parameter.numel():
-                raise ManifestMismatch(f"{name}: the manifest does not bring this tensor, or not all of it")
+                raise ManifestMismatch(f"{name}: the manifest does not have this tensor, or not all of it")
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Tells storages apart, also those without data."""
+    """Return a unique id of the tensor's storage, which works without data, too."""
     return tensor.untyped_storage()._cdata

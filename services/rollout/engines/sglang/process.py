@@ -1,7 +1,7 @@
-"""The SGLang engine's process: `python -m services.rollout.engines.sglang.process`, started by the rollout service.
+"""The SGLang engine's process: `python -m services.rollout.engines.sglang.process`.
 
-SGLang's scheduler processes, one per tensor-parallel rank, are its children. They die with it, and it ends when one of
-them dies: the rollout service starts another.
+Its children are SGLang's scheduler processes, one per tensor-parallel rank. They end with it, and it ends when one of
+them does; the rollout service starts another.
 """
 
 import logging
@@ -17,24 +17,24 @@ import psutil
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from relaxd.process.child_server import HandlerError
-from services.rollout.engines.base import EngineError, Version
-from services.rollout.engines.engine_server import EngineServer, read_arguments
+from services.rollout.engines.engine_process import EngineProcess, read_arguments
 from services.rollout.engines.model_folder import read_model_folder
-from services.rollout.engines.sglang.control import SchedulerError, Schedulers
 from services.rollout.engines.sglang.engine import SGLangEngine
 from services.rollout.engines.sglang.launch import MessageChannel, launch
 from services.rollout.engines.sglang.options import OptionError, server_args
+from services.rollout.engines.sglang.schedulers import SchedulerError, Schedulers
+from services.rollout.engines.types import EngineError, Version
 
 MARGIN_SECONDS = 3.0
-"""What scheduler processes may take beyond a deadline that they keep by themselves."""
+"""Time for an answer beyond a deadline that the scheduler processes enforce themselves."""
 ABORT_SECONDS = 8.0
 ANSWER_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 
 
-class SGLangProcess(EngineServer):
-    """Answers with an SGLangEngine."""
+class SGLangProcess(EngineProcess):
+    """Runs an SGLangEngine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,23 +43,23 @@ class SGLangProcess(EngineServer):
         self._on_gpus = False
         self._group = ""
         self._left_touched = False
-        """Whether leaving a group in the middle of a reception found the model touched."""
+        """True if leaving a group in the middle of a broadcast left the model touched."""
         self._process = psutil.Process()
         # SGLang sends it when one of its processes fails.
         signal.signal(signal.SIGQUIT, lambda *_: self._scheduler_gone("a scheduler process of SGLang failed"))
 
     def load(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineServer."""
+        """See EngineProcess."""
         schedulers = Schedulers(lambda rank: self._scheduler_gone(f"scheduler process {rank} of SGLang is gone"))
         launched: Future[dict[str, Any]] = Future()
-        # Linux ends a scheduler process with the thread that started it, so that thread has to stay.
+        # Linux ends a scheduler process with the thread that started it, so that thread must not end.
         threading.Thread(
             target=self._launch, args=(params, schedulers, launched), name="parent of SGLang", daemon=True
         ).start()
         try:
             return launched.result()
         finally:
-            schedulers.close_door()
+            schedulers.stop_listening()
 
     def _launch(self, params: dict[str, Any], schedulers: Schedulers, launched: "Future[dict[str, Any]]") -> None:
         try:
@@ -76,7 +76,7 @@ class SGLangProcess(EngineServer):
             kind = "OptionError" if isinstance(error, OptionError) else "LoadError"
             launched.set_exception(HandlerError(str(error) or type(error).__name__, kind=kind))
             return
-        # SGLang would cut answers that don't fit, so longer ones are refused before.
+        # SGLang would truncate answers that don't fit, so requests for longer ones are refused.
         room = min(info["max_req_input_len"] + 4, info["max_total_num_tokens"] - 2 * (args.page_size or 1) - 1)
         launched.set_result(
             {
@@ -110,19 +110,19 @@ class SGLangProcess(EngineServer):
         self._start_stats()
 
     def join(self, params: dict[str, Any]) -> None:
-        """See EngineServer. Tensor-parallel rank t has rank `rank` + t in the group."""
+        """See EngineProcess. Tensor-parallel rank t has rank `rank` + t in the group."""
         self._loaded()
         if self._group and self._group != params["name"]:
-            self._leave(self._group)  # an engine is in one group, also when nobody told it to leave the last
+            self._leave(self._group)  # an engine is in one group, even if it was not told to leave the last one
         self._group = params["name"]
         try:
-            self._all("join", params, params["timeout"] + MARGIN_SECONDS)
+            self._ask_all("join", params, params["timeout"] + MARGIN_SECONDS)
         except HandlerError:
             self._leave(params["name"])
             raise
 
     def receive(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineServer."""
+        """See EngineProcess."""
         engine, name = self._loaded(), params["name"]
         if self._group != name:
             raise HandlerError(f"this engine is not in weight group {name}", kind="EngineError")
@@ -137,11 +137,11 @@ class SGLangProcess(EngineServer):
             different = sorted(
                 tensor for tensor, value in checksums.items() if result["checksums"].get(tensor) != value
             )
-            checksums |= dict.fromkeys(different, 0)  # no rank's word counts where they don't agree
+            checksums |= dict.fromkeys(different, 0)  # ranks disagree: 0 matches no checksum
         return {"seconds": max(result["seconds"] for result in results), "checksums": checksums}
 
     def _receive_all(self, engine: SGLangEngine, params: dict[str, Any]) -> list[dict[str, Any]]:
-        """Receive on every rank. Where one fails, touches the engine if any rank's model has changed."""
+        """Receive on every rank. If one fails, mark the engine as touched when any rank's model has changed."""
         assert self._schedulers is not None
         answers = self._schedulers.ask_each("receive", params, params["timeout"] + MARGIN_SECONDS)
         errors = [answer for answer in answers if isinstance(answer, SchedulerError)]
@@ -153,7 +153,7 @@ class SGLangProcess(EngineServer):
         return answers
 
     def leave(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineServer."""
+        """See EngineProcess."""
         if self._engine is None:
             return {"quarantined": False}
         if self._group == params["name"]:
@@ -164,10 +164,10 @@ class SGLangProcess(EngineServer):
 
     def _leave(self, name: str) -> None:
         self._group = ""
-        touched = self._all("leave", {"name": name}, ABORT_SECONDS)
+        touched = self._ask_all("leave", {"name": name}, ABORT_SECONDS)
         self._left_touched = self._left_touched or any(touched)
 
-    def _all(self, method: str, params: dict[str, Any], timeout: float) -> list[Any]:
+    def _ask_all(self, method: str, params: dict[str, Any], timeout: float) -> list[Any]:
         assert self._schedulers is not None
         try:
             return self._schedulers.ask_all(method, params, timeout)
@@ -180,21 +180,21 @@ class SGLangProcess(EngineServer):
         return self._engine
 
     def sleep(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineServer. A group is left, with the buffers that belong to it."""
+        """See EngineProcess. Leaves any group, to free its buffers."""
         asleep = self._loaded().asleep
         if self._group:
             self._leave(self._group)
         change = super().sleep(params)
         if self._on_gpus and not asleep and change["after"] >= change["before"]:
             raise HandlerError(
-                f"SGLang gave no memory back ({change['before']} bytes were in use, {change['after']} are): "
-                "torch_memory_saver's library is not at work in its scheduler processes (LD_PRELOAD)",
+                f"SGLang freed no memory ({change['before']} bytes were in use, {change['after']} are now): "
+                "torch_memory_saver's library is not loaded in its scheduler processes (LD_PRELOAD)",
                 kind="EngineError",
             )
         return change
 
     def _memory_in_use(self) -> int:
-        return sum(self._all("memory", {}, ANSWER_SECONDS))
+        return sum(self._ask_all("memory", {}, ANSWER_SECONDS))
 
     def _rss_bytes(self) -> int:
         total = 0
@@ -205,8 +205,8 @@ class SGLangProcess(EngineServer):
 
     def _scheduler_gone(self, reason: str) -> None:
         if self._engine is None:
-            return  # whoever waits for the model is told
-        logger.error("%s: the engine ends", reason)
+            return  # `load` raises
+        logger.error("%s: ending the engine", reason)
         for process in self._process.children(recursive=True):
             with suppress(psutil.Error):
                 process.kill()
@@ -218,14 +218,14 @@ def _handler_error(error: SchedulerError) -> HandlerError:
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a model is a mixture of experts, from its configuration."""
+    """Return whether a model is a mixture of experts, from its configuration."""
     return any(getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
 
 
 def main() -> None:
-    """Serve the parent until it is gone."""
+    """Serve the parent until it ends."""
     read_arguments()
-    logging.getLogger("sglang").setLevel(logging.WARNING)  # until it has its own log_level
+    logging.getLogger("sglang").setLevel(logging.WARNING)  # until SGLang sets its own log_level
     SGLangProcess().server.serve()
 
 

@@ -1,4 +1,4 @@
-"""The requests that an SGLang engine works on, in our words and in SGLang's."""
+"""Requests and samples of an SGLang engine, and their conversion to and from SGLang's messages."""
 
 import hashlib
 from array import array
@@ -9,31 +9,31 @@ import numpy as np
 from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from services.rollout.engines.base import FinishReason, Request
+from services.rollout.engines.types import FinishReason, Request
 
 SHARED_PREFIX_TOKENS = 64
-"""A prompt of at least so many tokens is computed once for all samples of a request, before they begin."""
+"""Shortest prompt that is prefilled once for all samples of a request, before they start."""
 PREFIX = "prefix"
-"""In the place of a sample's index: the request that computes the prompt."""
+"""Stands for the sample's index in the id of the request that prefills the prompt."""
 
 
 @dataclass(eq=False)
-class Sample:
-    """One answer in the making."""
+class SGLangSample:
+    """A sample that is being generated, or waits to be."""
 
     index: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     marks: list[tuple[int, int]] = field(default_factory=list)
-    """(number of tokens, version): the version that makes tokens from there on; in order."""
+    """(number of tokens, version), in order: the version that produces the tokens from there on."""
     spans_weight_update: bool = False
     finish_reason: FinishReason | None = None
     routed_experts: "np.ndarray[tuple[int, ...], np.dtype[np.int32]] | None" = None
     reported: int = 0
-    """Tokens that were reported already."""
+    """Number of tokens that were reported."""
 
     def versions(self, start: int) -> list[int]:
-        """The version of each token from `start` on."""
+        """Return the version of each token from `start` on."""
         versions: list[int] = []
         ends = [first for first, _ in self.marks[1:]] + [len(self.tokens)]
         for (first, version), end in zip(self.marks, ends, strict=True):
@@ -42,26 +42,29 @@ class Sample:
 
 
 @dataclass(eq=False)
-class Group:
+class SGLangRequest:
     """A request and its samples."""
 
     request: Request
-    samples: list[Sample]
+    samples: list[SGLangSample]
     end_ids: frozenset[int]
     shares_prefix: bool
-    """Whether its prompt is computed before its samples begin; False once that is done."""
+    """True if its prompt still has to be prefilled before its samples start."""
     unfinished: int
-    failed: bool = False
+    """Number of samples that have not ended."""
 
     @classmethod
-    def of(cls, request: Request, end_ids: frozenset[int]) -> "Group":
-        """A group that has not begun; `end_ids` are the model's own end tokens."""
+    def of(cls, request: Request, end_ids: frozenset[int]) -> "SGLangRequest":
+        """Make one that has not started; `end_ids` are the model's end tokens."""
         shares = request.n > 1 and len(request.prompt_tokens) >= SHARED_PREFIX_TOKENS
         stop_ids = frozenset(request.sampling.stop_token_ids) or end_ids
-        return cls(request, [Sample(index) for index in range(request.n)], stop_ids, shares, request.n)
+        return cls(request, [SGLangSample(index) for index in range(request.n)], stop_ids, shares, request.n)
 
     def messages(self, key: str, *, routed_experts: bool) -> Iterator[tuple[str, TokenizedGenerateReqInput]]:
-        """What to send to the scheduler now, with ids: the prompt alone, or all samples. `key` is the cache's."""
+        """Yield (id, message) to send to the scheduler now: the prompt alone, or all samples.
+
+        `key` is the key of the prefix cache.
+        """
         if self.shares_prefix:
             params = SamplingParams(max_new_tokens=0)
             yield self._message(PREFIX, params, key, logprobs=False, routed_experts=False)
@@ -104,13 +107,13 @@ class Group:
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of one sample; SGLang heeds it with enable_deterministic_inference."""
+    """Return the seed of one sample. SGLang uses it only with enable_deterministic_inference."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def add_output(sample: Sample, output: BatchTokenIDOutput, row: int) -> str:
-    """Take in what the scheduler reports in one row; returns why the request failed, or nothing."""
+def add_output(sample: SGLangSample, output: BatchTokenIDOutput, row: int) -> str:
+    """Add one row of the scheduler's output to a sample. Returns the reason if the request failed, else ""."""
     assert output.output_ids is not None
     sample.tokens += output.output_ids[row]
     if output.output_token_logprobs_val is not None:

@@ -1,8 +1,8 @@
-"""What runs in SGLang's scheduler processes: SGLang's own scheduler, with a line to the engine's process.
+"""SGLang's scheduler process with a control connection to the engine's process.
 
-The line's requests are answered in threads of their own, so that weights are received, and a stuck reception is
-aborted, while the scheduler's loop goes on turning (paused, it only waits for messages) and its watchdog is content.
-What has to happen between two steps is handed to the loop.
+Threads of their own answer the engine's requests, so that weights can be received, and a hanging broadcast aborted,
+while the scheduler's loop goes on (in a pause it only waits for messages) and its watchdog stays quiet. Work that must
+happen between two steps is handed to the loop.
 """
 
 import base64
@@ -26,72 +26,72 @@ from sglang.srt.managers.scheduler import Scheduler
 from relaxd.process.child_server import ChildServer, HandlerError, die_with_parent
 from relaxd.weights.group import WeightGroupError
 from relaxd.weights.manifest import ManifestMismatch
-from services.rollout.engines.sglang.control import ADDRESS_VARIABLE
+from services.rollout.engines.sglang.schedulers import ADDRESS_VARIABLE
 from services.rollout.engines.sglang.weights import SGLangWeights
 
 PAUSED_SECONDS = 0.002
-"""How long a paused loop waits between two looks at its messages: spinning would slow down who receives weights."""
+"""Wait of a paused loop between two polls of its messages: spinning would slow down receiving weights."""
 
 
 def run_scheduler(*args: Any) -> None:
-    """Entry of a scheduler process, in the place of SGLang's run_scheduler_process."""
+    """Run a scheduler process, in the place of SGLang's run_scheduler_process."""
     die_with_parent()
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:
-        os._exit(1)  # it died before we could ask to die with it
+        os._exit(1)  # the parent ended before die_with_parent
     sglang_scheduler.Scheduler = ControlledScheduler
     sglang_scheduler.run_scheduler_process(*args)
 
 
 class ControlledScheduler(Scheduler):
-    """SGLang's scheduler with our line."""
+    """SGLang's scheduler, controlled by the engine's process."""
 
     def __init__(self, *args: Any, **arguments: Any) -> None:
-        self._line = _Line(self)
+        self._control_server = _ControlServer(self)
         self.changed = threading.Condition()
         self.change = 0
-        """Number of the last pause, or end of one, as the engine counts them."""
+        """The engine's number of the last pause or resume."""
         self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.generated_tokens = 0
         rank = args[3] if len(args) > 3 else arguments["tp_rank"]
-        self._line.server.emit("hello", {"rank": rank})
+        self._control_server.server.emit("hello", {"rank": rank})
         try:
             super().__init__(*args, **arguments)
             runner = self.tp_worker.model_runner
-            # Threads other than this one have to say which GPU they mean.
-            self.on_gpu = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else None
-            device = self.on_gpu or torch.device("cpu")
+            # Other threads must name the GPU.
+            self.cuda_device = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else None
+            device = self.cuda_device or torch.device("cpu")
             self.weights = SGLangWeights(runner.model, device, self.ps.tp_rank, self.ps.tp_size)
         except Exception as error:
-            self._line.server.emit("failed", {"reason": f"{type(error).__name__}: {error}"})
+            self._control_server.server.emit("failed", {"reason": f"{type(error).__name__}: {error}"})
             raise
-        self.model_config.hf_eos_token_id = None  # requests say what ends them
-        self._line.server.emit("ready", {})
+        self.model_config.hf_eos_token_id = None  # each request has its end tokens
+        self._control_server.server.emit("ready", {})
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
-        """Called by the loop before each step."""
+        """Process messages and jobs. The loop calls this before each step."""
         super().process_input_requests(recv_reqs)
         if self._engine_paused:
             with suppress(queue.Empty):
                 self.jobs.get(timeout=PAUSED_SECONDS)()
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
-        """Called by the loop after each step."""
-        self.generated_tokens += sum(makes_token(req) for req in batch.reqs)
+        """Count tokens. The loop calls this after each step."""
+        self.generated_tokens += sum(produces_token(req) for req in batch.reqs)
         super().process_batch_result(batch, result)
 
     def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
-        """Called by the loop."""
+        """Pause. Called by the loop."""
         super().pause_generation(recv_req)
         self._note_change(recv_req)
 
     def continue_generation(self, recv_req: ContinueGenerationReqInput) -> None:
-        """Called by the loop."""
+        """Resume. Called by the loop."""
         super().continue_generation(recv_req)
         self._note_change(recv_req)
 
-    def between_steps(self, job: Callable[[], Any], timeout: float) -> Any:
-        """Have the paused loop do something; returns its result."""
+    def run_between_steps(self, job: Callable[[], Any], timeout: float) -> Any:
+        """Have the paused loop run `job`. Returns its result."""
         done: Future[Any] = Future()
 
         def work() -> None:
@@ -104,25 +104,25 @@ class ControlledScheduler(Scheduler):
         return done.result(timeout)
 
     def commit(self, key: str) -> dict[str, list[int]]:
-        """The model has new weights, whose prefix cache key is `key`.
+        """Take up new weights, whose prefix cache key is `key`.
 
-        Returns, for each unfinished request, how many tokens the old weights have made, and whether it goes on with
-        keys and values of theirs (1) or not (0). What holds none is keyed anew; what does keeps its key, under which
-        nothing new is asked for any more.
+        Returns for each unfinished request how many tokens the old weights produced, and whether it continues with
+        their keys and values (1) or not (0). Requests without any get the new key. The others keep the old key, which
+        no new request uses.
         """
         held: dict[str, list[int]] = {}
         for req in self.waiting_queue:
             req.extra_key = key
             held[req.rid] = [len(req.output_ids), 0]
-        # With the overlapped loop the last step's tokens are made, but not yet counted.
-        made = {req.rid for batch, _ in getattr(self, "result_queue", ()) for req in batch.reqs if makes_token(req)}
-        for req in self._under_way():
+        # With the overlapped loop the last step's tokens are produced, but not yet counted.
+        made = {req.rid for batch, _ in getattr(self, "result_queue", ()) for req in batch.reqs if produces_token(req)}
+        for req in self._running_requests():
             if not req.finished() and req.rid not in held:
                 held[req.rid] = [len(req.output_ids) + (req.rid in made), 1]
         return held
 
     def end_all(self) -> int:
-        """End every request with what it has; the pause has to be of mode "retract". Returns how many there were."""
+        """End every request with its tokens so far, in a pause of mode "retract". Returns how many there were."""
         ended = list(self.waiting_queue)
         self.waiting_queue.clear()
         for req in ended:
@@ -136,7 +136,7 @@ class ControlledScheduler(Scheduler):
             self.change = int(message.rid or 0)
             self.changed.notify_all()
 
-    def _under_way(self) -> Iterator[Req]:
+    def _running_requests(self) -> Iterator[Req]:
         for batch in (self.running_batch, self.last_batch, self.cur_batch):
             if batch is not None:
                 yield from batch.reqs
@@ -146,13 +146,13 @@ class ControlledScheduler(Scheduler):
             yield self.chunked_req
 
 
-def makes_token(req: Req) -> bool:
-    """Whether a step with this request yields a token of an answer: not when it has ended, or its prompt goes on."""
+def produces_token(req: Req) -> bool:
+    """Return whether a step produces a token for this request: not if it has ended or its prefill continues."""
     return not req.finished() and req.inflight_middle_chunks <= 0 and req.sampling_params.max_new_tokens > 0
 
 
-class _Line:
-    """Answers the engine's process."""
+class _ControlServer:
+    """Answers requests of the engine's process."""
 
     def __init__(self, scheduler: ControlledScheduler) -> None:
         self._scheduler = scheduler
@@ -164,27 +164,27 @@ class _Line:
         threading.Thread(target=self.server.serve, name="control", daemon=True).start()
 
     def wait_change(self, params: dict[str, Any]) -> None:
-        """Until the loop has taken a pause, or the end of one, and the device has done what it was given before."""
+        """Wait until the loop has paused or resumed, and the device has finished its work from before."""
         scheduler, timeout = self._scheduler, params["timeout"]
         with scheduler.changed:
             if not scheduler.changed.wait_for(lambda: scheduler.change >= params["number"], timeout):
-                raise HandlerError(f"the scheduler did not pause or go on within {timeout:g} s", kind="Timeout")
-        if scheduler.on_gpu is not None:
-            torch.cuda.synchronize(scheduler.on_gpu)
+                raise HandlerError(f"the scheduler did not pause or resume within {timeout:g} s", kind="Timeout")
+        if scheduler.cuda_device is not None:
+            torch.cuda.synchronize(scheduler.cuda_device)
 
     def commit(self, params: dict[str, Any]) -> dict[str, list[int]]:
         """See ControlledScheduler."""
-        held: dict[str, list[int]] = self._scheduler.between_steps(
+        held: dict[str, list[int]] = self._scheduler.run_between_steps(
             lambda: self._scheduler.commit(params["key"]), params["timeout"]
         )
         return held if self._scheduler.ps.tp_rank == 0 else {}
 
     def end_all(self, params: dict[str, Any]) -> int:
         """See ControlledScheduler."""
-        return int(self._scheduler.between_steps(self._scheduler.end_all, params["timeout"]))
+        return int(self._scheduler.run_between_steps(self._scheduler.end_all, params["timeout"]))
 
     def stats(self, params: dict[str, Any]) -> dict[str, int]:
-        """What the loop works on. Read from beside it: a number may be of the step before."""
+        """Return the loop's counts. Another thread reads them, so they may be of the step before."""
         scheduler = self._scheduler
         return {
             "running_samples": len(scheduler.running_batch.reqs),
@@ -193,14 +193,14 @@ class _Line:
         }
 
     def memory(self, params: dict[str, Any]) -> int:
-        """Bytes in use: of the whole GPU, whoever uses them; on a CPU of this process."""
-        if self._scheduler.on_gpu is None:
+        """Return the bytes in use: on the GPU by all processes; on a CPU by this process."""
+        if self._scheduler.cuda_device is None:
             return int(psutil.Process().memory_info().rss)
-        free, total = torch.cuda.mem_get_info(self._scheduler.on_gpu)
+        free, total = torch.cuda.mem_get_info(self._scheduler.cuda_device)
         return total - free
 
     def join(self, params: dict[str, Any]) -> None:
-        """Connect with a weight group, as rank `rank` + our tensor-parallel rank."""
+        """Connect to a weight group, with rank `rank` + tensor-parallel rank."""
         try:
             self._scheduler.weights.join(
                 params["transport"],
@@ -224,5 +224,5 @@ class _Line:
         return {"seconds": result.seconds, "checksums": result.checksums}
 
     def leave(self, params: dict[str, Any]) -> bool:
-        """Abort and forget a group; whether a reception that broke had touched the model."""
+        """Abort and forget a group. Returns whether a failed broadcast had touched the model."""
         return self._scheduler.weights.leave(params["name"])

@@ -1,4 +1,4 @@
-"""Receiving weights into an SGLang model, in the scheduler process that holds it."""
+"""Receiving weights into an SGLang model, in its scheduler process."""
 
 import contextlib
 import threading
@@ -18,38 +18,38 @@ from relaxd.weights.manifest import Bucket, ManifestError, ManifestMismatch, fro
 from services.rollout.engines.sglang.loader_copies import Destination, find_destinations
 
 IN_FLIGHT = 2
-"""Staging buffers: one is received into while the other one is copied from."""
+"""Number of staging buffers: one is received into while the other is copied."""
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
-"""SGLang's ways of keeping weights as checkpoints have them."""
+"""SGLang's classes for weights that are stored as in checkpoints."""
 
 
 class UnsupportedModel(Exception):
-    """What a model computes with is not what its loader wrote: new weights would leave the rest stale."""
+    """The model computes with tensors derived from its weights, which would become stale."""
 
 
 @dataclass(frozen=True)
 class ReceiveResult:
-    """What one rank received."""
+    """Result of a broadcast on one rank."""
 
     seconds: float
-    """From the call until the device was done."""
+    """Duration, until the device had finished."""
     touched: bool
-    """Whether the model was written to; always true where it has any of the tensors."""
+    """True if the model was written to: always, if it has any of the tensors."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """By tensor where asked for, of the whole tensor: over the model's own memory where it was received there; where
-    it was staged, over what was staged, after comparing the model's memory with it."""
+    """Checksums by tensor, if asked for. They cover the model's memory where the tensor was received there, else the
+    staged tensor, after comparing the model's memory with it."""
 
 
 class SGLangWeights:
-    """The weights of one rank's part of a model: joins weight groups and receives versions.
+    """Receives versions of the weights into one rank's part of a model, as a member of weight groups.
 
-    Tensors are received straight into the model's parameters where those hold them whole; else into a buffer, from
-    which this rank's parts are copied.
+    Tensors are received directly into parameters that hold them whole, others into a buffer, from which this rank's
+    parts are copied.
     """
 
     def __init__(self, model: Any, device: torch.device, tensor_rank: int, tensor_size: int) -> None:
-        """Raises UnsupportedModel for one that keeps derived copies of its weights, such as a quantised one."""
+        """Raises UnsupportedModel for a model with derived copies of its weights, such as a quantised one."""
         check_model(model)
         self._model = model
         self._device = device
@@ -71,13 +71,13 @@ class SGLangWeights:
         manifest: bytes,
         timeout: float,
     ) -> None:
-        """Connect with a weight group, after checking that its manifest brings this model, whole and nothing else.
+        """Check that a weight group's manifest is exactly this model's, and connect to the group.
 
-        The model may generate meanwhile; a group that it was in is left.
+        The model may generate meanwhile. Leaves the group that it was in.
 
         Raises:
             ManifestMismatch: the message names the tensor.
-            WeightGroupError: not everybody came within `timeout` seconds, or `leave` was called meanwhile.
+            WeightGroupError: a member did not connect within `timeout` seconds, or `leave` was called meanwhile.
         """
         try:
             buckets = from_proto(weights_pb2.WeightManifest.FromString(manifest))
@@ -100,7 +100,7 @@ class SGLangWeights:
             raise
 
     def receive(self, name: str, timeout: float, *, checksum: bool) -> ReceiveResult:
-        """Receive one version. Nothing may use the model meanwhile; when this returns the device is done with it.
+        """Receive one version. Nothing may use the model meanwhile. Returns when the device has finished.
 
         Raises:
             WeightGroupError: this rank isn't in the group, a member died or was late, or the group was left meanwhile.
@@ -111,7 +111,7 @@ class SGLangWeights:
         if receiver is None or receiver.group.name != name:
             raise WeightGroupError(f"this engine is not in weight group {name}")
         if self._stream is not None:
-            torch.cuda.synchronize(self._device)  # the last step before the pause may still be at it
+            torch.cuda.synchronize(self._device)  # the last step before the pause may still be running
         stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
             with torch.no_grad(), stream:
@@ -127,7 +127,7 @@ class SGLangWeights:
     def leave(self, name: str) -> bool:
         """Abort and forget a group, also in the middle of `join` or `receive`, from any thread.
 
-        Returns whether the model is unusable, because a reception that didn't end well had touched it.
+        Returns whether the model is unusable, because a failed broadcast had touched it.
         """
         self._forget(name)
         return self._dirty
@@ -152,7 +152,7 @@ class SGLangWeights:
 
 
 class _Receiver:
-    """A place in one group, and the buffers that are given up with it: one that broke may still write into them."""
+    """Receives the broadcasts of one group. Its buffers are not reused: an aborted broadcast may still write there."""
 
     def __init__(
         self,
@@ -184,9 +184,9 @@ class _Receiver:
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
 
     def receive(self, deadline: float, with_checksums: bool) -> dict[str, int]:
-        """Receive everything, on the current stream; returns when it is received, and copies are enqueued.
+        """Receive all buckets on the current stream. Returns when they are received and their copies are enqueued.
 
-        Copying bucket n, bucket n + 1 travels; the host waits for nothing in between.
+        Bucket n + 1 is received while bucket n is copied; the host does not wait in between.
         """
         found: dict[str, int] = {}
         transfers: list[Transfer] = []
@@ -218,7 +218,7 @@ class _Receiver:
         return self.group.start_broadcasts(wire, self._buckets[number].source_rank, left)
 
     def _copy(self, number: int, transfer: Transfer, with_checksums: bool) -> dict[str, int]:
-        """Copy what was staged, when it has come. On a GPU this only enqueues, but for checksums."""
+        """Copy the staged tensors when they are received. On a GPU this only enqueues, except for checksums."""
         staged, buffer = self._staged[number], self._buffers[number % IN_FLIGHT]
         if not staged:
             return {}
@@ -235,14 +235,14 @@ class _Receiver:
             for copy in part.copies:
                 copy.target.copy_(copy.source(tensor))
                 if with_checksums and not torch.equal(copy.target, copy.source(tensor).to(copy.target)):
-                    raise WeightGroupError(f"{part.spec.name}: the model's memory is not what was received")
+                    raise WeightGroupError(f"{part.spec.name}: the model's memory differs from the received tensor")
         if not with_checksums:
             return {}
         return checksums({part.spec.name: tensor for part, tensor in zip(staged, tensors, strict=True)})
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Raise UnsupportedModel where the model computes with more than the parameters that its loader fills."""
+    """Raise UnsupportedModel if the model computes with more than the parameters that its loader fills."""
     if hasattr(model, "post_load_weights"):
         raise UnsupportedModel(
             f"{type(model).__name__} derives weights after loading (post_load_weights): they can't be replaced in place"
@@ -252,7 +252,7 @@ def check_model(model: torch.nn.Module) -> None:
         kind = type(method).__name__
         if method is not None and kind not in _PLAIN_METHODS:
             raise UnsupportedModel(
-                f"{name} keeps its weights by {kind}, which converts what is loaded: serve the model unquantised"
+                f"{name} stores its weights by {kind}, which converts them: serve the model unquantised"
             )
         if getattr(method, "use_flashinfer_trtllm_moe", False):
             raise UnsupportedModel(

@@ -1,4 +1,4 @@
-"""The transformers engine: a model in this process, on a CPU or a GPU.
+"""The transformers engine: a transformers model in the child process.
 
 `process.py` is the child process.
 """

@@ -1,4 +1,4 @@
-"""The samples that a model decodes together."""
+"""Batches of samples that a model decodes together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,13 +7,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from services.rollout.engines.base import FinishReason, Request
 from services.rollout.engines.transformers.key_values import append_rows, empty_cache, take_rows
+from services.rollout.engines.types import FinishReason, Request
 
 
 @dataclass(eq=False)
-class Sample:
-    """One answer in the making."""
+class RunningSample:
+    """A sample that is being generated, or waits to be."""
 
     request: Request
     index: int
@@ -25,10 +25,10 @@ class Sample:
     finish_reason: FinishReason | None = None
     spans_weight_update: bool = False
     reported: int = 0
-    """Tokens that were reported already."""
+    """Number of tokens that were reported."""
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        """Add a token, and find out whether it is the last."""
+        """Add a token; sets finish_reason if it is the last one."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -41,17 +41,17 @@ class Sample:
 class Batch:
     """Samples as rows of one key-value cache, each padded on the left to the longest.
 
-    The last token of each sample is not in the cache yet: the next step feeds it.
+    The cache lacks the last token of each sample: the next step feeds it.
     """
 
-    def __init__(self, samples: list[Sample], cache: Cache, paddings: list[int]) -> None:
+    def __init__(self, samples: list[RunningSample], cache: Cache, paddings: list[int]) -> None:
         self.samples = samples
         self._cache = cache
         self._paddings = paddings
 
     @classmethod
     def prefill(
-        cls, model: PreTrainedModel, groups: Sequence[Sequence[Sample]]
+        cls, model: PreTrainedModel, groups: Sequence[Sequence[RunningSample]]
     ) -> tuple["Batch", torch.Tensor]:  # fmt: skip
         """Run each group's prompt once; its samples share the result.
 
@@ -71,12 +71,12 @@ class Batch:
         return cls(samples, cache, [paddings[row] for row in rows]), logits[rows]
 
     def step(self, model: PreTrainedModel) -> torch.Tensor:
-        """Feed each sample's last token; returns the logits [samples, vocabulary] for its next one."""
+        """Feed each sample's last token. Returns the logits [samples, vocabulary] of the next one."""
         ids = torch.tensor([[sample.tokens[-1]] for sample in self.samples], dtype=torch.long)
         return _forward(model, ids, self._cache, self._paddings)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forget all other rows, and the left padding that no row needs any more. At least one row has to stay."""
+        """Keep only these rows (at least one), and cut the left padding that none of them needs."""
         if len(rows) == len(self.samples):
             return
         cut = min(self._paddings[row] for row in rows)
@@ -85,7 +85,7 @@ class Batch:
         self.samples = [self.samples[row] for row in rows]
 
     def extend(self, other: "Batch") -> None:
-        """Take in another batch's samples."""
+        """Add another batch's samples."""
         length, added = self._cache.get_seq_length(), other._cache.get_seq_length()
         longest = max(length, added)
         append_rows(self._cache, other._cache)
@@ -95,7 +95,7 @@ class Batch:
 
 
 def _forward(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, paddings: list[int]) -> torch.Tensor:
-    """Logits [rows, vocabulary] after the last of `ids` [rows, new], which come after what the cache holds."""
+    """Append `ids` [rows, new] to the cache and return the logits [rows, vocabulary] after the last one."""
     start = cache.get_seq_length()
     columns = torch.arange(start + ids.shape[1])
     padding = torch.tensor(paddings)[:, None]

@@ -1,7 +1,7 @@
-"""The transformers engine: one model in this process, one thread that decodes all running samples together.
+"""The transformers engine: one model, and one thread that decodes all running samples together.
 
-Samples join the running batch at any step (their prompt is run first, once for all samples of a request) and leave it
-when they have ended, so that no request waits for a longer one.
+Samples join the running batch at any step (their prompt is prefilled once for all samples of a request) and leave it
+when they end, so no request waits for a longer one.
 """
 
 import logging
@@ -9,11 +9,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.base import (
+from services.rollout.engines.generation_gate import GenerationGate
+from services.rollout.engines.transformers.batch import Batch, RunningSample
+from services.rollout.engines.transformers.parameter_memory import ParameterMemory
+from services.rollout.engines.transformers.sampling import choose_tokens, sample_generator
+from services.rollout.engines.types import (
     EngineError,
     FailureHandler,
     MemoryPart,
@@ -23,21 +28,17 @@ from services.rollout.engines.base import (
     Request,
     Version,
 )
-from services.rollout.engines.gate import Gate
-from services.rollout.engines.transformers.batch import Batch, Sample
-from services.rollout.engines.transformers.parameter_memory import ParameterMemory
-from services.rollout.engines.transformers.sampling import choose_tokens, sample_generator
 
 PREFILL_TOKENS = 1024
-"""Most prompt tokens, padding included, that are run at once: a pause waits for them. A longer prompt is run alone."""
+"""Most prompt tokens, padding included, of one prefill, because a pause waits for it. A longer prompt runs alone."""
 SLEEP_LEASE_SECONDS = 10.0
-"""How much longer than the wait for running samples the pause before a sleep lasts."""
+"""Lease of the pause before a sleep, beyond the time to wait for running samples."""
 
 logger = logging.getLogger(__name__)
 
 
 class TransformersEngine:
-    """Generates with a model, pauses between two tokens, and takes new weights while it is paused (see Gate)."""
+    """Generates with a model. Pauses between two tokens; its weights are updated in a pause (see GenerationGate)."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class TransformersEngine:
         on_failure: FailureHandler,
         threads: int = 0,
     ) -> None:
-        """`decode` turns token ids into text; `end_ids` are the model's own end tokens; 0 threads: torch's default."""
+        """`decode` turns token ids into text; `end_ids` are the model's end tokens; `threads` 0 is torch's default."""
         self.model = model
         self._decode = decode
         self._end_ids = frozenset(end_ids)
@@ -58,9 +59,9 @@ class TransformersEngine:
         self._on_output = on_output
         self._on_failure = on_failure
         self._threads = threads
-        self._gate = Gate()
+        self._gate = GenerationGate()
         self._memory = ParameterMemory(model)
-        self._waiting: deque[list[Sample]] = deque()
+        self._waiting: deque[list[RunningSample]] = deque()
         self._batch: Batch | None = None
         self._cancelled: set[str] = set()
         self._stopping = False
@@ -70,20 +71,20 @@ class TransformersEngine:
 
     @property
     def weights(self) -> Version | None:
-        """What is served; None before the first commit."""
+        """The weights that are served; None before the first commit."""
         return self._gate.weights
 
     @property
     def quarantined(self) -> bool:
-        """Whether a broken update touched the model."""
+        """See GenerationGate."""
         return self._gate.quarantined
 
     def quarantine(self) -> None:
-        """See Gate."""
+        """See GenerationGate."""
         self._gate.quarantine()
 
     def stats(self) -> dict[str, int]:
-        """Running and waiting samples now, and tokens generated so far."""
+        """See LoadedEngine."""
         batch = self._batch
         with self._gate.changed:
             waiting = sum(map(len, self._waiting))
@@ -94,29 +95,30 @@ class TransformersEngine:
         }
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its id must not be in use."""
+        """Queue a request, whose id must not be in use."""
         sampling = request.sampling
         stop_ids = frozenset(sampling.stop_token_ids) or self._end_ids
         if sampling.ignore_eos:
             stop_ids = frozenset()
         samples = [
-            Sample(request, index, sample_generator(sampling.seed, index), stop_ids) for index in range(request.n)
+            RunningSample(request, index, sample_generator(sampling.seed, index), stop_ids)
+            for index in range(request.n)
         ]
         with self._gate.changed:
             self._waiting.append(samples)
             self._gate.changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request; at most the token that is being made is still reported."""
+        """Drop a request; at most one more token of each sample is reported."""
         with self._gate.changed:
             self._cancelled.add(request_id)
             self._gate.changed.notify_all()
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Stop between two tokens; returns how many samples are held in place.
+        """Pause between two tokens. Returns how many samples are held in place.
 
         in_place keeps requests where they are; abort ends them now; drain waits for the running ones. Raises
-        EngineError for retract: this engine keeps no samples without their keys and values.
+        EngineError for retract, because this engine can't hold samples without their keys and values.
         """
         if mode == "retract":
             raise EngineError(
@@ -131,7 +133,7 @@ class TransformersEngine:
         self._gate.resume()
 
     def sleep(self, timeout: float) -> None:
-        """Wait for the samples that have begun, then give back the memory of the weights. Raises EngineError."""
+        """Wait for running samples, then free the weights' memory. Raises EngineError."""
         if self._memory.released or self._gate.asleep:
             return
         self._gate.pause("drain", timeout + SLEEP_LEASE_SECONDS, timeout)
@@ -139,7 +141,7 @@ class TransformersEngine:
         self._memory.release()
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
-        """Take memory back; the weights are unknown until an update. Keys and values take theirs as needed."""
+        """Allocate memory again; weights are undefined until an update. Keys and values are allocated as needed."""
         if "weights" in parts:
             self._memory.restore()
         if "kv_cache" in parts and not self._memory.released:
@@ -147,25 +149,25 @@ class TransformersEngine:
 
     @contextmanager
     def update(self, weights: Version) -> Iterator[None]:
-        """Change the model inside this block (after `touch`); leaving it well commits `weights`."""
+        """Allow changes of the model (after `touch`) inside the block, and commit `weights` at its end."""
         with self._gate.update(weights):
             yield
             for sample in self._samples():
-                # A sample that has not begun has no keys and values of the old weights.
+                # A sample that has not started has no keys and values of the old weights.
                 sample.spans_weight_update = sample.spans_weight_update or bool(sample.tokens)
 
     def touch(self) -> None:
-        """Inside `update`: the model is about to change."""
+        """See GenerationGate."""
         self._gate.touch()
 
     def stop(self) -> None:
-        """End the engine's thread after the token that it is at."""
+        """End the engine's thread after its current token."""
         with self._gate.changed:
             self._stopping = True
             self._gate.changed.notify_all()
         self._thread.join()
 
-    def _samples(self) -> Iterator[Sample]:
+    def _samples(self) -> Iterator[RunningSample]:
         if self._batch is not None:
             yield from self._batch.samples
         for samples in self._waiting:
@@ -173,16 +175,17 @@ class TransformersEngine:
 
     def _run(self) -> None:
         if self._threads:
-            torch.set_num_threads(self._threads)  # counts for the calling thread
+            torch.set_num_threads(self._threads)  # applies to the calling thread only
         while self._wait_for_work():
             groups = self._take_waiting()
             if groups:
-                self._try([sample for group in groups for sample in group], lambda groups=groups: self._begin(groups))  # type: ignore[misc]
+                starting = [sample for group in groups for sample in group]
+                self._run_or_fail(starting, partial(self._start, groups))
             if self._batch is not None:
-                self._try(self._batch.samples, self._step)
+                self._run_or_fail(self._batch.samples, self._step)
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is something to generate and it may be; False when the engine stops."""
+        """Wait until there is something to generate and the gate is open. Returns False when the engine stops."""
         gate = self._gate
         with gate.changed:
             while not self._stopping:
@@ -196,15 +199,15 @@ class TransformersEngine:
                 gate.rest()
         return False
 
-    def _take_waiting(self) -> list[list[Sample]]:
-        """Take what fits next to the running samples out of the queue, in order of arrival."""
-        groups: list[list[Sample]] = []
+    def _take_waiting(self) -> list[list[RunningSample]]:
+        """Take the requests that fit beside the running samples from the queue, in order of arrival."""
+        groups: list[list[RunningSample]] = []
         longest = 0
         with self._gate.changed:
             free = self._max_running_samples - (len(self._batch.samples) if self._batch else 0)
             while self._waiting and self._gate.may_admit():
                 samples = self._waiting[0]
-                # A request that is larger than the engine begins in parts, any other as a whole.
+                # A request larger than max_running_samples starts in parts, any other as a whole.
                 wanted = min(len(samples), self._max_running_samples)
                 longest = max(longest, len(samples[0].request.prompt_tokens))
                 if wanted > free or (groups and longest * (len(groups) + 1) > PREFILL_TOKENS):
@@ -217,7 +220,7 @@ class TransformersEngine:
                     self._waiting.popleft()
         return groups
 
-    def _begin(self, groups: list[list[Sample]]) -> None:
+    def _start(self, groups: list[list[RunningSample]]) -> None:
         batch, logits = Batch.prefill(self.model, groups)
         begun = self._advance(batch, logits)
         if self._batch is not None and begun is not None:
@@ -230,7 +233,7 @@ class TransformersEngine:
         self._batch = self._advance(self._batch, self._batch.step(self.model))
 
     def _advance(self, batch: Batch, logits: torch.Tensor) -> Batch | None:
-        """Choose each sample's next token; returns the batch without those that ended, None when all did."""
+        """Choose each sample's next token. Returns the batch without ended samples; None when all have ended."""
         weights = self._gate.weights
         assert weights is not None
         samples = batch.samples
@@ -244,7 +247,7 @@ class TransformersEngine:
             batch.keep(rows)
         return batch if rows else None
 
-    def _report(self, samples: Sequence[Sample]) -> None:
+    def _report(self, samples: Sequence[RunningSample]) -> None:
         outputs: dict[str, list[Output]] = {}
         for sample in samples:
             if sample.request.stream or sample.finish_reason is not None:
@@ -252,7 +255,7 @@ class TransformersEngine:
         for request_id, of_request in outputs.items():
             self._on_output(request_id, of_request)
 
-    def _output(self, sample: Sample) -> Output:
+    def _output(self, sample: RunningSample) -> Output:
         start, sample.reported = sample.reported, len(sample.tokens)
         output = Output(sample.index, sample.tokens[start:], sample.logprobs[start:], sample.versions[start:])
         if sample.finish_reason is not None:
@@ -284,8 +287,8 @@ class TransformersEngine:
             sample.finish_reason = "abort"
         self._report(samples)
 
-    def _try(self, samples: list[Sample], work: Callable[[], None]) -> None:
-        """Do a piece of work; where it fails, fail the requests that it was for, and go on with the others."""
+    def _run_or_fail(self, samples: list[RunningSample], work: Callable[[], None]) -> None:
+        """Run `work`; if it raises, fail the samples' requests, so that the others go on."""
         try:
             work()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A key-value cache of rows that come and go."""
+"""A key-value cache whose rows are added and removed while it grows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-_GROWTH = 64
+_MIN_GROWTH = 64
+"""Least number of tokens by which a buffer grows."""
 
 
 class GrowingLayer(DynamicLayer):
@@ -22,13 +23,13 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **arguments: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the keys and values of new tokens; returns all of them."""
+        """Append the keys and values of new tokens. Returns all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         if self._buffers is None or self._buffers[0].shape[-2] < end:
-            self._grow(start, end + max(_GROWTH, end // 4), key_states, value_states)
+            self._grow(start, end + max(_MIN_GROWTH, end // 4), key_states, value_states)
         assert self._buffers is not None
         keys, values = self._buffers
         keys[:, :, start:end] = key_states
@@ -37,7 +38,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold these instead."""
+        """Replace all keys and values."""
         self._buffers = None
         self.keys, self.values = keys, values
 
@@ -52,7 +53,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def empty_cache() -> Cache:
-    """A cache for a new batch."""
+    """Return an empty cache."""
     return Cache(layer_class_to_replicate=GrowingLayer)
 
 
@@ -65,7 +66,7 @@ def take_rows(cache: Cache, rows: Sequence[int], cut: int = 0) -> None:
 
 
 def append_rows(cache: Cache, other: Cache) -> None:
-    """Add the rows of `other`, below; the shorter cache is padded on the left with zeros, which have to be masked."""
+    """Append the rows of `other`. The shorter cache is padded on the left with zeros, which callers must mask."""
     length = max(cache.get_seq_length(), other.get_seq_length())
     for layer, added in zip(cache.layers, other.layers, strict=True):
         layer.replace(_stack(layer.keys, added.keys, length), _stack(layer.values, added.values, length))

@@ -1,4 +1,4 @@
-"""Giving back the memory of a transformers model's parameters, and taking it again."""
+"""Freeing the memory of a transformers model's parameters, and allocating it again."""
 
 import ctypes
 import ctypes.util
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 
 class ParameterMemory:
-    """The memory behind a model's parameters. Tied ones are one parameter here, and stay tied."""
+    """The memory of a model's parameters. Tied parameters stay tied."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -16,11 +16,11 @@ class ParameterMemory:
 
     @property
     def released(self) -> bool:
-        """Whether there is none now."""
+        """True if the memory is freed."""
         return bool(self._shapes)
 
     def release(self) -> None:
-        """Forget the parameters' values and free their memory. Nothing may use the model until `restore`."""
+        """Free the parameters' memory, with their values. The model is unusable until `restore`."""
         if self.released:
             return
         for parameter in self._model.parameters():
@@ -29,14 +29,14 @@ class ParameterMemory:
         _trim()
 
     def restore(self) -> None:
-        """Take memory again; what is in it is undefined."""
+        """Allocate the memory again, with undefined values."""
         for parameter, shape in self._shapes:
             parameter.data = torch.empty(shape, dtype=parameter.dtype)
         self._shapes.clear()
 
 
 def _trim() -> None:
-    """Have the C library give what is free back to the system: small tensors are in its heap."""
+    """Have the C library return free heap memory, which held small tensors, to the system."""
     trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
     if trim is not None:
         trim(0)

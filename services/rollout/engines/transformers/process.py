@@ -1,4 +1,4 @@
-"""The process of the transformers engine, started by the rollout service."""
+"""The transformers engine's process: `python -m services.rollout.engines.transformers.process`."""
 
 import base64
 import threading
@@ -15,18 +15,18 @@ from relaxd.process.child_server import HandlerError
 from relaxd.v1 import weights_pb2
 from relaxd.weights.group import WeightGroup, WeightGroupError
 from relaxd.weights.manifest import ManifestError, ManifestMismatch, from_proto
-from services.rollout.engines.base import EngineError, Version
-from services.rollout.engines.engine_server import EngineServer, read_arguments
+from services.rollout.engines.engine_process import EngineProcess, read_arguments
 from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.engines.transformers.parameters import WeightReceiver, check_manifest
+from services.rollout.engines.transformers.weights import WeightReceiver, check_manifest
+from services.rollout.engines.types import EngineError, Version
 
-SPARE_MEMORY = 1.5
-"""Everything is received before the model is touched where this many times its size is free."""
+STAGING_MEMORY = 1.5
+"""A broadcast is staged as a whole if this many times its size is free memory."""
 
 
-class EngineProcess(EngineServer):
-    """Answers with a TransformersEngine."""
+class TransformersProcess(EngineProcess):
+    """Runs a TransformersEngine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,9 +36,11 @@ class EngineProcess(EngineServer):
         self._receivers: dict[str, WeightReceiver] = {}
 
     def load(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineServer."""
+        """See EngineProcess."""
         if params["return_routed_experts"]:
-            raise HandlerError("rollout.return_routed_experts: the transformers engine does not tell them")
+            raise HandlerError(
+                "rollout.return_routed_experts is true, but the transformers engine does not return them"
+            )
         folder = Path(params["folder"])
         dtype = getattr(torch, params["dtype"])
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -63,7 +65,7 @@ class EngineProcess(EngineServer):
         }
 
     def join(self, params: dict[str, Any]) -> None:
-        """See EngineServer."""
+        """See EngineProcess."""
         engine = self._loaded()
         try:
             buckets = from_proto(weights_pb2.WeightManifest.FromString(base64.b64decode(params["manifest"])))
@@ -74,12 +76,12 @@ class EngineProcess(EngineServer):
         try:
             address = (params["store_host"], params["store_port"])
             group = WeightGroup(params["transport"], *address, name, params["rank"], params["world_size"])
-            for old in list(self._groups):  # an engine is in one group, also when nobody told it to leave the last
+            for old in list(self._groups):  # an engine is in one group, even if it was not told to leave the last one
                 self._forget(old)
             with self._lock:
                 self._groups[name] = group
             size = sum(bucket.nbytes for bucket in buckets)
-            stage_all = psutil.virtual_memory().available > SPARE_MEMORY * size
+            stage_all = psutil.virtual_memory().available > STAGING_MEMORY * size
             receiver = WeightReceiver(engine, group, buckets, stage_all=stage_all)
             group.connect(params["timeout"])
         except WeightGroupError as error:
@@ -89,7 +91,7 @@ class EngineProcess(EngineServer):
             self._receivers[name] = receiver
 
     def receive(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineServer."""
+        """See EngineProcess."""
         with self._lock:
             receiver = self._receivers.get(params["name"])
         if receiver is None:
@@ -106,14 +108,14 @@ class EngineProcess(EngineServer):
         return {"seconds": time.monotonic() - started, "checksums": checksums}
 
     def leave(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineServer."""
+        """See EngineProcess."""
         self._forget(params["name"])
         if params["quarantine"] and self._engine is not None:
             self._engine.quarantine()
         return {"quarantined": self._engine is not None and self._engine.quarantined}
 
     def sleep(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineServer. A group is left, as what it receives into is the memory that is given back."""
+        """See EngineProcess. Leaves any group, because its broadcasts would write into freed memory."""
         for name in list(self._groups):
             self._forget(name)
         return super().sleep(params)
@@ -138,10 +140,10 @@ class EngineProcess(EngineServer):
 
 
 def main() -> None:
-    """Serve the parent until it is gone."""
+    """Serve the parent until it ends."""
     read_arguments()
     transformers_logging.disable_progress_bar()
-    EngineProcess().server.serve()
+    TransformersProcess().server.serve()
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Choosing tokens from logits."""
+"""Sampling of tokens from logits."""
 
 import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
 
-from services.rollout.engines.base import EngineError, Sampling
+from services.rollout.engines.types import EngineError, Sampling
 
 _Choose = Callable[[torch.Tensor, list[Sampling], torch.Tensor], torch.Tensor]
 """(log-probs [rows, vocabulary], the rows' sampling, uniform float64 [rows]) -> token ids [rows]."""
 
 
 def sample_generator(seed: int, sample: int) -> torch.Generator:
-    """The random numbers of sample `sample` of a request with `seed`; independent for different pairs."""
+    """Return the random generator of one sample; generators of different (seed, sample) are independent."""
     digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -20,11 +20,11 @@ def sample_generator(seed: int, sample: int) -> torch.Generator:
 def choose_tokens(
     logits: torch.Tensor, sampling: Sequence[Sampling], generators: Sequence[torch.Generator]
 ) -> tuple[list[int], list[float]]:
-    """One token per row of logits [rows, vocabulary], and its log-probability.
+    """Choose one token per row of logits [rows, vocabulary]. Returns the tokens and their log-probabilities.
 
-    A row uses one uniform number from its own generator and the inverse of its cumulative distribution, so that what
-    is chosen does not depend on the other rows. The log-probability is that under the row's temperature (under 1 for
-    a greedy row), before top-k and top-p. Raises EngineError when a row has no finite distribution.
+    Each row inverts its cumulative distribution at one uniform number from its own generator, so its token does not
+    depend on the other rows. The log-probability is at the row's temperature (1 for greedy), before top-k and top-p.
+    Raises EngineError when a row has no finite distribution.
     """
     logits = logits.float()
     temperatures = [each.temperature for each in sampling]
@@ -35,7 +35,7 @@ def choose_tokens(
     tokens = torch.empty(len(sampling), dtype=torch.long, device=logits.device)
     for rows, choose in _by_method(sampling):
         uniform = [float(torch.rand((), generator=generators[row], dtype=torch.float64)) for row in rows]
-        # One method for every row is the usual case: no copy then.
+        # Usually one method serves all rows: avoid a copy then.
         of_rows = logprobs if len(rows) == len(sampling) else logprobs[rows]
         numbers = torch.tensor(uniform, dtype=torch.float64, device=logits.device)
         tokens[rows] = choose(of_rows, [sampling[row] for row in rows], numbers)
@@ -67,7 +67,7 @@ def _plain(logprobs: torch.Tensor, sampling: list[Sampling], uniform: torch.Tens
 
 
 def _filtered(logprobs: torch.Tensor, sampling: list[Sampling], uniform: torch.Tensor) -> torch.Tensor:
-    """Top-k first, then top-p of what is left: the smallest set of the likeliest tokens that reaches top_p."""
+    """Apply top-k, then top-p to the rest: the smallest set of likeliest tokens that reaches top_p."""
     probabilities, order = logprobs.exp().sort(dim=-1, descending=True, stable=True)
     vocabulary = logprobs.shape[-1]
     top_k = torch.tensor([each.top_k or vocabulary for each in sampling], device=logprobs.device)
@@ -81,7 +81,7 @@ def _filtered(logprobs: torch.Tensor, sampling: list[Sampling], uniform: torch.T
 
 
 def _invert(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first index at which the cumulative sum exceeds uniform times the total."""
+    """Return the first index at which the cumulative sum exceeds uniform times the total."""
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     targets = uniform[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, targets, right=True).squeeze(-1)

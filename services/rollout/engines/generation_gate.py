@@ -1,4 +1,4 @@
-"""Whether an engine may generate: pauses with a lease, weight updates, quarantine."""
+"""The gate of an engine's generating thread: pauses with a lease, weight updates, quarantine, sleep."""
 
 import logging
 import threading
@@ -6,29 +6,29 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from services.rollout.engines.base import EngineError, PauseMode, Version
+from services.rollout.engines.types import EngineError, PauseMode, Version
 
 logger = logging.getLogger(__name__)
 
 
-class Gate:
-    """Shared by the thread that generates and the threads that pause it and change its weights.
+class GenerationGate:
+    """Decides when an engine may generate. Shared by the generating thread and those that pause and update it.
 
-    The generating thread comes to rest between two tokens. Closed before the first committed weights, during a pause
-    and an update, and after an update that broke when it had touched the model (quarantine), until one succeeds.
+    The generating thread rests between two tokens while the gate is closed: before the first commit, during a pause,
+    an update and sleep, and after an update that failed when it had touched the model (quarantine), until one succeeds.
     """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        """Held to read or change anything here; notified at every change."""
+        """Lock for all state of the gate; notified at every change."""
         self.mode: PauseMode | None = None
-        """How the engine is paused; None while it is not."""
+        """Mode of the pause; None while there is none."""
         self.weights: Version | None = None
-        """What was committed last."""
+        """The weights that were committed last."""
         self.quarantined = False
-        """Whether the model is neither the old nor the new version."""
+        """True if the model is neither the old nor the new version."""
         self.asleep = False
-        """Whether the engine has given memory back: closed until `wake`."""
+        """True if the engine has freed memory; the gate is closed until `wake`."""
         self._abort_asked = False
         self._lease_end = 0.0
         self._at_rest = False
@@ -38,24 +38,24 @@ class Gate:
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> None:
         """Close the gate and wait until the generating thread rests. The pause ends by itself after `lease_seconds`.
 
-        Raises EngineError, and opens the gate again, when that takes longer than `timeout` seconds.
+        After `timeout` seconds it opens the gate again and raises EngineError.
         """
         deadline = time.monotonic() + timeout
         with self.changed:
             self.mode = mode
             self._abort_asked = mode == "abort"
             self._lease_end = time.monotonic() + lease_seconds
-            self._at_rest = False  # it has to see this pause, also when it rests already
+            self._at_rest = False  # the thread must notice this pause even if it rests already
             self.changed.notify_all()
             while not self._at_rest:
                 if time.monotonic() >= deadline:
                     self.mode = None
                     self.changed.notify_all()
-                    raise EngineError(f"the engine did not come to rest within {timeout:g} s (mode {mode})")
+                    raise EngineError(f"the engine did not pause within {timeout:g} s (mode {mode})")
                 self.changed.wait(deadline - time.monotonic())
 
     def resume(self) -> None:
-        """End the pause. Raises EngineError during an update; a quarantined engine stays quarantined."""
+        """End the pause. Raises EngineError during an update. A quarantine stays."""
         with self.changed:
             if self._updating:
                 raise EngineError("weights are being received: the pause cannot end now")
@@ -64,9 +64,9 @@ class Gate:
 
     @contextmanager
     def update(self, weights: Version) -> Iterator[None]:
-        """Hold the gate closed; leaving the block well commits `weights`, leaving it by an exception does not.
+        """Keep the gate closed inside the block and commit `weights` at its end, unless it raises.
 
-        Raises EngineError unless the engine rests in a pause or a quarantine.
+        Raises EngineError unless the engine rests in a pause or is quarantined.
         """
         with self.changed:
             if self._updating:
@@ -88,17 +88,17 @@ class Gate:
                 self.changed.notify_all()
 
     def touch(self) -> None:
-        """Inside `update`: the model is about to change, so a failure from here on means quarantine."""
+        """Mark, inside `update`, that the model changes: a failure from here on means quarantine."""
         self._touched = True
 
     def quarantine(self) -> None:
-        """What was committed last turned out not to be what it should: serve nothing until other weights come."""
+        """Close the gate until the next commit, because the last one turned out to be wrong."""
         with self.changed:
             self.quarantined = True
             self.changed.notify_all()
 
     def sleep(self) -> None:
-        """From a pause: close the gate until `wake`. What was committed is forgotten, as its memory is given back.
+        """End a pause by closing the gate until `wake`. The commit is forgotten, because its memory will be freed.
 
         Raises EngineError unless the engine rests in a pause.
         """
@@ -109,43 +109,43 @@ class Gate:
             self.changed.notify_all()
 
     def wake(self) -> None:
-        """All memory is there again: open for what was committed since, if anything was."""
+        """Open the gate for weights committed since `sleep`, now that all memory is allocated again."""
         with self.changed:
             self.asleep = False
             self.changed.notify_all()
 
     def may_run(self) -> bool:
-        """Whether samples that run may go on."""
+        """Return whether running samples may continue."""
         return self._serves() and self.mode in (None, "drain")
 
     def may_admit(self) -> bool:
-        """Whether new samples may begin."""
+        """Return whether new samples may start."""
         return self._serves() and self.mode is None
 
     def take_abort(self) -> bool:
-        """Whether to end all requests now; true once for a pause, as requests that come later wait for its end."""
+        """Return whether to end all requests now: once per pause, because later requests wait for its end."""
         asked, self._abort_asked = self._abort_asked, False
         return asked
 
     def rest(self) -> None:
-        """The generating thread waits here for a change, `changed` held, or for the end of the lease."""
+        """Report that the generating thread rests, then `wait`. Needs `changed`."""
         self._at_rest = True
         self.changed.notify_all()
         self.wait()
 
     def wait(self) -> None:
-        """As `rest`, without coming to rest: there is nothing to do although samples may run."""
+        """Wait for a change or the end of the lease. Needs `changed`."""
         leased = self.mode is not None and not self._updating
         self.changed.wait(max(self._lease_end - time.monotonic(), 0.0) if leased else None)
 
     def leave_rest(self) -> None:
-        """The generating thread goes on, `changed` held."""
+        """Report that the generating thread continues. Needs `changed`."""
         self._at_rest = False
 
     def end_lease(self) -> None:
-        """End a pause whose lease has ended, `changed` held. An update under way is waited for: it has a deadline."""
+        """End a pause whose lease has ended, but not during an update, which has its own deadline. Needs `changed`."""
         if self.mode is not None and not self._updating and time.monotonic() >= self._lease_end:
-            logger.warning("the lease of the pause has ended: generation goes on without a resume")
+            logger.warning("the lease of the pause has ended: generation continues without a resume")
             self.mode = None
 
     def _serves(self) -> bool:

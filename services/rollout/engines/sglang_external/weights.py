@@ -1,8 +1,8 @@
-"""Weight updates of an external SGLang server, with the calls that a stock server has.
+"""Weight updates of an external SGLang server, with the calls of a stock server.
 
-The server's scheduler itself takes part in the broadcast and answers nothing meanwhile. It cannot be told to give up:
-what is given up here, it waits for until its own process group's timeout. Over gloo it learns at once that the trainer
-has left; over NCCL it has to be restarted when the trainer died within a broadcast.
+The server's scheduler takes part in the broadcast and answers no call meanwhile. It can't be told to abort: it waits
+until its own process group's timeout, even when relaxd has left. Over gloo it notices at once that the trainer has
+left; over NCCL it must be restarted when the trainer died in a broadcast.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
 from relaxd.v1 import sample_pb2, weights_pb2
-from services.rollout.engines.sglang_server.http import SGLangClient
+from services.rollout.engines.sglang_external.client import SGLangClient
 
 LEAVE_SECONDS = 2.0
 _PREFIX = "ELEMENT_TYPE_"
@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 
 
 class ExternalWeights:
-    """The server's place in weight groups. One group at a time."""
+    """The server as a member of weight groups, one at a time."""
 
     def __init__(self, client: SGLangClient) -> None:
         self.touched = False
-        """Whether the last `receive` may have changed the model."""
+        """True if the last `receive` may have changed the model."""
         self._client = client
         self._group: str | None = None
         self._buckets: list[dict[str, Any]] = []
         self._waiting: asyncio.Future[Any] | None = None
 
     async def join(self, group: Mapping[str, Any], timeout: float) -> None:
-        """See Engine.join. Raises ChildRequestError of kind ManifestMismatch or WeightGroupError, ChildTimeout."""
+        """See ChildEngine.join. Raises ChildRequestError of kind ManifestMismatch or WeightGroupError, ChildTimeout."""
         buckets = stock_buckets(base64.b64decode(group["manifest"]))
         await self.leave_all()
         body = {
@@ -51,11 +51,11 @@ class ExternalWeights:
             "backend": group["transport"],
         }
         self._group = group["name"]
-        await self._in_group(self._client.call("/init_weights_update_group", body, timeout=timeout))
+        await self._call_in_group(self._client.call("/init_weights_update_group", body, timeout=timeout))
         self._buckets = buckets
 
     async def receive(self, group_name: str, label: str, timeout: float) -> None:
-        """Receive all buckets; the server calls its weights `label` afterwards. See Engine.receive."""
+        """Receive all buckets and label the server's weights. See ChildEngine.receive."""
         self.touched = False
         if self._group != group_name:
             raise ChildRequestError("EngineError", f"this engine is not in weight group {group_name}", {})
@@ -64,14 +64,14 @@ class ExternalWeights:
             body = bucket | {
                 "group_name": group_name,
                 "load_format": "flattened_bucket",
-                "flush_cache": False,  # a flush fails while requests are held, and the server dies of that
+                "flush_cache": False,  # a flush fails while requests are held, which ends the server
             }
             if number == len(self._buckets):
                 body["weight_version"] = label
             left = max(deadline - time.monotonic(), 0.01)
             self.touched = True
             try:
-                await self._in_group(self._client.call("/update_weights_from_distributed", body, timeout=left))
+                await self._call_in_group(self._client.call("/update_weights_from_distributed", body, timeout=left))
             except ChildTimeout as error:
                 raise ChildTimeout(
                     f"the broadcast in weight group {group_name} did not end within {timeout:g} s: the server still "
@@ -79,7 +79,7 @@ class ExternalWeights:
                 ) from error
 
     async def leave(self, group_name: str) -> None:
-        """Give up what is under way in a group, and have the server forget it."""
+        """Cancel a running call of a group, and have the server leave it."""
         if group_name != self._group:
             return
         self._group = None
@@ -91,18 +91,18 @@ class ExternalWeights:
             logger.warning("the server did not leave weight group %s: %s", group_name, error)
 
     async def leave_all(self) -> None:
-        """Leave the group that there is, if any."""
+        """Leave the current group, if there is one."""
         if self._group is not None:
             await self.leave(self._group)
 
-    async def _in_group(self, call: Awaitable[Result]) -> Result:
-        """Wait for a call, which `leave` gives up."""
+    async def _call_in_group(self, call: Awaitable[Result]) -> Result:
+        """Wait for a call, which `leave` cancels."""
         self._waiting = waiting = asyncio.ensure_future(call)
         group = self._group
         try:
             return await waiting
         except asyncio.CancelledError:
-            if self._group == group:  # not by `leave`, but the caller itself
+            if self._group == group:  # not `leave`, but the caller cancelled it
                 raise
             raise ChildRequestError("WeightGroupError", f"weight group {group} was left", {}) from None
         except ChildRequestError as error:
@@ -114,9 +114,9 @@ class ExternalWeights:
 
 
 def stock_buckets(manifest: bytes) -> list[dict[str, Any]]:
-    """The buckets of a serialized WeightManifest in the words of /update_weights_from_distributed.
+    """Convert the buckets of a serialized WeightManifest to bodies of /update_weights_from_distributed.
 
-    Raises ChildRequestError of kind ManifestMismatch for what a stock server cannot receive.
+    Raises ChildRequestError of kind ManifestMismatch for buckets that a stock server cannot receive.
     """
     try:
         message = weights_pb2.WeightManifest.FromString(manifest)
@@ -127,7 +127,7 @@ def stock_buckets(manifest: bytes) -> list[dict[str, Any]]:
         if bucket.source_rank != 0:
             raise _mismatch(f"a bucket comes from rank {bucket.source_rank}: a stock SGLang server takes rank 0's only")
         offset = 0
-        words: dict[str, list[Any]] = {"names": [], "dtypes": [], "shapes": []}
+        body: dict[str, list[Any]] = {"names": [], "dtypes": [], "shapes": []}
         for tensor in bucket.tensors:
             dtype = sample_pb2.ElementType.Name(tensor.dtype).removeprefix(_PREFIX).lower()
             item_bytes = _ITEM_BYTES.get(dtype)
@@ -138,10 +138,10 @@ def stock_buckets(manifest: bytes) -> list[dict[str, Any]]:
             for length in tensor.shape:
                 size *= length
             offset += size
-            words["names"].append(tensor.name)
-            words["dtypes"].append(dtype)
-            words["shapes"].append(list(tensor.shape))
-        buckets.append(words)
+            body["names"].append(tensor.name)
+            body["dtypes"].append(dtype)
+            body["shapes"].append(list(tensor.shape))
+        buckets.append(body)
     if not buckets:
         raise _mismatch("the manifest is empty")
     return buckets

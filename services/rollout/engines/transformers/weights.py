@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 from relaxd.weights.checksum import checksum
 from relaxd.weights.group import Transfer, WeightGroup
 from relaxd.weights.manifest import Bucket, ManifestMismatch, TensorSpec, unpack
-from services.rollout.engines.base import Version
 from services.rollout.engines.transformers.engine import TransformersEngine
+from services.rollout.engines.types import Version
 
 
 def named_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Every tensor that a manifest may name; names that share one tensor (tied weights) all appear."""
+    """Return every tensor that a manifest may name, tied weights under each of their names."""
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tensors |= _expert_views(name, parameter.data) or {name: parameter.data}
@@ -22,7 +22,7 @@ def named_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _expert_views(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Where transformers keeps a layer's experts in one tensor, views of it under the names that checkpoints use."""
+    """Return views of a layer's stacked experts under the names that checkpoints use; {} for other tensors."""
     prefix, _, leaf = name.rpartition(".")
     views = {}
     if leaf == "gate_up_proj" and tensor.dim() == 3:
@@ -36,7 +36,7 @@ def _expert_views(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def check_manifest(model: PreTrainedModel, buckets: Sequence[Bucket]) -> None:
-    """Raise ManifestMismatch unless the buckets bring every weight of the model, and nothing else."""
+    """Raise ManifestMismatch unless the buckets have every weight of the model and nothing else."""
     parameters = named_parameters(model)
     received: set[int] = set()
     for bucket in buckets:
@@ -51,22 +51,21 @@ def check_manifest(model: PreTrainedModel, buckets: Sequence[Bucket]) -> None:
             received.add(parameter.data_ptr())
     missing = [name for name, parameter in parameters.items() if parameter.data_ptr() not in received]
     if missing:
-        raise ManifestMismatch(f"{missing[0]}: the manifest does not bring this tensor")
+        raise ManifestMismatch(f"{missing[0]}: the manifest does not have this tensor")
 
 
 class WeightReceiver:
-    """This engine's place in one weight group.
+    """Receives the broadcasts of one weight group into an engine's model.
 
-    With `stage_all` every bucket is received into memory of its own before the model is touched: a broadcast that
-    breaks leaves the engine as it was. That takes the model's size in memory a second time; without it, two buckets'
-    worth is enough, but a break after the first bucket means quarantine. Values are converted to the model's
-    element type while they are copied.
+    With `stage_all` every bucket is received into its own buffer before the model is touched, so a failed broadcast
+    leaves the engine as it was. That takes the model's size in memory once more. Without it two buffers are enough, but
+    a failure after the first bucket means quarantine. Values are converted to the model's dtype when they are copied.
     """
 
     def __init__(
         self, engine: TransformersEngine, group: WeightGroup, buckets: Sequence[Bucket], *, stage_all: bool
     ) -> None:
-        """Raises ManifestMismatch when the buckets do not fit the engine's model."""
+        """Allocate the buffers. Raises ManifestMismatch when the buckets do not fit the engine's model."""
         check_manifest(engine.model, buckets)
         self.group = group
         self._engine = engine
@@ -75,23 +74,23 @@ class WeightReceiver:
         slots = len(self._buckets) if stage_all else 2
         largest = max((bucket.nbytes for bucket in self._buckets), default=0)
         self._stage_all = stage_all
-        # Given up together with the group: an aborted transfer may still write into them for a while.
+        # Never reused by another group: an aborted transfer may still write into them for a while.
         self._buffers = [
             torch.empty(self._buckets[slot].nbytes if stage_all else largest, dtype=torch.uint8)
             for slot in range(min(slots, len(self._buckets)))
         ]
 
     def receive(self, weights: Version, timeout: float, *, with_checksums: bool) -> dict[str, int]:
-        """Take part in one broadcast and commit it. Returns checksums of the received tensors, if asked for.
+        """Receive one broadcast and commit it. Returns the received tensors' checksums if asked for, else {}.
 
-        Raises WeightGroupError when the broadcast breaks, EngineError when the engine is not paused.
+        Raises WeightGroupError when the broadcast fails, EngineError when the engine is not paused.
         """
         deadline = time.monotonic() + timeout
         checksums: dict[str, int] = {}
         with self._engine.update(weights):
             transfers = [self._start(0, deadline)] if self._buckets else []
             for number in range(len(self._buckets)):
-                if number + 1 < len(self._buckets):  # the next bucket travels while this one is copied
+                if number + 1 < len(self._buckets):  # receive the next bucket while this one is copied
                     transfers.append(self._start(number + 1, deadline))
                 transfers[number].wait()
                 if not self._stage_all:

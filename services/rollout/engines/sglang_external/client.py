@@ -1,7 +1,6 @@
-"""HTTP with an SGLang server: JSON calls with deadlines, and streamed answers.
+"""HTTP client of an SGLang server: JSON calls with deadlines, and streamed answers.
 
-The server stands where an engine's process otherwise does, so what goes wrong with it is told by the errors of
-`relaxd.process.child`.
+Raises the errors of `relaxd.process.child`, because the server stands in for an engine's process.
 """
 
 import json
@@ -13,28 +12,28 @@ import aiohttp
 from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
 
 CONNECT_SECONDS = 5.0
-_REASON_LENGTH = 500
+_MAX_REASON = 500
 
 
 class ServerGone(ChildError):
-    """Nothing answers at the server's address, or it broke off in the middle of an answer."""
+    """The server does not answer, or broke off an answer."""
 
 
 class SGLangClient:
-    """Calls one server. Make it in a running event loop, and close it there."""
+    """Calls one server. Create and close it in a running event loop."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        """`key` is the server's API key, where it has one."""
+        """`key` is the server's API key, if it has one."""
         self.url = url.rstrip("/")
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # every request in flight is a connection: the engine's to limit
+            connector=aiohttp.TCPConnector(limit=0),  # a connection per request; the engine limits those
             headers={"Authorization": f"Bearer {key}"} if key else {},
         )
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> dict[str, Any]:
-        """POST `body` (or GET, without one) and return the answer; an answer without content is {}.
+        """POST `body` (GET without one) and return the answer; {} for an empty one.
 
-        Raises ServerGone; ChildTimeout after `timeout` seconds; ChildRequestError with the server's reason when it
+        Raises ServerGone, ChildTimeout after `timeout` seconds, and ChildRequestError with the server's reason when it
         refuses.
         """
         deadline = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
@@ -53,8 +52,8 @@ class SGLangClient:
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """POST `body` and yield the events of the answer.
 
-        An answer may take any time: whoever calls watches the server meanwhile. Raises ServerGone, also when the
-        answer breaks off, and ChildRequestError when the server refuses, at first or in the middle.
+        There is no deadline: the caller must watch the server meanwhile. Raises ServerGone, also when the answer breaks
+        off, and ChildRequestError when the server refuses, at once or in the middle.
         """
         deadline = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         try:
@@ -89,26 +88,26 @@ class SGLangClient:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise ServerGone(f"{self.url} does not answer {path} as SGLang does: {text[:100]!r}")
+            raise ServerGone(f"{self.url} answers {path} unlike SGLang: {text[:100]!r}")
         return value
 
     def _refusal(self, path: str, status: int, text: str) -> ChildRequestError:
-        """With the server's words; its error bodies come in several shapes. `details` has the status."""
+        """Return an error with the server's message, whose place varies, and the status in `details`."""
         try:
-            words = json.loads(text)
+            message = json.loads(text)
         except ValueError:
-            words = text
+            message = text
         for name in ("error", "message", "detail"):
-            if isinstance(words, dict) and name in words:
-                words = words[name]
+            if isinstance(message, dict) and name in message:
+                message = message[name]
         if status in (401, 403):
-            words = f"{words} (is RELAXD_SGLANG_KEY the server's API key?)"
-        reason = f"{self.url}{path} refused ({status}): {str(words)[:_REASON_LENGTH]}"
+            message = f"{message} (is RELAXD_SGLANG_KEY the server's API key?)"
+        reason = f"{self.url}{path} refused ({status}): {str(message)[:_MAX_REASON]}"
         return ChildRequestError("EngineError", reason, {"status": status})
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The lines of an answer, however long."""
+    """Yield the lines of an answer, of any length."""
     pieces: list[bytes] = []
     async for received in content.iter_any():
         *complete, rest = received.split(b"\n")

@@ -8,55 +8,61 @@ from contextlib import contextmanager
 from typing import Any
 
 from relaxd.process.child import ChildError, ChildRequestError
-from services.rollout.engines.base import Output, RequestFailed, Sampling, Version
 from services.rollout.engines.model_folder import ModelFolder
-from services.rollout.engines.sglang_server.http import ServerGone, SGLangClient
-from services.rollout.engines.sglang_server.samples import EVENT_TOKENS, ONLY_AT_END, EventStyle, ExternalSample, label
-from services.rollout.engines.sglang_server.server import ServerFacts
+from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
+from services.rollout.engines.sglang_external.connect import ServerInfo
+from services.rollout.engines.sglang_external.samples import (
+    EVENT_TOKENS,
+    ONLY_AT_END,
+    EventStyle,
+    ExternalSample,
+    label,
+)
+from services.rollout.engines.types import Output, RequestFailed, Sampling, Version
 
 ABORT_SECONDS = 10.0
 SHARED_PROMPT_TOKENS = 64
-"""A prompt of so many tokens is computed first and then shared by its samples; SGLang would compute it for each."""
+"""Shortest prompt that is prefilled before its samples are sent; SGLang would prefill it for each of them."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Request:
-    """n samples under way."""
+    """A request for n samples."""
 
     def __init__(self, n: int, *, stream: bool) -> None:
         identity = uuid.uuid4().hex
-        # Of equal length: the server's abort takes what it is given for a prefix.
+        # Of equal length, because the server's abort matches prefixes.
         self.sample_ids = [f"{identity}-{index:04d}" for index in range(n)]
         self.stream = stream
         self.samples: list[ExternalSample] = []
-        """Empty until it is sent."""
+        """Empty until the request is sent."""
         self.outputs: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self.reading: asyncio.Task[None] | None = None
 
     @property
     def open_ids(self) -> list[str]:
-        """Of the samples that have been sent and not ended."""
+        """Ids of the samples that were sent and have not ended."""
         return [name for name, sample in zip(self.sample_ids, self.samples, strict=False) if not sample.ended]
 
 
 class ExternalRequests:
-    """What one server is asked to generate."""
+    """The requests to one server."""
 
     def __init__(
         self,
         client: SGLangClient,
-        facts: ServerFacts,
+        facts: ServerInfo,
         model: ModelFolder,
         wait_open: Callable[[], Awaitable[Version]],
         on_gone: Callable[[str], None],
     ) -> None:
-        """`wait_open` returns the weights that are served as soon as requests may be sent; `on_gone` is called when
-        the server is found gone."""
+        """`wait_open` waits until requests may be sent and returns the served weights; `on_gone` is called with the
+        reason when the server is lost."""
         self.tokens = 0
-        """Generated so far."""
+        """Tokens generated so far."""
         self.idle = asyncio.Event()
-        """Whether the server works on nothing of ours."""
+        """Set while the server has no request of this engine."""
         self.idle.set()
         self._client = client
         self._facts = facts
@@ -70,12 +76,12 @@ class ExternalRequests:
 
     @property
     def running_ids(self) -> list[str]:
-        """Of all samples that the server works on."""
+        """Ids of all samples that the server works on."""
         return [sample_id for request in self._requests.values() for sample_id in request.open_ids]
 
     @property
     def waiting_samples(self) -> int:
-        """How many wait for the end of a pause."""
+        """Number of samples that wait for the end of a pause."""
         return sum(len(request.sample_ids) for request in self._requests.values() if not request.samples)
 
     async def generate(
@@ -100,7 +106,7 @@ class ExternalRequests:
             self._abort_later(request.open_ids)
 
     def end_all(self) -> None:
-        """End every request, with what it has."""
+        """End every request with its tokens so far."""
         for request in self._requests.values():
             if request.reading is not None:
                 request.reading.cancel()
@@ -113,20 +119,20 @@ class ExternalRequests:
                     request.outputs.put_nowait(sample.undelivered())
 
     def fail_all(self, reason: str) -> None:
-        """The server is gone, or let go."""
+        """Fail every request with ServerGone, and send nothing more."""
         self._gone = True
         for request in self._requests.values():
             request.outputs.put_nowait(ServerGone(reason))
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
-        """Have the server give samples up."""
+        """Have the server abort samples."""
         calls = (self._client.call("/abort_request", {"rid": name}, timeout=ABORT_SECONDS) for name in sample_ids)
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, ChildError):
-                logger.warning("a request could not be aborted, it runs to its end: %s", result)
+                logger.warning("a request could not be aborted and runs to its end: %s", result)
 
     async def close(self) -> None:
-        """Leave nothing running here."""
+        """Cancel all tasks."""
         readers = [request.reading for request in self._requests.values() if request.reading is not None]
         tasks = [*readers, *self._aborts]
         for task in tasks:
@@ -137,7 +143,7 @@ class ExternalRequests:
         weights = await self._wait_open()
         n = len(request.sample_ids)
         while n > 1 and len(prompt) >= SHARED_PROMPT_TOKENS and self._facts.prefix_cache:
-            await self._compute_prompt(prompt, weights)
+            await self._prefill(prompt, weights)
             before, weights = weights, await self._wait_open()
             if weights == before:
                 break
@@ -145,7 +151,7 @@ class ExternalRequests:
         body = {
             "input_ids": [prompt] * n,
             "rid": request.sample_ids,
-            "extra_key": label(weights),  # the prefix cache never mixes versions
+            "extra_key": label(weights),  # keeps versions apart in the prefix cache
             "sampling_params": [self._sampling(sampling, index, request.stream) for index in range(n)],
             "return_logprob": True,
             "stream": True,
@@ -153,16 +159,16 @@ class ExternalRequests:
         with self._sending():
             async for event in self._client.stream("/generate", body):
                 sample = request.samples[event["index"]]
-                told = sample.tokens
+                count = sample.tokens
                 sample.take(event)
-                self.tokens += sample.tokens - told
+                self.tokens += sample.tokens - count
                 if request.stream or sample.ended:
                     request.outputs.put_nowait(sample.undelivered())
                 if all(sample.ended for sample in request.samples):
                     return
 
-    async def _compute_prompt(self, prompt: tuple[int, ...], weights: Version) -> None:
-        """Have the server put a prompt into its prefix cache."""
+    async def _prefill(self, prompt: tuple[int, ...], weights: Version) -> None:
+        """Have the server compute a prompt for its prefix cache."""
         body = {
             "input_ids": prompt,
             "extra_key": label(weights),

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from relaxd.board import stages_for
-from services.rollout.engines.base import Output
-from services.rollout.engines.wire import batches, decode_output, encode_output
-from services.rollout.service.stage import group_columns
+from services.rollout.engines.output_encoding import decode_output, encode_output, pack_messages
+from services.rollout.engines.types import Output
+from services.rollout.service.group_generator import group_columns
 from tests.unit.rollout.configs import run_config
 
 
@@ -35,9 +35,9 @@ def test_outputs_arrive_as_they_were_sent(output: Output) -> None:
 def test_outputs_are_divided_over_messages_and_what_fits_none_is_named() -> None:
     outputs = {name: [encode_output(answer(index, 40, 7)) for index in range(3)] for name in ("a", "b")}
     outputs["b"].append(encode_output(answer(9, 4000, 7)))
-    whole, nothing = batches(outputs, 1 << 20)
+    whole, nothing = pack_messages(outputs, 1 << 20)
     assert (whole, nothing) == ([outputs], {})
-    messages, too_large = batches(outputs, 8000)
+    messages, too_large = pack_messages(outputs, 8000)
     assert list(too_large) == ["b"]
     assert too_large["b"] > 100_000
     assert len(messages) == 3

@@ -1,8 +1,8 @@
-"""The line between the engine's process and SGLang's scheduler processes, beside SGLang's own.
+"""Control connections from the engine's process to SGLang's scheduler processes, beside SGLang's own.
 
 Each scheduler process (one per tensor-parallel rank) connects to a Unix socket and answers requests there
-(`services.rollout.engines.sglang.scheduler`), in the frames of `relaxd.process.frames`. An end of the line that nobody
-asked for means that the process died.
+(`services.rollout.engines.sglang.scheduler`), in the frames of `relaxd.process.frames`. A connection that closes means
+that the process has died.
 """
 
 import itertools
@@ -20,21 +20,23 @@ from typing import Any
 from relaxd.process.frames import HEADER, FrameError, body_length, decode, encode
 
 ADDRESS_VARIABLE = "RELAXD_SGLANG_CONTROL"
-"""Environment variable that tells scheduler processes where to connect."""
+"""Environment variable with the path of the socket, for the scheduler processes."""
 
 
 class SchedulerError(Exception):
-    """A scheduler process answered with an error, not in time, or died. `kind` is the error's class name there."""
+    """A scheduler process answered with an error, was late, or died. `kind` is the class name of the error there."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 
 
-class _Line:
-    """One scheduler process."""
+class _Connection:
+    """The connection to one scheduler process."""
 
-    def __init__(self, connection: socket.socket, on_event: Callable[["_Line", str, dict[str, Any]], None]) -> None:
+    def __init__(
+        self, connection: socket.socket, on_event: Callable[["_Connection", str, dict[str, Any]], None]
+    ) -> None:
         self.rank = -1
         self._socket = connection
         self._on_event = on_event
@@ -44,7 +46,7 @@ class _Line:
         threading.Thread(target=self._read, name="read a scheduler", daemon=True).start()
 
     def ask(self, method: str, params: Mapping[str, Any]) -> "Future[Any]":
-        """Send a request; the future has its result, or a SchedulerError."""
+        """Send a request. The future gets its result or a SchedulerError."""
         number, reply = next(self._ids), Future[Any]()
         self._replies[number] = reply
         try:
@@ -58,7 +60,7 @@ class _Line:
     def _read(self) -> None:
         try:
             while True:
-                message = decode(self._exactly(body_length(self._exactly(HEADER.size))))
+                message = decode(self._receive_exactly(body_length(self._receive_exactly(HEADER.size))))
                 if "event" in message:
                     self._on_event(self, message["event"], message["params"])
                     continue
@@ -75,7 +77,7 @@ class _Line:
                     reply.set_exception(SchedulerError("SchedulerGone", f"scheduler {self.rank} is gone"))
             self._on_event(self, "gone", {"reason": str(error)})
 
-    def _exactly(self, count: int) -> bytes:
+    def _receive_exactly(self, count: int) -> bytes:
         data = bytearray()
         while len(data) < count:
             piece = self._socket.recv(min(count - len(data), 1 << 20))
@@ -86,46 +88,48 @@ class _Line:
 
 
 class Schedulers:
-    """All scheduler processes of an engine, in the order of their ranks once they are there."""
+    """The scheduler processes of an engine, by rank."""
 
     def __init__(self, on_gone: Callable[[int], None]) -> None:
         """`on_gone` is called with the rank of a scheduler process that died."""
         self._on_gone = on_gone
         self._changed = threading.Condition()
-        self._lines: dict[int, _Line] = {}
+        self._connections: dict[int, _Connection] = {}
         self.failure = ""
-        """What a scheduler process said when it could not be started."""
+        """Reason that a scheduler process gave when it failed to start; empty before."""
         self.folder = Path(tempfile.mkdtemp(prefix="relaxd-sglang-"))
-        """Holds sockets. To be removed, by `close_door`, when everyone is connected."""
+        """Folder of the socket. `stop_listening` removes it."""
         self.address = str(self.folder / "control")
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._door.bind(self.address)
-        self._door.listen(64)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.address)
+        self._listener.listen(64)
         threading.Thread(target=self._accept, name="accept schedulers", daemon=True).start()
 
     def wait_for(self, count: int, timeout: float) -> None:
-        """Until `count` scheduler processes are connected. Raises SchedulerError."""
+        """Wait until `count` scheduler processes are connected. Raises SchedulerError."""
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self._lines) >= count or self.failure, timeout):
-                raise SchedulerError("Timeout", f"{len(self._lines)} of {count} schedulers came within {timeout:g} s")
+            if not self._changed.wait_for(lambda: len(self._connections) >= count or self.failure, timeout):
+                raise SchedulerError(
+                    "Timeout", f"{len(self._connections)} of {count} schedulers connected within {timeout:g} s"
+                )
             if self.failure:
                 raise SchedulerError("LoadError", self.failure)
 
     def wait_for_failure(self, timeout: float) -> str:
-        """What a scheduler process said about its failure, if it says so within `timeout`."""
+        """Return a scheduler process's reason for its failure, if it comes within `timeout`, else ""."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure, timeout)
             return self.failure
 
-    def close_door(self) -> None:
-        """Let nobody in any more, and leave nothing on the disk."""
-        self._door.close()
+    def stop_listening(self) -> None:
+        """Accept no more connections, and remove the socket's folder."""
+        self._listener.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def ask_each(self, method: str, params: Mapping[str, Any], timeout: float) -> list[Any]:
-        """The result, or the SchedulerError, of each by rank, once all have answered or it is late."""
+        """Return each rank's result or SchedulerError, once all have answered or `timeout` has passed."""
         deadline = time.monotonic() + timeout
-        replies = [self._lines[rank].ask(method, params) for rank in sorted(self._lines)]
+        replies = [self._connections[rank].ask(method, params) for rank in sorted(self._connections)]
         answers: list[Any] = []
         for rank, reply in enumerate(replies):
             try:
@@ -138,7 +142,7 @@ class Schedulers:
         return answers
 
     def ask_all(self, method: str, params: Mapping[str, Any], timeout: float) -> list[Any]:
-        """The results of all, by rank. Raises the first SchedulerError, once all have answered or it is late."""
+        """Return the results by rank. Raises the first SchedulerError, once all have answered or are late."""
         answers = self.ask_each(method, params, timeout)
         for answer in answers:
             if isinstance(answer, SchedulerError):
@@ -146,28 +150,28 @@ class Schedulers:
         return answers
 
     def ask_first(self, method: str, params: Mapping[str, Any], timeout: float) -> Any:
-        """The result of rank 0. Raises SchedulerError."""
+        """Return the result of rank 0. Raises SchedulerError."""
         try:
-            return self._lines[0].ask(method, params).result(timeout)
+            return self._connections[0].ask(method, params).result(timeout)
         except FutureTimeout:
             raise SchedulerError("Timeout", f"scheduler 0 did not answer {method} within {timeout:g} s") from None
 
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._door.accept()
+                connection, _ = self._listener.accept()
             except OSError:
-                return  # the door is closed
-            _Line(connection, self._on_event)
+                return  # stop_listening was called
+            _Connection(connection, self._on_event)
 
-    def _on_event(self, line: _Line, event: str, params: dict[str, Any]) -> None:
+    def _on_event(self, connection: _Connection, event: str, params: dict[str, Any]) -> None:
         with self._changed:
             if event == "hello":
-                line.rank = params["rank"]
+                connection.rank = params["rank"]
             elif event == "ready":
-                self._lines[line.rank] = line
+                self._connections[connection.rank] = connection
             elif event == "failed":
                 self.failure = self.failure or params["reason"]
             self._changed.notify_all()
-        if event == "gone" and line.rank in self._lines:
-            self._on_gone(line.rank)
+        if event == "gone" and connection.rank in self._connections:
+            self._on_gone(connection.rank)

@@ -1,4 +1,4 @@
-"""Meeting an external SGLang server: whether it is up, and whether it fits the run."""
+"""Connecting to an external SGLang server: wait until it is up, and check that it fits the run."""
 
 import asyncio
 import logging
@@ -9,44 +9,44 @@ from typing import Any
 from relaxd.config import RolloutConfig
 from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
 from services.rollout.engines.model_folder import ModelFolder
-from services.rollout.engines.sglang_server.http import ServerGone, SGLangClient
+from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
 
-ASK_SECONDS = 10.0
+CALL_SECONDS = 10.0
 RETRY_SECONDS = 1.0
 KEEP_MEMORY = {"torch_empty_cache": False}
-"""With /continue_generation: emptying the allocator's cache each time costs time, and fails on a CPU."""
+"""Body of /continue_generation. Emptying the allocator's cache would cost time, and fails on a CPU."""
 
 logger = logging.getLogger(__name__)
 
 
 class ServerMismatch(ChildError):
-    """The server has another model than the run, or is set up in a way that cannot work."""
+    """The server has another model than the run, or options that don't work with relaxd."""
 
 
 @dataclass(frozen=True)
-class ServerFacts:
-    """How a server is set up."""
+class ServerInfo:
+    """Configuration of a server."""
 
     context: int
-    """Its --context-length; 0 when that is the model's own."""
+    """Its --context-length; 0 when it is the model's own."""
     device: str
     """cpu or cuda."""
     incremental: bool
-    """--incremental-streaming-output: events bring new tokens only."""
+    """--incremental-streaming-output: events have only new tokens."""
     late_tokens: int
-    """1 where its scheduler overlaps, and so reports a token after the batch that follows has begun."""
+    """1 where its scheduler overlaps, so that it reports a token after the next batch has started; else 0."""
     prefix_cache: bool
-    """Whether prompts are kept for later requests."""
+    """True if it caches prompts for later requests."""
 
 
-async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfig) -> ServerFacts:
-    """Wait until the server is up, check that it fits, and end what an earlier user left: requests and a pause.
+async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfig) -> ServerInfo:
+    """Wait until the server is up, check that it fits, and end requests and a pause that an earlier user left.
 
-    A server that isn't up is waited for; the coordinator restarts a replica that waits for health.start_seconds. Raises
-    ServerMismatch, which says what would be right; ChildRequestError when the server refuses to be asked.
+    Waits without a deadline: the coordinator restarts a replica that waits longer than health.start_seconds. Raises
+    ServerMismatch, which names the right options, and ChildRequestError when the server refuses the call.
     """
     info = await _wait_until_up(client)
-    described = await client.call("/model_info", timeout=ASK_SECONDS)
+    described = await client.call("/model_info", timeout=CALL_SECONDS)
     wrong = []
     if not described.get("is_generation"):
         wrong.append(f"its model {described.get('model_path')} does not generate")
@@ -61,9 +61,9 @@ async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfi
         if info.get(option) != right:
             wrong.append(f"its {option} is {info.get(option)}: it must be {right}{why}")
     if info.get("quantization"):
-        wrong.append(f"its quantization is {info['quantization']}: it cannot take the trainer's weights")
+        wrong.append(f"its quantization is {info['quantization']}: it cannot receive the trainer's weights")
     if info.get("speculative_algorithm"):
-        wrong.append("it uses speculative decoding, whose draft model would keep its weights")
+        wrong.append("it uses speculative decoding, whose draft model relaxd cannot update")
     if not wrong:
         await _take_over(client)
         vocabulary = await _vocabulary(client)
@@ -73,11 +73,11 @@ async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfi
         raise ServerMismatch(f"the server {client.url} does not fit the run: {'; '.join(wrong)}")
     if not info.get("incremental_streaming_output"):
         logger.warning(
-            "%s was started without --incremental-streaming-output: tokens that are generated around an update count "
-            "as older than they may be",
+            "%s was started without --incremental-streaming-output: tokens generated around an update may count as "
+            "older than they are",
             client.url,
         )
-    return ServerFacts(
+    return ServerInfo(
         context=info.get("context_length") or 0,
         device=str(info.get("device")),
         incremental=bool(info.get("incremental_streaming_output")),
@@ -87,37 +87,37 @@ async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfi
 
 
 async def _wait_until_up(client: SGLangClient) -> dict[str, Any]:
-    told = ""
+    logged = ""
     while True:
         try:
-            return await client.call("/server_info", timeout=ASK_SECONDS)
+            return await client.call("/server_info", timeout=CALL_SECONDS)
         except (ServerGone, ChildTimeout, ChildRequestError) as error:
             refused = isinstance(error, ChildRequestError) and error.details["status"] < 500
             if refused:
                 raise
-            if str(error) != told:
-                told = str(error)
-                logger.info("waiting for the server: %s", told)
+            if str(error) != logged:
+                logged = str(error)
+                logger.info("waiting for the server: %s", logged)
             await asyncio.sleep(RETRY_SECONDS)
 
 
 async def _take_over(client: SGLangClient) -> None:
-    """Whoever used the server before may have died during a pause, and left requests behind."""
-    await client.call("/abort_request", {"abort_all": True}, timeout=ASK_SECONDS)
-    await client.call("/continue_generation", KEEP_MEMORY, timeout=ASK_SECONDS)
+    """End the requests and the pause that an earlier user may have left."""
+    await client.call("/abort_request", {"abort_all": True}, timeout=CALL_SECONDS)
+    await client.call("/continue_generation", KEEP_MEMORY, timeout=CALL_SECONDS)
 
 
 async def _vocabulary(client: SGLangClient) -> int | None:
-    """How many token ids the server's model has; None if it doesn't say.
+    """Return the size of the vocabulary; None if the server doesn't tell.
 
-    No call tells it, but the refusal of a bias for token -1, which can do no harm, names the ids that there are.
+    No call returns it, but the refusal of a harmless bias for token -1 names the range of ids.
     """
     body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "logit_bias": {"-1": 0.0}}}
     try:
-        await client.call("/generate", body, timeout=ASK_SECONDS)
+        await client.call("/generate", body, timeout=CALL_SECONDS)
     except ChildRequestError as error:
         found = re.search(r"keys in \[0, (\d+)\]", str(error))
         if found:
             return int(found[1]) + 1
-    logger.warning("%s does not tell how many token ids its model has", client.url)
+    logger.warning("%s does not report the size of its vocabulary", client.url)
     return None

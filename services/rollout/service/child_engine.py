@@ -1,4 +1,4 @@
-"""The engine as the service sees it: a child process that is started, asked, and watched."""
+"""The parent's side of an engine: starts its child process, sends it requests, and receives outputs."""
 
 import asyncio
 import itertools
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from relaxd.config import RolloutConfig
 from relaxd.process.child import Child, ChildError, ChildExit, ChildExited
-from services.rollout.engines.base import (
+from relaxd.process.gpu_lease import GpuLease
+from services.rollout.engines.output_encoding import decode_output
+from services.rollout.engines.types import (
     AnswerTooLarge,
     EngineError,
     MemoryPart,
@@ -21,27 +23,26 @@ from services.rollout.engines.base import (
     Sampling,
     Version,
 )
-from services.rollout.engines.wire import decode_output
 
 if TYPE_CHECKING:
-    from services.rollout.engines.sglang_server.engine import ExternalEngine
+    from services.rollout.engines.sglang_external.engine import ExternalEngine
 
-AnyEngine: TypeAlias = "Engine | ExternalEngine"
-"""An engine of our own, or a server that somebody else runs: they have the same methods."""
+AnyEngine: TypeAlias = "ChildEngine | ExternalEngine"
+"""An engine in a child process or an external server. Both have the same methods."""
 MODULES = {
     "transformers": "services.rollout.engines.transformers.process",
     "sglang": "services.rollout.engines.sglang.process",
 }
-"""The processes of the engines."""
+"""Modules of the engines' processes, by rollout.engine."""
 ALL_MEMORY: frozenset[MemoryPart] = frozenset({"weights", "kv_cache"})
 CONTROL_SECONDS = 10.0
-"""For requests that only change a flag."""
+"""Deadline of requests that only change a flag."""
 MARGIN_SECONDS = 5.0
-"""Beyond a deadline that the engine keeps by itself."""
+"""Time for an answer beyond a deadline that the engine enforces itself."""
 
 
-class Engine:
-    """One engine process with a loaded model. Use it from the event loop that started it."""
+class ChildEngine:
+    """One engine process with a loaded model. Use it only in the event loop that started it."""
 
     def __init__(self, on_exit: Callable[[ChildExit], None], on_tokens: Callable[[int, float], None]) -> None:
         self._on_exit = on_exit
@@ -55,17 +56,17 @@ class Engine:
         self.context = 0
         """Most tokens of prompt and answer together; 0 when the model doesn't say."""
         self.device = "cpu"
-        """Where the model is: "cpu" or "cuda"."""
+        """Device of the model: "cpu" or "cuda"."""
         self.weights: Version | None = None
-        """What it serves; None until the first commit."""
+        """The weights that it serves; None until the first commit."""
         self.quarantined = False
-        """Whether a broken update left the model between two versions."""
+        """True if a failed update left the model between two versions."""
         self.asleep: frozenset[MemoryPart] = frozenset()
-        """The parts of its memory that it has given back."""
+        """The parts of its memory that it has freed."""
         self.tokens = 0
-        """Generated since it started, by its last word."""
+        """Tokens generated since the start, by its last report."""
         self.gauges: dict[str, float] = {}
-        """Its last word on tokens_per_second, running_samples, waiting_samples and engine_rss_bytes."""
+        """Last report of tokens_per_second, running_samples, waiting_samples and engine_rss_bytes."""
 
     @classmethod
     async def start(
@@ -80,13 +81,21 @@ class Engine:
         on_exit: Callable[[ChildExit], None],
         on_tokens: Callable[[int, float], None],
         colocate: bool = False,
-    ) -> "Engine":
-        """Start a process and load the model in `folder`, with the interpreter `python` if not with this one.
+        gpu_lease: GpuLease | None = None,
+    ) -> "ChildEngine":
+        """Start a process and load the model in `folder`. Raises ChildError.
 
-        `environment` is set on top of this process's, and names the GPUs that the engine may use.
-        `on_exit` is called when the process ends unasked, before the requests under way fail; `on_tokens` about every
-        second with the tokens that were generated since, and tokens per second. With `colocate` it is to sleep now and
-        then. Raises ChildError.
+        Args:
+            folder: the model.
+            config: the run's [rollout] table.
+            environment: set on top of this process's; names the GPUs that the engine may use.
+            name: name of the replica, for logs.
+            log_level: log level.
+            python: another interpreter than this process's.
+            on_exit: called when the process ends unexpectedly, before running requests fail.
+            on_tokens: called about every second with the number of tokens generated since, and tokens per second.
+            colocate: whether the engine has to sleep and wake up.
+            gpu_lease: lease on the engine's GPUs, if it uses any.
         """
         engine = cls(on_exit, on_tokens)
         threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
@@ -97,9 +106,10 @@ class Engine:
             python=python or None,
             name="the engine",
             on_event=engine._on_event,
+            gpu_lease=gpu_lease,
         )
         engine._child = child
-        child.exited.add_done_callback(lambda exited: engine._gone(exited.result()))
+        child.exited.add_done_callback(lambda exited: engine._on_child_exit(exited.result()))
         params = {
             "folder": str(folder),
             "dtype": config.dtype,
@@ -112,7 +122,7 @@ class Engine:
             "colocate": colocate,
         }
         try:
-            # A large model takes as long as it takes; the coordinator restarts a replica that gets nowhere with it.
+            # Without a deadline: the coordinator restarts a replica whose loading makes no progress.
             loaded = await child.request("load", params, None)
         except BaseException:
             await engine.stop()
@@ -123,33 +133,33 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         assert self._child is not None
         return self._child.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the process is there."""
+        """True if the process runs."""
         return self._child is not None and self._child.alive
 
     @property
     def serving(self) -> bool:
-        """Whether it generates (or will, when its pause ends)."""
+        """True if it generates, or will when its pause ends."""
         return self.alive and self.weights is not None and not self.quarantined and not self.asleep
 
     async def generate(
         self, prompt_tokens: tuple[int, ...], n: int, sampling: Sampling, *, stream: bool = False
     ) -> AsyncIterator[Output]:
-        """The outputs of n samples until all have ended. Leaving the iteration early cancels the rest.
+        """Yield the outputs of n samples until all have ended. Leaving the iteration early cancels the rest.
 
-        Raises RequestFailed, or ChildExited when the engine dies.
+        Raises RequestFailed, or ChildExited when the engine exits.
         """
         request = Request(f"request-{next(self._numbers)}", prompt_tokens, n, sampling, stream)
         queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self._queues[request.request_id] = queue
         ended = 0
         try:
-            await self._ask("generate", asdict(request), CONTROL_SECONDS)
+            await self._request("generate", asdict(request), CONTROL_SECONDS)
             while ended < n:
                 output = await queue.get()
                 if isinstance(output, Exception):
@@ -161,22 +171,22 @@ class Engine:
             del self._queues[request.request_id]
             if ended < n and self.alive:
                 with suppress(ChildError):
-                    await self._ask("cancel", {"request_id": request.request_id}, CONTROL_SECONDS)
+                    await self._request("cancel", {"request_id": request.request_id}, CONTROL_SECONDS)
 
     async def pause(self, mode: str, lease_seconds: float, timeout: float) -> int:
-        """Pause generation; returns the number of samples held in place."""
+        """Pause generation. Returns the number of samples held in place."""
         params = {"mode": mode, "lease_seconds": lease_seconds, "timeout": timeout}
-        return int((await self._ask("pause", params, timeout + MARGIN_SECONDS))["paused_samples"])
+        return int((await self._request("pause", params, timeout + MARGIN_SECONDS))["paused_samples"])
 
     async def resume(self) -> None:
         """End the pause."""
-        await self._ask("resume", {}, CONTROL_SECONDS)
+        await self._request("resume", {}, CONTROL_SECONDS)
 
     async def sleep(self, timeout: float) -> dict[str, Any]:
-        """Give memory back, once what has begun has ended; returns before and after (bytes in use) and seconds."""
+        """Wait for running samples, then free memory. Returns before and after (bytes in use) and seconds."""
         served, self.weights = self.weights, None
         try:
-            change: dict[str, Any] = await self._ask("sleep", {"timeout": timeout}, timeout + MARGIN_SECONDS)
+            change: dict[str, Any] = await self._request("sleep", {"timeout": timeout}, timeout + MARGIN_SECONDS)
         except BaseException:
             self.weights = served
             raise
@@ -184,37 +194,37 @@ class Engine:
         return change
 
     async def wake(self, parts: Collection[MemoryPart], timeout: float) -> dict[str, Any]:
-        """Take memory back; returns as `sleep`."""
+        """Allocate memory again. Returns as `sleep`."""
         params = {"parts": sorted(parts)}
-        change: dict[str, Any] = await self._ask("wake", params, timeout)
+        change: dict[str, Any] = await self._request("wake", params, timeout)
         self.asleep -= frozenset(parts)
         return change
 
     async def join(self, group: Mapping[str, Any], timeout: float) -> None:
-        """Connect with a weight group: name, transport, store_host, store_port, rank, world_size, manifest (base64)."""
-        await self._ask("join", {**group, "timeout": timeout}, timeout + MARGIN_SECONDS)
+        """Connect to a weight group: name, transport, store_host, store_port, rank, world_size, manifest (base64)."""
+        await self._request("join", {**group, "timeout": timeout}, timeout + MARGIN_SECONDS)
 
     async def receive(self, group_name: str, weights: Version, timeout: float, *, checksum: bool) -> dict[str, Any]:
-        """Receive and commit one version; returns seconds and checksums."""
+        """Receive and commit one version. Returns seconds and checksums."""
         params = {"name": group_name, **asdict(weights), "timeout": timeout, "checksum": checksum}
-        result: dict[str, Any] = await self._ask("receive", params, timeout + MARGIN_SECONDS)
+        result: dict[str, Any] = await self._request("receive", params, timeout + MARGIN_SECONDS)
         self.weights, self.quarantined = weights, False
         return result
 
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:
-        """Abort and forget a weight group; returns whether the engine is quarantined, which `quarantine` asks for."""
+        """Abort and forget a weight group, and quarantine the engine if asked. Returns whether it is quarantined."""
         params = {"name": group_name, "quarantine": quarantine}
-        self.quarantined = (await self._ask("leave", params, CONTROL_SECONDS))["quarantined"]
+        self.quarantined = (await self._request("leave", params, CONTROL_SECONDS))["quarantined"]
         return self.quarantined
 
     async def stop(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._on_exit = lambda ended: None
         if self._child is not None:
-            self._child.kill()  # it holds nothing that has to be put in order
+            self._child.kill()  # it has nothing to clean up
             await asyncio.shield(self._child.exited)
 
-    async def _ask(self, method: str, params: dict[str, Any], timeout: float) -> Any:
+    async def _request(self, method: str, params: dict[str, Any], timeout: float) -> Any:
         if self._child is None:
             raise EngineError("the engine has not been started")
         return await self._child.request(method, params, timeout)
@@ -228,7 +238,7 @@ class Engine:
             self._deliver(params["request_id"], [kind(params["reason"])])
         else:
             for request_id, outputs in params["requests"].items():
-                self._deliver(request_id, [decode_output(words) for words in outputs])
+                self._deliver(request_id, [decode_output(encoded) for encoded in outputs])
 
     def _deliver(self, request_id: str, outputs: Sequence[Output | Exception]) -> None:
         queue = self._queues.get(request_id)
@@ -251,7 +261,7 @@ class Engine:
             "engine_rss_bytes": stats["rss_bytes"],
         }
 
-    def _gone(self, ended: ChildExit) -> None:
+    def _on_child_exit(self, ended: ChildExit) -> None:
         self.weights = None
         self.gauges = {}
         self._on_exit(ended)

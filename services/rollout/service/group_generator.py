@@ -1,4 +1,4 @@
-"""The stage "rollout": from a group's prompt to its samples."""
+"""The rollout stage: generates the samples of a group from its prompt."""
 
 import asyncio
 import hashlib
@@ -11,8 +11,8 @@ import numpy as np
 from relaxd.board import ROUTED_EXPERTS, Board, Column, Delivery, Drop
 from relaxd.board.worker import Result
 from relaxd.config import RunConfig
-from services.rollout.engines.base import AnswerTooLarge, Output, Sampling
-from services.rollout.service.engine import AnyEngine
+from services.rollout.engines.types import AnswerTooLarge, Output, Sampling
+from services.rollout.service.child_engine import AnyEngine
 from services.rollout.service.occupancy import Occupancy
 from services.rollout.service.requests import run_sampling
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupGenerator:
-    """Generates the groups of one run with whatever engine is there."""
+    """Generates the groups of one run with the service's current engine."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class GroupGenerator:
         on_progress: Callable[[], None],
         occupancy: Occupancy,
     ) -> None:
-        """`on_progress` is called, in the event loop, whenever a sample has ended: there may be room for more."""
+        """`on_progress` is called in the event loop whenever a sample has ended, as another group may fit."""
         self._config = config
         self._board = board
         self._engine = engine
@@ -38,10 +38,10 @@ class GroupGenerator:
         self._occupancy = occupancy
         self._loop = asyncio.get_running_loop()
         self._unfinished: dict[str, int] = {}
-        self._under_way: set[Future[Result]] = set()
+        self._running: set[Future[Result]] = set()
 
     def room(self, held: int) -> int:
-        """How many groups may be held, given that `held` are: the engine admits samples, not groups."""
+        """Return how many groups may be held, given that `held` are now. The engine's limit counts samples."""
         per_group = self._config.rollout.samples_per_prompt
         unfinished = list(self._unfinished.values())
         samples = sum(unfinished) + per_group * max(0, held - len(unfinished))
@@ -49,18 +49,18 @@ class GroupGenerator:
         return max(held + free // per_group, 1)
 
     def process(self, delivery: Delivery, columns: dict[str, Column]) -> "Future[Result]":
-        """What the stage's worker does with a group. Called in its threads."""
+        """Process a group. Called in the stage worker's threads."""
         prompt = columns["prompt_tokens"]
         assert isinstance(prompt, np.ndarray)
         tokens = tuple(map(int, prompt))
         future = asyncio.run_coroutine_threadsafe(self._generate(delivery, tokens), self._loop)
-        self._under_way.add(future)
-        future.add_done_callback(self._under_way.discard)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
         return future
 
     def cancel(self) -> None:
-        """Give up what is under way: it was handed back."""
-        for future in list(self._under_way):
+        """Cancel the running groups, which were handed back."""
+        for future in list(self._running):
             future.cancel()
 
     async def _generate(self, delivery: Delivery, prompt: tuple[int, ...]) -> Result:
@@ -71,28 +71,28 @@ class GroupGenerator:
                 engine = self._engine()
                 weights = engine.weights if engine is not None else None
                 if engine is None or weights is None:
-                    raise asyncio.CancelledError  # taken just before the engine went: handed back, uncounted
+                    raise asyncio.CancelledError  # taken just before the engine ended: handed back, uncounted
                 if not prompt or max(prompt) >= engine.vocabulary or min(prompt) < 0:
                     return Drop("bad_prompt")
                 if engine.context and len(prompt) + sampling.max_new_tokens > engine.context:
                     return Drop("prompt_too_long")
-                # The engine may begin with later weights: then the board was told too early a version, which only
-                # holds a step back for longer than needed.
+                # The engine may start with later weights. The board then has too early a version, which only delays a
+                # step more than needed.
                 if not await asyncio.to_thread(self._board.begin, delivery, weights.version):
                     raise asyncio.CancelledError  # another replica has it
                 self._unfinished[delivery.group_id] = n
                 try:
-                    samples = await self._samples(engine, delivery.group_id, prompt, sampling)
+                    samples = await self._generate_samples(engine, delivery.group_id, prompt, sampling)
                 except AnswerTooLarge as error:
-                    logger.error("group %s is dropped: %s", delivery.group_id, error)
+                    logger.error("dropping group %s: %s", delivery.group_id, error)
                     return Drop("too_large")
-                # A pause in mode "abort" ended it: it begins anew, under the weights that come.
+                # After a pause in mode "abort", start again under the next weights.
                 if all(sample.finish_reason != "abort" for sample in samples):
                     return group_columns(samples, routed_experts=self._config.rollout.return_routed_experts)
         finally:
             self._unfinished.pop(delivery.group_id, None)
 
-    async def _samples(
+    async def _generate_samples(
         self, engine: AnyEngine, group_id: str, prompt: tuple[int, ...], sampling: Sampling
     ) -> list[Output]:
         n = self._config.rollout.samples_per_prompt
@@ -106,15 +106,15 @@ class GroupGenerator:
 
 
 def group_seed(run_seed: int, group_id: str) -> int:
-    """The seed of a group's samples: the same whenever and wherever the group is generated."""
+    """Return the seed of a group's samples. It depends only on run seed and group id."""
     digest = hashlib.blake2b(f"{run_seed}/{group_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def group_columns(samples: Sequence[Output], *, routed_experts: bool = False) -> dict[str, Column]:
-    """The columns that the stage writes, from the n complete samples of a group.
+    """Return the columns that the stage writes, from the n complete samples of a group.
 
-    Raises ValueError when the routed experts are asked for and a sample has none.
+    Raises ValueError when `routed_experts` is set and a sample has none.
     """
     columns: dict[str, Column] = {}
     if routed_experts:

@@ -1,4 +1,4 @@
-"""Replicas as containers, by way of the Docker engine."""
+"""A host that runs replicas as containers, through the Docker engine."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ from relaxd.v1 import launcher_pb2 as pb
 from services.launcher.container import LAUNCH_ID, NUMBER, ONEOFF, PROJECT, ROLE, SERVICE, container_config
 
 ENGINE_SECONDS = 30.0
-"""How long the engine may take for an answer."""
+"""Timeout of a call to the engine."""
 RESTARTABLE = ("trainer", "rollout", "reward", "advantage")
 STATES = {
     "created": pb.INSTANCE_STATE_RUNNING,
@@ -29,25 +29,22 @@ logger = logging.getLogger(__name__)
 
 
 class DockerHost:
-    """The engine that this process reaches, within one compose project.
-
-    Of the engine's powers it uses few: it copies containers of the project's own services, and ends the copies.
-    """
+    """Runs replicas as containers of one compose project: copies containers of its services, and removes the copies."""
 
     roles = frozenset({"rollout", "reward", "advantage"})
 
     def __init__(self, project: str = "") -> None:
-        """`project` is the compose project; empty: that of the container in which this process runs.
+        """Connect to the engine. `project` is the compose project; empty: the one of this process's own container.
 
-        Raises Unavailable: no engine answers; FailedPrecondition: this process is in no project's container.
+        Raises Unavailable when no engine answers, FailedPrecondition when this process runs in no project's container.
         """
-        with _explained():
+        with _translate_errors():
             self._engine = docker.from_env(timeout=ENGINE_SECONDS).api
             self.project = project or self._own_project()
 
     def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
-        """See relaxd.replica.launcher.Host."""
-        with _explained():
+        """See relaxd.launcher.host.Host."""
+        with _translate_errors():
             found = self._launched(launch_id)
             if not found:
                 config = container_config(self._template(role), launch_id, role, gpu_uuids, self._next_number(role))
@@ -60,42 +57,42 @@ class DockerHost:
             return _instance(self._launched(launch_id)[0])
 
     def remove(self, launch_id: str, grace_seconds: float) -> None:
-        """See relaxd.replica.launcher.Host."""
-        with _explained():
+        """See relaxd.launcher.host.Host."""
+        with _translate_errors():
             for container in self._launched(launch_id):
                 try:
                     self._engine.stop(container["Id"], timeout=math.ceil(grace_seconds))
                     self._engine.remove_container(container["Id"], v=True, force=True)
                 except docker.errors.NotFound:
-                    logger.info("%s was gone already", launch_id)
+                    logger.info("%s was removed already", launch_id)
 
     def restart(self, instance: str, replica_id: str) -> str:
-        """See relaxd.replica.launcher.Host. An instance is a container's id; which process runs in it can't be seen."""
-        with _explained():
+        """See Host. `instance` is a container's id; `replica_id` is ignored, because the engine does not know it."""
+        with _translate_errors():
             container = next((one for one in self._containers() if one["Id"].startswith(instance)), None)
             if container is None:
                 raise NotFound(f"project {self.project!r} has no container {instance!r}")
             role = container["Labels"].get(ROLE) or container["Labels"][SERVICE]
             if role not in RESTARTABLE:
                 raise FailedPrecondition(
-                    f"container {instance} is of service {role}, and only {', '.join(RESTARTABLE)} are restarted so"
+                    f"container {instance} is of service {role}: only {', '.join(RESTARTABLE)} can be restarted"
                 )
-            if container["State"] == "paused":  # or the engine refuses to stop it
+            if container["State"] == "paused":  # the engine does not stop a paused container
                 self._engine.unpause(container["Id"])
             self._engine.restart(container["Id"], timeout=0)
             return f"container {container['Names'][0].removeprefix('/')} was {container['State']}"
 
     def instances(self) -> list[pb.Instance]:
-        """See relaxd.replica.launcher.Host."""
-        with _explained():
+        """See relaxd.launcher.host.Host."""
+        with _translate_errors():
             return [_instance(container) for container in self._launched()]
 
     def _template(self, role: str) -> dict[str, Any]:
-        """A container that Compose started for a role's service."""
+        """Return the container of a role's service to copy: a running one if there is one, then the oldest."""
         containers = self._containers(f"{SERVICE}={role}", f"{ONEOFF}=False")
         if not containers:
             raise FailedPrecondition(
-                f"project {self.project!r} has no container of service {role!r}, of which there could be more: "
+                f"project {self.project!r} has no container of service {role!r} to copy; start one first: "
                 f"docker compose up -d {role}"
             )
         oldest = min(containers, key=lambda one: (one["State"] != "running", int(one["Labels"][NUMBER])))
@@ -122,15 +119,15 @@ class DockerHost:
                 labels = self._engine.inspect_container(own)["Config"]["Labels"]
         if PROJECT not in labels:
             raise FailedPrecondition(
-                "this process runs in no container of a compose project: name the project with --project / "
+                "this process does not run in a container of a compose project: name the project with --project / "
                 "RELAXD_PROJECT"
             )
         return labels[PROJECT]
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """What the engine says, as errors that cross the wire."""
+def _translate_errors() -> Iterator[None]:
+    """Turn the engine's errors into RpcErrors."""
     try:
         yield
     except docker.errors.APIError as error:

@@ -1,19 +1,18 @@
-"""The gRPC side of every launcher: checks requests, obeys only the current coordinator, and runs until a signal.
-
-What starting and removing means is a Host: local processes (relaxd.local.launcher), containers (services.launcher).
+"""relaxd.v1.Launcher, over a Host: local processes (relaxd.local.launcher) or containers (services.launcher).
 
 A coordinator that was replaced must not start or kill anything any more, so requests carry their coordinator's term.
-Redis has the current one: each coordinator that starts increments it. The launcher reads it for every request and
-refuses all others. It keeps no term of its own, because the largest one that it has heard could be wrong: a single
-mistyped or malicious call would lock the coordinator out, a launcher that restarts would forget it, and one that kept
-it on disk would refuse the coordinators of a Redis that started empty.
+Redis has the current term, which each new coordinator increments. The launcher reads it for every request and refuses
+requests of any other. It remembers no term itself: a single mistyped or malicious call with a large term would lock the
+coordinator out, a restarted launcher would have forgotten it, and a term on disk would refuse the coordinators of a
+Redis that started empty.
 """
 
 import asyncio
 import logging
 import re
-from typing import Any, Protocol
+from typing import Any
 
+from relaxd.launcher.host import Host
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, ServerError, Violations
 from relaxd.rpc.server import Service, start_service
 from relaxd.rpc.settings import ServiceSettings
@@ -21,8 +20,7 @@ from relaxd.rpc.signals import stop_signals
 from relaxd.rpc.terms import Terms
 from relaxd.telemetry import setup_logging
 from relaxd.v1 import launcher_pb2 as pb
-from relaxd.v1.launcher_pb2_grpc import LauncherServicer as Servicer
-from relaxd.v1.launcher_pb2_grpc import add_LauncherServicer_to_server
+from relaxd.v1 import launcher_pb2_grpc
 
 LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
@@ -33,27 +31,13 @@ _NAME_RULE = "must be 1 to 100 letters, digits, dots, dashes and underscores, th
 _log = logging.getLogger(__name__)
 
 
-class Host(Protocol):
-    """Where replicas are started. Its methods block and are called in threads; they raise RpcError."""
+class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
+    """Answers relaxd.v1.Launcher: checks requests and passes them on to a host.
 
-    roles: frozenset[str]
-    """What it can start."""
-
-    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> pb.Instance:
-        """Start a replica, or look up the one of that id."""
-
-    def remove(self, launch_id: str, grace_seconds: float) -> None:
-        """End a replica; returns once it is gone."""
-
-    def restart(self, instance: str, replica_id: str) -> str:
-        """Kill a process and start it again (see the proto); says what was done."""
-
-    def instances(self) -> list[pb.Instance]:
-        """What was launched and not removed."""
-
-
-class LauncherServicer(Servicer):
-    """relaxd.v1.Launcher over a host."""
+    Args:
+        host: where replicas run.
+        terms: the coordinators' terms, in Redis.
+    """
 
     def __init__(self, host: Host, terms: Terms) -> None:
         self._host = host
@@ -73,7 +57,7 @@ class LauncherServicer(Servicer):
             )
         violations.raise_if_any()
         async with self._launching:
-            await self._check_term(request.term)
+            await self._require_current_term(request.term)
             gpus = tuple(request.gpu_uuids)
             instance = await asyncio.to_thread(self._host.launch, request.launch_id, request.role, gpus)
         _log.info("launched %s: %s", request.launch_id, instance.detail)
@@ -86,7 +70,7 @@ class LauncherServicer(Servicer):
         in_range = 0 <= request.grace_seconds <= MAX_GRACE_SECONDS
         violations.check(in_range, "grace_seconds", f"must be 0 to {MAX_GRACE_SECONDS:g}")
         violations.raise_if_any()
-        await self._check_term(request.term)
+        await self._require_current_term(request.term)
         await asyncio.to_thread(self._host.remove, request.launch_id, request.grace_seconds)
         _log.info("removed %s", request.launch_id)
         return pb.RemoveResponse()
@@ -97,7 +81,7 @@ class LauncherServicer(Servicer):
         violations.check(LAUNCH_ID.fullmatch(request.instance), "instance", _NAME_RULE)
         violations.check(len(request.replica_id) <= 128, "replica_id", "must be a replica's id, or empty")
         violations.raise_if_any()
-        await self._check_term(request.term)
+        await self._require_current_term(request.term)
         detail = await asyncio.to_thread(self._host.restart, request.instance, request.replica_id)
         _log.info("restarted %s: %s", request.instance, detail)
         return pb.LauncherRestartResponse(detail=detail)
@@ -107,7 +91,7 @@ class LauncherServicer(Servicer):
         instances = await asyncio.to_thread(self._host.instances)
         return pb.ListResponse(instances=sorted(instances, key=lambda instance: instance.launch_id))
 
-    async def _check_term(self, term: int) -> None:
+    async def _require_current_term(self, term: int) -> None:
         newest = await asyncio.to_thread(self._terms.newest)
         if term > newest:
             problem = f"is {term}: it must be {newest}, the newest one on the launcher's Redis (0: there is none)"
@@ -117,11 +101,11 @@ class LauncherServicer(Servicer):
 
 
 async def run_launcher(host: Host, settings: ServiceSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises SystemExit(1), the reason being logged, when the port is taken."""
+    """Serve until SIGTERM or SIGINT. Raises SystemExit(1), after logging the reason, when the port is taken."""
     setup_logging(settings.replica_id, settings.log_level)
     stop = stop_signals()
     servicer = LauncherServicer(host, Terms(settings.redis))
-    service = Service(add_LauncherServicer_to_server, servicer, "relaxd.v1.Launcher")
+    service = Service(launcher_pb2_grpc.add_LauncherServicer_to_server, servicer, "relaxd.v1.Launcher")
     try:
         server = await start_service([service], settings, serving=True)
     except ServerError as error:
@@ -133,8 +117,4 @@ async def run_launcher(host: Host, settings: ServiceSettings) -> None:
 
 
 def _check_launch_id(launch_id: str, violations: Violations) -> None:
-    violations.check(
-        LAUNCH_ID.fullmatch(launch_id),
-        "launch_id",
-        _NAME_RULE,
-    )
+    violations.check(LAUNCH_ID.fullmatch(launch_id), "launch_id", _NAME_RULE)

@@ -1,4 +1,4 @@
-"""What an engine is asked and what it answers, whichever engine it is."""
+"""Requests, outputs and errors that all engines share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,24 +9,24 @@ import numpy as np
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["in_place", "retract", "abort", "drain"]
 MemoryPart = Literal["weights", "kv_cache"]
-"""What an engine gives back when it sleeps, and takes again part by part."""
+"""Memory that an engine frees when it sleeps, and allocates again part by part."""
 
 
 class EngineError(Exception):
-    """The engine cannot do what it was asked in the state in which it is."""
+    """The engine's state does not allow the operation."""
 
 
 class RequestFailed(Exception):
-    """The engine could not work on a request; it goes on with others."""
+    """A request failed; the engine goes on with others."""
 
 
 class AnswerTooLarge(RequestFailed):
-    """An answer is too large for a message; another try would be as large."""
+    """An answer is too large for a message. Retrying does not help."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample; the fields of the proto SamplingParams, with nothing left implicit."""
+    """Sampling parameters: the proto SamplingParams with its defaults resolved."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -43,47 +43,47 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """n answers to one prompt."""
+    """A request for n samples of one prompt."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
     n: int
     sampling: Sampling
     stream: bool = False
-    """Report tokens as they come; else each sample once, when it has ended."""
+    """Report each token at once instead of each sample when it has ended."""
 
 
 @dataclass
 class Output:
-    """Some more of one sample (all of it, where the request does not stream)."""
+    """New tokens of one sample; the whole sample where the request does not stream."""
 
     sample: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Of each token, under the sampling temperature, before top-p and top-k; for greedy under temperature 1."""
+    """Log-prob of each token at the sampling temperature (1 for greedy), before top-p and top-k."""
     versions: list[int] = field(default_factory=list)
     """Weight version that produced each token."""
     finish_reason: FinishReason | None = None
     """Set with the sample's last output."""
     text: str = ""
-    """The whole text, with the last output."""
+    """The whole text; set with the last output."""
     spans_weight_update: bool = False
-    """With the last output: whether the sample went on in place across a weight update."""
+    """True if the sample continued in place across a weight update; set with the last output."""
     routed_experts: "np.ndarray[Any, Any] | None" = None
-    """With the last output, where the run asks for it: the experts that each token was sent to, int32
-    [prompt and answer tokens but the last, layers, top_k]."""
+    """Experts that each token was routed to, int32 [prompt and answer tokens but the last, layers, top_k]; set with the
+    last output if the run returns them."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """Weights: those after step `version`, as trained under the trainer's `term`."""
+    """Identity of weights: after step `version`, under the trainer's `term`."""
 
     term: int
     version: int
 
 
 OutputHandler = Callable[[str, list[Output]], None]
-"""Called with a request id and its new outputs, in the engine's thread."""
+"""Called in the engine's thread with a request id and its new outputs."""
 
 FailureHandler = Callable[[str, str], None]
-"""Called with a request id and the reason for which the request failed as a whole."""
+"""Called with the id of a failed request and the reason."""

@@ -1,4 +1,4 @@
-"""What the processes of all engines share: requests from the rollout service, events to it."""
+"""Base of the engines' child processes: handlers of the rollout service's requests, and events to it."""
 
 import argparse
 import logging
@@ -11,47 +11,48 @@ from typing import Any, Protocol
 from relaxd.process.child_server import ChildServer, Handler, HandlerError
 from relaxd.process.frames import MAX_FRAME_BYTES
 from relaxd.telemetry import setup_logging
-from services.rollout.engines.base import EngineError, MemoryPart, Output, PauseMode, Request, Sampling
-from services.rollout.engines.wire import batches, encode_output
+from services.rollout.engines.output_encoding import encode_output, pack_messages
+from services.rollout.engines.types import EngineError, MemoryPart, Output, PauseMode, Request, Sampling
 
 STATS_SECONDS = 1.0
+"""Interval of "stats" events."""
 MARGIN_BYTES = 1 << 20
-"""Room in a message for what is around the outputs."""
+"""Part of a message that is kept for everything but the outputs."""
 
 logger = logging.getLogger(__name__)
 
 
-class ServedEngine(Protocol):
-    """What an engine offers to its process."""
+class LoadedEngine(Protocol):
+    """An engine with a loaded model."""
 
     @property
     def quarantined(self) -> bool:
-        """Whether a broken update touched the model."""
+        """True if a failed update left the model in an undefined state."""
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request."""
+        """Drop a request."""
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause; returns how many samples are held."""
+        """Pause. Returns how many samples are held."""
 
     def resume(self) -> None:
         """End the pause."""
 
     def sleep(self, timeout: float) -> None:
-        """Give memory back, once what has begun has ended."""
+        """Wait for running samples, then free memory."""
 
     def wake(self, parts: Collection[MemoryPart]) -> None:
-        """Take memory back."""
+        """Allocate memory again."""
 
     def stats(self) -> dict[str, int]:
-        """running_samples, waiting_samples and tokens_generated so far."""
+        """Return running_samples, waiting_samples and tokens_generated so far."""
 
 
-class EngineServer(ABC):
-    """Answers the rollout service's requests; the methods without underscore are their handlers."""
+class EngineProcess(ABC):
+    """Answers the rollout service's requests; its public methods are the handlers."""
 
     def __init__(self) -> None:
         handlers: dict[str, Handler] = {
@@ -70,11 +71,11 @@ class EngineServer(ABC):
 
     @abstractmethod
     def load(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Load a model; nothing is generated before its weights came. Returns what requests are checked against."""
+        """Load a model, which generates only after a weight update. Returns vocabulary, context, end_ids and device."""
 
     @abstractmethod
     def join(self, params: dict[str, Any]) -> None:
-        """Connect with a weight group, after checking what it will send."""
+        """Check a weight group's manifest and connect to the group."""
 
     @abstractmethod
     def receive(self, params: dict[str, Any]) -> dict[str, Any]:
@@ -82,29 +83,29 @@ class EngineServer(ABC):
 
     @abstractmethod
     def leave(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Abort and forget a group; one that is not there is left already."""
+        """Abort and forget a group. Does nothing for an unknown one."""
 
     @abstractmethod
-    def _loaded(self) -> ServedEngine:
-        """The engine. Raises HandlerError while there is none."""
+    def _loaded(self) -> LoadedEngine:
+        """Return the engine. Raises HandlerError before a model is loaded."""
 
     @abstractmethod
     def _rss_bytes(self) -> int:
-        """Memory of the engine's processes."""
+        """Return the resident memory of the engine's processes."""
 
     @abstractmethod
     def _memory_in_use(self) -> int:
-        """Bytes: of the engine's GPUs, whoever uses them; on a CPU of the engine's processes."""
+        """Return the bytes in use: on its GPUs by all processes; on a CPU by the engine's processes."""
 
     def sleep(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Give memory back; returns before and after (bytes in use) and seconds."""
+        """Free memory. Returns before and after (bytes in use) and seconds."""
         return self._change_memory(lambda engine: engine.sleep(params["timeout"]))
 
     def wake(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Take memory back, part by part; returns as `sleep`."""
+        """Allocate some parts of the memory again. Returns as `sleep`."""
         return self._change_memory(lambda engine: engine.wake(params["parts"]))
 
-    def _change_memory(self, change: Callable[[ServedEngine], None]) -> dict[str, Any]:
+    def _change_memory(self, change: Callable[[LoadedEngine], None]) -> dict[str, Any]:
         engine, before, started = self._loaded(), self._memory_in_use(), time.monotonic()
         try:
             change(engine)
@@ -113,14 +114,14 @@ class EngineServer(ABC):
         return {"before": before, "after": self._memory_in_use(), "seconds": time.monotonic() - started}
 
     def generate(self, params: dict[str, Any]) -> None:
-        """Queue a request; its tokens come as events."""
+        """Queue a request; outputs come as events."""
         sampling = params.pop("sampling")
         sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
         params["prompt_tokens"] = tuple(params["prompt_tokens"])
         self._loaded().submit(Request(sampling=Sampling(**sampling), **params))
 
     def cancel(self, params: dict[str, Any]) -> None:
-        """Forget a request."""
+        """Drop a request."""
         self._loaded().cancel(params["request_id"])
 
     def pause(self, params: dict[str, Any]) -> dict[str, Any]:
@@ -138,11 +139,11 @@ class EngineServer(ABC):
             raise HandlerError(str(error), kind="EngineError") from error
 
     def _start_stats(self) -> None:
-        threading.Thread(target=self._tell_stats, name="stats", daemon=True).start()
+        threading.Thread(target=self._report_stats, name="stats", daemon=True).start()
 
     def _on_output(self, outputs: dict[str, list[Output]]) -> None:
-        words = {request_id: [encode_output(output) for output in each] for request_id, each in outputs.items()}
-        messages, too_large = batches(words, MAX_FRAME_BYTES - MARGIN_BYTES)
+        encoded = {request_id: [encode_output(output) for output in each] for request_id, each in outputs.items()}
+        messages, too_large = pack_messages(encoded, MAX_FRAME_BYTES - MARGIN_BYTES)
         for message in messages:
             self.server.emit("output", {"requests": message})
         for request_id, size in too_large.items():
@@ -153,7 +154,7 @@ class EngineServer(ABC):
     def _on_failure(self, request_id: str, reason: str) -> None:
         self.server.emit("failed", {"request_id": request_id, "reason": reason})
 
-    def _tell_stats(self) -> None:
+    def _report_stats(self) -> None:
         while True:
             engine = self._loaded()
             stats = {**engine.stats(), "quarantined": engine.quarantined, "rss_bytes": self._rss_bytes()}
@@ -162,7 +163,7 @@ class EngineServer(ABC):
 
 
 def read_arguments() -> None:
-    """Read the command line of an engine's process and set up its logging."""
+    """Read the command line of an engine's process and set up logging."""
     parser = argparse.ArgumentParser(description="The engine of a rollout service; started by the service.")
     parser.add_argument("--name", default="engine", help="name in the logs")
     parser.add_argument("--log-level", default="info")

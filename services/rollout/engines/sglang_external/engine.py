@@ -1,8 +1,7 @@
-"""An SGLang server that somebody else runs, in the place of an engine of one's own.
+"""An engine that is an external SGLang server.
 
-It has the methods of `services.rollout.service.engine.Engine`, and speaks SGLang 0.5.15's native API over HTTP.
-What the server itself cannot do is done here: the lease of a pause, ending requests at once, the version of each token,
-deadlines.
+It has the methods of `services.rollout.service.child_engine.ChildEngine`, and uses SGLang 0.5.15's native API over
+HTTP. It adds what the server lacks: leases of pauses, ending requests at once, the version of each token, deadlines.
 """
 
 import asyncio
@@ -15,32 +14,34 @@ from typing import Any
 
 from relaxd.config import RolloutConfig
 from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
-from services.rollout.engines.base import MemoryPart, Output, PauseMode, RequestFailed, Sampling, Version
 from services.rollout.engines.model_folder import ModelFolder, read_model_folder
-from services.rollout.engines.sglang_server.http import ServerGone, SGLangClient
-from services.rollout.engines.sglang_server.requests import ExternalRequests
-from services.rollout.engines.sglang_server.samples import label
-from services.rollout.engines.sglang_server.server import KEEP_MEMORY, ServerFacts, connect
-from services.rollout.engines.sglang_server.weights import ExternalWeights
+from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
+from services.rollout.engines.sglang_external.connect import KEEP_MEMORY, ServerInfo, connect
+from services.rollout.engines.sglang_external.requests import ExternalRequests
+from services.rollout.engines.sglang_external.samples import label
+from services.rollout.engines.sglang_external.weights import ExternalWeights
+from services.rollout.engines.types import MemoryPart, Output, PauseMode, RequestFailed, Sampling, Version
 
 CONTROL_SECONDS = 10.0
 """For calls that only change a flag."""
 STOP_SECONDS = 5.0
+"""Deadline for leaving the server in order."""
 PROBE_SECONDS = 2.0
+"""Interval of probes."""
 SCHEDULER_SECONDS = 60.0
-"""A server whose scheduler doesn't answer for so long, outside of an update, is taken for dead."""
+"""A server whose scheduler answers no probe for so long, outside of an update, counts as dead."""
 STATS_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 class ExternalEngine:
-    """A server with a loaded model. Use it from the event loop that started it."""
+    """A server with a loaded model. Use it only in the event loop that started it."""
 
     def __init__(
         self,
         client: SGLangClient,
-        facts: ServerFacts,
+        facts: ServerInfo,
         model: ModelFolder,
         on_exit: Callable[[str], None],
         on_tokens: Callable[[int, float], None],
@@ -50,7 +51,7 @@ class ExternalEngine:
         self._on_tokens = on_tokens
         self._ended: str | None = None
         self._open = asyncio.Event()
-        """Whether requests may be sent: not during a pause, so that they carry the label of the weights they get."""
+        """Set while requests may be sent: not during a pause, so that a request has the label of its weights."""
         self._open.set()
         self._lease: asyncio.Task[None] | None = None
         self._requests = ExternalRequests(client, facts, model, self._wait_open, self._end)
@@ -61,21 +62,21 @@ class ExternalEngine:
         self.vocabulary = model.vocabulary
         """Token ids are below this."""
         self.context = facts.context or model.context
-        """Most tokens of prompt and answer together; 0 when nobody says."""
+        """Most tokens of prompt and answer together; 0 when unknown."""
         self.device = facts.device
-        """Where the model is: "cpu" or "cuda"."""
+        """Device of the model: "cpu" or "cuda"."""
         self.weights: Version | None = None
-        """What it serves; None until the first commit."""
+        """The weights that it serves; None until the first commit."""
         self.asleep: frozenset[MemoryPart] = frozenset()
-        """None: somebody else's server has memory of its own."""
+        """Always empty: an external server does not sleep."""
         self.quarantined = False
-        """Whether a broken update left the model between two versions."""
+        """True if a failed update left the model between two versions."""
         self.gauges: dict[str, float] = {}
         """tokens_per_second, running_samples and waiting_samples."""
 
     @property
     def tokens(self) -> int:
-        """Generated since it was connected."""
+        """Tokens generated since the start."""
         return self._requests.tokens
 
     @classmethod
@@ -89,12 +90,12 @@ class ExternalEngine:
         on_exit: Callable[[str], None],
         on_tokens: Callable[[int, float], None],
     ) -> "ExternalEngine":
-        """Connect with the server at `url`, which must have the model of `folder`, and continue it if it is paused.
+        """Connect to the server at `url`, which must have the model of `folder`, and resume it if it is paused.
 
-        `on_exit` is called with the reason when the server is found gone, before the requests under way fail;
-        `on_tokens` about every second with the tokens that were generated since, and tokens per second.
+        `on_exit` is called with the reason when the server is lost, before running requests fail; `on_tokens` about
+        every second with the number of tokens generated since, and tokens per second.
 
-        Raises ChildError: the server does not come up, or does not fit. Raises DataError: the folder is broken.
+        Raises ChildError when the server refuses or does not fit the run, DataError when the folder is broken.
         """
         model = await asyncio.to_thread(read_model_folder, folder)
         client = SGLangClient(url, key)
@@ -105,25 +106,25 @@ class ExternalEngine:
             raise
         engine = cls(client, facts, model, on_exit, on_tokens)
         engine._start(engine._probe(), "probe the server")
-        engine._start(engine._tell_stats(), "count tokens")
+        engine._start(engine._report_stats(), "count tokens")
         return engine
 
     @property
     def alive(self) -> bool:
-        """Whether the server is there."""
+        """True if the server answers."""
         return self._ended is None
 
     @property
     def serving(self) -> bool:
-        """Whether it generates (or will, when its pause ends)."""
+        """True if it generates, or will when its pause ends."""
         return self.alive and self.weights is not None and not self.quarantined
 
     async def generate(
         self, prompt_tokens: tuple[int, ...], n: int, sampling: Sampling, *, stream: bool = False
     ) -> AsyncIterator[Output]:
-        """The outputs of n samples until all have ended. Leaving the iteration early cancels the rest.
+        """Yield the outputs of n samples until all have ended. Leaving the iteration early cancels the rest.
 
-        Raises RequestFailed, or ServerGone when the server dies.
+        Raises RequestFailed, or ServerGone when the server is lost.
         """
         self._raise_if_gone()
         async with aclosing(self._requests.generate(prompt_tokens, n, sampling, stream=stream)) as outputs:  # type: ignore[type-var]
@@ -131,10 +132,10 @@ class ExternalEngine:
                 yield output
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause generation; returns the number of samples held in place.
+        """Pause generation. Returns the number of samples held in place.
 
-        in_place and retract are the server's. For abort the server rests in place while requests end here at once,
-        with what was reported of them; for drain no request is sent until those under way have ended.
+        in_place and retract are modes of the server. For abort the server pauses in place, while requests end here at
+        once with the tokens reported so far. For drain no request is sent until the running ones have ended.
         """
         if self._updating:
             raise ChildRequestError("EngineError", "weights are being received: the engine is paused already", {})
@@ -147,10 +148,10 @@ class ExternalEngine:
                     await self._requests.idle.wait()
             left = max(deadline - time.monotonic(), 0.1)
             body = {"mode": "retract" if mode == "retract" else "in_place"}
-            with self._noticing_death():
+            with self._detecting_loss():
                 await self._client.call("/pause_generation", body, timeout=left)
         except BaseException as error:
-            self._replace_lease(self._go_on())  # the server may still come to pause
+            self._replace_lease(self._resume_with_retries())  # the server may still pause
             if isinstance(error, TimeoutError):
                 raise ChildRequestError(
                     "EngineError", f"the running requests did not end within {timeout:g} s (mode drain)", {}
@@ -162,26 +163,26 @@ class ExternalEngine:
         return len(self._requests.running_ids)
 
     async def resume(self) -> None:
-        """End the pause. Raises ChildRequestError during an update; a quarantined server stays paused."""
+        """End the pause. Raises ChildRequestError during an update. A quarantined server stays paused."""
         if self._updating:
             raise ChildRequestError("EngineError", "weights are being received: the pause cannot end now", {})
         self._replace_lease(None)
         try:
-            with self._noticing_death():
-                await self._continue()
+            with self._detecting_loss():
+                await self._resume()
         except BaseException:
-            self._replace_lease(self._go_on())
+            self._replace_lease(self._resume_with_retries())
             raise
 
     async def join(self, group: Mapping[str, Any], timeout: float) -> None:
-        """Connect with a weight group: name, transport, store_host, store_port, rank, world_size, manifest (base64)."""
-        with self._noticing_death():
+        """Connect to a weight group: name, transport, store_host, store_port, rank, world_size, manifest (base64)."""
+        with self._detecting_loss():
             await self._updates.join(group, timeout)
 
     async def receive(self, group_name: str, weights: Version, timeout: float, *, checksum: bool) -> dict[str, Any]:
-        """Receive and commit one version; returns seconds, and no checksums: a stock server has none to give.
+        """Receive and commit one version. Returns seconds, and no checksums, which a stock server does not have.
 
-        Raises ChildRequestError of kind WeightGroupError when it breaks: the model may be of two versions then.
+        Raises ChildRequestError of kind WeightGroupError when it fails; the model may have two versions then.
         """
         if self._open.is_set():
             raise ChildRequestError("EngineError", "the engine is not paused, or the lease of its pause has ended", {})
@@ -190,7 +191,7 @@ class ExternalEngine:
         started = time.monotonic()
         self._updating = True
         try:
-            with self._noticing_death():
+            with self._detecting_loss():
                 await self._updates.receive(group_name, label(weights), timeout)
         except BaseException:
             self.quarantined = self.quarantined or self._updates.touched
@@ -201,13 +202,13 @@ class ExternalEngine:
         return {"seconds": time.monotonic() - started, "checksums": {}}
 
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:
-        """Abort and forget a weight group; returns whether the engine is quarantined, which `quarantine` asks for."""
+        """Abort and forget a weight group, and quarantine the engine if asked. Returns whether it is quarantined."""
         await self._updates.leave(group_name)
         self.quarantined = self.quarantined or quarantine
         return self.quarantined
 
     async def stop(self) -> None:
-        """Let go of the server, which lives on: its requests of ours are aborted, its pause is ended."""
+        """Leave the server in order: abort this engine's requests and end its pause. The server runs on."""
         if self.alive:
             running_ids, paused = self._requests.running_ids, not self._open.is_set()
             self._mark_ended("the engine is stopped")
@@ -217,12 +218,12 @@ class ExternalEngine:
                     await self._updates.leave_all()
                     if paused:
                         await self._client.call("/continue_generation", KEEP_MEMORY, timeout=STOP_SECONDS)
-            self._closing = asyncio.create_task(self._close(), name="let go of the server")
+            self._closing = asyncio.create_task(self._close(), name="leave the server")
         if self._closing is not None:
             await asyncio.shield(self._closing)
 
     async def _wait_open(self) -> Version:
-        """Wait for the end of a pause; returns the weights that are served."""
+        """Wait for the end of a pause. Returns the weights that are served."""
         while not self._open.is_set():
             await self._open.wait()
         self._raise_if_gone()
@@ -230,9 +231,9 @@ class ExternalEngine:
             raise RequestFailed("the server has no weights yet")
         return self.weights
 
-    async def _continue(self) -> None:
+    async def _resume(self) -> None:
         if self.quarantined:
-            logger.warning("the server stays paused: its weights are of two versions")
+            logger.warning("the server stays paused: its weights are a mix of two versions")
             return
         await self._client.call("/continue_generation", KEEP_MEMORY, timeout=CONTROL_SECONDS)
         self._open.set()
@@ -241,27 +242,27 @@ class ExternalEngine:
         await asyncio.sleep(seconds)
         while self._updating:  # it has a deadline of its own
             await asyncio.sleep(0.1)
-        logger.warning("the lease of the pause has ended: generation goes on without a resume")
-        await self._go_on()
+        logger.warning("the lease of the pause has ended: generation continues without a resume")
+        await self._resume_with_retries()
 
-    async def _go_on(self) -> None:
-        """End the pause, whatever it takes."""
+    async def _resume_with_retries(self) -> None:
+        """End the pause, and retry until the server has answered or is lost."""
         while True:
             try:
-                return await self._continue()
+                return await self._resume()
             except ChildTimeout as error:
-                logger.error("the pause could not be ended, trying again: %s", error)
+                logger.error("the pause could not be ended, retrying: %s", error)
             except ChildError as error:
                 return self._end(str(error))
 
     def _replace_lease(self, work: Coroutine[Any, Any, None] | None) -> None:
-        """Forget what would end the pause, and have something else end it."""
+        """Cancel the task that would end the pause, and start `work` in its place."""
         if self._lease is not None:
             self._lease.cancel()
         self._lease = self._start(work, "end a pause") if work is not None else None
 
     async def _probe(self) -> None:
-        """Ask the server's scheduler how it is, until it doesn't answer or serves weights that nobody gave it."""
+        """Probe the server until it does not answer, or serves other weights than it was given."""
         while True:
             await asyncio.sleep(PROBE_SECONDS)
             if self._updating:
@@ -271,16 +272,16 @@ class ExternalEngine:
                 info = await self._client.call("/server_info", timeout=SCHEDULER_SECONDS)
             except ChildError as error:
                 if self._updating and isinstance(error, ChildTimeout):
-                    continue  # it is busy with that
+                    continue  # its scheduler is busy with the update
                 return self._end(str(error))
             served = str(info.get("weight_version"))
             if weights is not None and weights == self.weights and not self._updating and served != label(weights):
                 return self._end(
-                    f"{self._client.url} serves weights {served!r} and not {label(weights)!r}, which it was given: "
-                    "it was restarted, or somebody else uses it"
+                    f"{self._client.url} serves weights {served!r} instead of {label(weights)!r}: it was restarted, or "
+                    "somebody else uses it"
                 )
 
-    async def _tell_stats(self) -> None:
+    async def _report_stats(self) -> None:
         measured, tokens = time.monotonic(), self._requests.tokens
         while True:
             await asyncio.sleep(STATS_SECONDS)
@@ -295,15 +296,15 @@ class ExternalEngine:
             }
 
     def _end(self, reason: str) -> None:
-        """The server is gone, or no longer ours."""
+        """Stop using the server, because it is lost or not exclusively this engine's."""
         if self._ended is None:
             self._ended = reason
             self._on_exit(reason)
             self._mark_ended(reason)
-            self._closing = asyncio.create_task(self._close(), name="let go of the server")
+            self._closing = asyncio.create_task(self._close(), name="leave the server")
 
     def _mark_ended(self, reason: str) -> None:
-        """Whoever waits for the server is told."""
+        """Fail all requests and waits."""
         self._ended = reason
         self.weights = None
         self.gauges = {}
@@ -319,8 +320,8 @@ class ExternalEngine:
         await self._client.close()
 
     @contextmanager
-    def _noticing_death(self) -> Iterator[None]:
-        """Raises ServerGone if the server is gone, or is found gone inside."""
+    def _detecting_loss(self) -> Iterator[None]:
+        """Raise ServerGone if the server is lost; end the engine if it is lost inside the block."""
         self._raise_if_gone()
         try:
             yield

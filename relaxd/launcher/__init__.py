@@ -1,0 +1,1 @@
+"""The gRPC server that all launchers share. Each brings its own host: local processes, or containers."""

@@ -1,0 +1,72 @@
+"""The process that a replica's service runs in: settings, coordinator, leases on GPUs, and the end."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from relaxd import telemetry
+from relaxd.replica.gpus import GpuLeases, visible_gpus
+from relaxd.replica.turns import wait_for_turn
+from relaxd.rpc.client import channel
+from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.signals import stop_signals
+from relaxd.telemetry import setup_logging
+from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
+
+_log = logging.getLogger(__name__)
+
+
+class ReplicaContext:
+    """Everything a service needs of its process. Open one with `open_context`; lives in its event loop.
+
+    Args:
+        settings: settings of this process.
+        coordinator: stub of the coordinator.
+        gpus: GPUs that this process sees, and the leases on them.
+        stop: set by the first SIGTERM or SIGINT.
+    """
+
+    def __init__(
+        self, settings: ServiceSettings, coordinator: CoordinatorStub, gpus: GpuLeases, stop: asyncio.Event
+    ) -> None:
+        self.settings = settings
+        self.coordinator = coordinator
+        self.gpus = gpus
+        self.stop = stop
+        self.failure = ""
+        """Reason of the first `give_up`; empty before."""
+        self.failed = asyncio.Event()
+        """Set by `give_up`."""
+        self._loop = asyncio.get_running_loop()
+
+    async def take_turn(self, on_wait: Callable[[str], None]) -> None:
+        """Wait until this replica of a colocated run may start children. It must have none now.
+
+        `on_wait` is called with the reason for each wait.
+        """
+        await wait_for_turn(self.coordinator, self.settings.replica_id, on_wait)
+
+    def give_up(self, reason: str) -> None:
+        """End this process with exit code 1, after handing back held groups: only a new process can repair it.
+
+        Its supervisor starts another one. Any thread may call this.
+        """
+        _log.error("giving up: %s", reason)
+        self.failure = self.failure or reason
+        self._loop.call_soon_threadsafe(self.failed.set)
+
+
+@asynccontextmanager
+async def open_context(settings: ServiceSettings) -> AsyncIterator[ReplicaContext]:
+    """Set up logging, telemetry and signal handlers, find the GPUs, and open a channel to the coordinator.
+
+    Call it in the main thread. The channel closes when the block is left.
+    """
+    setup_logging(settings.replica_id, settings.log_level)
+    telemetry.setup(settings.role, settings.replica_id)
+    stop = stop_signals()
+    async with channel(settings.coordinator, token=settings.token, tls=settings.tls) as to_coordinator:
+        coordinator = CoordinatorStub(to_coordinator)
+        gpus = GpuLeases(settings.replica_id, await asyncio.to_thread(visible_gpus), coordinator)
+        yield ReplicaContext(settings, coordinator, gpus, stop)

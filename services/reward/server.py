@@ -1,0 +1,108 @@
+"""relaxd.v1.Reward: scores by call."""
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+from relaxd.rewards import REWARDS, RewardInput, RewardOutput, UnknownRewardError, check_name, describe
+from relaxd.rpc.errors import InvalidArgument, PermissionDenied, Unavailable, Violations
+from relaxd.v1 import reward_pb2, reward_pb2_grpc
+from services.reward.pool import Failure, PoolClosedError
+from services.reward.service import RewardService
+
+MAX_NESTING = 100
+"""Most levels of a prompt's metadata: workers get it as JSON, whose reader and writer recurse."""
+MAX_RESPONSES = 4096
+"""Most responses of one Score call: other callers share the workers."""
+
+
+class RewardServicer(reward_pb2_grpc.RewardServicer):
+    """Answers relaxd.v1.Reward, with the service's workers.
+
+    Args:
+        service: the reward service.
+        allowed: rewards that callers may name besides the bundled ones and the run's.
+    """
+
+    def __init__(self, service: RewardService, allowed: Collection[str]) -> None:
+        self._service = service
+        self._allowed = allowed
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        """See the proto."""
+        samples = parse_score_request(request)
+        self._check_allowed(request.reward)
+        try:
+            if request.reward not in REWARDS and (failure := await self._service.pool.load(request.reward)):
+                raise InvalidArgument(f"reward: {failure.reason}", [("reward", failure.reason)])
+            outcomes = await self._service.pool.score(request.reward, samples, self._service.timeout_seconds)
+        except PoolClosedError as error:
+            raise Unavailable("the service is changing to another run, or ending: try again") from error
+        return reward_pb2.ScoreResponse(scores=map(_score, outcomes))
+
+    async def ListRewards(self, request: reward_pb2.ListRewardsRequest, context: Any) -> reward_pb2.ListRewardsResponse:
+        """See the proto."""
+        infos = [reward_pb2.RewardInfo(name=name, description=describe(name)) for name in sorted(REWARDS)]
+        return reward_pb2.ListRewardsResponse(rewards=infos)
+
+    def _check_allowed(self, name: str) -> None:
+        """Raise PermissionDenied unless callers may name this reward: loading one by name runs its code."""
+        if name in REWARDS or name == self._service.reward_of_run or name in self._allowed:
+            return
+        raise PermissionDenied(
+            f'reward "{name}" is not allowed: callers may use the bundled ones, that of the run '
+            f"({self._service.reward_of_run or 'there is none now'}), and those that this service was started with "
+            "(--allowed-rewards / RELAXD_ALLOWED_REWARDS)"
+        )
+
+
+def parse_score_request(request: reward_pb2.ScoreRequest) -> list[RewardInput]:
+    """Return the samples of a request. Raises InvalidArgument naming every wrong field."""
+    violations = Violations()
+    try:
+        check_name(request.reward)
+    except UnknownRewardError as error:
+        violations.add("reward", str(error))
+    count = len(request.responses)
+    violations.check(0 < count <= MAX_RESPONSES, "responses", f"has {count} entries: give 1 to {MAX_RESPONSES}")
+    reasons = list(request.finish_reasons) or [""] * len(request.responses)
+    violations.check(
+        len(reasons) == len(request.responses),
+        "finish_reasons",
+        f"has {len(reasons)} entries for {len(request.responses)} responses: give one each, or none at all",
+    )
+    for number, reason in enumerate(reasons):
+        violations.check(
+            reason in ("", "stop", "length", "abort"),
+            f"finish_reasons[{number}]",
+            f'is "{reason}": it must be stop, length or abort',
+        )
+    metadata: Any = {}
+    try:
+        metadata = json.loads(request.metadata_json or "{}")
+    except (ValueError, RecursionError) as error:
+        violations.add("metadata_json", f"is not JSON, or nested too deeply: {error}")
+    violations.check(isinstance(metadata, dict), "metadata_json", "must be a JSON object")
+    violations.check(
+        _nesting(metadata) <= MAX_NESTING, "metadata_json", f"is nested too deeply: at most {MAX_NESTING} levels"
+    )
+    violations.raise_if_any()
+    return [
+        RewardInput(request.prompt, response, request.answer, metadata, reason)
+        for response, reason in zip(request.responses, reasons, strict=True)
+    ]
+
+
+def _nesting(value: Any) -> int:
+    """Return how deep lists and objects are nested."""
+    levels, inside = 0, [value]
+    while inside := [one for one in inside if isinstance(one, dict | list)]:
+        levels += 1
+        inside = [item for one in inside for item in (one.values() if isinstance(one, dict) else one)]
+    return levels
+
+
+def _score(outcome: RewardOutput | Failure) -> reward_pb2.Score:
+    if isinstance(outcome, Failure):
+        return reward_pb2.Score(error=outcome.reason)
+    return reward_pb2.Score(reward=outcome.reward, parts=outcome.parts)
