@@ -15,6 +15,7 @@ import re
 from typing import Any, Protocol
 
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, ServerError, Violations
+from relaxd.rpc.gpu_uuids import check_gpu_uuids
 from relaxd.rpc.server import Service, start_service
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
@@ -25,8 +26,6 @@ from relaxd.v1.launcher_pb2_grpc import LauncherServicer as Servicer
 from relaxd.v1.launcher_pb2_grpc import add_LauncherServicer_to_server
 
 LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
-MAX_GPUS = 1024
 MAX_GRACE_SECONDS = 600.0
 _NAME_RULE = "must be 1 to 100 letters, digits, dots, dashes and underscores, the first one a letter or digit"
 
@@ -66,11 +65,7 @@ class LauncherServicer(Servicer):
         _check_launch_id(request.launch_id, violations)
         roles = ", ".join(sorted(self._host.roles))
         violations.check(request.role in self._host.roles, "role", f"is {request.role!r}: it must be one of {roles}")
-        violations.check(len(request.gpu_uuids) <= MAX_GPUS, "gpu_uuids", f"must be at most {MAX_GPUS}")
-        for index, uuid in enumerate(request.gpu_uuids[:MAX_GPUS]):
-            violations.check(
-                GPU_UUID.fullmatch(uuid), f"gpu_uuids[{index}]", f"is {uuid!r}: it must be GPU-... or MIG-..."
-            )
+        check_gpu_uuids("gpu_uuids", request.gpu_uuids, violations)
         violations.raise_if_any()
         async with self._launching:
             await self._check_term(request.term)

@@ -9,7 +9,7 @@ from relaxd.v1 import replica_pb2 as pb
 from relaxd.v1.coordinator_pb2 import RegisterRequest
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health import signs as health_signs
-from services.coordinator.health.health_update import HealthUpdate, Way, next_restart
+from services.coordinator.health.health_update import HealthUpdate, RestartMode, next_restart
 from services.coordinator.health.role_reconciler import RoleReconciler, RoleSigns
 from services.coordinator.health.signs import Signs
 from services.coordinator.state.health_records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth
@@ -53,8 +53,8 @@ def after(clock: Clock, seconds: float, signs: Signs, one: Replica, **status: ob
     one.seen = clock.now
     for name, value in status.items():
         setattr(one.status, name, value)
-    complaint = signs.complaint(one)
-    return (complaint.text, complaint.due) if complaint else None
+    issue = signs.issue(one)
+    return (issue.text, issue.due) if issue else None
 
 
 def test_stuck_is_who_holds_groups_and_gets_nothing_done(clock: Clock) -> None:
@@ -63,7 +63,7 @@ def test_stuck_is_who_holds_groups_and_gets_nothing_done(clock: Clock) -> None:
     assert after(clock, 0, signs, one) is None
     assert after(clock, 50, signs, one) is None
     suspect = after(clock, 10, signs, one)  # 100 s, and the 10 s that it takes to notice by itself
-    assert suspect == ("it is stuck: it holds 2 groups and has got nothing done for 60 s", False)
+    assert suspect == ("it is stuck: it holds 2 groups and has made no progress for 60 s", False)
     assert after(clock, 45, signs, one, progress=8) is None
     assert after(clock, 200, signs, one, held_groups=0) is None
     assert after(clock, 200, signs, one, held_groups=1) is not None
@@ -71,7 +71,7 @@ def test_stuck_is_who_holds_groups_and_gets_nothing_done(clock: Clock) -> None:
     due = after(clock, 111, signs, one)
     assert due is not None
     assert due[1]
-    signs.forgive()
+    signs.reset_timers()
     assert after(clock, 0, signs, one) is None
 
 
@@ -83,7 +83,7 @@ def test_an_engine_that_fails_synchronisations_may_be_stuck_as_well(clock: Clock
     assert after(clock, 0, signs, one) == failed
     assert after(clock, 70, signs, one) == failed
     due = after(clock, 100, signs, one)  # past the weights' timeouts as well
-    assert due == ("it is stuck: it holds 2 groups and has got nothing done for 170 s", True)
+    assert due == ("it is stuck: it holds 2 groups and has made no progress for 170 s", True)
 
 
 def test_a_trainer_must_turn_even_without_groups(clock: Clock) -> None:
@@ -114,11 +114,11 @@ def test_late_heartbeats_and_failed_synchronisations(clock: Clock) -> None:
     assert after(clock, 0, make_signs(failures=3), one) == ("3 weight synchronisations in a row failed with it", False)
     assert after(clock, 0, make_signs(failures=4), one) == ("4 weight synchronisations in a row failed with it", True)
     clock.now += 3.5
-    complaint = make_signs().complaint(one)
-    assert complaint is not None
-    assert (complaint.text, complaint.due) == ("no heartbeat for 3.5 s", False)
+    issue = make_signs().issue(one)
+    assert issue is not None
+    assert (issue.text, issue.due) == ("no heartbeat for 3.5 s", False)
     one.draining = True
-    assert make_signs(failures=9).complaint(one) is None
+    assert make_signs(failures=9).issue(one) is None
 
 
 def test_restarts_keep_their_distance() -> None:
@@ -143,13 +143,13 @@ def test_a_draft_counts_tries_until_something_is_done() -> None:
     one = ReplicaHealth(instance="rollout-1", role="ROLLOUT", replica_id="rollout-1", seen_working=True, tries=2)
     draft = HealthUpdate(HealthRecord(replicas={"rollout-1": one}))
     draft.restart(one, "it is stuck")
-    draft.restart(draft.replicas["rollout-1"], "it is stuck", Way.INSIST)
+    draft.restart(draft.replicas["rollout-1"], "it is stuck", RestartMode.FORCE)
     after = draft.result().replicas["rollout-1"]
-    assert (after.state, after.tries, len(after.restarts), after.told_id) == (Health.RESTARTING, 2, 2, "rollout-1")
+    assert (after.state, after.tries, len(after.restarts), after.stopped_id) == (Health.RESTARTING, 2, 2, "rollout-1")
     assert after.down_since > 0
-    assert [ask.way for ask in draft.asks] == [Way.TELL, Way.INSIST]
+    assert [order.mode for order in draft.restarts] == [RestartMode.REQUEST, RestartMode.FORCE]
     for _ in range(2 * KEPT_EVENTS):
-        draft.tell("ROLLOUT", "rollout-1", Health.HEALTHY, "works")
+        draft.add_event("ROLLOUT", "rollout-1", Health.HEALTHY, "works")
     kept = draft.result().events
     assert (len(kept), kept[-1].number) == (KEPT_EVENTS, 2 * KEPT_EVENTS + 2)
     assert HealthRecord.model_validate_json(draft.result().model_dump_json()) == draft.result()
@@ -162,7 +162,7 @@ def test_a_role_that_is_rebuilt_twice_is_one_pause() -> None:
     seen = []
     for missing in (("reward",), ("reward",), (), ("reward",)):
         draft = HealthUpdate(record)
-        tier.look(draft, "REWARD", {}, RoleSigns(missing, last_step=3))
+        tier.update(draft, "REWARD", {}, RoleSigns(missing, last_step=3))
         record = draft.result()
         role = record.roles["REWARD"]
         seen.append((role.state, role.rebuilds, role.pause))

@@ -63,11 +63,11 @@ def test_a_run_does_not_reach_out_of_its_folder(tmp_path: Path, name: str) -> No
     folder.mkdir()
     outside.mkdir()
     (folder / name).symlink_to(outside / name)
-    with pytest.raises(InvalidArgument, match=f"{name} in it leads out of it by a link"):
+    with pytest.raises(InvalidArgument, match=f"its {name} is a link to the outside"):
         read_run(str(folder))
     (folder / name).unlink()
     (folder / name).symlink_to(folder / name)
-    with pytest.raises(InvalidArgument, match="leads out of it"):
+    with pytest.raises(InvalidArgument, match="is a link to the outside"):
         read_run(str(folder))
 
 
@@ -80,5 +80,5 @@ def test_what_is_no_absolute_path_is_refused(folder: str) -> None:
 def test_a_run_of_another_name_than_runs_have_is_refused(tmp_path: Path) -> None:
     record = RunRecord(run_id="../x", config_json=run_config().model_dump_json(), folder=str(tmp_path))
     (tmp_path / "run.json").write_text(record.model_dump_json())
-    with pytest.raises(InvalidArgument, match=r"its run is called '\.\./x'"):
+    with pytest.raises(InvalidArgument, match=r"its run id is '\.\./x'"):
         read_run(str(tmp_path))

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import pytest
 
 from relaxd.v1 import scaling_pb2
-from services.coordinator.api.scale_calls import scale_message
+from services.coordinator.scaling.view import scale_message
 from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleState, Wish
 
 

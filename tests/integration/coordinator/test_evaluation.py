@@ -68,11 +68,11 @@ class Kit(FleetKit):
                 "eval": {"prompts": PROMPTS, "stall_seconds": stall_seconds},
             }
         )
-        evaluator = Evaluator(config, load_data(config), self.fleet, self.peers)
+        evaluator = Evaluator(self.context(config), load_data(config))
         try:
             return await evaluator.evaluate((1, 3))
         finally:
-            assert evaluator.under_way == 0
+            assert evaluator.in_progress == 0
 
     async def engine(self, name: str, seconds: float = 0.0, term: int = 1) -> Engine:
         engine = Engine(seconds)

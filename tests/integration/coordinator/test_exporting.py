@@ -61,5 +61,5 @@ async def test_the_trainer_may_take_any_time_and_the_next_one_is_asked_when_it_i
 
 
 async def test_without_a_trainer_it_gives_up_in_the_end(kit: FleetKit) -> None:
-    with pytest.raises(ExportFailed, match="no trainer is there"):
+    with pytest.raises(ExportFailed, match="no trainer is registered"):
         await export_model(kit.fleet, kit.peers, away_seconds=0.3)

@@ -102,7 +102,7 @@ def test_replicas_that_ask_at_once_get_different_gpus(cluster: Cluster) -> None:
                     error = answers[name]
                     assert isinstance(error, grpc.RpcError)
                     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-                    assert f"{name} needs 1 GPU and sees 4, of which 0 can be had" in error.details()
+                    assert f"{name} needs 1 GPU and sees 4, of which 0 are available" in error.details()
                     for holder, (uuid,) in granted.items():
                         assert f"{holder} holds {uuid}" in error.details()
             for name in granted:
@@ -128,9 +128,10 @@ def test_what_is_asked_for_is_checked_and_can_change(cluster: Cluster) -> None:
         assert lease(cluster, "trainer", 1, GPUS[3:]) == GPUS[3:]
         # Too many: nothing changes.
         error = refusal(lambda: lease(cluster, "rollout", 4))
-        assert "rollout needs 4 GPUs and sees 4, of which 3 can be had: trainer holds " + GPUS[3] in error.details()
+        assert "rollout needs 4 GPUs and sees 4, of which 3 are available: trainer holds " + GPUS[3] in error.details()
         assert (
-            "sees 1, of which 1 can be had. Stop" in refusal(lambda: lease(cluster, "rollout", 2, GPUS[:1])).details()
+            "sees 1, of which 1 are available. Stop"
+            in refusal(lambda: lease(cluster, "rollout", 2, GPUS[:1])).details()
         )
         assert holders(cluster) == {"rollout": GPUS[2:3], "trainer": GPUS[3:]}
         console = Console(file=StringIO(), width=240)

@@ -115,7 +115,7 @@ def test_a_coordinator_that_was_replaced_ends_also_with_nothing_to_do(cluster: C
     cluster.until("up", lambda: cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None)
     cluster.start("next", "services.coordinator", "--port", "0")
     assert cluster.processes.pop("coordinator").wait(timeout=20) == 1
-    assert "a newer coordinator works on this Redis" in cluster.log("coordinator")
+    assert "a newer coordinator has taken over this Redis" in cluster.log("coordinator")
 
 
 def test_redis_that_is_killed_in_the_middle(tmp_path: Path, redis_server: Callable[..., RedisServer]) -> None:

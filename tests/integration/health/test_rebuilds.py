@@ -23,7 +23,7 @@ def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: Hea
     assert "rebuilding rollout (1 of 2)" in paused.reason
     assert cluster.calls("trainer-1", "SaveCheckpoint")  # it is well, and worse may follow
     run = cluster.until_state(pb.RUN_STATE_FAILED, 120)
-    assert run.reason.startswith("rollout could not be brought back: ")
+    assert run.reason.startswith("rollout could not be rebuilt: ")
     assert run.reason.endswith("(rebuilt 2 times)")
     events = cluster.events()
     kinds = [event.state for event in events if event.role == ROLE_ROLLOUT and not event.instance]
@@ -58,7 +58,7 @@ def test_what_people_took_away_is_waited_for(cluster: HealthCluster) -> None:
     cluster.send("by-hand", signal.SIGTERM)
     cluster.processes.pop("by-hand").wait()
     run = cluster.until_state(pb.RUN_STATE_PAUSED, 60)
-    assert "no rollout replica has been there for" in run.reason
+    assert "no rollout replica for" in run.reason
     events = cluster.events()
     assert not [event for event in events if event.instance], events  # whoever goes in peace is not missed
     time.sleep(3.0)  # longer than role_timeout_seconds, and no rebuild is left

@@ -114,7 +114,7 @@ def test_wrong_requests_name_their_fields(cluster: ScalingCluster) -> None:
     assert fields(cluster.into, 0) == {"replicas"}
     assert fields(cluster.into, 1, replica_ids=["a"]) == {"replica_ids"}
     assert fields(cluster.into, 1, drain_seconds=1e9) == {"drain_seconds"}
-    assert "can't be dealt out evenly" in refusal(cluster.out, 2, gpu_uuids=["GPU-1", "GPU-2", "GPU-3"]).details()
+    assert "can't be divided evenly" in refusal(cluster.out, 2, gpu_uuids=["GPU-1", "GPU-2", "GPU-3"]).details()
     cluster.kill("coordinator")
     cluster.coordinator(launcher=False)
     no_launcher = cluster.until("the coordinator", lambda: "no launcher" in refusal(cluster.out, 2).details())

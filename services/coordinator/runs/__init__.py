@@ -1,0 +1,1 @@
+"""Runs: start, restore, drive, evaluate, export, delete, watch."""
