@@ -1,4 +1,4 @@
-"""What the coordinator makes of heartbeats: shares of the time between two steps, which add up over steps."""
+"""Engine and GPU utilisation from heartbeats: shares of a step's time that add up over steps."""
 
 import pytest
 
@@ -16,7 +16,7 @@ class Clock:
 
 
 class Engine:
-    """A rollout replica with an engine that does what the test says, and tells it with its heartbeats."""
+    """A rollout replica whose engine follows the test and reports in heartbeats."""
 
     def __init__(self, clock: Clock, name: str = "rollout-1") -> None:
         self.clock = clock
@@ -27,7 +27,7 @@ class Engine:
         self.heartbeat()
 
     def spend(self, seconds: float, state: str) -> None:
-        """Spend time, the clock going on."""
+        """Advance the clock and the engine's counters."""
         if state != "idle":
             self.counted[f"engine_{state}_seconds"] += seconds
         self.counted["engine_state"] = {"idle": 0.0, "busy": 1.0, "paused": 2.0}[state]
@@ -53,7 +53,7 @@ def test_shares_of_a_step() -> None:
     }
 
 
-def test_what_came_after_the_last_heartbeat_is_put_right() -> None:
+def test_the_time_after_the_last_heartbeat_is_corrected_later() -> None:
     clock = Clock()
     engine, usage = Engine(clock), Usage(clock)
     usage.sample([engine.replica])
@@ -98,7 +98,7 @@ def test_each_engine_and_their_mean() -> None:
     assert shares["engine_idle_share_rollout-2"] == pytest.approx(1.0)
 
 
-def test_a_replica_that_started_anew_is_counted_from_then_on() -> None:
+def test_a_restarted_replica_is_counted_from_its_restart() -> None:
     clock = Clock()
     engine, usage = Engine(clock), Usage(clock)
     usage.sample([engine.replica])
@@ -114,7 +114,7 @@ def test_a_replica_that_started_anew_is_counted_from_then_on() -> None:
     assert usage.take([new.replica])["engine_busy_share"] == pytest.approx(1.0)
 
 
-def test_gpus_are_weighed_by_time_and_number() -> None:
+def test_gpus_are_weighted_by_time_and_number() -> None:
     clock = Clock()
     one, two, usage = Engine(clock), Engine(clock, "trainer-1"), Usage(clock)
     replicas = [one.replica, two.replica]
@@ -133,7 +133,7 @@ def test_gpus_are_weighed_by_time_and_number() -> None:
     assert shares["gpu_idle_share"] == pytest.approx((0.25 + 3 * 0.75) / 4)
 
 
-def test_replicas_that_tell_nothing_have_no_shares() -> None:
+def test_replicas_without_gauges_have_no_shares() -> None:
     clock = Clock()
     silent = Replica(RegisterRequest(replica_id="r"), 1.0, seen=clock.now, status=GetStatusResponse())
     usage = Usage(clock)

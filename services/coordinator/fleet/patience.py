@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 LONG_CALL_SECONDS = 7 * 86400.0
 """Deadline of calls of unknown length: `answer` cancels one without progress long before."""
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 
 class NoAnswer(Exception):
@@ -29,11 +29,11 @@ async def answer(
     progress, silent, last = replica.status.progress, 0.0, time.monotonic()
     try:
         while True:
-            await asyncio.wait({task}, timeout=LOOK_SECONDS)
+            await asyncio.wait({task}, timeout=POLL_SECONDS)
             if task.done():
                 return task.result()
             now = time.monotonic()
-            silent += min(now - last, 2 * LOOK_SECONDS)  # less the time in which this process itself was suspended
+            silent += min(now - last, 2 * POLL_SECONDS)  # less the time in which this process itself was suspended
             last = now
             current = registry.get(replica.replica_id)
             if current is None:

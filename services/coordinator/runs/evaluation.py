@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 ATTEMPTS = 5
 """Attempts for one prompt before the evaluation fails."""
 RETRY_SECONDS = 2.0
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 
 class EvaluationFailed(Exception):
@@ -114,7 +114,7 @@ class _Evaluation:
                 self._dispatch(waiting)
                 if not self._tasks:
                     continue
-                done, _ = await asyncio.wait(self._tasks, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(self._tasks, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     question = self._tasks.pop(task)
                     try:
@@ -219,7 +219,7 @@ class _Evaluation:
                 raise EvaluationFailed(
                     f"no {condition}, for {self._context.config.eval.stall_seconds:g} s (eval.stall_seconds)"
                 )
-            await self._context.fleet.registry.changed.wait(LOOK_SECONDS)
+            await self._context.fleet.registry.changed.wait(POLL_SECONDS)
         return found
 
     def _report(self, question: _Question, problem: str) -> None:

@@ -11,7 +11,7 @@ from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.patience import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.fleet.peers import Peers
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Statuses of a lost trainer, which may return."""
 EXPORT_FOLDER = "model"
@@ -44,5 +44,5 @@ async def export_model(fleet: Fleet, peers: Peers, *, away_seconds: float) -> st
                 problem = explain(error)
                 if error.code() not in PASSING:
                     break
-        await fleet.registry.changed.wait(LOOK_SECONDS)
+        await fleet.registry.changed.wait(POLL_SECONDS)
     raise ExportFailed(failure or problem)

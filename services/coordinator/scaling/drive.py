@@ -25,7 +25,7 @@ from services.coordinator.state.scale_records import Direction, ScaledReplica, S
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.2
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """Interval at which the launcher is asked for the state of a replica that has not registered."""
 RETRY_SECONDS = 0.5
 REMOVE_GRACE_SECONDS = 15.0
@@ -110,7 +110,7 @@ class ReplicaDrive:
                 )
                 if saved and state == ScaleState.ACTIVE:
                     return
-            if replica is None and time.monotonic() - looked > LOOK_SECONDS:
+            if replica is None and time.monotonic() - looked > POLL_SECONDS:
                 looked = time.monotonic()
                 await self._check_alive()
             await self._registry.changed.wait(TICK_SECONDS)

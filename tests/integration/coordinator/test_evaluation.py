@@ -1,4 +1,4 @@
-"""An evaluation against real servers: how long it waits, for whom, and how much it asks at once."""
+"""Evaluation against real servers: waits, retries and concurrency."""
 
 import asyncio
 import itertools
@@ -51,7 +51,7 @@ class Reward(reward_pb2_grpc.RewardServicer):
 
 
 class Kit(FleetKit):
-    """With engines that make tokens when the test says so."""
+    """Adds engines that generate on request."""
 
     def __init__(self, folder: Path, redis_url: str) -> None:
         super().__init__(redis_url)

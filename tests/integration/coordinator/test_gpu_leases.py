@@ -1,4 +1,4 @@
-"""GPU leases: no GPU is held twice, whoever asks at once, dies or restarts. The coordinator needs no GPU for that."""
+"""GPU leases: no GPU has two holders, under concurrent requests, deaths and restarts. No GPU is needed."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ def holders(cluster: Cluster) -> dict[str, list[str]]:
 
 @contextmanager
 def beating(cluster: Cluster, *replica_ids: str) -> Iterator[None]:
-    """Send the heartbeats of replicas meanwhile; while the coordinator is away they fail, as they do in life."""
+    """Send the replicas' heartbeats in the background; they fail while the coordinator is away."""
     over = threading.Event()
 
     def beat() -> None:

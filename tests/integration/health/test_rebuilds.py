@@ -1,4 +1,4 @@
-"""Second tier: a role that can't be brought back is rebuilt as a whole while the run is paused; then the run fails."""
+"""Second tier: a role without a working replica is rebuilt while the run is paused; then the run fails."""
 
 import signal
 import time

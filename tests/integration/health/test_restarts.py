@@ -1,4 +1,4 @@
-"""First tier: a replica that is dead or stuck is restarted in place, and its work goes on elsewhere at once."""
+"""First tier: a replica that is dead or stuck is restarted in place, and others get its groups at once."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""Replicas come and go during a run, by request. Coordinator, supervisor and launcher are real, the rest doubles."""
+"""Scale requests during a run. Coordinator, supervisor and launcher are real; trainer and engines are doubles."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ from tests.integration.scaling.kit import (
 
 
 def start_all(cluster: ScalingCluster, *, trainer: bool = True, max_restarts: int = 5, **environment: str) -> None:
-    """Everything, and a run without an end."""
+    """Start all services and an endless run."""
     cluster.supervisor(max_restarts, **environment)
     cluster.judges()
     cluster.rollout("first", **environment)
