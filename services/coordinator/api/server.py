@@ -18,8 +18,8 @@ from services.coordinator.api.validation import (
     check_registration,
     check_status_size,
     checked_run_id,
-    scale_in_wish,
-    scale_out_wish,
+    scale_in_spec,
+    scale_out_spec,
 )
 from services.coordinator.fleet.checkpoints import save_checkpoint
 from services.coordinator.fleet.peers import Peers
@@ -255,12 +255,12 @@ class CoordinatorService(CoordinatorServicer):
 
     async def ScaleOut(self, request: scaling_pb2.ScaleOutRequest, context: Any) -> scaling_pb2.ScaleOutResponse:
         """Start to add replicas."""
-        record = await self._scaler.accept(request.request_id, scale_out_wish(request))
+        record = await self._scaler.accept(request.request_id, scale_out_spec(request))
         return scaling_pb2.ScaleOutResponse(request=scale_message(record))
 
     async def ScaleIn(self, request: scaling_pb2.ScaleInRequest, context: Any) -> scaling_pb2.ScaleInResponse:
         """Start to remove replicas."""
-        record = await self._scaler.accept(request.request_id, scale_in_wish(request))
+        record = await self._scaler.accept(request.request_id, scale_in_spec(request))
         return scaling_pb2.ScaleInResponse(request=scale_message(record))
 
     async def GetScaleRequest(

@@ -16,7 +16,7 @@ from relaxd.v1.replica_pb2 import (
     Role,
 )
 from services.coordinator.runs.starting import check_run_id
-from services.coordinator.state.scale_records import Direction, Wish
+from services.coordinator.state.scale_records import Direction, ScaleSpec
 
 REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -93,7 +93,7 @@ def check_announcement(request: pb.AnnounceVersionRequest) -> None:
     violations.raise_if_any()
 
 
-def scale_out_wish(request: scaling_pb2.ScaleOutRequest) -> Wish:
+def scale_out_spec(request: scaling_pb2.ScaleOutRequest) -> ScaleSpec:
     """Check a ScaleOut request and convert it."""
     violations = Violations()
     _check_common(request.request_id, request.role, request.replicas, violations)
@@ -107,7 +107,7 @@ def scale_out_wish(request: scaling_pb2.ScaleOutRequest) -> Wish:
     )
     _check_seconds("timeout_seconds", request.timeout_seconds, MAX_TIMEOUT_SECONDS, violations)
     violations.raise_if_any()
-    return Wish(
+    return ScaleSpec(
         direction=Direction.OUT,
         role=_role_name(request.role),
         replicas=request.replicas,
@@ -117,7 +117,7 @@ def scale_out_wish(request: scaling_pb2.ScaleOutRequest) -> Wish:
     )
 
 
-def scale_in_wish(request: scaling_pb2.ScaleInRequest) -> Wish:
+def scale_in_spec(request: scaling_pb2.ScaleInRequest) -> ScaleSpec:
     """Check a ScaleIn request and convert it."""
     violations = Violations()
     _check_common(request.request_id, request.role, request.replicas, violations)
@@ -125,7 +125,7 @@ def scale_in_wish(request: scaling_pb2.ScaleInRequest) -> Wish:
     _check_list("replica_ids", request.replica_ids, ANY_ID, "must be a replica's id", violations)
     _check_seconds("drain_seconds", request.drain_seconds, MAX_DRAIN_SECONDS, violations)
     violations.raise_if_any()
-    return Wish(
+    return ScaleSpec(
         direction=Direction.IN,
         role=_role_name(request.role),
         replicas=request.replicas,

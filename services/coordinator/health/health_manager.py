@@ -123,7 +123,7 @@ class HealthManager:
             await asyncio.to_thread(self._context.store.save_health, self._context.run_id, changed)
             self.record = changed
             self._context.registry.changed.fire()
-        self._to_reclaim += draft.gone
+        self._to_reclaim += draft.lost_ids
         self._report(draft)
         for order in draft.restarts:
             self._start(self._restart(order))

@@ -52,7 +52,7 @@ class HealthUpdate:
         self.events = list(record.events)
         self.restarts: list[RestartOrder] = []
         """Restarts to carry out once the record is saved."""
-        self.gone: list[str] = []
+        self.lost_ids: list[str] = []
         """Ids of lost processes, whose groups are to be reclaimed."""
 
     @property

@@ -47,17 +47,17 @@ class ReplicaReconciler:
                 continue
             left = self._leaving.pop(instance, replica.replica_id)
             if left != replica.replica_id:
-                draft.gone.append(left)
-            one = one or self._new(draft, replica)
+                draft.lost_ids.append(left)
+            one = one or self._add(draft, replica)
             if one.replica_id != replica.replica_id:
-                one = self._successor(draft, one, replica)
+                one = self._replace(draft, one, replica)
             self._check(draft, one, replica)
         for instance in [instance for instance in self._leaving if instance not in live]:
-            draft.gone.append(self._leaving.pop(instance))
+            draft.lost_ids.append(self._leaving.pop(instance))
         for instance in [instance for instance in draft.replicas if instance not in live]:
-            self._missing(draft, draft.replicas[instance])
+            self._on_lost(draft, draft.replicas[instance])
 
-    def _new(self, draft: HealthUpdate, replica: Replica) -> ReplicaHealth:
+    def _add(self, draft: HealthUpdate, replica: Replica) -> ReplicaHealth:
         registration = replica.registration
         one = ReplicaHealth(
             instance=replica.instance,
@@ -69,9 +69,9 @@ class ReplicaReconciler:
         )
         return draft.set_replica(one)
 
-    def _successor(self, draft: HealthUpdate, one: ReplicaHealth, replica: Replica) -> ReplicaHealth:
+    def _replace(self, draft: HealthUpdate, one: ReplicaHealth, replica: Replica) -> ReplicaHealth:
         """Record that a new process replaced the known one."""
-        draft.gone.append(one.replica_id)
+        draft.lost_ids.append(one.replica_id)
         changes = {"replica_id": replica.replica_id, "address": replica.registration.address, "seen_working": False}
         if one.state in DOWN:
             return draft.set_replica(one, **changes)
@@ -86,14 +86,14 @@ class ReplicaReconciler:
         if one.state in DOWN and replica.replica_id == one.stopped_id:
             ready = replica.status.state == REPLICA_STATE_READY and issue is None
             if ready and time.time() - one.since > IGNORED_RESTART_SECONDS:
-                self._recovered(draft, one, f"{one.replica_id} works again without a restart")
+                self._record_recovery(draft, one, f"{one.replica_id} works again without a restart")
             else:
-                self._waiting(draft, one)
+                self._await_return(draft, one)
         elif issue is not None and issue.due:
             self._restart(draft, one, issue)
         elif one.state in DOWN:
             if replica.status.state in (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED):
-                self._recovered(draft, one, f"{one.replica_id} works after {time.time() - one.down_since:.1f} s")
+                self._record_recovery(draft, one, f"{one.replica_id} works after {time.time() - one.down_since:.1f} s")
         else:
             changes: dict[str, Any] = {"state": Health.HEALTHY, "reason": ""}
             if issue is not None:
@@ -104,7 +104,7 @@ class ReplicaReconciler:
             if any(getattr(one, name) != value for name, value in changes.items()):
                 draft.set_replica(one, **changes)
 
-    def _recovered(self, draft: HealthUpdate, one: ReplicaHealth, text: str) -> None:
+    def _record_recovery(self, draft: HealthUpdate, one: ReplicaHealth, text: str) -> None:
         draft.add_event(one.role, one.instance, Health.HEALTHY, text)
         labels = {"relaxd.run_id": self._run_id, "relaxd.role": one.role.lower()}
         telemetry.record("health.recovery_seconds", time.time() - one.down_since, labels)
@@ -117,7 +117,7 @@ class ReplicaReconciler:
         if not one.supervised:
             reason += "; no supervisor would start it again (RELAXD_INSTANCE is not set): restart it by hand"
         elif one.tries >= self._config.max_restarts and not one.seen_working and not self._may_retry(one):
-            self._give_up(draft, one, issue.text)
+            self._fail(draft, one, issue.text)
             return
         elif time.time() < allowed_at:
             reason += f"; restarted {len(one.restarts)} times already, next in {allowed_at - time.time():.0f} s"
@@ -128,12 +128,12 @@ class ReplicaReconciler:
         if state != one.state or _without_digits(reason) != _without_digits(one.reason):
             draft.set_replica(one, state=state, reason=reason)
 
-    def _missing(self, draft: HealthUpdate, one: ReplicaHealth) -> None:
+    def _on_lost(self, draft: HealthUpdate, one: ReplicaHealth) -> None:
         """Update a replica whose lease has ended."""
         if one.state in DOWN:
-            self._waiting(draft, one)
+            self._await_return(draft, one)
             return
-        draft.gone.append(one.replica_id)
+        draft.lost_ids.append(one.replica_id)
         if not one.supervised:
             draft.add_event(
                 one.role, one.instance, Health.FAILED, f"{one.replica_id} is gone, and no supervisor restarts it"
@@ -142,7 +142,7 @@ class ReplicaReconciler:
         else:
             draft.restart(one, "its heartbeats stopped", RestartMode.PROBE)
 
-    def _waiting(self, draft: HealthUpdate, one: ReplicaHealth) -> None:
+    def _await_return(self, draft: HealthUpdate, one: ReplicaHealth) -> None:
         """Update a replica whose next process has not registered yet."""
         waited = time.time() - one.since
         if one.state == Health.FAILED:
@@ -153,7 +153,7 @@ class ReplicaReconciler:
             if failure := self._failures.get(one.instance):
                 why += f": {failure}"
             if one.tries >= self._config.max_restarts:
-                self._give_up(draft, one, why)
+                self._fail(draft, one, why)
             elif time.time() >= next_restart(one.restarts, self._config):
                 draft.restart(one, why, RestartMode.FORCE)
 
@@ -167,7 +167,7 @@ class ReplicaReconciler:
         """Return whether it failed so long ago that it may be tried again."""
         return one.state == Health.FAILED and time.time() - one.since > self._config.restart_window_seconds
 
-    def _give_up(self, draft: HealthUpdate, one: ReplicaHealth, why: str) -> None:
+    def _fail(self, draft: HealthUpdate, one: ReplicaHealth, why: str) -> None:
         if one.state == Health.FAILED:
             return
         text = f"{one.replica_id} failed after {one.tries} tries: {why}"

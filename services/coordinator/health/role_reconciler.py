@@ -40,7 +40,7 @@ class RoleReconciler:
         places = [replica for replica in draft.replicas.values() if replica.role == role]
         if role.lower() not in signs.missing:
             self._last_hope[role] = time.monotonic()
-            self._recovered(draft, one, signs)
+            self._record_recovery(draft, one, signs)
             return
         coming = any(
             replica.status.state not in (REPLICA_STATE_FAILED, REPLICA_STATE_DRAINING)
@@ -60,7 +60,7 @@ class RoleReconciler:
         elif exhausted or (absent > self._config.role_timeout_seconds and (places or one.state != Health.REBUILDING)):
             self._rebuild_or_fail(draft, one, why, signs)
 
-    def _recovered(self, draft: HealthUpdate, one: RoleHealth, signs: RoleSigns) -> None:
+    def _record_recovery(self, draft: HealthUpdate, one: RoleHealth, signs: RoleSigns) -> None:
         if one.state == Health.REBUILDING:
             draft.add_event(one.role, "", Health.HEALTHY, f"rebuilt after {time.time() - one.since:.1f} s")
         if one.state != Health.HEALTHY:

@@ -216,10 +216,10 @@ class RunManager:
         self.active = active
         self._boards[active.record.run_id] = active.board
         self._task = asyncio.create_task(active.main())
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_end)
         self._registry.changed.fire()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
         self.active = None
         self._registry.changed.fire()
         if task.cancelled():

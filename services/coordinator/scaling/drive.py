@@ -62,7 +62,7 @@ class ReplicaDrive:
 
     async def run(self) -> None:
         """Drive the replica to its end. Raises Superseded."""
-        out = self._record.wish.direction == Direction.OUT
+        out = self._record.spec.direction == Direction.OUT
         if self._scaled.state.can_go_back:
             await (self._bring_up() if out else self._drain())
         if self._scaled.state == ScaleState.REMOVING:
@@ -86,7 +86,7 @@ class ReplicaDrive:
         while not self._replicas():
             self._check_deadline()
             try:
-                await self._launchers.create(self._scaled, self._record.wish.role)
+                await self._launchers.create(self._scaled, self._record.spec.role)
                 return
             except LauncherError as error:
                 if not error.passing:
@@ -128,7 +128,7 @@ class ReplicaDrive:
             raise ScaleFailed("cancelled")
         if not ended and time.time() > self._record.deadline.timestamp():
             reason = detail or self._scaled.detail or "it did not register"
-            raise ScaleFailed(f"not active within {self._record.wish.seconds:g} s: {reason}")
+            raise ScaleFailed(f"not active within {self._record.spec.seconds:g} s: {reason}")
 
     def _progress(self, replica: Replica | None) -> tuple[ScaleState, str]:
         """Return a replica's state and what it waits for."""

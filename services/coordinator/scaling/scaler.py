@@ -14,7 +14,7 @@ from services.coordinator.runs.manager import RunManager
 from services.coordinator.scaling.drive import ReplicaDrive
 from services.coordinator.scaling.launchers import EXTERNAL, NO_LAUNCHER, Launchers
 from services.coordinator.scaling.scale_log import ScaleLog
-from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, Wish
+from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleSpec
 from services.coordinator.state.store import Store
 
 logger = logging.getLogger(__name__)
@@ -53,19 +53,19 @@ class Scaler:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    async def accept(self, request_id: str, wish: Wish) -> ScaleRecord:
+    async def accept(self, request_id: str, spec: ScaleSpec) -> ScaleRecord:
         """Start a request, or return the existing one if this repeats it.
 
         Raises AlreadyExists: the id belongs to a different request; FailedPrecondition: another request is in progress,
         or this one is impossible; NotFound: no such replica.
         """
-        return await _finish(self._accept(request_id, wish))
+        return await _finish(self._accept(request_id, spec))
 
-    async def _accept(self, request_id: str, wish: Wish) -> ScaleRecord:
+    async def _accept(self, request_id: str, spec: ScaleSpec) -> ScaleRecord:
         async with self._accepting:
             current = self.log.in_progress()
             known = self.log.find(request_id) if request_id else current
-            if known is not None and known.wish == wish:
+            if known is not None and known.spec == spec:
                 return known
             if request_id and known is not None:
                 raise AlreadyExists(f"scale request {request_id!r} asked for something else: choose another request_id")
@@ -76,16 +76,16 @@ class Scaler:
                 )
             request_id = request_id or f"scale-{secrets.token_hex(3)}"
             scaled = (
-                self._replicas_to_add(request_id, wish)
-                if wish.direction == Direction.OUT
-                else self._replicas_to_remove(wish)
+                self._replicas_to_add(request_id, spec)
+                if spec.direction == Direction.OUT
+                else self._replicas_to_remove(spec)
             )
-            deadline = datetime.now(UTC) + timedelta(seconds=wish.seconds)
-            record = ScaleRecord(request_id=request_id, wish=wish, scaled=scaled, deadline=deadline)
+            deadline = datetime.now(UTC) + timedelta(seconds=spec.seconds)
+            record = ScaleRecord(request_id=request_id, spec=spec, scaled=scaled, deadline=deadline)
             if not scaled:
                 record = record.model_copy(update={"reason": "nothing to do"})
             await self.log.add(record)
-            logger.info("scale request %s: %s %s", request_id, wish.direction.lower(), [r.launch_id for r in scaled])
+            logger.info("scale request %s: %s %s", request_id, spec.direction.lower(), [r.launch_id for r in scaled])
             self._start(request_id)
             return record
 
@@ -93,43 +93,43 @@ class Scaler:
         """Cancel a request and roll its replicas back. Raises NotFound, FailedPrecondition."""
         return await _finish(self.log.cancel(request_id))
 
-    def _replicas_to_add(self, request_id: str, wish: Wish) -> tuple[ScaledReplica, ...]:
+    def _replicas_to_add(self, request_id: str, spec: ScaleSpec) -> tuple[ScaledReplica, ...]:
         """Plan the replicas to create."""
-        live = self._live(wish.role)
-        if wish.addresses:
+        live = self._live(spec.role)
+        if spec.addresses:
             there = {replica.registration.address for replica in live}
-            names = [EXTERNAL + address for address in wish.addresses if address not in there]
+            names = [EXTERNAL + address for address in spec.addresses if address not in there]
         else:
-            missing = max(0, wish.replicas - len(live))
-            names = [f"{wish.role.lower()}-{request_id}-{number}" for number in range(1, missing + 1)]
+            missing = max(0, spec.replicas - len(live))
+            names = [f"{spec.role.lower()}-{request_id}-{number}" for number in range(1, missing + 1)]
             if names and not self._launchers.address:
                 raise FailedPrecondition(f"{NO_LAUNCHER}, or give the addresses of services that wait to join")
         if not names:
             return ()
-        share, rest = divmod(len(wish.gpu_uuids), len(names))
+        share, rest = divmod(len(spec.gpu_uuids), len(names))
         if rest:
             raise FailedPrecondition(
-                f"gpu_uuids: {len(wish.gpu_uuids)} GPUs can't be divided evenly among {len(names)} new replicas"
+                f"gpu_uuids: {len(spec.gpu_uuids)} GPUs can't be divided evenly among {len(names)} new replicas"
             )
         return tuple(
-            ScaledReplica(launch_id=name, gpu_uuids=wish.gpu_uuids[index * share : (index + 1) * share])
+            ScaledReplica(launch_id=name, gpu_uuids=spec.gpu_uuids[index * share : (index + 1) * share])
             for index, name in enumerate(names)
         )
 
-    def _replicas_to_remove(self, wish: Wish) -> tuple[ScaledReplica, ...]:
+    def _replicas_to_remove(self, spec: ScaleSpec) -> tuple[ScaledReplica, ...]:
         """Plan the replicas to remove."""
-        live = self._live(wish.role)
-        if wish.replica_ids:
-            named = (self._removable(replica_id, wish.role) for replica_id in wish.replica_ids)
+        live = self._live(spec.role)
+        if spec.replica_ids:
+            named = (self._removable(replica_id, spec.role) for replica_id in spec.replica_ids)
             removed = list({replica.launch_id: replica for replica in named}.values())
         else:
-            surplus = len(live) - wish.replicas
+            surplus = len(live) - spec.replicas
             scaled_out = [replica for replica in reversed(live) if replica.launch_id]
             if surplus > len(scaled_out):
                 stay = len(live) - len(scaled_out)
                 raise FailedPrecondition(
-                    f"replicas: {stay} of the {len(live)} {wish.role.lower()} replicas were not scaled out and "
-                    f"can't be removed: there can't be only {wish.replicas}"
+                    f"replicas: {stay} of the {len(live)} {spec.role.lower()} replicas were not scaled out and "
+                    f"can't be removed: there can't be only {spec.replicas}"
                 )
             removed = scaled_out[: max(0, surplus)]
         return tuple(
@@ -153,9 +153,9 @@ class Scaler:
 
     def _start(self, request_id: str) -> None:
         self._task = asyncio.create_task(self._carry_out(request_id))
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_end)
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
+    def _on_end(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_error(error)
 

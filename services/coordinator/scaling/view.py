@@ -9,9 +9,9 @@ def scale_message(record: ScaleRecord) -> pb.ScaleRequest:
     """Convert a scale request."""
     message = pb.ScaleRequest(
         request_id=record.request_id,
-        direction=pb.ScaleDirection.Value(f"SCALE_DIRECTION_{record.wish.direction.value}"),
-        role=Role.Value(f"ROLE_{record.wish.role}"),
-        replicas=record.wish.replicas,
+        direction=pb.ScaleDirection.Value(f"SCALE_DIRECTION_{record.spec.direction.value}"),
+        role=Role.Value(f"ROLE_{record.spec.role}"),
+        replicas=record.spec.replicas,
         state=pb.ScaleState.Value(f"SCALE_STATE_{record.state.value}"),
         reason=record.reason or "; ".join(f"{r.launch_id}: {r.detail}" for r in record.scaled if r.detail),
         cancelled=record.cancelled,

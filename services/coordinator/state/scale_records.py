@@ -47,7 +47,7 @@ UNDER_WAY = (
 """States in progress, the least advanced first."""
 
 
-class Wish(Record):
+class ScaleSpec(Record):
     """The content of a request."""
 
     direction: Direction
@@ -80,7 +80,7 @@ class ScaleRecord(Record):
     """One scale request."""
 
     request_id: str
-    wish: Wish
+    spec: ScaleSpec
     scaled: tuple[ScaledReplica, ...] = ()
     cancelled: bool = False
     reason: str = ""
@@ -94,7 +94,7 @@ class ScaleRecord(Record):
         states = {replica.state for replica in self.scaled}
         if under_way := [state for state in UNDER_WAY if state in states]:
             return under_way[0]
-        good = ScaleState.ACTIVE if self.wish.direction == Direction.OUT else ScaleState.DONE
+        good = ScaleState.ACTIVE if self.spec.direction == Direction.OUT else ScaleState.DONE
         if states <= {good}:
             return good
         if ScaleState.CANCELLED in states:
