@@ -49,7 +49,7 @@ def test_a_rebuilt_role_resumes_the_run(cluster: HealthCluster) -> None:
     cluster.ended_run()
 
 
-def test_what_people_took_away_is_waited_for(cluster: HealthCluster) -> None:
+def test_a_role_without_replicas_waits_for_new_ones(cluster: HealthCluster) -> None:
     cluster.begin(health__role_timeout_seconds=2.0, health__max_rebuilds=1)
     cluster.rollout("by-hand")
     cluster.until("it works", lambda: cluster.calls("by-hand", "generate"), 60)

@@ -30,7 +30,7 @@ def test_an_engine_that_is_stuck_or_answers_wrongly_is_restarted(cluster: Health
     cluster.ended_run()
 
 
-def test_a_stall_is_no_death_but_one_that_lasts_is(cluster: HealthCluster) -> None:
+def test_only_a_stall_that_lasts_counts_as_death(cluster: HealthCluster) -> None:
     cluster.begin(rollouts=2, health__stuck_seconds=300.0)
     stalled = cluster.process("rollout-1")
     stalled.suspend()
@@ -51,7 +51,7 @@ def test_a_stall_is_no_death_but_one_that_lasts_is(cluster: HealthCluster) -> No
     cluster.ended_run()
 
 
-def test_a_stuck_trainer_is_restarted_and_steps_go_on(cluster: HealthCluster) -> None:
+def test_a_stuck_trainer_is_restarted_and_steps_continue(cluster: HealthCluster) -> None:
     cluster.begin()
     cluster.fault("stuck", "trainer-1", "trainer-1")
     cluster.until_event("trainer-1", RESTARTING, "it is stuck")
@@ -61,7 +61,7 @@ def test_a_stuck_trainer_is_restarted_and_steps_go_on(cluster: HealthCluster) ->
     cluster.ended_run()
 
 
-def test_a_death_is_an_event_and_its_work_is_free_at_once(cluster: HealthCluster) -> None:
+def test_a_death_is_an_event_and_frees_its_groups_at_once(cluster: HealthCluster) -> None:
     cluster.begin(health__stuck_seconds=300.0)
     cluster.fault("stuck", "rollout-1", "rollout-1")
     cluster.until("it holds groups", lambda: cluster.info("rollout-1").status.held_groups)
@@ -71,7 +71,7 @@ def test_a_death_is_an_event_and_its_work_is_free_at_once(cluster: HealthCluster
     cluster.ended_run()
 
 
-def test_another_coordinator_goes_on_in_the_middle(cluster: HealthCluster) -> None:
+def test_a_new_coordinator_continues_a_restart(cluster: HealthCluster) -> None:
     cluster.begin(health__restart_timeout_seconds=10.0)
     # It dies for good, as far as its supervisor can tell: only the coordinator's insisting brings it back.
     fault = cluster.fault("fail", "reward-1")
@@ -104,7 +104,7 @@ def test_no_restart_storm(cluster: HealthCluster) -> None:
     cluster.ended_run()
 
 
-def test_nobody_restarts_what_nobody_supervises(cluster: HealthCluster) -> None:
+def test_unsupervised_replicas_are_not_restarted(cluster: HealthCluster) -> None:
     cluster.begin()
     cluster.rollout("by-hand", PEER_GENERATE_SECONDS="3600")
     cluster.until("it is suspect", lambda: cluster.health("by-hand").state == SUSPECT, 60)
