@@ -16,7 +16,10 @@ from relaxd.board.stages import PUBLISH, Stage, producers
 from relaxd.board.types import Counts, DroppedGroup, QueueDepth
 from relaxd.config import BoardConfig
 
-RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+RUN_ID_RULE = "must be 1 to 64 letters, digits, dots, dashes and underscores, the first one a letter or digit"
+RESERVED_RUN_ID = "coordinator"
+"""Keys start with relaxd:RUN_ID: under this name are the coordinator's own."""
 WORKERS = "workers"
 WRITES = 3
 """Attempts to write payloads that expire before their script runs."""
@@ -45,8 +48,8 @@ class BoardCore:
         retry_seconds: float = 10.0,
         orphan_seconds: float = 60.0,
     ) -> None:
-        if not RUN_ID.fullmatch(run_id) or run_id == "coordinator":
-            raise ValueError(f"run id {run_id!r}: it must be letters, digits, '.', '_' and '-', and not 'coordinator'")
+        if not RUN_ID.fullmatch(run_id) or run_id == RESERVED_RUN_ID:
+            raise ValueError(f"run id {run_id!r}: it {RUN_ID_RULE}, and not {RESERVED_RUN_ID!r}")
         self.run_id = run_id
         self.prefix = f"relaxd:{run_id}:"
         self.stages = tuple(stages)

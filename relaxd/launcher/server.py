@@ -14,6 +14,7 @@ from typing import Any
 
 from relaxd.launcher.host import Host
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, ServerError, Violations
+from relaxd.rpc.gpu_uuids import check_gpu_uuids
 from relaxd.rpc.server import Service, start_service
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
@@ -23,8 +24,6 @@ from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1 import launcher_pb2_grpc
 
 LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
-MAX_GPUS = 1024
 MAX_GRACE_SECONDS = 600.0
 _NAME_RULE = "must be 1 to 100 letters, digits, dots, dashes and underscores, the first one a letter or digit"
 
@@ -50,11 +49,7 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
         _check_launch_id(request.launch_id, violations)
         roles = ", ".join(sorted(self._host.roles))
         violations.check(request.role in self._host.roles, "role", f"is {request.role!r}: it must be one of {roles}")
-        violations.check(len(request.gpu_uuids) <= MAX_GPUS, "gpu_uuids", f"must be at most {MAX_GPUS}")
-        for index, uuid in enumerate(request.gpu_uuids[:MAX_GPUS]):
-            violations.check(
-                GPU_UUID.fullmatch(uuid), f"gpu_uuids[{index}]", f"is {uuid!r}: it must be GPU-... or MIG-..."
-            )
+        check_gpu_uuids("gpu_uuids", request.gpu_uuids, violations)
         violations.raise_if_any()
         async with self._launching:
             await self._require_current_term(request.term)

@@ -1,1 +1,1 @@
-"""The coordinator: runs, replicas, the admission gate, weight synchronisation. All its state is in Redis."""
+"""The coordinator: runs, replicas, admission gate, weight synchronisation. All its state is in Redis."""

@@ -1,4 +1,4 @@
-"""`python -m services.coordinator`: start the coordinator, and end it cleanly."""
+"""`python -m services.coordinator`: the coordinator's entry point."""
 
 import asyncio
 import logging
@@ -17,18 +17,18 @@ from services.coordinator.state.store import Store, StoreUnavailable, Superseded
 logger = logging.getLogger(__name__)
 
 REDIS_WAIT_SECONDS = 30.0
-"""How long a Redis that is not up yet is waited for."""
+"""Limit of the wait for Redis at start."""
 
 
 class CannotStart(Exception):
-    """The coordinator can't start; the message says why."""
+    """The coordinator can't start; the message is the reason."""
 
 
 def connect(redis_url: str) -> Store:
-    """Wait for Redis, and begin this coordinator's term. Raises CannotStart."""
+    """Wait for Redis and start a new term. Raises CannotStart."""
     store = Store(redis_url)
     deadline = time.monotonic() + REDIS_WAIT_SECONDS
-    where = redis_url.rpartition("@")[2].partition("?")[0]  # without the password, and what else is nobody's business
+    where = redis_url.rpartition("@")[2].partition("?")[0]  # without password and parameters
     warned = False
     while True:
         try:
@@ -37,7 +37,7 @@ def connect(redis_url: str) -> Store:
         except StoreUnavailable as error:
             if isinstance(error.__cause__, redis.AuthenticationError):
                 raise CannotStart(
-                    f"Redis at {where} refuses this user and password: see --redis / RELAXD_REDIS and "
+                    f"Redis at {where} rejects the user or password: see --redis / RELAXD_REDIS and "
                     f"--redis-password-file / RELAXD_REDIS_PASSWORD_FILE ({error.__cause__})"
                 ) from error
             if time.monotonic() > deadline:
@@ -51,7 +51,7 @@ def connect(redis_url: str) -> Store:
             time.sleep(0.5)
         except redis.exceptions.NoPermissionError as error:
             raise CannotStart(
-                f"Redis at {where} lets this user do too little (deploy/redis-acl.conf): {error}"
+                f"Redis at {where} denies this user a command (deploy/redis-acl.conf): {error}"
             ) from error
 
 
@@ -63,7 +63,7 @@ async def serve(settings: ServiceSettings) -> None:
 
 
 def main() -> int:
-    """Run the service; returns the exit code."""
+    """Run the service and return the exit code."""
     settings = parse_settings("coordinator")
     telemetry.setup_logging(settings.replica_id, settings.log_level)
     telemetry.setup("coordinator", settings.replica_id)

@@ -1,4 +1,4 @@
-"""The coordinator as a process: its parts put together, and their life."""
+"""The coordinator process: assembly, start and shutdown."""
 
 import asyncio
 import contextlib
@@ -18,10 +18,9 @@ from relaxd.v1.replica_pb2_grpc import add_ReplicaServicer_to_server
 from services.coordinator.api.server import CoordinatorService
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
-from services.coordinator.runs.active_run import Context
 from services.coordinator.runs.gauges import record_board
 from services.coordinator.runs.manager import RunManager
-from services.coordinator.runs.retention import Retention
+from services.coordinator.scaling.launchers import Launchers
 from services.coordinator.scaling.scaler import Scaler
 from services.coordinator.state.store import Store, StoreUnavailable, Superseded
 
@@ -29,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEATS_PER_LEASE = 6
 HOUSEKEEPING_SECONDS = 1.0
-TIDY_SECONDS = 60.0
-"""How often runs that ended long ago are looked for."""
+RETENTION_SECONDS = 60.0
+"""Interval at which expired runs are deleted."""
 
 
 class CoordinatorProcess:
@@ -46,15 +45,14 @@ class CoordinatorProcess:
             gpu_lease_seconds=settings.gpu_lease_seconds,
         )
         self._peers = Peers(settings.token, settings.tls)
-        retention = Retention(settings.keep_runs, settings.keep_run_bytes, settings.keep_run_days)
-        context = Context(store, self._registry, self._peers, settings.redis, retention, settings.launcher)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._manager = RunManager(context, self._fail)
-        self._scaler = Scaler(store, self._registry, self._manager, self._peers, settings.launcher, self._fail)
+        self._manager = RunManager(store, self._registry, self._peers, settings, self._fail)
+        launchers = Launchers(self._peers, settings.launcher, store.term)
+        self._scaler = Scaler(store, self._registry, self._manager, launchers, self._fail)
         self._started = asyncio.get_running_loop().time()
 
     async def run(self) -> None:
-        """Serve until a signal. Raises Superseded, Fenced: another coordinator has taken over; ServerError."""
+        """Serve until a signal. Raises Superseded, Fenced: a newer coordinator has taken over; ServerError."""
         stop = stop_signals()
         services = [
             Service(
@@ -73,16 +71,16 @@ class CoordinatorProcess:
         )
         tasks: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(self._registry.expire_forever()),
-            asyncio.ensure_future(self._keep_house()),
-            asyncio.ensure_future(self._tidy_forever()),
+            asyncio.ensure_future(self._housekeeping()),
+            asyncio.ensure_future(self._delete_expired_runs()),
             asyncio.ensure_future(stop.wait()),
         ]
         server: RunningServer | None = None
         try:
-            # The run first, then the door: a replica that asks in between would hear that there is nothing to do, and
-            # would drop what it has.
-            await self._manager.take_up()
-            await self._scaler.take_up()
+            # Resume the run before the server starts: a replica that got an empty assignment in between would drop its
+            # groups.
+            await self._manager.resume()
+            await self._scaler.resume()
             server = await start_service(services, self._settings)
             logger.info("coordinator %s, term %d, on %s:%d", __version__, self._store.term, server.host, server.port)
             await server.set_serving(True)
@@ -104,8 +102,8 @@ class CoordinatorProcess:
         if not self._failed.done():
             self._failed.set_exception(error)
 
-    async def _keep_house(self) -> None:
-        """Close channels to replicas that are gone, record what there is, notice a successor."""
+    async def _housekeeping(self) -> None:
+        """Close unused channels, record metrics and detect a newer coordinator."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             replicas = self._registry.all()
@@ -116,23 +114,23 @@ class CoordinatorProcess:
                 telemetry.record("replicas", count, {"relaxd.role": Role.Name(role).removeprefix("ROLE_").lower()})
             active = self._manager.active
             if telemetry.enabled() and active is not None:
-                # Redis may be away; the run's own loops tell about it.
+                # The run's own loops log a Redis outage.
                 with contextlib.suppress(BoardError):
                     await asyncio.to_thread(record_board, self._manager.board(active.record))
-            # Replicas that only reach this one must not think that their leases hold.
+            # A superseded coordinator must not renew leases any more.
             with contextlib.suppress(StoreUnavailable):
                 await asyncio.to_thread(self._store.check)
             if self._store.superseded:
-                raise Superseded("another coordinator has taken over")
+                raise Superseded("a newer coordinator has taken over")
 
-    async def _tidy_forever(self) -> None:
-        """Forget old runs."""
+    async def _delete_expired_runs(self) -> None:
+        """Delete expired runs at a fixed interval."""
         while True:
             try:
-                await self._manager.tidy()
+                await self._manager.delete_expired()
             except Unavailable as error:
-                logger.info("old runs are not forgotten yet: %s", error)
-            await asyncio.sleep(TIDY_SECONDS)
+                logger.info("could not delete expired runs, retrying later: %s", error)
+            await asyncio.sleep(RETENTION_SECONDS)
 
     def _status(self) -> GetStatusResponse:
         active = self._manager.active
@@ -148,7 +146,7 @@ class CoordinatorProcess:
         )
 
     def _drain(self, seconds: float) -> "asyncio.Future[int]":
-        """There is nothing to hand back: all state is in Redis."""
+        """Complete at once: all state is in Redis."""
         drained: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         drained.set_result(0)
         return drained

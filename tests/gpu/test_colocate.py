@@ -143,7 +143,7 @@ def train(place: Workplace, *, difference: float = 0.03, **environment: str) -> 
         assert line["staleness_max"] == 0
         assert line["logprob_difference"] < difference
     log = (folder / "logs" / "coordinator.log").read_text()
-    assert not re.search("weight synchronisation .* failed|turns: ", log), log
+    assert not re.search("weight synchronisation .* failed|GPU handoff: ", log), log
     return folder, lines
 
 

@@ -76,7 +76,7 @@ def test_replicas_take_different_gpus_and_a_dead_one_gives_its_back(
             (found := replicas(cluster).get("late")) and found.status.state == REPLICA_STATE_FAILED and found.status
         ),
     )
-    assert "late needs 1 GPU and sees 2, of which 0 can be had" in late.detail
+    assert "late needs 1 GPU and sees 2, of which 0 are available" in late.detail
     assert f"one holds {first.leased_gpu_uuids[0]}" in late.detail
 
     cluster.kill("one")

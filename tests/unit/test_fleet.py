@@ -1,4 +1,4 @@
-"""When a run's replicas have failed for good."""
+"""A run's failure when the replicas of a role keep failing."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def says(registry: Registry, name: str, state: "ReplicaState.ValueType") -> None
     registry.heartbeat(name, GetStatusResponse(state=state, run_id="run", detail="no disk"))
 
 
-async def test_a_role_fails_when_it_keeps_failing_and_nobody_tries(
+async def test_a_role_fails_when_its_replicas_keep_failing_and_none_starts(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -42,7 +42,7 @@ async def test_a_role_fails_when_it_keeps_failing_and_nobody_tries(
     fleet = Fleet(registry, "run")
     assert fleet.failure() is None
     now += FAILURE_LEASES * LEASE + 1
-    says(registry, "one", REPLICA_STATE_STARTING)  # it loads a large model, say, or waits for a GPU
+    says(registry, "one", REPLICA_STATE_STARTING)  # such as loading a large model, or waiting for a GPU
     assert fleet.failure() is None
     now += 3600
     assert fleet.failure() is None

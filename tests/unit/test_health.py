@@ -1,4 +1,4 @@
-"""What the health manager takes for a sign, and how often it lets a replica be restarted."""
+"""Health: detection of problems, back-off of restarts, rebuilds of roles."""
 
 import time
 
@@ -9,7 +9,7 @@ from relaxd.v1 import replica_pb2 as pb
 from relaxd.v1.coordinator_pb2 import RegisterRequest
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health import signs as health_signs
-from services.coordinator.health.health_update import HealthUpdate, Way, next_restart
+from services.coordinator.health.health_update import HealthUpdate, RestartMode, next_restart
 from services.coordinator.health.role_reconciler import RoleReconciler, RoleSigns
 from services.coordinator.health.signs import Signs
 from services.coordinator.state.health_records import KEPT_EVENTS, Health, HealthRecord, ReplicaHealth
@@ -48,22 +48,22 @@ def replica(clock: Clock, role: "pb.Role.ValueType", **status: object) -> Replic
 
 
 def after(clock: Clock, seconds: float, signs: Signs, one: Replica, **status: object) -> tuple[str, bool] | None:
-    """What is said of it when so many seconds have passed, and its heartbeat says that."""
+    """Return the issue (text, due) after `seconds` and a heartbeat with this status."""
     clock.now += seconds
     one.seen = clock.now
     for name, value in status.items():
         setattr(one.status, name, value)
-    complaint = signs.complaint(one)
-    return (complaint.text, complaint.due) if complaint else None
+    issue = signs.issue(one)
+    return (issue.text, issue.due) if issue else None
 
 
-def test_stuck_is_who_holds_groups_and_gets_nothing_done(clock: Clock) -> None:
+def test_a_replica_with_groups_and_no_progress_is_stuck(clock: Clock) -> None:
     signs = make_signs()
     one = replica(clock, pb.ROLE_REWARD, state=READY, held_groups=2, progress=7)
     assert after(clock, 0, signs, one) is None
     assert after(clock, 50, signs, one) is None
-    suspect = after(clock, 10, signs, one)  # 100 s, and the 10 s that it takes to notice by itself
-    assert suspect == ("it is stuck: it holds 2 groups and has got nothing done for 60 s", False)
+    suspect = after(clock, 10, signs, one)  # the limit is 100 s plus the reward's own timeout of 10 s
+    assert suspect == ("it is stuck: it holds 2 groups and has made no progress for 60 s", False)
     assert after(clock, 45, signs, one, progress=8) is None
     assert after(clock, 200, signs, one, held_groups=0) is None
     assert after(clock, 200, signs, one, held_groups=1) is not None
@@ -71,11 +71,11 @@ def test_stuck_is_who_holds_groups_and_gets_nothing_done(clock: Clock) -> None:
     due = after(clock, 111, signs, one)
     assert due is not None
     assert due[1]
-    signs.forgive()
+    signs.reset_timers()
     assert after(clock, 0, signs, one) is None
 
 
-def test_an_engine_that_fails_synchronisations_may_be_stuck_as_well(clock: Clock) -> None:
+def test_an_engine_that_fails_synchronisations_can_also_be_stuck(clock: Clock) -> None:
     signs = make_signs(failures=1)
     one = replica(clock, pb.ROLE_ROLLOUT, state=READY, held_groups=2, progress=7)
     one.status.weights.version = 3
@@ -83,10 +83,10 @@ def test_an_engine_that_fails_synchronisations_may_be_stuck_as_well(clock: Clock
     assert after(clock, 0, signs, one) == failed
     assert after(clock, 70, signs, one) == failed
     due = after(clock, 100, signs, one)  # past the weights' timeouts as well
-    assert due == ("it is stuck: it holds 2 groups and has got nothing done for 170 s", True)
+    assert due == ("it is stuck: it holds 2 groups and has made no progress for 170 s", True)
 
 
-def test_a_trainer_must_turn_even_without_groups(clock: Clock) -> None:
+def test_a_trainer_must_progress_even_without_groups(clock: Clock) -> None:
     signs = make_signs()
     one = replica(clock, pb.ROLE_TRAINER, state=READY, held_groups=0, progress=7)
     assert after(clock, 0, signs, one) is None
@@ -96,12 +96,12 @@ def test_a_trainer_must_turn_even_without_groups(clock: Clock) -> None:
     assert due[1]
 
 
-def test_starting_and_failing_may_last_only_so_long(clock: Clock) -> None:
+def test_start_and_failure_have_time_limits(clock: Clock) -> None:
     signs = make_signs(start_seconds=60, failed_seconds=10)
     one = replica(clock, pb.ROLE_TRAINER, state=STARTING, detail="loading")
     assert after(clock, 0, signs, one) is None
     assert after(clock, 29, signs, one) is None
-    assert after(clock, 30, signs, one, detail="replaying step 1") is None  # it gets on
+    assert after(clock, 30, signs, one, detail="replaying step 1") is None  # progress
     assert after(clock, 40, signs, one) == ("it has been starting for 40 s: replaying step 1", False)
     assert after(clock, 21, signs, one) == ("it has been starting for 61 s: replaying step 1", True)
     assert after(clock, 0, signs, one, state=FAILED, detail="no disk") == ("it has failed: no disk", False)
@@ -114,14 +114,14 @@ def test_late_heartbeats_and_failed_synchronisations(clock: Clock) -> None:
     assert after(clock, 0, make_signs(failures=3), one) == ("3 weight synchronisations in a row failed with it", False)
     assert after(clock, 0, make_signs(failures=4), one) == ("4 weight synchronisations in a row failed with it", True)
     clock.now += 3.5
-    complaint = make_signs().complaint(one)
-    assert complaint is not None
-    assert (complaint.text, complaint.due) == ("no heartbeat for 3.5 s", False)
+    issue = make_signs().issue(one)
+    assert issue is not None
+    assert (issue.text, issue.due) == ("no heartbeat for 3.5 s", False)
     one.draining = True
-    assert make_signs(failures=9).complaint(one) is None
+    assert make_signs(failures=9).issue(one) is None
 
 
-def test_restarts_keep_their_distance() -> None:
+def test_restarts_back_off() -> None:
     config = HealthConfig(first_backoff_seconds=2.0, max_restarts=4, restart_window_seconds=600.0)
     now = time.time()
     assert next_restart((), config) == 0.0
@@ -129,7 +129,7 @@ def test_restarts_keep_their_distance() -> None:
     assert next_restart((now,), config) == now + 2
     assert next_restart((now - 30, now - 10, now), config) == now + 8
     assert next_restart((now - 100, now - 30, now - 10, now), config) == now + 500
-    # Whatever happens, within any window there are at most max_restarts.
+    # No window has more than max_restarts.
     restarts: tuple[float, ...] = ()
     moment = now
     while moment < now + 60:
@@ -139,30 +139,30 @@ def test_restarts_keep_their_distance() -> None:
     assert len(restarts) == 4
 
 
-def test_a_draft_counts_tries_until_something_is_done() -> None:
+def test_tries_count_until_the_replica_makes_progress() -> None:
     one = ReplicaHealth(instance="rollout-1", role="ROLLOUT", replica_id="rollout-1", seen_working=True, tries=2)
     draft = HealthUpdate(HealthRecord(replicas={"rollout-1": one}))
     draft.restart(one, "it is stuck")
-    draft.restart(draft.replicas["rollout-1"], "it is stuck", Way.INSIST)
+    draft.restart(draft.replicas["rollout-1"], "it is stuck", RestartMode.FORCE)
     after = draft.result().replicas["rollout-1"]
-    assert (after.state, after.tries, len(after.restarts), after.told_id) == (Health.RESTARTING, 2, 2, "rollout-1")
+    assert (after.state, after.tries, len(after.restarts), after.stopped_id) == (Health.RESTARTING, 2, 2, "rollout-1")
     assert after.down_since > 0
-    assert [ask.way for ask in draft.asks] == [Way.TELL, Way.INSIST]
+    assert [order.mode for order in draft.restarts] == [RestartMode.REQUEST, RestartMode.FORCE]
     for _ in range(2 * KEPT_EVENTS):
-        draft.tell("ROLLOUT", "rollout-1", Health.HEALTHY, "works")
+        draft.add_event("ROLLOUT", "rollout-1", Health.HEALTHY, "works")
     kept = draft.result().events
     assert (len(kept), kept[-1].number) == (KEPT_EVENTS, 2 * KEPT_EVENTS + 2)
     assert HealthRecord.model_validate_json(draft.result().model_dump_json()) == draft.result()
 
 
-def test_a_role_that_is_rebuilt_twice_is_one_pause() -> None:
+def test_consecutive_rebuilds_share_one_pause() -> None:
     tier = RoleReconciler(HealthConfig(first_backoff_seconds=0.0, max_rebuilds=3))
     gone = ReplicaHealth(instance="one", role="REWARD", replica_id="one", state=Health.FAILED, reason="it died")
     record = HealthRecord(replicas={"one": gone})
     seen = []
     for missing in (("reward",), ("reward",), (), ("reward",)):
         draft = HealthUpdate(record)
-        tier.look(draft, "REWARD", {}, RoleSigns(missing, last_step=3))
+        tier.update(draft, "REWARD", {}, RoleSigns(missing, last_step=3))
         record = draft.result()
         role = record.roles["REWARD"]
         seen.append((role.state, role.rebuilds, role.pause))

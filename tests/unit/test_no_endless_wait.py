@@ -33,7 +33,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
-        ("services/coordinator/weights/weight_calls.py", "WeightCalls._together"),
+        ("services/coordinator/weights/weight_group_client.py", "WeightGroupClient._broadcast"),
         ("services/rollout/service/child_engine.py", "ChildEngine.start"),
         ("services/trainer/service/rank_processes.py", "RankProcesses._exited"),
     },

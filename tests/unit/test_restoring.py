@@ -1,4 +1,4 @@
-"""The ledger that the coordinator reads back from a run's folder."""
+"""Restoring a run from its folder: ledger, step files, checks."""
 
 import json
 from dataclasses import asdict
@@ -43,7 +43,7 @@ def test_steps_after_the_last_line_come_from_their_files(tmp_path: Path) -> None
         read_ledger(tmp_path)
 
 
-def test_half_a_last_line_is_left_out_and_any_other_damage_refused(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_skipped_and_other_damage_refused(tmp_path: Path) -> None:
     written = write_ledger(tmp_path, [1, 2])
     path = tmp_path / "ledger.jsonl"
     whole = path.read_text()
@@ -58,27 +58,27 @@ def test_half_a_last_line_is_left_out_and_any_other_damage_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["run.json", "ledger.jsonl", "checkpoints", "steps"])
-def test_a_run_does_not_reach_out_of_its_folder(tmp_path: Path, name: str) -> None:
+def test_links_out_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     folder, outside = tmp_path / "run", tmp_path / "outside"
     folder.mkdir()
     outside.mkdir()
     (folder / name).symlink_to(outside / name)
-    with pytest.raises(InvalidArgument, match=f"{name} in it leads out of it by a link"):
+    with pytest.raises(InvalidArgument, match=f"its {name} is a link to the outside"):
         read_run(str(folder))
     (folder / name).unlink()
     (folder / name).symlink_to(folder / name)
-    with pytest.raises(InvalidArgument, match="leads out of it"):
+    with pytest.raises(InvalidArgument, match="is a link to the outside"):
         read_run(str(folder))
 
 
 @pytest.mark.parametrize("folder", ["", "runs/a", "../runs", "/runs/a\0b", "/runs/\na"])
-def test_what_is_no_absolute_path_is_refused(folder: str) -> None:
+def test_only_absolute_paths_are_accepted(folder: str) -> None:
     with pytest.raises(InvalidArgument, match="it must be an absolute path"):
         read_run(folder)
 
 
-def test_a_run_of_another_name_than_runs_have_is_refused(tmp_path: Path) -> None:
+def test_a_bad_run_id_is_refused(tmp_path: Path) -> None:
     record = RunRecord(run_id="../x", config_json=run_config().model_dump_json(), folder=str(tmp_path))
     (tmp_path / "run.json").write_text(record.model_dump_json())
-    with pytest.raises(InvalidArgument, match=r"its run is called '\.\./x'"):
+    with pytest.raises(InvalidArgument, match=r"its run id is '\.\./x'"):
         read_run(str(tmp_path))

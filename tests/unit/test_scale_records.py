@@ -5,16 +5,16 @@ from datetime import UTC, datetime
 import pytest
 
 from relaxd.v1 import scaling_pb2
-from services.coordinator.api.scale_calls import scale_message
-from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleState, Wish
+from services.coordinator.scaling.view import scale_message
+from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleSpec, ScaleState
 
 
 def record(direction: str, states: str) -> ScaleRecord:
-    wish = Wish(direction=Direction(direction), role="ROLLOUT", replicas=3, seconds=1)
+    spec = ScaleSpec(direction=Direction(direction), role="ROLLOUT", replicas=3, seconds=1)
     scaled = tuple(
         ScaledReplica(launch_id=f"r-{number}", state=ScaleState(state)) for number, state in enumerate(states.split())
     )
-    return ScaleRecord(request_id="r", wish=wish, scaled=scaled, deadline=datetime.now(UTC))
+    return ScaleRecord(request_id="r", spec=spec, scaled=scaled, deadline=datetime.now(UTC))
 
 
 @pytest.mark.parametrize(

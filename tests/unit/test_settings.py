@@ -8,7 +8,7 @@ import pytest
 
 from relaxd.rpc.credentials import read_token
 from relaxd.rpc.settings import parse_settings
-from services.coordinator.api.server import REPLICA_ID
+from services.coordinator.api.validation import REPLICA_ID
 
 
 def test_defaults():

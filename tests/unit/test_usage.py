@@ -1,4 +1,4 @@
-"""What the coordinator makes of heartbeats: shares of the time between two steps, which add up over steps."""
+"""Engine and GPU utilisation from heartbeats: shares of a step's time that add up over steps."""
 
 import pytest
 
@@ -16,7 +16,7 @@ class Clock:
 
 
 class Engine:
-    """A rollout replica with an engine that does what the test says, and tells it with its heartbeats."""
+    """A rollout replica whose engine follows the test and reports in heartbeats."""
 
     def __init__(self, clock: Clock, name: str = "rollout-1") -> None:
         self.clock = clock
@@ -27,7 +27,7 @@ class Engine:
         self.heartbeat()
 
     def spend(self, seconds: float, state: str) -> None:
-        """Spend time, the clock going on."""
+        """Advance the clock and the engine's counters."""
         if state != "idle":
             self.counted[f"engine_{state}_seconds"] += seconds
         self.counted["engine_state"] = {"idle": 0.0, "busy": 1.0, "paused": 2.0}[state]
@@ -41,7 +41,7 @@ class Engine:
 def test_shares_of_a_step() -> None:
     clock = Clock()
     engine, usage = Engine(clock), Usage(clock)
-    usage.look([engine.replica])
+    usage.sample([engine.replica])
     engine.spend(6, "busy")
     engine.spend(1, "paused")
     engine.spend(3, "idle")
@@ -53,10 +53,10 @@ def test_shares_of_a_step() -> None:
     }
 
 
-def test_what_came_after_the_last_heartbeat_is_put_right() -> None:
+def test_the_time_after_the_last_heartbeat_is_corrected_later() -> None:
     clock = Clock()
     engine, usage = Engine(clock), Usage(clock)
-    usage.look([engine.replica])
+    usage.sample([engine.replica])
     engine.spend(1, "busy")
     engine.heartbeat()
     engine.spend(1, "idle")  # not told: taken for busy
@@ -72,7 +72,7 @@ def test_what_came_after_the_last_heartbeat_is_put_right() -> None:
 def test_no_share_is_above_one_and_nothing_is_lost() -> None:
     clock = Clock()
     engine, usage = Engine(clock), Usage(clock)
-    usage.look([engine.replica])
+    usage.sample([engine.replica])
     engine.heartbeat()
     engine.spend(3, "busy")  # not told: taken for idle
     assert usage.take([engine.replica])["engine_busy_share"] == 0.0
@@ -88,7 +88,7 @@ def test_each_engine_and_their_mean() -> None:
     clock = Clock()
     one, two, usage = Engine(clock), Engine(clock, "rollout-2"), Usage(clock)
     replicas = [one.replica, two.replica]
-    usage.look(replicas)
+    usage.sample(replicas)
     one.spend(2, "busy")
     one.heartbeat()
     two.heartbeat()
@@ -98,33 +98,33 @@ def test_each_engine_and_their_mean() -> None:
     assert shares["engine_idle_share_rollout-2"] == pytest.approx(1.0)
 
 
-def test_a_replica_that_started_anew_is_counted_from_then_on() -> None:
+def test_a_restarted_replica_is_counted_from_its_restart() -> None:
     clock = Clock()
     engine, usage = Engine(clock), Usage(clock)
-    usage.look([engine.replica])
+    usage.sample([engine.replica])
     engine.spend(5, "busy")
     engine.heartbeat()
     new = Engine(clock)
     new.counted["engine_busy_seconds"] = 0.0
     new.replica.registered_at = 2.0
     new.heartbeat()
-    usage.look([new.replica])
+    usage.sample([new.replica])
     new.spend(1, "busy")
     new.heartbeat()
     assert usage.take([new.replica])["engine_busy_share"] == pytest.approx(1.0)
 
 
-def test_gpus_are_weighed_by_time_and_number() -> None:
+def test_gpus_are_weighted_by_time_and_number() -> None:
     clock = Clock()
     one, two, usage = Engine(clock), Engine(clock, "trainer-1"), Usage(clock)
     replicas = [one.replica, two.replica]
     one.heartbeat(gpu_utilisation=1.0)
     two.heartbeat(gpu_utilisation=0.25)
-    usage.look(replicas)
+    usage.sample(replicas)
     for replica, count in ((one, 1), (two, 3)):
         replica.replica.status.gpu_uuids.extend(f"GPU-{index}" for index in range(count))
     clock.now += 3
-    usage.look(replicas)
+    usage.sample(replicas)
     one.replica.status.gauges["gpu_utilisation"] = 0.0
     clock.now += 1
     shares = usage.take(replicas)
@@ -133,12 +133,12 @@ def test_gpus_are_weighed_by_time_and_number() -> None:
     assert shares["gpu_idle_share"] == pytest.approx((0.25 + 3 * 0.75) / 4)
 
 
-def test_replicas_that_tell_nothing_have_no_shares() -> None:
+def test_replicas_without_gauges_have_no_shares() -> None:
     clock = Clock()
     silent = Replica(RegisterRequest(replica_id="r"), 1.0, seen=clock.now, status=GetStatusResponse())
     usage = Usage(clock)
     assert usage.take([]) == {}
-    usage.look([silent])
+    usage.sample([silent])
     clock.now += 1
     assert usage.take([silent]) == {}
     strange = GetStatusResponse(gauges={"engine_state": float("nan"), "engine_busy_seconds": float("inf")})

@@ -31,7 +31,7 @@ def values() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 80, 1 << 20])
-def test_tensors_come_out_of_their_buckets_bit_for_bit(bucket_bytes: int) -> None:
+def test_unpacked_tensors_equal_the_packed_ones_bit_for_bit(bucket_bytes: int) -> None:
     tensors = values()
     buckets = plan_buckets(SPECS, bucket_bytes, source_rank=1)
     received = {}
@@ -60,7 +60,7 @@ def test_manifests_survive_the_wire() -> None:
     assert from_proto(to_proto(buckets)) == buckets
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_a_mismatch_names_the_tensor() -> None:
     bucket = Bucket((TensorSpec("model.norm.weight", torch.float32, (4,)),), 0)
     buffer = torch.zeros(16, dtype=torch.uint8)
     with pytest.raises(ManifestError, match=r"model\.norm\.weight is in the manifest"):
@@ -121,7 +121,7 @@ def test_the_layout_follows_from_transport_and_engine() -> None:
     assert broadcast_layout("gloo", "sglang") == broadcast_layout("gloo", "transformers") == "flat"
 
 
-def test_nccl_is_refused_where_members_would_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_refused_if_members_would_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
     check_environment()
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")

@@ -1,4 +1,1 @@
-"""The gRPC calls of the Coordinator service: requests are checked here, and answered by the other rooms.
-
-No state lives here.
-"""
+"""The gRPC API of the coordinator. Holds no state."""

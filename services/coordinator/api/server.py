@@ -1,6 +1,5 @@
-"""The Coordinator service: requests are checked here, and answered by the parts that know."""
+"""The Coordinator service: every RPC checks its request here and leaves the work to the other rooms."""
 
-import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,51 +7,46 @@ from typing import Any
 import grpc
 
 from relaxd import PROTOCOL_VERSION, __version__
-from relaxd.rpc.errors import (
-    FailedPrecondition,
-    InvalidArgument,
-    NotFound,
-    Unavailable,
-    Violations,
-    explain,
-    shortened,
-)
+from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable, Violations, explain, shortened
 from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer
-from relaxd.v1.replica_pb2 import ROLE_COORDINATOR, ROLE_UNSPECIFIED, DrainRequest, Role, WeightVersion
-from services.coordinator.api.checkpoint_calls import CheckpointCalls
-from services.coordinator.api.scale_calls import ScalingCalls
+from relaxd.v1.replica_pb2 import ROLE_UNSPECIFIED, DrainRequest, WeightVersion
+from services.coordinator.api.validation import (
+    check_announcement,
+    check_gpu_request,
+    check_registration,
+    check_status_size,
+    checked_run_id,
+    scale_in_spec,
+    scale_out_spec,
+)
+from services.coordinator.fleet.checkpoints import save_checkpoint
 from services.coordinator.fleet.peers import Peers
-from services.coordinator.fleet.registry import Registry
+from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.runs.manager import RunManager, read_board
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.runs.view import sample_message
 from services.coordinator.runs.watch import watch
+from services.coordinator.scaling.scale_log import MAX_REQUESTS
 from services.coordinator.scaling.scaler import Scaler
+from services.coordinator.scaling.view import scale_message
 from services.coordinator.state.records import Announcement
 
-REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-ADDRESS = re.compile(r"[A-Za-z0-9.\[\]:_-]{1,200}:[0-9]{1,5}")
-GPU_UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9/_-]{1,120}")
-MAX_LAUNCH_ID = 300
-MAX_NAME = 300
-MAX_STATUS_BYTES = 1 << 18
-MAX_REASON = 2000
+MAX_REASON_BYTES = 2000
 MAX_SAMPLES = 1000
-MAX_RANKS = 4096
-MAX_GPUS = 1024
-"""Of one replica."""
 DRAIN_SECONDS = 25.0
+"""Deadline of a drain whose caller has a later one, or none."""
 
 
-class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
-    """Answers every call of the Coordinator."""
+class CoordinatorService(CoordinatorServicer):
+    """relaxd.v1.Coordinator over the runs, the replicas and the scale requests."""
 
     def __init__(self, manager: RunManager, registry: Registry, peers: Peers, scaler: Scaler) -> None:
-        super().__init__(scaler)
         self._manager = manager
         self._registry = registry
         self._peers = peers
+        self._scaler = scaler
 
     # --- runs -----------------------------------------------------------------------------------------------------
 
@@ -62,47 +56,44 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         return pb.StartRunResponse(run=await self._manager.message(active.record))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Any) -> pb.GetRunResponse:
-        """Say how a run is doing."""
-        _checked_run_id(request.run_id)
+        """Return a run; without an id, the newest."""
+        checked_run_id(request.run_id)
         return pb.GetRunResponse(run=await self._manager.message(await self._manager.record(request.run_id)))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsResponse:
-        """List every run."""
+        """Return all runs, newest first."""
         return pb.ListRunsResponse(runs=[await self._manager.message(record) for record in await self._manager.all()])
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
-        """Stream what happens in a run, for a bounded time."""
+        """Stream the changes of a run for a limited time."""
         async for message in watch(self._manager, self._registry.changed, request):
             yield message
 
     async def PauseRun(self, request: pb.PauseRunRequest, context: Any) -> pb.PauseRunResponse:
         """Pause the active run."""
-        active = self._manager.require_active(_checked_run_id(request.run_id))
-        await active.pause(shortened(request.reason, MAX_REASON))
+        active = self._manager.require_active(checked_run_id(request.run_id))
+        await active.pause(shortened(request.reason, MAX_REASON_BYTES))
         return pb.PauseRunResponse(run=await self._manager.message(active.record))
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: Any) -> pb.ResumeRunResponse:
-        """End a pause."""
-        active = self._manager.require_active(_checked_run_id(request.run_id))
+        """Resume the paused run."""
+        active = self._manager.require_active(checked_run_id(request.run_id))
         await active.resume()
         return pb.ResumeRunResponse(run=await self._manager.message(active.record))
 
     async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
-        """End the active run early."""
-        active = self._manager.require_active(_checked_run_id(request.run_id))
-        await active.stop(shortened(request.reason, MAX_REASON))
+        """Stop the active run early."""
+        active = self._manager.require_active(checked_run_id(request.run_id))
+        await active.stop(shortened(request.reason, MAX_REASON_BYTES))
         return pb.StopRunResponse(run=await self._manager.message(active.record))
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:
-        """Forget a run that has ended."""
-        violations = Violations()
-        check_run_id(request.run_id, violations, optional=False)
-        violations.raise_if_any()
-        await self._manager.delete(request.run_id)
+        """Delete a run that has ended from Redis; its folder stays."""
+        await self._manager.delete(checked_run_id(request.run_id, optional=False))
         return pb.DeleteRunResponse()
 
     async def ListSamples(self, request: pb.ListSamplesRequest, context: Any) -> pb.ListSamplesResponse:
-        """Show what the model wrote."""
+        """Return trained samples, oldest first."""
         violations = Violations()
         check_run_id(request.run_id, violations)
         violations.check(0 <= request.limit <= MAX_SAMPLES, "limit", f"must be 0 to {MAX_SAMPLES}; 0 means 16")
@@ -112,26 +103,25 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         samples = await read_board(board.samples, request.step or None, request.limit or 16)
         return pb.ListSamplesResponse(samples=[sample_message(sample) for sample in reversed(samples)])
 
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
+        """Let the trainer of the active run save a checkpoint."""
+        active = self._manager.require_active(checked_run_id(request.run_id))
+        with active.trainer_awake():
+            saved = await save_checkpoint(active.context)
+        return pb.SaveCheckpointResponse(path=saved.path, weights=saved.weights)
+
+    async def RestoreRun(self, request: pb.RestoreRunRequest, context: Any) -> pb.RestoreRunResponse:
+        """Restore a run that Redis lost from its folder, and resume it."""
+        active = await self._manager.restore(request.folder)
+        return pb.RestoreRunResponse(run=await self._manager.message(active.record))
+
     # --- replicas -------------------------------------------------------------------------------------------------
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
-        """Make a replica known."""
-        violations = Violations()
-        violations.check(
-            REPLICA_ID.fullmatch(request.replica_id),
-            "replica_id",
-            "must be 1 to 128 letters, digits, dots, dashes and underscores, the first one a letter or digit",
-        )
-        known = request.role in Role.values() and request.role not in (ROLE_UNSPECIFIED, ROLE_COORDINATOR)
-        violations.check(known, "role", "must be rollout, reward, advantage or trainer")
-        violations.check(ADDRESS.fullmatch(request.address), "address", "must be host:port")
-        violations.check(0 <= request.engine_ranks <= MAX_RANKS, "engine_ranks", f"must be 0 to {MAX_RANKS}")
-        violations.check(len(request.gpu_uuids) <= MAX_GPUS, "gpu_uuids", f"must be at most {MAX_GPUS}")
-        longest = max(map(len, (*request.gpu_uuids, request.package_version)), default=0)
-        wanted = f"and package_version must be at most {MAX_NAME} characters long"
-        violations.check(longest <= MAX_NAME, "gpu_uuids", wanted)
-        violations.check(len(request.launch_id) <= MAX_LAUNCH_ID, "launch_id", "must be one that was launched")
-        violations.raise_if_any()
+        """Register a replica and grant it a lease."""
+        check_registration(request)
         if request.protocol_version != PROTOCOL_VERSION:
             raise FailedPrecondition(
                 f"{request.replica_id} (relaxd {request.package_version or 'of unknown version'}) speaks protocol "
@@ -147,11 +137,8 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         )
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
-        """Renew a lease."""
-        size = request.status.ByteSize()
-        if size > MAX_STATUS_BYTES:
-            problem = f"has {size} bytes: at most {MAX_STATUS_BYTES} are kept"
-            raise InvalidArgument(f"status {problem}", [("status", problem)])
+        """Renew a replica's lease."""
+        check_status_size(request)
         replica = self._registry.heartbeat(request.replica_id, request.status)
         if replica is None:
             raise NotFound(f"no replica {request.replica_id!r} is registered: register again")
@@ -164,7 +151,7 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         )
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Any) -> pb.ListReplicasResponse:
-        """List the replicas whose lease holds."""
+        """Return the replicas whose lease holds."""
         now = time.monotonic()
         return pb.ListReplicasResponse(
             replicas=[
@@ -180,10 +167,8 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         )
 
     async def DrainReplica(self, request: pb.DrainReplicaRequest, context: Any) -> pb.DrainReplicaResponse:
-        """Ask one replica to take nothing more and to finish what it has."""
-        replica = self._registry.get(request.replica_id)
-        if replica is None:
-            raise NotFound(f"no replica {request.replica_id!r} is registered")
+        """Ask a replica to take no more groups and finish those that it holds."""
+        replica = self._require_replica(request.replica_id)
         await self._registry.drain(replica)
         try:
             stub = self._peers.replica(replica.registration.address)
@@ -198,70 +183,50 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         return pb.DrainReplicaResponse(held_groups=answer.held_groups)
 
     async def LeaseGpus(self, request: pb.LeaseGpusRequest, context: Any) -> pb.LeaseGpusResponse:
-        """Let a replica hold GPUs that nobody else holds."""
-        candidates = request.candidate_uuids
-        violations = Violations()
-        violations.check(REPLICA_ID.fullmatch(request.replica_id), "replica_id", "must be the replica's id")
-        violations.check(request.count >= 0, "count", f"is {request.count}: it must not be negative")
-        violations.check(len(candidates) <= MAX_GPUS, "candidate_uuids", f"must be at most {MAX_GPUS}")
-        for index, uuid in enumerate(candidates[:MAX_GPUS]):
-            violations.check(
-                GPU_UUID.fullmatch(uuid), f"candidate_uuids[{index}]", f"is {uuid!r}: it must be GPU-... or MIG-..."
-            )
-        violations.check(len(set(candidates)) == len(candidates), "candidate_uuids", "names a GPU twice")
-        violations.raise_if_any()
+        """Lease free GPUs to a replica."""
+        check_gpu_request(request)
         shared = self._manager.active is not None and self._manager.active.config.run.colocate
-        granted = await self._registry.lease_gpus(request.replica_id, candidates, request.count, shared=shared)
+        granted = await self._registry.lease_gpus(
+            request.replica_id, request.candidate_uuids, request.count, shared=shared
+        )
         return pb.LeaseGpusResponse(gpu_uuids=granted)
 
     async def TakeTurn(self, request: pb.TakeTurnRequest, context: Any) -> pb.TakeTurnResponse:
-        """Let a replica of a colocated run start what it has none of, once the other side sleeps."""
-        replica = self._registry.get(request.replica_id)
-        if replica is None:
-            raise NotFound(f"no replica {request.replica_id!r} is registered: register first")
-        turns = self._manager.require_active("").turns
-        if turns is None:
-            raise FailedPrecondition("the active run is not colocated: nobody takes turns")
-        reason = turns.take_turn(replica)
+        """Grant a colocated replica the GPU once the other role released it."""
+        replica = self._require_replica(request.replica_id, ": register first")
+        handoff = self._manager.require_active("").handoff
+        if handoff is None:
+            raise FailedPrecondition("the active run is not colocated: its replicas don't take turns")
+        reason = handoff.request_gpu(replica)
         return pb.TakeTurnResponse(granted=not reason, reason=reason)
 
     # --- weights --------------------------------------------------------------------------------------------------
 
     async def AnnounceVersion(self, request: pb.AnnounceVersionRequest, context: Any) -> pb.AnnounceVersionResponse:
-        """Remember that new weights can be fetched."""
-        violations = Violations()
-        check_run_id(request.run_id, violations, optional=False)
-        violations.check(REPLICA_ID.fullmatch(request.replica_id), "replica_id", "must be the trainer's id")
-        violations.check(request.weights.term > 0, "weights.term", "must be the trainer's term, at least 1")
-        violations.check(request.weights.version >= 0, "weights.version", "must not be negative")
-        violations.raise_if_any()
-        sync = self._manager.require_active(request.run_id).sync
-        before, weights = sync.announced, request.weights
-        if before is not None and (weights.term, weights.version) < (before.term, before.version):
-            raise FailedPrecondition(
-                f"version {weights.version} of term {weights.term} is older than what was announced last: version "
-                f"{before.version} of term {before.term}"
-            )
-        await sync.announce(
+        """Record a new weight version; its synchronisation follows."""
+        check_announcement(request)
+        await self._manager.require_active(request.run_id).sync.announce(
             Announcement(
                 run_id=request.run_id,
                 replica_id=request.replica_id,
-                term=weights.term,
-                version=weights.version,
+                term=request.weights.term,
+                version=request.weights.version,
             )
         )
         return pb.AnnounceVersionResponse()
 
     async def SyncWeights(self, request: pb.SyncWeightsRequest, context: Any) -> pb.SyncWeightsResponse:
         """Wait until every engine serves the newest version."""
-        active = self._manager.require_active(_checked_run_id(request.run_id))
+        active = self._manager.require_active(checked_run_id(request.run_id))
         started = time.monotonic()
         if active.sync.announced is None:
             raise FailedPrecondition("the trainer has not announced any version yet")
         while not active.sync.up_to_date():
             remaining = context.time_remaining()
             if remaining is not None and remaining < 1.0:
-                raise Unavailable(f"not every engine serves it yet: {active.sync.last_failure or 'still under way'}")
+                raise Unavailable(
+                    f"not every engine serves the newest version yet: {active.sync.last_failure or 'still under way'}"
+                )
             self._manager.require_active(active.record.run_id)
             await self._registry.changed.wait(0.5)
         announced = active.sync.announced
@@ -272,8 +237,8 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
         )
 
     async def GetWeights(self, request: pb.GetWeightsRequest, context: Any) -> pb.GetWeightsResponse:
-        """Say which version each engine serves."""
-        active = self._manager.require_active(_checked_run_id(request.run_id))
+        """Return the version that each engine serves."""
+        active = self._manager.require_active(checked_run_id(request.run_id))
         sync = active.sync
         response = pb.GetWeightsResponse(
             last_sync_id=sync.record.last_sync_id, last_sync_seconds=sync.record.last_sync_seconds
@@ -286,9 +251,43 @@ class CoordinatorService(CheckpointCalls, ScalingCalls, CoordinatorServicer):
                 served.weights.term, served.weights.version = engine.version
         return response
 
+    # --- scaling --------------------------------------------------------------------------------------------------
 
-def _checked_run_id(run_id: str) -> str:
-    violations = Violations()
-    check_run_id(run_id, violations)
-    violations.raise_if_any()
-    return run_id
+    async def ScaleOut(self, request: scaling_pb2.ScaleOutRequest, context: Any) -> scaling_pb2.ScaleOutResponse:
+        """Start to add replicas."""
+        record = await self._scaler.accept(request.request_id, scale_out_spec(request))
+        return scaling_pb2.ScaleOutResponse(request=scale_message(record))
+
+    async def ScaleIn(self, request: scaling_pb2.ScaleInRequest, context: Any) -> scaling_pb2.ScaleInResponse:
+        """Start to remove replicas."""
+        record = await self._scaler.accept(request.request_id, scale_in_spec(request))
+        return scaling_pb2.ScaleInResponse(request=scale_message(record))
+
+    async def GetScaleRequest(
+        self, request: scaling_pb2.GetScaleRequestRequest, context: Any
+    ) -> scaling_pb2.GetScaleRequestResponse:
+        """Return one scale request; without an id, the newest."""
+        return scaling_pb2.GetScaleRequestResponse(request=scale_message(self._scaler.log.get(request.request_id)))
+
+    async def ListScaleRequests(
+        self, request: scaling_pb2.ListScaleRequestsRequest, context: Any
+    ) -> scaling_pb2.ListScaleRequestsResponse:
+        """Return the scale requests, newest first."""
+        violations = Violations()
+        violations.check(0 <= request.limit <= MAX_REQUESTS, "limit", f"must be 0 to {MAX_REQUESTS}; 0 means 20")
+        violations.raise_if_any()
+        records = self._scaler.log.all()[: request.limit or 20]
+        return scaling_pb2.ListScaleRequestsResponse(requests=[scale_message(record) for record in records])
+
+    async def CancelScaleRequest(
+        self, request: scaling_pb2.CancelScaleRequestRequest, context: Any
+    ) -> scaling_pb2.CancelScaleRequestResponse:
+        """Cancel a scale request and roll its replicas back."""
+        record = await self._scaler.cancel(request.request_id)
+        return scaling_pb2.CancelScaleRequestResponse(request=scale_message(record))
+
+    def _require_replica(self, replica_id: str, hint: str = "") -> Replica:
+        replica = self._registry.get(replica_id)
+        if replica is None:
+            raise NotFound(f"no replica {replica_id!r} is registered{hint}")
+        return replica

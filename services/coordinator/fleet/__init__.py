@@ -1,4 +1,1 @@
-"""Who is there: registered replicas, their leases and GPUs, and channels to them.
-
-Waiting for any change of that is `changes.py`.
-"""
+"""Registered replicas: leases, GPUs, channels, and a signal for changes."""

@@ -1,6 +1,7 @@
-"""Which replicas a run has, and which version its engines serve."""
+"""The replicas of one run and the versions that its engines serve."""
 
 import time
+from collections.abc import Iterable
 
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_FAILED,
@@ -19,61 +20,65 @@ NEEDED = {"trainer": ROLE_TRAINER, "rollout": ROLE_ROLLOUT, "reward": ROLE_REWAR
 
 ABLE = (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED)
 FAILURE_LEASES = 2.5
-"""For how many leases a role must have been failing before the run is given up: replicas try again by themselves."""
+"""A role must fail for this many leases before the run fails: replicas retry by themselves."""
 
 
 class Fleet:
-    """The registry, seen from one run."""
+    """One run's view of the registry."""
 
     def __init__(self, registry: Registry, run_id: str) -> None:
         self.registry = registry
         self.run_id = run_id
         self._failing: dict[str, float] = {}
-        """Since when a role is failing, by the monotonic clock."""
-        self.set_aside: frozenset[str] = frozenset()
-        """Engines that the last synchronisation had to leave out: their version doesn't hold back the others."""
+        """Monotonic time of a role's first failure since it last worked."""
+        self._set_aside: frozenset[str] = frozenset()
+        """Ids of engines that are excluded from weight synchronisation: their old version must not close the gate."""
 
     def trainer(self) -> Replica | None:
-        """The run's trainer: the newest one that is ready."""
+        """Return the newest trainer that is ready."""
         ready = [r for r in self._of(ROLE_TRAINER) if r.status.state == REPLICA_STATE_READY]
         return ready[-1] if ready else None
 
     def has(self, *roles: "Role.ValueType") -> bool:
-        """Whether a replica of each role is registered and works on the run, ready or not."""
+        """Return whether each role has a replica that works on the run, ready or not."""
         return all(self._of(role) for role in roles)
 
     def engines(self) -> list[Replica]:
-        """The engines that can receive weights."""
+        """Return the engines that can receive weights."""
         return [r for r in self._of(ROLE_ROLLOUT) if r.status.state in ABLE and not r.draining]
 
+    def candidates(self) -> list[Replica]:
+        """Return the engines that can receive weights and are not set aside."""
+        return [engine for engine in self.engines() if engine.replica_id not in self._set_aside]
+
+    def set_aside(self, replica_ids: Iterable[str]) -> None:
+        """Exclude these engines, and no others, from weight synchronisation."""
+        self._set_aside = frozenset(replica_ids)
+
     def rewards(self) -> list[Replica]:
-        """The reward replicas that can score."""
+        """Return the reward replicas that can score."""
         return [r for r in self._of(ROLE_REWARD) if r.status.state == REPLICA_STATE_READY and not r.draining]
 
     def serving(self, term: int) -> list[Replica]:
-        """The engines that take prompts under a trainer's term."""
-        return [
-            r
-            for r in self.engines()
-            if r.version is not None and r.version[0] == term and r.replica_id not in self.set_aside
-        ]
+        """Return the engines that take prompts under a trainer's term."""
+        return [r for r in self.candidates() if r.version is not None and r.version[0] == term]
 
     def devices(self) -> list[Replica]:
-        """The replicas that compute: the trainer, and the engines, whether they serve or not."""
+        """Return the replicas that use devices: trainer and engines, in any state."""
         return [*self._of(ROLE_TRAINER), *self._of(ROLE_ROLLOUT)]
 
     def oldest_version(self, term: int) -> int | None:
-        """The oldest version on any engine that takes prompts.
+        """Return the oldest version on any engine that takes prompts.
 
-        None without such an engine, and while one that an earlier coordinator knew has not been heard of: it may be
-        taking prompts under any version, and what it writes would be too old by the time that it is trained.
+        None without such an engine, and while an engine of an earlier coordinator has sent no heartbeat: it may take
+        prompts at any version, and its samples would be too stale to train on.
         """
         if any(replica.unheard for replica in self.registry.of_role(ROLE_ROLLOUT)):
             return None
         return min((r.version[1] for r in self.serving(term) if r.version is not None), default=None)
 
     def missing(self) -> list[str]:
-        """Names of the roles without a replica that is ready for the run."""
+        """Return the names of the roles without a ready replica."""
         return [
             name
             for name, role in NEEDED.items()
@@ -82,10 +87,10 @@ class Fleet:
         ]
 
     def failure(self) -> str | None:
-        """Why the run can't go on: a role whose replicas keep failing. None as long as it can.
+        """Return the failure of a role whose replicas keep failing; None while the run can continue.
 
-        Replicas try again what failed, so a failure counts only once it has lasted, and not while one of them tries.
-        Call it often.
+        Replicas retry by themselves, so a failure counts only once it has lasted, and not while a replica starts. Call
+        it several times per lease.
         """
         now, patience = time.monotonic(), FAILURE_LEASES * self.registry.lease_seconds
         found = None

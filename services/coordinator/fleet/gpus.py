@@ -1,4 +1,4 @@
-"""Which replica holds which GPU."""
+"""Choice of GPUs for a lease."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -6,14 +6,14 @@ from relaxd.rpc.errors import ResourceExhausted
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER, Role
 
 SHARED = "/shared"
-"""What the UUID of a GPU has behind it in the records of who holds what, where an engine of a colocated run holds it:
-it then may have a second holder, the run's trainer."""
+"""Suffix of a GPU's UUID in the holder records if an engine of a colocated run holds it: the run's trainer may then be
+a second holder."""
 
 
 def seen_by(role: "Role.ValueType", holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:
-    """Who holds what, as a replica of this role sees it, by UUID; and what it would best share with a partner.
+    """Return the holders by UUID that exclude a replica of this role, and the GPUs that it should prefer to share.
 
-    In a colocated run (`shared`) an engine sees what other engines have, and the trainer what others than engines have.
+    In a colocated run (`shared`) only other engines exclude an engine, and only non-engines exclude the trainer.
     """
     engines = {uuid.removesuffix(SHARED): holder for uuid, holder in holders.items() if uuid.endswith(SHARED)}
     others = {uuid: holder for uuid, holder in holders.items() if not uuid.endswith(SHARED)}
@@ -25,30 +25,30 @@ def seen_by(role: "Role.ValueType", holders: Mapping[str, str], *, shared: bool)
 
 
 def choose(
-    replica_id: str, candidates: Sequence[str], count: int, holders: Mapping[str, str], rather: Collection[str] = ()
+    replica_id: str, candidates: Sequence[str], count: int, holders: Mapping[str, str], preferred: Collection[str] = ()
 ) -> list[str]:
-    """Pick `count` of the candidates for a replica, in their order: what it holds already, then what nobody holds.
+    """Choose `count` candidates for a replica: first GPUs that it holds, then free ones, of which `preferred` first.
 
-    Of the latter it takes first what it would `rather` have. `holders` says which replica holds a GPU, by UUID. Raises
-    ResourceExhausted, naming who holds what.
+    Returns them in the order of the candidates. `holders`: replica ids by GPU UUID. Raises ResourceExhausted, naming
+    the holders.
     """
     held = [uuid for uuid in candidates if holders.get(uuid) == replica_id]
-    free = sorted((uuid for uuid in candidates if uuid not in holders), key=lambda uuid: uuid not in rather)
+    free = sorted((uuid for uuid in candidates if uuid not in holders), key=lambda uuid: uuid not in preferred)
     chosen = set([*held, *free][:count])
     if len(chosen) == count:
         return [uuid for uuid in candidates if uuid in chosen]
     others = [f"{holders[uuid]} holds {uuid}" for uuid in candidates if holders.get(uuid, replica_id) != replica_id]
     raise ResourceExhausted(
-        f"{replica_id} needs {_gpus(count)} and sees {len(candidates)}, of which {len(chosen)} can be had"
+        f"{replica_id} needs {_gpus(count)} and sees {len(candidates)}, of which {len(chosen)} are available"
         + (f": {', '.join(others)}" if others else "")
-        + ". Stop what holds them, start fewer replicas, or let it see more"
+        + ". Stop their holders, start fewer replicas, or make more GPUs visible to it"
     )
 
 
 def could_choose(
     replica_id: str, candidates: Sequence[str], count: int, holders: Mapping[str, str], without: Collection[str]
 ) -> bool:
-    """Whether `choose` could pick so many if some of the holders held nothing."""
+    """Return whether `choose` would succeed if the holders in `without` held nothing."""
     left = {uuid: holder for uuid, holder in holders.items() if holder not in without}
     return sum(left.get(uuid, replica_id) == replica_id for uuid in candidates) >= count
 

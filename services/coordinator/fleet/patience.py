@@ -1,4 +1,4 @@
-"""Waiting for a replica's answer for as long as it takes, as long as the replica works on it."""
+"""Calls of unknown length, limited by the replica's liveness and progress."""
 
 import asyncio
 import time
@@ -10,19 +10,18 @@ from services.coordinator.fleet.registry import Registry, Replica
 Result = TypeVar("Result")
 
 LONG_CALL_SECONDS = 7 * 86400.0
-"""Deadline of calls whose length nobody knows: `answer` gives them up long before, if nothing comes of them."""
-LOOK_SECONDS = 0.5
+"""Deadline of calls of unknown length: `answer` cancels one without progress long before."""
+POLL_SECONDS = 0.5
 
 
 class NoAnswer(Exception):
-    """The replica is gone, or does nothing."""
+    """The replica is gone, or makes no progress."""
 
 
 async def answer(
     call: Awaitable[Result], replica: Replica, registry: Registry, stall_seconds: float = float("inf")
 ) -> Result:
-    """Await a call of a replica while the replica is registered and its status.progress moves at least every
-    `stall_seconds`; then cancel it.
+    """Await a call to a replica; cancel it once the replica is gone or its status.progress stalls for `stall_seconds`.
 
     Raises NoAnswer, and whatever the call raises.
     """
@@ -30,11 +29,11 @@ async def answer(
     progress, silent, last = replica.status.progress, 0.0, time.monotonic()
     try:
         while True:
-            await asyncio.wait({task}, timeout=LOOK_SECONDS)
+            await asyncio.wait({task}, timeout=POLL_SECONDS)
             if task.done():
                 return task.result()
             now = time.monotonic()
-            silent += min(now - last, 2 * LOOK_SECONDS)  # not the time in which this process itself stood still
+            silent += min(now - last, 2 * POLL_SECONDS)  # less the time in which this process itself was suspended
             last = now
             current = registry.get(replica.replica_id)
             if current is None:
@@ -42,6 +41,6 @@ async def answer(
             if current.status.progress != progress:
                 progress, silent = current.status.progress, 0.0
             elif silent > stall_seconds:
-                raise NoAnswer(f"{replica.replica_id} has got nothing done for {silent:.0f} s")
+                raise NoAnswer(f"{replica.replica_id} has made no progress for {silent:.0f} s")
     finally:
         task.cancel()

@@ -1,4 +1,4 @@
-"""Channels to the replicas."""
+"""gRPC channels to replicas and the launcher."""
 
 import time
 
@@ -13,42 +13,42 @@ from relaxd.v1.rollout_pb2_grpc import RolloutStub
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
 
 KEPT_SECONDS = 900.0
-"""How long a channel to a replica that is gone is kept: longer than anybody waits for one that is gone, because closing
-a channel cancels the calls on it, and a cancelled call looks like a cancelled caller."""
+"""Lifetime of a channel to a lost replica: longer than any wait for one, because closing a channel cancels its calls,
+and a cancelled call looks like a cancelled caller."""
 
 
 class Peers:
-    """One channel per address, made when it is needed first."""
+    """One channel per address, opened on first use."""
 
     def __init__(self, token: str | None, tls: TlsFiles) -> None:
-        """`token`: what every call carries, if any; `tls`: whom to trust, and as whom to appear."""
+        """`token`: the bearer token of every call, if any; `tls`: trusted CAs and the client certificate."""
         self._token, self._tls = token, tls
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._needed: dict[str, float] = {}
-        """When an address was last one of a replica, by the monotonic clock."""
+        """Monotonic time at which an address was last that of a replica."""
 
     def trainer(self, address: str) -> TrainerStub:
-        """The trainer at an address."""
+        """Return a stub for the trainer at an address."""
         return TrainerStub(self._channel(address))
 
     def rollout(self, address: str) -> RolloutStub:
-        """The rollout replica at an address."""
+        """Return a stub for the rollout replica at an address."""
         return RolloutStub(self._channel(address))
 
     def reward(self, address: str) -> RewardStub:
-        """The reward replica at an address."""
+        """Return a stub for the reward replica at an address."""
         return RewardStub(self._channel(address))
 
     def replica(self, address: str) -> ReplicaStub:
-        """Any replica at an address."""
+        """Return a stub for any replica at an address."""
         return ReplicaStub(self._channel(address))
 
     def launcher(self, address: str) -> LauncherStub:
-        """The launcher at an address."""
+        """Return a stub for the launcher at an address."""
         return LauncherStub(self._channel(address))
 
     async def forget(self, current: set[str]) -> None:
-        """Close channels that have not led to any replica for long; `current` are the addresses of all replicas."""
+        """Close channels whose replica is long gone; `current`: the addresses in use."""
         now = time.monotonic()
         self._needed |= dict.fromkeys(current, now)
         for address in [a for a in self._channels if now - self._needed.setdefault(a, now) > KEPT_SECONDS]:

@@ -1,4 +1,4 @@
-"""Who is there: replicas by id, with leases that heartbeats renew."""
+"""The registry of replicas, with leases that heartbeats renew."""
 
 import asyncio
 import logging
@@ -34,45 +34,45 @@ class Replica:
     registration: RegisterRequest
     registered_at: float
     seen: float
-    """Time of the last heartbeat, by the monotonic clock."""
+    """Monotonic time of the last heartbeat."""
     status: GetStatusResponse
-    """Its last word; empty until the first heartbeat."""
+    """Content of the last heartbeat; empty before the first."""
     draining: bool = False
-    """Asked to drain."""
+    """It was asked to drain."""
     drain_until: float | None = None
     """Unix time until which it may drain; None: as long as its own grace period lasts."""
     unheard: bool = False
-    """Taken over from an earlier coordinator, and not heard of since: what it works on and serves isn't known."""
+    """Inherited from an earlier coordinator, without a heartbeat since: its run and version are unknown."""
     synced: Version | None = None
-    """The version that the last synchronisation left on it, until a heartbeat says so itself."""
+    """Version of the last synchronisation, until a heartbeat reports it."""
     synced_at: float = 0.0
     awake: bool | None = None
-    """In a colocated run: whether it has the device's memory; None before it said so."""
-    turned_at: float = 0.0
-    """When that was last changed by a call, by the monotonic clock."""
-    asked_at: float = 0.0
-    """When it last asked for its turn in vain, by the monotonic clock; long ago: it does not wait for it."""
-    serves_nothing: bool = False
-    """It was put to sleep, and has not been woken up since."""
+    """In a colocated run: it holds device memory; None before its first report."""
+    awake_changed_at: float = 0.0
+    """Monotonic time at which a call last changed `awake`."""
+    gpu_requested_at: float = 0.0
+    """Monotonic time of its last GPU request that was denied; 0: none."""
+    asleep: bool = False
+    """It was put to sleep and has not resumed serving."""
 
     @property
     def replica_id(self) -> str:
-        """Its unique name."""
+        """Unique name of the process."""
         return self.registration.replica_id
 
     @property
     def launch_id(self) -> str:
-        """The name under which it was scaled out; empty for one that was there from the start."""
+        """Name under which it was scaled out; empty for one that was not."""
         return self.registration.launch_id
 
     @property
     def instance(self) -> str:
-        """The name of its place, over all its processes: its id, where nobody would start it again."""
+        """Name that its restarts keep; the replica id if no supervisor restarts it."""
         return self.registration.instance or self.registration.replica_id
 
     @property
     def member(self) -> Member:
-        """It as a member of a weight group."""
+        """The replica as a member of a weight group."""
         return Member(
             replica_id=self.replica_id,
             registered_at=self.registered_at,
@@ -82,28 +82,42 @@ class Replica:
 
     @property
     def version(self) -> Version | None:
-        """What it serves; None before its first synchronisation, and while it can't serve."""
-        if self.status.state != REPLICA_STATE_READY or self.serves_nothing:
+        """The version that it serves; None before the first synchronisation and while it can't serve."""
+        if self.status.state != REPLICA_STATE_READY or self.asleep:
             return None
         weights = self.status.weights
-        told = (weights.term, weights.version) if weights.term else None
+        reported = (weights.term, weights.version) if weights.term else None
         if self.synced is not None:
-            return max(told, self.synced) if told else self.synced
-        return told
+            return max(reported, self.synced) if reported else self.synced
+        return reported
 
-    def turn(self, *, awake: bool) -> None:
-        """A call to it, or from it, has said whether it has the device's memory."""
-        self.awake, self.turned_at = awake, time.monotonic()
+    def set_awake(self, *, awake: bool) -> None:
+        """Record whether it holds device memory."""
+        self.awake, self.awake_changed_at = awake, time.monotonic()
         if not awake:
             self.synced = None
 
+    def request_gpu(self) -> None:
+        """Record that it has no device memory and waits for the GPU."""
+        self.set_awake(awake=False)
+        self.gpu_requested_at = time.monotonic()
+
+    def grant_gpu(self) -> None:
+        """Record that it holds the GPU and doesn't wait any more."""
+        self.set_awake(awake=True)
+        self.gpu_requested_at = 0.0
+
+    def set_serving(self, *, serving: bool) -> None:
+        """Record whether it may serve the version that it holds."""
+        self.asleep = not serving
+
 
 class Registry:
-    """All replicas and the GPUs that they lease. Lives in the event loop; all of it is also kept in Redis.
+    """All replicas and their GPU leases. Lives in the event loop, with a copy in Redis.
 
-    A replica without a heartbeat for lease_seconds is gone: its work goes to others. It may only be cut off, with its
-    processes on its GPUs, so those go to others after gpu_lease_seconds without a heartbeat: by then it has ended what
-    uses them, by itself (relaxd.process.gpu_lease).
+    A replica without a heartbeat for lease_seconds is removed, and others get its work. It may be alive but cut off, so
+    its GPUs are free only after gpu_lease_seconds without a heartbeat: by then it has ended its processes on them
+    (relaxd.process.gpu_lease).
     """
 
     def __init__(
@@ -117,25 +131,25 @@ class Registry:
     ) -> None:
         self._store = store
         self._clock = clock
-        self._looked = clock()
+        self._expired_at = clock()
         self._replicas: dict[str, Replica] = {}
         self._gpu_holders: dict[str, str] = {}
         """Replica ids by GPU UUID."""
         self._gone: set[str] = set()
-        """Replicas that are gone and that Redis has not forgotten yet."""
+        """Removed replicas that are still in Redis."""
         self._free_gpus_at: dict[str, float] = {}
-        """When the GPUs of replicas that are gone are free, by replica id."""
+        """Clock time at which the GPUs of removed replicas are free, by replica id."""
         self._writing = asyncio.Lock()
-        """Held while Redis is written to: it hears of changes in the order in which they happen."""
+        """Held during writes, so that Redis gets changes in their order."""
         self.lease_seconds = lease_seconds
         self.heartbeat_seconds = heartbeat_seconds
         self.gpu_lease_seconds = max(gpu_lease_seconds, lease_seconds)
         self.changed = Signal()
 
     def load(self, records: dict[str, ReplicaRecord], gpu_holders: dict[str, str]) -> None:
-        """Take over what an earlier coordinator knew; each replica has a whole lease to show itself.
+        """Load the replicas of an earlier coordinator; all leases, also those on GPUs, start from now.
 
-        It may have been heard until just now, so its lease on GPUs, too, begins anew.
+        The earlier coordinator may have received heartbeats until just now.
         """
         self._gpu_holders = dict(gpu_holders)
         gone = set(gpu_holders.values()) - set(records)
@@ -147,7 +161,7 @@ class Registry:
             self._replicas[registration.replica_id].drain_until = record.drain_until
 
     async def register(self, registration: RegisterRequest) -> None:
-        """Make a replica known, in the place of an earlier one of the same id."""
+        """Register a replica, in place of an earlier one with the same id."""
         now = time.time()
         record = ReplicaRecord(registration_json=json_format.MessageToJson(registration), registered_at=now)
         async with self._writing:
@@ -157,20 +171,20 @@ class Registry:
             self._add(registration, now)
         logger.info("%s registered from %s", registration.replica_id, registration.address)
         self.changed.fire()
-        if registration.instance:  # of which there is one process at a time: what was there before is gone
+        if registration.instance:  # has one process at a time: the earlier one is gone
             others = (r for r in self._replicas.values() if r.instance == registration.instance)
             await self.remove([r for r in others if r.replica_id != registration.replica_id])
 
     def heartbeat(self, replica_id: str, status: GetStatusResponse) -> Replica | None:
-        """Renew a lease; None if the replica isn't known."""
+        """Renew a lease; returns None if the replica isn't registered."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
         replica.seen = self._clock()
-        # A status that was written before the end of a synchronisation may arrive after it.
+        # A status from before the end of a synchronisation may arrive after it.
         if replica.synced is not None and replica.seen - replica.synced_at > 2 * self.heartbeat_seconds:
             replica.synced = None
-        if replica.awake is None or replica.seen - replica.turned_at > 2 * self.heartbeat_seconds:
+        if replica.awake is None or replica.seen - replica.awake_changed_at > 2 * self.heartbeat_seconds:
             replica.awake = status.awake
         before = (replica.status.state, replica.status.run_id, replica.status.weights)
         replica.status, replica.unheard = status, False
@@ -179,7 +193,7 @@ class Registry:
         return replica
 
     def mark_synced(self, member: Member, version: Version) -> None:
-        """A synchronisation has left a version on an engine."""
+        """Record the version that a synchronisation left on an engine."""
         replica = self._replicas.get(member.replica_id)
         if replica is not None and replica.registered_at == member.registered_at:
             replica.synced, replica.synced_at = version, self._clock()
@@ -187,17 +201,17 @@ class Registry:
             self.changed.fire()
 
     async def drain(self, replica: Replica, until: float | None = None) -> None:
-        """Remember that a replica was asked to drain, until a Unix time if any; its heartbeats tell it again."""
+        """Mark a replica as draining, with an optional Unix time as deadline; heartbeats repeat the request to it."""
         replica.draining, replica.drain_until = True, until
         await self._save(replica)
 
     async def undrain(self, replica: Replica) -> None:
-        """Take back a drain: with its next heartbeat the replica hears that it has to work again."""
+        """Cancel a drain: the next heartbeat tells the replica to work again."""
         replica.draining, replica.drain_until = False, None
         await self._save(replica)
 
     async def remove(self, replicas: Iterable[Replica]) -> None:
-        """Forget replicas whose processes are known to be gone, and free what they held, before their leases end."""
+        """Remove replicas whose processes have ended, and free their GPUs at once."""
         gone = [r.replica_id for r in replicas if self._replicas.get(r.replica_id) is r]
         if not gone:
             return
@@ -207,25 +221,25 @@ class Registry:
         self._gone.update(gone)
         self._free_gpus_at |= dict.fromkeys(gone, self._clock())
         self.changed.fire()
-        await self._forget_gone()
+        await self._flush_removals()
 
     async def lease_gpus(
         self, replica_id: str, candidates: Sequence[str], count: int, *, shared: bool = False
     ) -> list[str]:
-        """Let a replica hold `count` of the candidates and nothing else; returns their UUIDs.
+        """Lease `count` of the candidates, and no other GPU, to a replica; returns their UUIDs.
 
-        With `shared`, of a colocated run, the trainer and one engine hold a GPU together, and nobody else.
-        Raises NotFound: it isn't registered; ResourceExhausted: others hold too many of them; Unavailable: others who
-        are gone hold them for a while.
+        With `shared` (a colocated run) the trainer and one engine may hold the same GPU. Raises NotFound: it isn't
+        registered; ResourceExhausted: others hold too many of them; Unavailable: the leases of lost replicas on them
+        have not ended.
         """
         async with self._writing:
             if replica_id not in self._replicas:
                 raise NotFound(f"no replica {replica_id!r} is registered: register first")
             role = self._replicas[replica_id].registration.role
             named = {uuid: self._name(holder) for uuid, holder in self._gpu_holders.items()}
-            holders, rather = seen_by(role, named, shared=shared)
+            holders, preferred = seen_by(role, named, shared=shared)
             try:
-                granted = choose(replica_id, candidates, count, holders, rather)
+                granted = choose(replica_id, candidates, count, holders, preferred)
             except ResourceExhausted as error:
                 gone = {self._name(holder) for holder in self._free_gpus_at}
                 if could_choose(replica_id, candidates, count, holders, gone):
@@ -238,7 +252,7 @@ class Registry:
             for uuid in freed:
                 del self._gpu_holders[uuid]
             self._gpu_holders |= dict.fromkeys(chosen, replica_id)
-            # Written even where nothing changes: an earlier call may have ended before its write did.
+            # Written even without a change: an earlier call may have been cancelled before its write.
             if chosen or freed:
                 await asyncio.to_thread(self._store.save_gpus, replica_id, chosen, freed)
             if set(chosen) != set(before):
@@ -246,45 +260,45 @@ class Registry:
         return granted
 
     def gpus_of(self, replica_id: str) -> list[str]:
-        """UUIDs of the GPUs that a replica holds."""
+        """Return the UUIDs of the GPUs that a replica holds."""
         return [uuid.removesuffix(SHARED) for uuid, holder in self._gpu_holders.items() if holder == replica_id]
 
     def get(self, replica_id: str) -> Replica | None:
-        """A replica by id."""
+        """Return a replica by id."""
         return self._replicas.get(replica_id)
 
     def holds(self, member: Member) -> bool:
-        """Whether this very registration is still there."""
+        """Return whether this registration, not only its id, is current."""
         replica = self._replicas.get(member.replica_id)
         return replica is not None and replica.registered_at == member.registered_at
 
     def of_launch(self, launch_id: str) -> list[Replica]:
-        """The replicas of one launch id, oldest first: more than one while the lease of a process that died holds."""
+        """Return the replicas of a launch id, oldest first: several while the lease of a dead process holds."""
         found = (r for r in self._replicas.values() if r.launch_id == launch_id)
         return sorted(found, key=lambda replica: replica.registered_at)
 
     def of_role(self, role: "Role.ValueType", run_id: str | None = None) -> list[Replica]:
-        """The replicas of a role, oldest first; with `run_id` only those that work on that run."""
+        """Return the replicas of a role, oldest first; with `run_id` only those that work on that run."""
         found: Iterable[Replica] = (r for r in self._replicas.values() if r.registration.role == role)
         if run_id is not None:
             found = (r for r in found if r.status.run_id == run_id)
         return sorted(found, key=lambda replica: replica.registered_at)
 
     def all(self) -> list[Replica]:
-        """Every replica, by role and id."""
+        """Return all replicas, by role and id."""
         return sorted(self._replicas.values(), key=lambda r: (r.registration.role, r.replica_id))
 
     async def expire_forever(self) -> None:
-        """Remove replicas whose lease is over, and free the GPUs of those that have been gone for long enough."""
+        """Call `expire` at a fixed interval."""
         while True:
             await asyncio.sleep(self.heartbeat_seconds / 4)
             await self.expire()
 
     async def expire(self) -> None:
-        """Look once whose lease is over."""
-        now, last = self._clock(), self._looked
-        self._looked = now
-        if now - last > self.lease_seconds / 2:  # we were frozen ourselves, so nobody could renew
+        """Remove replicas whose lease has ended, and free GPUs whose lease has ended."""
+        now, last = self._clock(), self._expired_at
+        self._expired_at = now
+        if now - last > self.lease_seconds / 2:  # this process was suspended and received no heartbeats
             for replica in self._replicas.values():
                 replica.seen = now
         for replica in list(self._replicas.values()):
@@ -294,10 +308,10 @@ class Registry:
                 self._free_gpus_at[replica.replica_id] = replica.seen + self.gpu_lease_seconds
                 logger.warning("%s is gone: no heartbeat for %.1f s", replica.replica_id, self.lease_seconds)
                 self.changed.fire()
-        await self._forget_gone()
+        await self._flush_removals()
 
-    async def _forget_gone(self) -> None:
-        """Let Redis forget who is gone, and free the GPUs of whom can't be using them any more."""
+    async def _flush_removals(self) -> None:
+        """Delete removed replicas from Redis, and free the GPUs whose lease has ended."""
         async with self._writing:
             now = self._clock()
             gone = list(self._gone)
@@ -307,16 +321,16 @@ class Registry:
             gpus = [uuid for uuid, holder in self._gpu_holders.items() if holder in free]
             try:
                 await asyncio.to_thread(self._store.remove_replicas, gone, gpus)
-            except StoreUnavailable:  # the run's own loops tell about it
+            except StoreUnavailable:  # logged by the run's loops; retried at the next call
                 return
             self._gone.difference_update(gone)
             for replica_id in free:
                 del self._free_gpus_at[replica_id]
             for uuid in gpus:
-                logger.info("%s is free: %s is gone", uuid.removesuffix(SHARED), self._gpu_holders.pop(uuid))
+                logger.info("GPU %s is free: %s is gone", uuid.removesuffix(SHARED), self._gpu_holders.pop(uuid))
 
     def _name(self, replica_id: str) -> str:
-        """A holder of GPUs as others are told of it."""
+        """Describe a GPU holder for error messages."""
         at = self._free_gpus_at.get(replica_id)
         return replica_id if at is None else f"{replica_id} (gone; free in {max(0.0, at - self._clock()):.0f} s)"
 

@@ -1,4 +1,4 @@
-"""Health of a run's replicas and roles: signs, decisions, restarts, rebuilds.
+"""Health of a run's replicas and roles.
 
-Decisions are pure functions on records; `health_manager.py` carries them out.
+Reconcilers decide on records only; `health_manager.py` carries their decisions out.
 """

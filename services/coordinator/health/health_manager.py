@@ -1,7 +1,7 @@
-"""The health manager of a run: notices replicas that are dead or stuck, and brings them back, or gives the run up.
+"""The health manager of a run: detects dead and stuck replicas, restarts them, or fails the run.
 
-Every half second it compares what the registry has with its record, which is in Redis: what it decides is saved there
-first, under the coordinator's term, and then done. So another coordinator goes on where this one ended.
+Every half second it compares the registry with its record. Each decision is saved in Redis first, under the
+coordinator's term, and then carried out, so that the next coordinator continues where this one ended.
 """
 
 import asyncio
@@ -10,25 +10,21 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
-import grpc
-
 from relaxd import telemetry
-from relaxd.board import Board, BoardUnavailable
-from relaxd.config import RunConfig
-from relaxd.rpc.errors import explain
-from relaxd.v1.trainer_pb2 import TrainerSaveCheckpointRequest
-from services.coordinator.fleet.fleet import NEEDED, Fleet
-from services.coordinator.fleet.patience import LONG_CALL_SECONDS, NoAnswer, answer
-from services.coordinator.fleet.peers import Peers
-from services.coordinator.fleet.registry import Registry, Replica
-from services.coordinator.health.health_update import Ask, HealthUpdate
+from relaxd.board import BoardUnavailable
+from relaxd.rpc.errors import RpcError
+from services.coordinator.fleet.checkpoints import save_checkpoint
+from services.coordinator.fleet.fleet import NEEDED
+from services.coordinator.fleet.registry import Replica
+from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.health.health_update import HealthUpdate, RestartOrder
 from services.coordinator.health.replica_reconciler import ReplicaReconciler
 from services.coordinator.health.restarter import Restarter
 from services.coordinator.health.role_reconciler import RoleReconciler, RoleSigns
 from services.coordinator.health.signs import Signs
 from services.coordinator.state.health_records import Health, HealthRecord
 from services.coordinator.state.records import Phase, RunRecord
-from services.coordinator.state.store import Store, StoreUnavailable
+from services.coordinator.state.store import StoreUnavailable
 from services.coordinator.weights.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -37,77 +33,63 @@ TICK_SECONDS = 0.5
 LEVELS = {Health.HEALTHY: logging.INFO, Health.FAILED: logging.ERROR}
 
 
-class Run(Protocol):
-    """The run, as far as its health concerns it."""
+class PausableRun(Protocol):
+    """The part of a run that health needs."""
 
     record: RunRecord
 
     async def pause(self, reason: str) -> None:
-        """Publish nothing more."""
+        """Stop publishing prompts."""
 
     async def resume(self) -> None:
-        """End a pause."""
+        """Continue a paused run."""
 
 
 class HealthManager:
-    """Looks after one run. Lives in the event loop."""
+    """Keeps one run healthy. Lives in the event loop."""
 
-    def __init__(
-        self,
-        run: Run,
-        config: RunConfig,
-        board: Board,
-        fleet: Fleet,
-        sync: WeightSync,
-        store: Store,
-        registry: Registry,
-        peers: Peers,
-        launcher: str,
-    ) -> None:
+    def __init__(self, run: PausableRun, context: RunContext, sync: WeightSync) -> None:
         self._run = run
-        self._run_id = run.record.run_id
-        self._config = config
-        self._board = board
-        self._fleet = fleet
-        self._store = store
-        self._registry = registry
-        self._peers = peers
-        self._signs = Signs(config, registry.heartbeat_seconds, sync.failures)
-        self._restarter = Restarter(peers, launcher, store.term)
-        self._replicas = ReplicaReconciler(self._run_id, config.health, self._signs, self._restarter.troubles)
+        self._context = context
+        config = context.config
+        self._signs = Signs(config, context.registry.heartbeat_seconds, sync.failures)
+        self._restarter = Restarter(context.peers, context.launcher, context.term)
+        self._replicas = ReplicaReconciler(context.run_id, config.health, self._signs, self._restarter.failures)
         self._roles = RoleReconciler(config.health)
         self._tasks: set[asyncio.Task[None]] = set()
         self._unknown: set[str] = set()
-        """Instances that the launcher doesn't know: they were removed."""
+        """Instances that the launcher no longer knows: they were removed."""
         self._paused_for: set[str] = set()
-        """The pauses that were begun here: a person may end them earlier."""
-        self._to_free: list[str] = []
-        """Processes that are gone and whose groups are not free yet."""
+        """Reasons of the pauses that were started here: a user may end them early."""
+        self._to_reclaim: list[str] = []
+        """Ids of lost processes whose groups are still to be reclaimed."""
         self.record = HealthRecord()
 
     @property
     def failure(self) -> str:
-        """Why the run can't go on; empty as long as it can."""
+        """Reason why the run can't continue; empty while it can."""
         return self._roles.failure
 
     async def run_forever(self) -> None:
-        """Look, and act. Raises Superseded, Fenced."""
+        """Check and act every TICK_SECONDS. Raises Superseded, Fenced."""
         loaded = False
         last = asyncio.get_running_loop().time()
         try:
             while True:
                 try:
                     if not loaded:
-                        self.record = await asyncio.to_thread(self._store.health, self._run_id)
+                        self.record = await asyncio.to_thread(self._context.store.health, self._context.run_id)
                         loaded = True
-                        self._forgive()
+                        self._reset_timers()
                     await self._tick()
                 except (BoardUnavailable, StoreUnavailable) as error:
-                    logger.info("health of run %s: waiting for Redis: %s", self._run_id, error)
-                    self._forgive()
+                    logger.info("health of run %s: waiting for Redis: %s", self._context.run_id, error)
+                    self._reset_timers()
                 now = asyncio.get_running_loop().time()
-                if now - last > self._registry.lease_seconds / 2:  # this process stood still, and heard nobody
-                    self._forgive()
+                if (
+                    now - last > self._context.registry.lease_seconds / 2
+                ):  # this process was suspended and received no heartbeats
+                    self._reset_timers()
                 last = now
                 await asyncio.sleep(TICK_SECONDS)
         finally:
@@ -115,70 +97,72 @@ class HealthManager:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _forgive(self) -> None:
-        """Nobody can be blamed for the time in which this coordinator, or Redis, was not there."""
-        self.record = self.record.waiting_anew(time.time())
-        self._signs.forgive()
-        self._roles.forgive()
+    def _reset_timers(self) -> None:
+        """Restart all waits: replicas are not to blame for an outage of this coordinator or of Redis."""
+        self.record = self.record.with_reset_timers(time.time())
+        self._signs.reset_timers()
+        self._roles.reset_timers()
 
     async def _tick(self) -> None:
         phase = self._run.record.phase
         if phase not in (Phase.PENDING, Phase.RUNNING) or self._run.record.stop_reason:
             return
-        last_step = await asyncio.to_thread(self._board.last_step)  # also tells whether Redis is there
+        last_step = await asyncio.to_thread(self._context.board.last_step)  # also raises if Redis is away
         live = self._live()
         draft = HealthUpdate(self.record)
         for instance in self._unknown & set(draft.replicas):
             del draft.replicas[instance]
         self._unknown.clear()
-        self._replicas.look(draft, live)
+        self._replicas.update(draft, live)
         if phase == Phase.RUNNING:
-            signs = RoleSigns(self._fleet.missing(), last_step)
+            signs = RoleSigns(self._context.fleet.missing(), last_step)
             for name, role in NEEDED.items():
-                of_role = {key: one for key, one in live.items() if one.registration.role == role}
-                self._roles.look(draft, name.upper(), of_role, signs)
+                of_role = {instance: replica for instance, replica in live.items() if replica.registration.role == role}
+                self._roles.update(draft, name.upper(), of_role, signs)
         if (changed := draft.result()) != self.record:
-            await asyncio.to_thread(self._store.save_health, self._run_id, changed)
+            await asyncio.to_thread(self._context.store.save_health, self._context.run_id, changed)
             self.record = changed
-            self._registry.changed.fire()
-        self._to_free += draft.gone
-        self._tell(draft)
-        for ask in draft.asks:
-            self._go(self._ask(ask))
+            self._context.registry.changed.fire()
+        self._to_reclaim += draft.lost_ids
+        self._report(draft)
+        for order in draft.restarts:
+            self._start(self._restart(order))
         await self._follow_rebuilds(draft)
-        while self._to_free:
-            freed = await asyncio.to_thread(self._board.reclaim, term=self._store.term, consumer=self._to_free[-1])
+        while self._to_reclaim:
+            freed = await asyncio.to_thread(
+                self._context.board.reclaim, term=self._context.store.term, consumer=self._to_reclaim[-1]
+            )
             if freed:
-                logger.warning("%d groups that %s held are free again", freed, self._to_free[-1])
-            self._to_free.pop()
+                logger.warning("%d groups held by %s are reclaimed", freed, self._to_reclaim[-1])
+            self._to_reclaim.pop()
 
     def _live(self) -> dict[str, Replica]:
-        """The newest registered replica of each instance, of the roles that a run needs."""
-        replicas = (one for one in self._registry.all() if one.registration.role in NEEDED.values())
+        """Return the newest registered replica of each instance, for the roles that a run needs."""
+        replicas = (one for one in self._context.registry.all() if one.registration.role in NEEDED.values())
         return {one.instance: one for one in sorted(replicas, key=lambda one: one.registered_at)}
 
-    def _tell(self, draft: HealthUpdate) -> None:
-        """Tell people what was decided."""
+    def _report(self, draft: HealthUpdate) -> None:
+        """Log the decisions and record their metrics."""
         for event in draft.new_events:
             level = LEVELS.get(event.state, logging.WARNING)
             logger.log(level, "health of %s: %s", event.instance or event.role.lower(), event.text)
             if not event.instance and event.state == Health.REBUILDING:
-                labels = {"relaxd.run_id": self._run_id, "relaxd.role": event.role.lower()}
+                labels = {"relaxd.run_id": self._context.run_id, "relaxd.role": event.role.lower()}
                 telemetry.record("health.rebuilds", 1, labels)
-        for ask in draft.asks:
-            labels = {"relaxd.run_id": self._run_id, "relaxd.role": ask.role.lower()}
+        for order in draft.restarts:
+            labels = {"relaxd.run_id": self._context.run_id, "relaxd.role": order.role.lower()}
             telemetry.record("health.restarts", 1, labels)
         for role in draft.roles:
             unwell = sum(one.state != Health.HEALTHY for one in draft.replicas.values() if one.role == role)
-            labels = {"relaxd.run_id": self._run_id, "relaxd.role": role.lower()}
+            labels = {"relaxd.run_id": self._context.run_id, "relaxd.role": role.lower()}
             telemetry.record("health.unwell", unwell, labels)
 
-    async def _ask(self, ask: Ask) -> None:
-        if not await self._restarter.ask(ask):
-            self._unknown.add(ask.instance)
+    async def _restart(self, order: RestartOrder) -> None:
+        if not await self._restarter.restart(order):
+            self._unknown.add(order.instance)
 
     async def _follow_rebuilds(self, draft: HealthUpdate) -> None:
-        """Pause the run while a role is rebuilt, and end that pause, whichever coordinator began it."""
+        """Pause the run while a role is rebuilt, then resume it, also from the pause of an earlier coordinator."""
         paused = self._run.record.paused
         rebuilding = [role for role in draft.roles.values() if role.state == Health.REBUILDING]
         began = {event.role for event in draft.new_events if event.state == Health.REBUILDING}
@@ -187,25 +171,21 @@ class HealthManager:
             await self._run.pause(rebuilding[0].pause)
         elif not rebuilding and paused is not None and paused in {role.pause for role in draft.roles.values()}:
             await self._run.resume()
-            logger.info("run %s goes on", self._run_id)
+            logger.info("run %s is resumed: all roles are back", self._context.run_id)
         if began and "TRAINER" not in {role.role for role in rebuilding}:
-            self._go(self._checkpoint())
+            self._start(self._checkpoint())
 
     async def _checkpoint(self) -> None:
-        """Take a checkpoint, if the trainer is well: the newest one is kept in any case."""
-        trainer = self._fleet.trainer()
-        if trainer is None:
+        """Save a checkpoint if a trainer is ready: the run may fail next."""
+        if self._context.fleet.trainer() is None:
             return
         try:
-            stub = self._peers.trainer(trainer.registration.address)
-            call = stub.SaveCheckpoint(TrainerSaveCheckpointRequest(), timeout=LONG_CALL_SECONDS)
-            saved = await answer(call, trainer, self._registry)
-            logger.info("checkpoint of version %d before going on: %s", saved.weights.version, saved.path)
-        except (grpc.aio.AioRpcError, NoAnswer) as error:
-            why = explain(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            logger.warning("no checkpoint could be taken: %s", why)
+            saved = await save_checkpoint(self._context)
+            logger.info("checkpoint of version %d saved: %s", saved.weights.version, saved.path)
+        except RpcError as error:
+            logger.warning("could not save a checkpoint: %s", error)
 
-    def _go(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

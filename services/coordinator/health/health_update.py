@@ -1,4 +1,4 @@
-"""Changing the record of a run's health: everything is collected, saved at once, and only then acted upon."""
+"""A draft of a run's health record: changes are collected, saved at once, and only then acted upon."""
 
 import time
 from collections.abc import Sequence
@@ -19,54 +19,54 @@ from services.coordinator.state.health_records import (
 DOWN = (Health.RESTARTING, Health.FAILED)
 
 
-class Way(Enum):
-    """How a replica is restarted."""
+class RestartMode(Enum):
+    """The way in which a replica is restarted."""
 
-    TELL = auto()
-    """It is told to end; its launcher kills it where it doesn't answer."""
+    REQUEST = auto()
+    """Ask it to end; if it doesn't answer, the launcher kills it."""
     PROBE = auto()
-    """It is gone, it seems: its launcher kills it only if it is there and doesn't answer."""
-    INSIST = auto()
-    """It should have come back: its launcher starts it, and kills whatever runs in its place."""
+    """It seems to be gone: the launcher kills it only if it is running and doesn't answer."""
+    FORCE = auto()
+    """It did not come back: the launcher starts it, and kills any process in its place."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A replica that has to be restarted."""
+class RestartOrder:
+    """A replica to restart."""
 
     instance: str
     role: str
     replica_id: str
     address: str
     reason: str
-    way: Way
+    mode: RestartMode
 
 
 class HealthUpdate:
-    """A record with changes."""
+    """A health record with pending changes."""
 
     def __init__(self, record: HealthRecord) -> None:
         self._before = record
         self.replicas = dict(record.replicas)
         self.roles = dict(record.roles)
         self.events = list(record.events)
-        self.asks: list[Ask] = []
-        """What to do once the record is saved."""
-        self.gone: list[str] = []
-        """Ids of processes that are gone: what they hold is to be freed."""
+        self.restarts: list[RestartOrder] = []
+        """Restarts to carry out once the record is saved."""
+        self.lost_ids: list[str] = []
+        """Ids of lost processes, whose groups are to be reclaimed."""
 
     @property
     def new_events(self) -> Sequence[Event]:
-        """Those that the record did not have."""
+        """Events added by this update."""
         last = self._before.events[-1].number if self._before.events else 0
         return [event for event in self.events if event.number > last]
 
     def result(self) -> HealthRecord:
-        """The record with the changes."""
+        """Return the changed record."""
         return HealthRecord(replicas=self.replicas, roles=self.roles, events=tuple(self.events[-KEPT_EVENTS:]))
 
     def set_replica(self, one: ReplicaHealth, **changes: Any) -> ReplicaHealth:
-        """Change a replica's part."""
+        """Update a replica."""
         if changes.get("state", one.state) != one.state:
             changes.setdefault("since", time.time())
             if changes["state"] in DOWN and one.state not in DOWN:
@@ -75,42 +75,44 @@ class HealthUpdate:
         return changed
 
     def set_role(self, role: RoleHealth, **changes: Any) -> RoleHealth:
-        """Change a role's part."""
+        """Update a role."""
         if changes.get("state", role.state) != role.state:
             changes.setdefault("since", time.time())
         self.roles[role.role] = changed = role.model_copy(update=changes)
         return changed
 
-    def tell(self, role: str, instance: str, state: Health, text: str) -> None:
+    def add_event(self, role: str, instance: str, state: Health, text: str) -> None:
         """Add an event."""
         number = (self.events[-1].number if self.events else 0) + 1
         self.events.append(Event(number=number, role=role, instance=instance, state=state, text=text))
 
-    def restart(self, one: ReplicaHealth, reason: str, way: Way = Way.TELL) -> None:
-        """Have a replica restarted."""
+    def restart(self, one: ReplicaHealth, reason: str, mode: RestartMode = RestartMode.REQUEST) -> None:
+        """Order a replica's restart."""
         self.set_replica(
             one,
             state=Health.RESTARTING,
             since=time.time(),
             reason=reason,
-            told_id="" if way == Way.PROBE else one.replica_id,
-            restarts=one.restarts if way == Way.PROBE else (*one.restarts, time.time()),
+            stopped_id="" if mode == RestartMode.PROBE else one.replica_id,
+            restarts=one.restarts if mode == RestartMode.PROBE else (*one.restarts, time.time()),
             tries=1 if one.seen_working else one.tries + 1,
             seen_working=False,
         )
-        does = "waiting for the next process of" if way == Way.PROBE else "restarting"
-        self.tell(one.role, one.instance, Health.RESTARTING, f"{does} {one.replica_id}: {reason}")
-        self.asks.append(Ask(one.instance, one.role, one.replica_id, one.address, reason, way))
+        action = "waiting for the next process of" if mode == RestartMode.PROBE else "restarting"
+        self.add_event(one.role, one.instance, Health.RESTARTING, f"{action} {one.replica_id}: {reason}")
+        self.restarts.append(RestartOrder(one.instance, one.role, one.replica_id, one.address, reason, mode))
 
 
 def recent(restarts: Sequence[float], config: HealthConfig) -> tuple[float, ...]:
-    """The restarts within the window."""
+    """Return the restarts within the window."""
     return tuple(at for at in restarts if at > time.time() - config.restart_window_seconds)
 
 
 def next_restart(restarts: Sequence[float], config: HealthConfig) -> float:
-    """The Unix time from which on a replica may be restarted, given when it was: exponential back-off, and never more
-    than max_restarts within restart_window_seconds."""
+    """Return the Unix time of the next allowed restart.
+
+    Back-off is exponential, with at most max_restarts within restart_window_seconds.
+    """
     latest = recent(restarts, config)
     if not latest:
         return 0.0

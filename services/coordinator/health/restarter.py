@@ -1,4 +1,4 @@
-"""Having a replica restarted: it is asked, and if it doesn't answer, its launcher."""
+"""Restarts of replicas: by a call to the replica, else by its launcher."""
 
 import logging
 
@@ -8,71 +8,73 @@ from relaxd.rpc.errors import explain
 from relaxd.v1.launcher_pb2 import LauncherRestartRequest
 from relaxd.v1.replica_pb2 import GetStatusRequest, RestartRequest
 from services.coordinator.fleet.peers import Peers
-from services.coordinator.health.health_update import Ask, Way
+from services.coordinator.health.health_update import RestartMode, RestartOrder
 
 logger = logging.getLogger(__name__)
 
-ASK_SECONDS = 3.0
-"""A replica that doesn't answer within this does not answer at all: it need only set a flag."""
+CALL_SECONDS = 3.0
+"""Deadline of calls that only set a flag: a replica that misses it is frozen."""
 PROBES = 2
-"""Times that a replica whose heartbeats have stopped may fail to answer before it counts as frozen."""
+"""Unanswered calls after which a replica without heartbeats counts as frozen."""
 LAUNCHER_SECONDS = 40.0
 
 
 class Restarter:
-    """Asks for restarts, of one run's replicas."""
+    """Restarts the replicas of one run."""
 
     def __init__(self, peers: Peers, launcher: str, term: int) -> None:
-        """`launcher`: its address; empty: there is none."""
+        """`launcher`: address of the launcher; empty: there is none."""
         self._peers = peers
         self._launcher = launcher
         self._term = term
-        self.troubles: dict[str, str] = {}
-        """Why nothing came of the last time, by instance."""
+        self.failures: dict[str, str] = {}
+        """Error of the last restart, by instance."""
 
-    async def ask(self, ask: Ask) -> bool:
-        """Have it restarted. False: its launcher doesn't know it, so it will never come back."""
-        self.troubles.pop(ask.instance, None)
-        if ask.way == Way.TELL and await self._told(ask):
+    async def restart(self, order: RestartOrder) -> bool:
+        """Restart a replica; returns False if the launcher doesn't know it, so that it will never come back."""
+        self.failures.pop(order.instance, None)
+        if order.mode == RestartMode.REQUEST and await self._request(order):
             return True
-        if ask.way == Way.PROBE and not await self._frozen(ask):
+        if order.mode == RestartMode.PROBE and not await self._frozen(order):
             return True
         if not self._launcher:
-            self.troubles[ask.instance] = "it doesn't answer, and this coordinator has no launcher to kill it"
+            self.failures[order.instance] = "it doesn't answer, and this coordinator has no launcher to kill it"
             return True
-        # Where another process runs by now, only one that was insisted on goes.
+        # Without FORCE the launcher must not kill a newer process of the instance.
         request = LauncherRestartRequest(
-            instance=ask.instance, replica_id="" if ask.way == Way.INSIST else ask.replica_id, term=self._term
+            instance=order.instance,
+            replica_id="" if order.mode == RestartMode.FORCE else order.replica_id,
+            term=self._term,
         )
         try:
             answer = await self._peers.launcher(self._launcher).Restart(request, timeout=LAUNCHER_SECONDS)
-            logger.info("the launcher was asked to restart %s: %s", ask.instance, answer.detail)
+            logger.info("asked the launcher to restart %s: %s", order.instance, answer.detail)
         except grpc.aio.AioRpcError as error:
-            self.troubles[ask.instance] = f"the launcher at {self._launcher} can't restart it: {explain(error)}"
-            logger.warning("%s: %s", ask.instance, self.troubles[ask.instance])
+            self.failures[order.instance] = f"the launcher at {self._launcher} can't restart it: {explain(error)}"
+            logger.warning("%s: %s", order.instance, self.failures[order.instance])
             return error.code() != grpc.StatusCode.NOT_FOUND
         return True
 
-    async def _frozen(self, ask: Ask) -> bool:
-        """Whether the process is there and doesn't answer. One that answers was not heard for some other reason."""
+    async def _frozen(self, order: RestartOrder) -> bool:
+        """Return whether the process runs but doesn't answer."""
         for _ in range(PROBES):
             try:
-                await self._peers.replica(ask.address).GetStatus(GetStatusRequest(), timeout=ASK_SECONDS)
+                await self._peers.replica(order.address).GetStatus(GetStatusRequest(), timeout=CALL_SECONDS)
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
-                    return False  # it is gone, and whoever supervises it knows
+                    return False  # it is gone, and its supervisor knows
                 continue
-            self.troubles[ask.instance] = "it answers, but its heartbeats don't come"
+            self.failures[order.instance] = "it answers calls, but sends no heartbeats"
             return False
-        logger.warning("%s is there, but doesn't answer", ask.replica_id)
+        logger.warning("%s runs, but doesn't answer", order.replica_id)
         return True
 
-    async def _told(self, ask: Ask) -> bool:
-        """Whether the process ends by itself, or is another one by now."""
-        request = RestartRequest(replica_id=ask.replica_id, reason=ask.reason)
+    async def _request(self, order: RestartOrder) -> bool:
+        """Ask the process to end; returns whether it will, or was replaced already."""
+        request = RestartRequest(replica_id=order.replica_id, reason=order.reason)
         try:
-            await self._peers.replica(ask.address).Restart(request, timeout=ASK_SECONDS)
+            await self._peers.replica(order.address).Restart(request, timeout=CALL_SECONDS)
         except grpc.aio.AioRpcError as error:
-            logger.info("%s doesn't answer: %s", ask.replica_id, explain(error))
+            logger.info("%s doesn't answer: %s", order.replica_id, explain(error))
             return error.code() == grpc.StatusCode.FAILED_PRECONDITION
         return True

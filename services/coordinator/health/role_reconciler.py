@@ -1,4 +1,4 @@
-"""Second tier: a role that the first tier can't bring back, so that no replica of it works, is rebuilt as a whole."""
+"""Second tier of health: a role without any working replica is rebuilt as a whole."""
 
 import time
 from collections.abc import Collection, Mapping
@@ -7,62 +7,62 @@ from dataclasses import dataclass
 from relaxd.config import HealthConfig
 from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_FAILED
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.health.health_update import DOWN, HealthUpdate, Way
+from services.coordinator.health.health_update import DOWN, HealthUpdate, RestartMode
 from services.coordinator.state.health_records import Health, RoleHealth
 
 
 @dataclass(frozen=True)
 class RoleSigns:
-    """How the run is."""
+    """The state of the run."""
 
     missing: Collection[str]
-    """Names of the roles without a replica that works."""
+    """Names of the roles without a working replica."""
     last_step: int
-    """Steps that are committed."""
+    """The last committed step."""
 
 
 class RoleReconciler:
-    """Looks after the roles of one run. `failure` says why the run can't go on, once it can't."""
+    """Decides on rebuilds of a run's roles. `failure` is set once the run can't continue."""
 
     def __init__(self, config: HealthConfig) -> None:
         self._config = config
-        self._hope: dict[str, float] = {}
-        """Monotonic time at which a role last had a replica that worked or was on its way."""
+        self._last_hope: dict[str, float] = {}
+        """Monotonic time at which a role last had a working or starting replica."""
         self.failure = ""
 
-    def forgive(self) -> None:
-        """Begin all waits anew."""
-        self._hope.clear()
+    def reset_timers(self) -> None:
+        """Restart all waits."""
+        self._last_hope.clear()
 
-    def look(self, draft: HealthUpdate, role: str, live: Mapping[str, Replica], signs: RoleSigns) -> None:
-        """Bring the draft up to date with a role; `live` are the replicas of it that are registered."""
+    def update(self, draft: HealthUpdate, role: str, live: Mapping[str, Replica], signs: RoleSigns) -> None:
+        """Update the draft for a role; `live`: its registered replicas, by instance."""
         one = draft.roles.get(role) or draft.set_role(RoleHealth(role=role, since=time.time()))
         places = [replica for replica in draft.replicas.values() if replica.role == role]
         if role.lower() not in signs.missing:
-            self._hope[role] = time.monotonic()
-            self._works(draft, one, signs)
+            self._last_hope[role] = time.monotonic()
+            self._record_recovery(draft, one, signs)
             return
         coming = any(
             replica.status.state not in (REPLICA_STATE_FAILED, REPLICA_STATE_DRAINING)
             and not (instance in draft.replicas and draft.replicas[instance].state == Health.FAILED)
             for instance, replica in live.items()
         )
-        if coming:  # however long that takes: one that hangs as it starts is the first tier's
-            self._hope[role] = time.monotonic()
-        absent = time.monotonic() - self._hope.setdefault(role, time.monotonic())
+        if coming:  # without a limit: the first tier restarts a replica that hangs at its start
+            self._last_hope[role] = time.monotonic()
+        absent = time.monotonic() - self._last_hope.setdefault(role, time.monotonic())
         exhausted = bool(places) and all(place.state == Health.FAILED for place in places)
-        why = places[-1].reason if exhausted else f"no {role.lower()} replica has been there for {absent:.0f} s"
+        why = places[-1].reason if exhausted else f"no {role.lower()} replica for {absent:.0f} s"
         if one.state == Health.HEALTHY:
-            one = draft.set_role(one, state=Health.SUSPECT, reason="no replica of it works")
+            one = draft.set_role(one, state=Health.SUSPECT, reason="it has no working replica")
         if one.state == Health.FAILED:
-            self.failure = one.reason  # an earlier coordinator came as far as this
-        # Where people have taken all replicas away there is nothing to bring back: paused, the run waits for others.
+            self.failure = one.reason  # decided by an earlier coordinator
+        # If users removed all replicas, there is nothing to restart: the paused run waits for new ones.
         elif exhausted or (absent > self._config.role_timeout_seconds and (places or one.state != Health.REBUILDING)):
             self._rebuild_or_fail(draft, one, why, signs)
 
-    def _works(self, draft: HealthUpdate, one: RoleHealth, signs: RoleSigns) -> None:
+    def _record_recovery(self, draft: HealthUpdate, one: RoleHealth, signs: RoleSigns) -> None:
         if one.state == Health.REBUILDING:
-            draft.tell(one.role, "", Health.HEALTHY, f"rebuilt after {time.time() - one.since:.1f} s")
+            draft.add_event(one.role, "", Health.HEALTHY, f"rebuilt after {time.time() - one.since:.1f} s")
         if one.state != Health.HEALTHY:
             one = draft.set_role(one, state=Health.HEALTHY, reason="")
         if one.rebuilds and signs.last_step > one.rebuilt_at_step:
@@ -71,14 +71,14 @@ class RoleReconciler:
     def _rebuild_or_fail(self, draft: HealthUpdate, one: RoleHealth, why: str, signs: RoleSigns) -> None:
         config, name = self._config, one.role.lower()
         if one.rebuilds >= config.max_rebuilds:
-            self.failure = f"{name} could not be brought back: {why} (rebuilt {one.rebuilds} times)"
-            draft.tell(one.role, "", Health.FAILED, self.failure)
+            self.failure = f"{name} could not be rebuilt: {why} ({one.rebuilds} attempts)"
+            draft.add_event(one.role, "", Health.FAILED, self.failure)
             draft.set_role(one, state=Health.FAILED, reason=self.failure)
             return
         backoff = config.first_backoff_seconds * 2 ** (one.rebuilds - 1) if one.rebuilds else 0.0
         if one.rebuilds and time.time() - one.since < backoff:
             return
-        self._hope[one.role] = time.monotonic()
+        self._last_hope[one.role] = time.monotonic()
         number = one.rebuilds + 1
         text = f"rebuilding {name} ({number} of {config.max_rebuilds}): {why}"
         one = draft.set_role(
@@ -88,11 +88,13 @@ class RoleReconciler:
             reason=why,
             rebuilds=number,
             rebuilt_at_step=signs.last_step,
-            # The run is paused for the first rebuild, and goes on when the role is back, however many it took.
+            # The first rebuild pauses the run, until the role is back after any number of rebuilds.
             pause=one.pause if one.state == Health.REBUILDING else text,
         )
-        draft.tell(one.role, "", Health.REBUILDING, text)
+        draft.add_event(one.role, "", Health.REBUILDING, text)
         for place in [place for place in draft.replicas.values() if place.role == one.role and place.supervised]:
-            # From the beginning: its limits are those of its own, and the role has others.
+            # Clear the replica's own limits: those of the role apply.
             fresh = draft.set_replica(place, tries=0, restarts=(), seen_working=False)
-            draft.restart(fresh, f"{name} is rebuilt", Way.INSIST if place.state in DOWN else Way.TELL)
+            draft.restart(
+                fresh, f"{name} is rebuilt", RestartMode.FORCE if place.state in DOWN else RestartMode.REQUEST
+            )

@@ -1,4 +1,4 @@
-"""Telling from heartbeats whether a replica is well. Nothing here acts."""
+"""Detection of unhealthy replicas from their heartbeats; nothing here acts."""
 
 import time
 from collections.abc import Callable
@@ -17,49 +17,49 @@ from relaxd.v1.replica_pb2 import (
 from services.coordinator.fleet.registry import Replica
 
 TRAINER_PATIENCE = 3
-"""A trainer may fail so many times the synchronisations that an engine may: mostly it is not its fault."""
+"""Factor on max_sync_failures for a trainer, which is mostly not to blame."""
 
 
 @dataclass(frozen=True)
 class HealthIssue:
-    """What is wrong with a replica."""
+    """A problem of a replica."""
 
     text: str
     due: bool
-    """It has been so for long enough: the replica is to be restarted."""
+    """It has lasted long enough to restart the replica."""
 
 
 @dataclass
 class _Watch:
-    """What was seen of one process; times are monotonic."""
+    """Observations of one process; times are monotonic."""
 
     registered_at: float
     progress: int
-    face: tuple[int, str]
+    state_and_detail: tuple[int, str]
     """State and detail."""
-    moved: float
-    """When it last got something done, or had nothing to do."""
-    spoke: float
-    """When its state or detail changed, or it got something done."""
-    failing: float | None = None
+    progressed_at: float
+    """Last time with progress, or without work."""
+    changed_at: float
+    """Last change of state, detail or progress."""
+    failed_at: float | None = None
 
 
 class Signs:
-    """Watches the replicas of one run."""
+    """Detects problems of one run's replicas."""
 
     def __init__(self, config: RunConfig, heartbeat_seconds: float, sync_failures: Callable[[Replica], int]) -> None:
-        """`sync_failures`: weight synchronisations in a row that failed because of a replica."""
+        """`sync_failures` returns the consecutive weight synchronisations that failed because of a replica."""
         self._config = config
         self._late_seconds = 3 * heartbeat_seconds
         self._sync_failures = sync_failures
         self._watches: dict[str, _Watch] = {}
 
-    def forgive(self) -> None:
-        """Begin all waits anew: nobody could work, or be heard."""
+    def reset_timers(self) -> None:
+        """Restart all waits, after an outage of Redis or the coordinator."""
         self._watches.clear()
 
     def stuck_seconds(self, role: "Role.ValueType") -> float:
-        """For how long a replica that holds groups may get nothing done: longer than it takes to notice by itself."""
+        """Return how long a replica with groups may make no progress: longer than its own timeouts."""
         config = self._config
         own = {
             ROLE_ROLLOUT: config.weights.timeout_seconds + config.weights.connect_timeout_seconds,
@@ -68,8 +68,8 @@ class Signs:
         }
         return config.health.stuck_seconds + own.get(role, 0.0)
 
-    def complaint(self, replica: Replica) -> HealthIssue | None:
-        """What is wrong with a replica, if anything is. Call it often."""
+    def issue(self, replica: Replica) -> HealthIssue | None:
+        """Return a replica's problem, if it has one. Call it at every tick."""
         if replica.unheard or not replica.status.state or replica.draining:
             return None
         now = time.monotonic()
@@ -77,59 +77,59 @@ class Signs:
         health, status = self._config.health, replica.status
         if now - replica.seen > self._late_seconds:
             return HealthIssue(f"no heartbeat for {now - replica.seen:.1f} s", due=False)
-        if status.state == REPLICA_STATE_FAILED and watch.failing is not None:
-            what = f"it has failed: {status.detail or 'no reason given'}"
-            return HealthIssue(what, due=now - watch.failing > health.failed_seconds)
+        if status.state == REPLICA_STATE_FAILED and watch.failed_at is not None:
+            text = f"it has failed: {status.detail or 'no reason given'}"
+            return HealthIssue(text, due=now - watch.failed_at > health.failed_seconds)
         if status.state == REPLICA_STATE_STARTING:
-            what = f"it has been starting for {now - watch.spoke:.0f} s: {status.detail or 'no detail given'}"
-            return _after(now - watch.spoke, health.start_seconds, what)
-        found = [self._of_synchronisations(replica), self._of_progress(replica, watch, now)]
-        complaints = [one for one in found if one is not None]
-        # An engine that is left out of synchronisations may be stuck as well, and its groups are waited for.
-        return next((one for one in complaints if one.due), next(iter(complaints), None))
+            text = f"it has been starting for {now - watch.changed_at:.0f} s: {status.detail or 'no detail given'}"
+            return _after(now - watch.changed_at, health.start_seconds, text)
+        found = [self._sync_issue(replica), self._progress_issue(replica, watch, now)]
+        issues = [one for one in found if one is not None]
+        # An engine that fails synchronisations may also be stuck, with groups that others wait for.
+        return next((one for one in issues if one.due), next(iter(issues), None))
 
-    def _of_synchronisations(self, replica: Replica) -> HealthIssue | None:
-        """What weight synchronisations say of a replica."""
+    def _sync_issue(self, replica: Replica) -> HealthIssue | None:
+        """Return the problem that failed weight synchronisations show."""
         failures = self._sync_failures(replica)
-        most = self._config.health.max_sync_failures
+        limit = self._config.health.max_sync_failures
         if replica.registration.role == ROLE_TRAINER:
-            failures, most = failures - 1, most * TRAINER_PATIENCE  # one may be the trace of its own restart
+            failures, limit = failures - 1, limit * TRAINER_PATIENCE  # one may come from its own restart
         if failures <= 0:
             return None
-        return HealthIssue(f"{failures} weight synchronisations in a row failed with it", due=failures >= most)
+        return HealthIssue(f"{failures} weight synchronisations in a row failed with it", due=failures >= limit)
 
-    def _of_progress(self, replica: Replica, watch: _Watch, now: float) -> HealthIssue | None:
-        """What comes of a replica's work."""
+    def _progress_issue(self, replica: Replica, watch: _Watch, now: float) -> HealthIssue | None:
+        """Return the problem that missing progress shows."""
         status = replica.status
         if status.state != REPLICA_STATE_READY:
             return None
-        silent = now - watch.moved
-        what = f"it is stuck: it holds {status.held_groups} groups and has got nothing done for {silent:.0f} s"
-        return _after(silent, self.stuck_seconds(replica.registration.role), what)
+        idle_seconds = now - watch.progressed_at
+        text = f"it is stuck: it holds {status.held_groups} groups and has made no progress for {idle_seconds:.0f} s"
+        return _after(idle_seconds, self.stuck_seconds(replica.registration.role), text)
 
     def _watched(self, replica: Replica, now: float) -> _Watch:
         status = replica.status
-        face = (int(status.state), status.detail)
+        state_and_detail = (int(status.state), status.detail)
         watch = self._watches.get(replica.replica_id)
         if watch is None or watch.registered_at != replica.registered_at:
-            watch = _Watch(replica.registered_at, status.progress, face, moved=now, spoke=now)
+            watch = _Watch(replica.registered_at, status.progress, state_and_detail, progressed_at=now, changed_at=now)
             self._watches[replica.replica_id] = watch
-        # The trainer's loop turns whatever it waits for; the others have nothing to do without groups, and an engine
-        # can't do anything without weights.
+        # The trainer's progress counts its loop, which never stops; other roles are idle without groups, and an engine
+        # without weights.
         idle = not status.held_groups and replica.registration.role != ROLE_TRAINER
         idle = idle or (replica.registration.role == ROLE_ROLLOUT and not status.HasField("weights"))
         if status.progress != watch.progress or idle or status.state != REPLICA_STATE_READY:
-            watch.moved = now
-        if face != watch.face or status.progress != watch.progress:
-            watch.spoke = now
-        watch.progress, watch.face = status.progress, face
+            watch.progressed_at = now
+        if state_and_detail != watch.state_and_detail or status.progress != watch.progress:
+            watch.changed_at = now
+        watch.progress, watch.state_and_detail = status.progress, state_and_detail
         if status.state != REPLICA_STATE_FAILED:
-            watch.failing = None
-        elif watch.failing is None:
-            watch.failing = now
+            watch.failed_at = None
+        elif watch.failed_at is None:
+            watch.failed_at = now
         return watch
 
 
-def _after(seconds: float, limit: float, what: str) -> HealthIssue | None:
-    """A complaint from half of a limit on, due after all of it."""
-    return HealthIssue(what, due=seconds > limit) if seconds > limit / 2 else None
+def _after(seconds: float, limit: float, text: str) -> HealthIssue | None:
+    """Return an issue from half of the limit on, due from the limit on."""
+    return HealthIssue(text, due=seconds > limit) if seconds > limit / 2 else None

@@ -1,4 +1,4 @@
-"""The health of a run as people and programs see it: from records to protobuf."""
+"""Health records as protobuf."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from services.coordinator.state.health_records import Event, HealthRecord
 
 
 def health_messages(record: HealthRecord, config: HealthConfig) -> list[health_pb2.Health]:
-    """Every role, each followed by its replicas."""
+    """Convert a health record: every role, each followed by its replicas."""
     messages = []
     for role in sorted(record.roles.values(), key=lambda one: _role(one.role)):
         state = health_pb2.HealthState.Value(f"HEALTH_STATE_{role.state}")
@@ -32,7 +32,7 @@ def health_messages(record: HealthRecord, config: HealthConfig) -> list[health_p
 
 
 def event_messages(events: Sequence[Event], after: int) -> list[health_pb2.RunEvent]:
-    """The events after a number."""
+    """Convert the events with a higher number than `after`."""
     messages = []
     for event in events:
         if event.number > after:

@@ -1,4 +1,4 @@
-"""The model of a run that ends, as a Hugging Face folder."""
+"""Export of a run's model as a Hugging Face folder."""
 
 import time
 
@@ -11,23 +11,22 @@ from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.patience import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.fleet.peers import Peers
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""Statuses of a trainer that may be back soon."""
+"""Statuses of a lost trainer, which may return."""
 EXPORT_FOLDER = "model"
 
 
 class ExportFailed(Exception):
-    """The trainer did not write the model."""
+    """The trainer did not export the model."""
 
 
 async def export_model(fleet: Fleet, peers: Peers, *, away_seconds: float) -> str:
-    """Let the trainer write the model, however long that takes; returns its path.
+    """Let the trainer export the model, however long that takes; returns its path.
 
-    A trainer that starts anew is waited for. Raises ExportFailed: none has been registered for `away_seconds`, or it
-    refuses.
+    Waits for a trainer that restarts. Raises ExportFailed: no trainer was registered for `away_seconds`, or it refuses.
     """
-    problem = "no trainer is there"
+    problem = "no trainer is registered"
     seen = time.monotonic()
     while (failure := fleet.failure()) is None and time.monotonic() - seen <= away_seconds:
         if fleet.has(ROLE_TRAINER):
@@ -45,5 +44,5 @@ async def export_model(fleet: Fleet, peers: Peers, *, away_seconds: float) -> st
                 problem = explain(error)
                 if error.code() not in PASSING:
                     break
-        await fleet.registry.changed.wait(LOOK_SECONDS)
+        await fleet.registry.changed.wait(POLL_SECONDS)
     raise ExportFailed(failure or problem)

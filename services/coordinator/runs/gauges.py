@@ -1,11 +1,11 @@
-"""What the board of the active run looks like, as metrics."""
+"""Metrics of the active run's board."""
 
 from relaxd import telemetry
 from relaxd.board import Board
 
 
 def record_board(board: Board) -> None:
-    """Record where the run's groups are and how long the lines before its stages are. Raises BoardError."""
+    """Record group counts and the queue length of every stage. Raises BoardError."""
     run = {"relaxd.run_id": board.run_id}
     counts = board.counts()
     for name, value in (("published", counts.published), ("open", counts.open), ("trained", counts.trained)):

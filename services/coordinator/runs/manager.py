@@ -1,4 +1,4 @@
-"""All runs: the active one with its task, the earlier ones from their records."""
+"""All runs: the active run with its task, earlier runs from their records."""
 
 import asyncio
 import logging
@@ -9,33 +9,37 @@ from typing import Any, TypeVar
 
 from relaxd.board import Board, BoardUnavailable, stages_for
 from relaxd.config import BoardConfig, RunConfig
-from relaxd.data.dataset import load_data
+from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
+from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2 as pb
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.peers import Peers
+from services.coordinator.fleet.registry import Registry
+from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.health.view import health_messages
-from services.coordinator.runs.active_run import ActiveRun, Context
+from services.coordinator.runs.active_run import ActiveRun
 from services.coordinator.runs.restoring import read_run
+from services.coordinator.runs.retention import Retention
 from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.runs.starting import prepare
 from services.coordinator.runs.view import run_message, run_state
 from services.coordinator.state.health_records import Event
 from services.coordinator.state.records import Phase, RunRecord
-from services.coordinator.state.store import AnotherRunActive, RunIdTaken
+from services.coordinator.state.store import AnotherRunActive, RunIdTaken, Store
 
 logger = logging.getLogger(__name__)
-
-
 Result = TypeVar("Result")
 
 MAX_ENDED_RUNS = 1000
-"""Runs that have ended that aren't read from the board again."""
+"""Ended runs that are cached."""
 MAX_BOARDS = 8
-"""Boards of runs that aren't active that are kept open."""
+"""Boards of ended runs that stay connected."""
 
 
 async def read_board(operation: Callable[..., Result], *arguments: Any) -> Result:
-    """Do something on the board, in a thread. Raises Unavailable: Redis doesn't answer."""
+    """Run a blocking board operation in a thread. Raises Unavailable: Redis doesn't answer."""
     try:
         return await asyncio.to_thread(operation, *arguments)
     except BoardUnavailable as error:
@@ -43,90 +47,101 @@ async def read_board(operation: Callable[..., Result], *arguments: Any) -> Resul
 
 
 class RunManager:
-    """Starts runs, takes up the one that an earlier coordinator left, and finds runs by id."""
+    """Starts, restores, resumes, deletes and finds runs."""
 
-    def __init__(self, context: Context, on_error: Callable[[BaseException], None]) -> None:
-        """`on_error` is told when the active run's task ends by an error that is not the run's own."""
-        self._context = context
+    def __init__(
+        self,
+        store: Store,
+        registry: Registry,
+        peers: Peers,
+        settings: ServiceSettings,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        """`on_error` gets errors that end the coordinator, such as Superseded."""
+        self._store = store
+        self._registry = registry
+        self._peers = peers
+        self._settings = settings
+        self._retention = Retention(settings.keep_runs, settings.keep_run_bytes, settings.keep_run_days)
         self._on_error = on_error
         self._starting = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._boards: dict[str, Board] = {}
         self._ended_runs: dict[str, pb.Run] = {}
-        """Runs that have ended, as they will be for ever."""
+        """Messages of ended runs, which never change."""
         self.active: ActiveRun | None = None
 
-    # --- starting, ending -----------------------------------------------------------------------------------------
+    # --- start and end --------------------------------------------------------------------------------------------
 
     async def start(self, run_id: str, config_toml: str) -> ActiveRun:
-        """Check everything and start a run.
+        """Check the configuration and start a run.
 
         Raises InvalidArgument, AlreadyExists, FailedPrecondition.
         """
         async with self._starting:
-            if run_id and await asyncio.to_thread(self._context.store.run, run_id) is not None:
+            if run_id and await asyncio.to_thread(self._store.run, run_id) is not None:
                 raise AlreadyExists(f"a run {run_id!r} exists: choose another run_id")
             if self._task is not None and self.active is not None and self.active.record.phase.ended:
-                await asyncio.wait([self._task])  # it has ended for everybody, and is putting its things away
+                await asyncio.wait([self._task])  # it has ended, and its task cleans up
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
-            prepared = await asyncio.to_thread(prepare, run_id, config_toml, self._context.redis_url)
+            prepared = await asyncio.to_thread(prepare, run_id, config_toml, self._settings.redis)
             try:
-                await asyncio.to_thread(self._context.store.create_run, prepared.record)
+                await asyncio.to_thread(self._store.create_run, prepared.record)
             except RunIdTaken as error:
                 raise AlreadyExists(f"a run {error} exists: choose another run_id") from error
             except AnotherRunActive as error:
                 raise self._busy(str(error)) from error
             if prepared.data.skipped:
-                logger.warning("%d prompts are left out: they are too long", prepared.data.skipped)
+                logger.warning("%d prompts are skipped: they are too long", prepared.data.skipped)
             for warning in prepared.warnings:
                 logger.warning("%s", warning)
-            active = ActiveRun(self._context, prepared.record, prepared.config, prepared.data, prepared.files)
-            self._go(active)
+            active = self._active_run(prepared.record, prepared.config, prepared.data, prepared.files)
+            self._launch(active)
             return active
 
     async def restore(self, folder: str) -> ActiveRun:
-        """Take up a run from its folder, on a Redis that doesn't know it.
+        """Restore a run that Redis lost from its folder, and resume it.
 
         Raises InvalidArgument, AlreadyExists, FailedPrecondition.
         """
         async with self._starting:
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
-            found = await asyncio.to_thread(read_run, folder)
-            run_id = found.record.run_id
-            if await asyncio.to_thread(self._context.store.run, run_id) is not None:
-                raise AlreadyExists(f"Redis knows run {run_id!r}: it goes on from there")
-            active = ActiveRun(self._context, found.record, found.config, found.data, found.files)
+            restored = await asyncio.to_thread(read_run, folder)
+            run_id = restored.record.run_id
+            if await asyncio.to_thread(self._store.run, run_id) is not None:
+                raise AlreadyExists(f"run {run_id!r} is still in Redis: there is nothing to restore")
+            active = self._active_run(restored.record, restored.config, restored.data, restored.files)
 
             def fill() -> None:
-                active.board.delete()  # what an attempt that didn't end well left
+                active.board.delete()  # the remains of a failed attempt
                 active.board.create(
-                    term=self._context.store.term,
-                    groups_per_step=found.config.trainer.groups_per_step,
-                    steps=found.config.run.steps,
+                    term=self._store.term,
+                    groups_per_step=restored.config.trainer.groups_per_step,
+                    steps=restored.config.run.steps,
                 )
                 active.board.restore(
-                    ledger=found.ledger,
-                    cursor=found.cursor.to_json(),
-                    dropped=found.dropped,
-                    trainer_term=found.trainer_term,
+                    ledger=restored.ledger,
+                    cursor=restored.cursor.to_json(),
+                    dropped=restored.dropped,
+                    trainer_term=restored.trainer_term,
                 )
-                self._context.store.create_run(found.record)
+                self._store.create_run(restored.record)
 
             try:
                 await asyncio.to_thread(fill)
             except AnotherRunActive as error:
                 raise self._busy(str(error)) from error
-            logger.warning("run %s is restored from %s, after step %d", run_id, folder, len(found.ledger))
-            self._go(active)
+            logger.warning("run %s is restored from %s, after step %d", run_id, folder, len(restored.ledger))
+            self._launch(active)
             return active
 
-    async def take_up(self) -> None:
-        """Go on with the run that an earlier coordinator left, if there is one."""
-        run_id = await asyncio.to_thread(self._context.store.active_run_id)
-        record = await asyncio.to_thread(self._context.store.run, run_id) if run_id else None
+    async def resume(self) -> None:
+        """Resume the run that an earlier coordinator left active, if there is one."""
+        run_id = await asyncio.to_thread(self._store.active_run_id)
+        record = await asyncio.to_thread(self._store.run, run_id) if run_id else None
         if record is None:
             return
         config = RunConfig.model_validate_json(record.config_json)
@@ -134,80 +149,92 @@ class RunManager:
             data = await asyncio.to_thread(load_data, config)
         except DataError as error:
             failed = record.model_copy(update={"phase": Phase.FAILED, "reason": f"after a restart: {error}"})
-            await asyncio.to_thread(self._context.store.save_run, failed)
-            logger.error("run %s can't go on: %s", run_id, error)
+            await asyncio.to_thread(self._store.save_run, failed)
+            logger.error("run %s can't be resumed: %s", run_id, error)
             return
-        logger.info("going on with run %s (%s)", run_id, record.phase.value.lower())
-        self._go(ActiveRun(self._context, record, config, data, RunFiles(Path(record.folder))))
+        logger.info("resuming run %s (%s)", run_id, record.phase.value.lower())
+        self._launch(self._active_run(record, config, data, RunFiles(Path(record.folder))))
 
     async def delete(self, run_id: str) -> None:
-        """Forget a run that has ended; its folder stays. Raises NotFound, FailedPrecondition."""
+        """Delete an ended run from Redis; its folder stays. Raises NotFound, FailedPrecondition."""
         async with self._starting:
-            record = await asyncio.to_thread(self._context.store.run, run_id)
+            record = await asyncio.to_thread(self._store.run, run_id)
             if record is None:
                 raise NotFound(f"there is no run {run_id!r}")
             if not record.phase.ended:
                 raise FailedPrecondition(f"run {run_id!r} has not ended: stop it first")
-            await self._forget(record)
+            await self._delete(record)
 
-    async def tidy(self) -> None:
-        """Forget runs that ended too long ago or take too much of Redis, and finish what a dead coordinator began."""
+    async def delete_expired(self) -> None:
+        """Delete runs beyond the retention limits, and finish deletions of an earlier coordinator."""
         async with self._starting:
-            for run_id in await asyncio.to_thread(self._context.store.deleting):
-                await self._clear(run_id, Board(self._context.redis_url, run_id, (), BoardConfig()))
+            for run_id in await asyncio.to_thread(self._store.deleting):
+                await self._delete_board(run_id, Board(self._settings.redis, run_id, (), BoardConfig()))
             records = await self.all()
             runs = [(record, record.board_bytes) for record in records]
-            expired = set(self._context.retention.expired(runs, datetime.now(UTC)))
+            expired = set(self._retention.expired(runs, datetime.now(UTC)))
             for record in records:
                 if record.run_id in expired:
-                    logger.info("run %s ended on %s: Redis forgets it", record.run_id, record.end_time)
-                    await self._forget(record)
+                    logger.info("deleting run %s from Redis: it ended on %s", record.run_id, record.end_time)
+                    await self._delete(record)
 
-    async def _forget(self, record: RunRecord) -> None:
+    async def _delete(self, record: RunRecord) -> None:
         board = self.board(record)
-        await asyncio.to_thread(self._context.store.begin_delete, record.run_id)
+        await asyncio.to_thread(self._store.begin_delete, record.run_id)
         self._ended_runs.pop(record.run_id, None)
         self._boards.pop(record.run_id, None)
-        await self._clear(record.run_id, board)
+        await self._delete_board(record.run_id, board)
 
-    async def _clear(self, run_id: str, board: Board) -> None:
-        """Delete what a forgotten run has on the board."""
+    async def _delete_board(self, run_id: str, board: Board) -> None:
+        """Delete a run's board."""
         try:
             await read_board(board.delete)
-            await asyncio.to_thread(self._context.store.end_delete, run_id)
+            await asyncio.to_thread(self._store.end_delete, run_id)
         finally:
             board.close()
 
     async def close(self) -> None:
-        """End the active run's task; the run itself goes on with the next coordinator."""
+        """Cancel the active run's task; the next coordinator resumes the run."""
         self._closing = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    def _go(self, active: ActiveRun) -> None:
+    def _active_run(self, record: RunRecord, config: RunConfig, data: RunData, files: RunFiles) -> ActiveRun:
+        context = RunContext(
+            run_id=record.run_id,
+            config=config,
+            board=Board(self._settings.redis, record.run_id, stages_for(config), config.board),
+            store=self._store,
+            fleet=Fleet(self._registry, record.run_id),
+            peers=self._peers,
+            launcher=self._settings.launcher,
+        )
+        return ActiveRun(context, record, data, files)
+
+    def _launch(self, active: ActiveRun) -> None:
         self.active = active
         self._boards[active.record.run_id] = active.board
         self._task = asyncio.create_task(active.main())
-        self._task.add_done_callback(self._ended)
-        self._context.registry.changed.fire()
+        self._task.add_done_callback(self._on_end)
+        self._registry.changed.fire()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
         self.active = None
-        self._context.registry.changed.fire()
+        self._registry.changed.fire()
         if task.cancelled():
             if not self._closing:
-                self._on_error(RuntimeError("the run's task was cancelled by nobody"))
+                self._on_error(RuntimeError("the run's task was cancelled unexpectedly"))
         elif (error := task.exception()) is not None:
             self._on_error(error)
 
     def _busy(self, run_id: str) -> FailedPrecondition:
-        return FailedPrecondition(f"run {run_id!r} is active, and one run is active at a time: stop it, or wait")
+        return FailedPrecondition(f"run {run_id!r} is active, and only one may be: stop it, or wait for its end")
 
-    # --- finding --------------------------------------------------------------------------------------------------
+    # --- lookup ---------------------------------------------------------------------------------------------------
 
     def require_active(self, run_id: str) -> ActiveRun:
-        """The active run; `run_id`, where given, must be its id. Raises FailedPrecondition, NotFound."""
+        """Return the active run; a non-empty `run_id` must be its id. Raises FailedPrecondition."""
         if self.active is None:
             raise FailedPrecondition("no run is active")
         if run_id and run_id != self.active.record.run_id:
@@ -215,42 +242,42 @@ class RunManager:
         return self.active
 
     async def record(self, run_id: str) -> RunRecord:
-        """A run's record; without an id, the newest run's. Raises NotFound."""
+        """Return a run's record; without an id, the newest run's. Raises NotFound."""
         if self.active is not None and run_id in ("", self.active.record.run_id):
             return self.active.record
         if not run_id:
-            run_ids = await asyncio.to_thread(self._context.store.run_ids)
+            run_ids = await asyncio.to_thread(self._store.run_ids)
             if not run_ids:
                 raise NotFound("there is no run yet")
             run_id = run_ids[0]
-        record = await asyncio.to_thread(self._context.store.run, run_id)
+        record = await asyncio.to_thread(self._store.run, run_id)
         if record is None:
             raise NotFound(f"there is no run {run_id!r}")
         return record
 
     async def all(self) -> list[RunRecord]:
-        """Every run, newest first."""
-        run_ids = await asyncio.to_thread(self._context.store.run_ids)
+        """Return all runs, newest first."""
+        run_ids = await asyncio.to_thread(self._store.run_ids)
         return [await self.record(run_id) for run_id in run_ids]
 
     def board(self, record: RunRecord) -> Board:
-        """The board of a run."""
+        """Return the board of a run, connected."""
         board = self._boards.pop(record.run_id, None)
         if board is None:
             config = RunConfig.model_validate_json(record.config_json)
-            board = Board(self._context.redis_url, record.run_id, stages_for(config), config.board)
-        self._boards[record.run_id] = board  # the last is the one used last
+            board = Board(self._settings.redis, record.run_id, stages_for(config), config.board)
+        self._boards[record.run_id] = board  # the most recently used comes last
         self._close_boards()
         return board
 
     def _close_boards(self) -> None:
-        """Let go of the boards of runs that nobody has looked at lately: each has connections to Redis."""
+        """Close the least recently used boards: each has connections to Redis."""
         active = self.active.record.run_id if self.active else None
         for run_id in [run_id for run_id in self._boards if run_id != active][:-MAX_BOARDS]:
-            self._boards.pop(run_id).close()  # who reads from it just now connects again
+            self._boards.pop(run_id).close()  # a reader in progress reconnects
 
     async def message(self, record: RunRecord) -> pb.Run:
-        """A run as it is now. Raises Unavailable."""
+        """Return a run's current message. Raises Unavailable."""
         if record.run_id in self._ended_runs:
             return self._ended_runs[record.run_id]
         steps = RunConfig.model_validate_json(record.config_json).run.steps
@@ -267,13 +294,13 @@ class RunManager:
         return run
 
     async def events(self, record: RunRecord) -> Sequence[Event]:
-        """What happened to the health of a run, oldest first; the last ones. Raises Unavailable."""
+        """Return the latest health events of a run, oldest first. Raises Unavailable."""
         if self.active is not None and self.active.record.run_id == record.run_id:
             return self.active.health.record.events
-        return (await asyncio.to_thread(self._context.store.health, record.run_id)).events
+        return (await asyncio.to_thread(self._store.health, record.run_id)).events
 
     def assignment(self) -> pb.Assignment:
-        """What the replicas have to work on."""
+        """Return the run that replicas work on."""
         if self.active is None or not self.active.assignable:
             return pb.Assignment()
         record = self.active.record

@@ -1,8 +1,8 @@
-"""Reading a run back from its folder, for a Redis that has lost it.
+"""Restoring a run from its folder after Redis lost it.
 
-What is read: run.json (the record) and ledger.jsonl (the steps), which the coordinator writes; state.json of the newest
-checkpoint (where the groups were) and the step files after the ledger's last line, which the trainer writes. What was
-under way is published anew: groups that no step has trained. What was dropped since the checkpoint is too.
+The coordinator wrote run.json (the record) and ledger.jsonl (the steps); the trainer wrote state.json of the newest
+checkpoint (data cursor and open groups) and the step files after the ledger's last line. Groups that no step trained
+are published again, and so are groups dropped since the checkpoint.
 """
 
 import json
@@ -15,22 +15,23 @@ from typing import Any
 from pydantic import ValidationError
 
 from relaxd.board import LedgerEntry
+from relaxd.board.core import RUN_ID_RULE
 from relaxd.config import RunConfig
 from relaxd.data.dataset import Cursor, PromptDataset, RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Violations
 from services.coordinator.runs.publisher import place_of
 from services.coordinator.runs.run_files import LEDGER, RECORD, RunFiles
-from services.coordinator.runs.starting import RUN_ID_RULE, check_run_id
+from services.coordinator.runs.starting import check_run_id
 from services.coordinator.state.records import RunRecord
 
-TRAINER_TERMS_LEFT_OUT = 16
-"""Room for the terms of trainers that have left nothing in the folder: none of them may commit again."""
+SKIPPED_TRAINER_TERMS = 16
+"""Margin for the terms of trainers that wrote nothing into the folder: none of them may commit again."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A run as its folder has it."""
+    """A run read from its folder."""
 
     record: RunRecord
     config: RunConfig
@@ -45,29 +46,29 @@ class Restored:
 def read_run(folder_name: str) -> Restored:
     """Read a run's folder. Slow: call it from a thread.
 
-    Raises InvalidArgument: it isn't one; FailedPrecondition: its run has ended, or it isn't complete.
+    Raises InvalidArgument: it isn't a run's folder; FailedPrecondition: the run has ended, or a file is damaged.
     """
     folder = Path(folder_name)
     if not folder.is_absolute() or not folder_name.isprintable():
-        raise _refused(f"is {folder_name!r}: it must be an absolute path")
+        raise _invalid(f"is {folder_name!r}: it must be an absolute path")
     for name in (RECORD, LEDGER, "checkpoints", "steps"):
         try:
             inside = (folder / name).resolve().is_relative_to(folder.resolve())
-        except (OSError, RuntimeError):  # links in a circle
+        except (OSError, RuntimeError):  # circular links
             inside = False
         if not inside:
-            raise _refused(f"is {folder_name!r}: {name} in it leads out of it by a link")
+            raise _invalid(f"is {folder_name!r}: its {name} is a link to the outside")
     try:
         record = RunRecord.model_validate_json((folder / RECORD).read_bytes())
         config = RunConfig.model_validate_json(record.config_json)
     except FileNotFoundError as error:
-        raise _refused(f"is {folder_name!r}: there is no {RECORD} in it, so it isn't the folder of a run") from error
+        raise _invalid(f"is {folder_name!r}: it contains no {RECORD}, so it isn't the folder of a run") from error
     except (OSError, ValidationError) as error:
-        raise _refused(f"is {folder_name!r}: {RECORD} in it can't be read: {error}") from error
+        raise _invalid(f"is {folder_name!r}: its {RECORD} can't be read: {error}") from error
     violations = Violations()
     check_run_id(record.run_id, violations, optional=False)
     if violations.found:
-        raise _refused(f"is {folder_name!r}: its run is called {record.run_id!r}: that {RUN_ID_RULE}")
+        raise _invalid(f"is {folder_name!r}: its run id is {record.run_id!r}: it {RUN_ID_RULE}")
     if record.phase.ended:
         state = record.phase.value.lower()
         raise FailedPrecondition(
@@ -76,7 +77,7 @@ def read_run(folder_name: str) -> Restored:
     try:
         data = load_data(config)
     except DataError as error:
-        raise FailedPrecondition(f"run {record.run_id!r} can't go on: {error.field}: {error.message}") from error
+        raise FailedPrecondition(f"run {record.run_id!r} can't be restored: {error.field}: {error.message}") from error
     ledger = read_ledger(folder)
     checkpoint = _newest_checkpoint(folder, len(ledger))
     board = checkpoint.get("board", {})
@@ -89,12 +90,12 @@ def read_run(folder_name: str) -> Restored:
         ledger=ledger,
         cursor=_cursor(data.train, board, ledger[int(checkpoint.get("step", 0)) :]),
         dropped={str(reason): int(count) for reason, count in board.get("dropped_by_reason", {}).items()},
-        trainer_term=max(terms) + TRAINER_TERMS_LEFT_OUT,
+        trainer_term=max(terms) + SKIPPED_TRAINER_TERMS,
     )
 
 
 def _cursor(prompts: PromptDataset, board: dict[str, Any], trained_since: Sequence[LedgerEntry]) -> Cursor:
-    """Where to go on: after the checkpoint's cursor, without what was trained since, and with what was open then."""
+    """Resume position: the checkpoint's open groups first, then its cursor, without groups trained since."""
     return prompts.resumed(
         Cursor.from_json(board.get("cursor")),
         {place_of(group_id) for group_id in board.get("open_groups", ())},
@@ -103,7 +104,7 @@ def _cursor(prompts: PromptDataset, board: dict[str, Any], trained_since: Sequen
 
 
 def read_ledger(folder: Path) -> list[LedgerEntry]:
-    """The steps of ledger.jsonl, and those after it that have a step file. A last line that isn't whole is left out."""
+    """Read ledger.jsonl, and the step files beyond it. An incomplete last line is skipped."""
     entries: list[LedgerEntry] = []
     path = folder / LEDGER
     lines = path.read_text().splitlines() if path.is_file() else []
@@ -117,8 +118,8 @@ def read_ledger(folder: Path) -> list[LedgerEntry]:
         if entry.step != len(entries) + 1:
             raise FailedPrecondition(f"{path} has step {entry.step} in line {number}: it must be {len(entries) + 1}")
         entries.append(entry)
-    # A step file is there before its step is committed. Nobody has seen that step's weights if it wasn't, so it may as
-    # well have been.
+    # The step file is written before its step is committed. If the commit is missing, the step's weights
+    # were never announced, so it is safe to count the step as committed.
     while (file := folder / "steps" / f"step-{len(entries) + 1:06d}.safetensors").is_file():
         plan = _plan_of(file)
         time = file.stat().st_mtime
@@ -127,7 +128,7 @@ def read_ledger(folder: Path) -> list[LedgerEntry]:
 
 
 def _plan_of(step_file: Path) -> dict[str, Any]:
-    """The plan in the header of a safetensors file: 8 bytes with the length of the JSON that follows."""
+    """Read the plan from a safetensors header: 8 bytes with the length of the JSON that follows."""
     try:
         with step_file.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -141,16 +142,16 @@ def _plan_of(step_file: Path) -> dict[str, Any]:
 
 
 def _newest_checkpoint(folder: Path, last_step: int) -> dict[str, Any]:
-    """state.json of the newest checkpoint that isn't beyond the ledger; {} without one."""
+    """Read state.json of the newest checkpoint that isn't beyond the ledger; {} without one."""
     for path in sorted((folder / "checkpoints").glob("step-*[0-9]/state.json"), reverse=True):
         try:
             state: dict[str, Any] = json.loads(path.read_text())
         except (OSError, ValueError):
-            continue  # the trainer puts it aside, and says so
+            continue  # the trainer moves it aside and logs it
         if state["step"] <= last_step:
             return state
     return {}
 
 
-def _refused(text: str) -> InvalidArgument:
+def _invalid(text: str) -> InvalidArgument:
     return InvalidArgument(f"folder {text}", [("folder", text)])

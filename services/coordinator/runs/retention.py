@@ -1,4 +1,4 @@
-"""How long Redis remembers runs that have ended. Their folders stay."""
+"""Retention of ended runs in Redis; their folders stay."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from services.coordinator.state.records import RunRecord
 
 @dataclass(frozen=True)
 class Retention:
-    """Runs that have ended are forgotten beyond these limits, the oldest first; the newest one is always kept."""
+    """Limits on ended runs in Redis: the oldest are deleted first, and the newest is always kept."""
 
     runs: int
     bytes: int
-    """Of all ended runs together."""
+    """Total of all ended runs."""
     days: float
-    """Since the run ended."""
+    """Age since the end of the run."""
 
     def expired(self, runs: Sequence[tuple[RunRecord, int]], now: datetime) -> list[str]:
-        """The ids of runs to forget. `runs`: every run, newest first, with the bytes that it takes in Redis."""
-        forget = []
+        """Return the ids of runs to delete. `runs`: all runs, newest first, each with its bytes in Redis."""
+        expired = []
         kept, taken = 0, 0
         for record, size in runs:
             if not record.phase.ended:
@@ -27,7 +27,7 @@ class Retention:
             ended = record.end_time or record.create_time
             too_many = kept >= self.runs or taken + size > self.bytes or now - ended > timedelta(days=self.days)
             if kept and too_many:
-                forget.append(record.run_id)
+                expired.append(record.run_id)
             else:
                 kept, taken = kept + 1, taken + size
-        return forget
+        return expired

@@ -1,7 +1,7 @@
-"""The files that the coordinator writes into a run's folder.
+"""The coordinator's files in a run's folder.
 
-run.json and ledger.jsonl are copies of what is in Redis: with them, the trainer's checkpoints and its step files a run
-goes on when Redis has lost everything (see `restoring`).
+run.json and ledger.jsonl are copies of records in Redis. With them and the trainer's checkpoints and step files, a run
+survives the loss of all Redis data (see `restoring`).
 """
 
 import json
@@ -31,16 +31,16 @@ class RunFiles:
         """The last step in metrics.jsonl."""
 
     def create(self, config_toml: str, config: RunConfig) -> None:
-        """Make the folder and keep the configuration. Raises OSError."""
+        """Create the folder and write the configuration. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.toml").write_text(config_toml)
         (self.folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
 
     def rewrite_metrics(self, steps: Steps, evaluations: Iterable[Evaluation]) -> None:
-        """Write metrics.jsonl anew: a line per step, with the evaluation of that step in it, and one for step 0.
+        """Rewrite metrics.jsonl: a line per step with its evaluation, and one for step 0.
 
-        Done when an evaluation comes in, and after a restart: the file may then end in half a line. What the
-        coordinator itself had seen of a step is nowhere but in the file, and stays.
+        Called after an evaluation, and after a restart, when the last line may be incomplete. The coordinator's own
+        metrics exist only in this file and are kept.
         """
         before = self._read_metrics()
         lines: dict[int, dict[str, Any]] = {
@@ -58,30 +58,30 @@ class RunFiles:
         _replace(self.folder / RECORD, record.model_dump_json(indent=2) + "\n")
 
     def rewrite_ledger(self, entries: Iterable[LedgerEntry]) -> None:
-        """Write ledger.jsonl anew; done after a restart, as the file may then end in half a line."""
+        """Rewrite ledger.jsonl, whose last line may be incomplete after a restart."""
         self.folder.mkdir(parents=True, exist_ok=True)
         _replace(self.folder / LEDGER, "".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
 
     def append_ledger(self, entries: Iterable[LedgerEntry]) -> None:
-        """Add the lines of new steps to ledger.jsonl."""
+        """Append new steps to ledger.jsonl."""
         with (self.folder / LEDGER).open("a") as file:
             file.writelines(json.dumps(asdict(entry)) + "\n" for entry in entries)
 
     def append_metrics(self, steps: Steps) -> None:
-        """Add the lines of new steps."""
+        """Append new steps to metrics.jsonl."""
         with (self.folder / "metrics.jsonl").open("a") as file:
             for step, metrics in steps:
                 file.write(_line({"step": step, **metrics}))
                 self.last_step = step
 
     def _read_metrics(self) -> dict[int, dict[str, Any]]:
-        """The lines of metrics.jsonl that are whole, by step."""
+        """Read the complete lines of metrics.jsonl, by step."""
         path = self.folder / "metrics.jsonl"
         lines: dict[int, dict[str, Any]] = {}
         for text in path.read_text().splitlines() if path.is_file() else ():
             try:
                 line = json.loads(text)
-            except ValueError:  # half a line: the coordinator died while it wrote
+            except ValueError:  # incomplete: the coordinator died while writing it
                 continue
             lines[line["step"]] = line
         return lines
@@ -96,7 +96,7 @@ def _line(values: Mapping[str, Any]) -> str:
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has neither NaN nor infinity: such a number becomes null."""
+    """Replace NaN and infinity, which JSON lacks, by null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
@@ -107,7 +107,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def summarise(record: RunRecord, counts: Counts, model: str, ledger: Sequence[LedgerEntry] = ()) -> dict[str, Any]:
-    """The content of summary.json; `ledger` is that of a colocated run."""
+    """Return the content of summary.json; `ledger` only for a colocated run."""
     before = next((e.metrics for e in record.evaluations if e.step == 0), {})
     after = next((e.metrics for e in reversed(record.evaluations) if e.step > 0), {})
     assert record.end_time is not None
@@ -136,14 +136,20 @@ def summarise(record: RunRecord, counts: Counts, model: str, ledger: Sequence[Le
 
 
 def switching(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What changing turns took in a colocated run: seconds in all, their share of all steps, and per step by part; and
-    the bytes in use on the devices that the last steps saw, awake and asleep."""
-    told = [metrics for metrics in steps if "switch_seconds" in metrics]
-    total = sum(metrics["switch_seconds"] for metrics in told)
+    """Summarise the GPU handoffs of a colocated run.
+
+    Returns total seconds, their share of all step time, mean seconds per step by part, and the device bytes awake and
+    asleep as last reported.
+    """
+    reported = [metrics for metrics in steps if "switch_seconds" in metrics]
+    total = sum(metrics["switch_seconds"] for metrics in reported)
     elapsed = sum(metrics.get("step_seconds", 0.0) for metrics in steps)
-    names = sorted({name for metrics in told for name in metrics if name.startswith("switch_")})
-    means = {name: sum(metrics.get(name, 0.0) for metrics in told) / len(told) for name in names}
+    names = sorted({name for metrics in reported for name in metrics if name.startswith("switch_")})
+    means = {name: sum(metrics.get(name, 0.0) for metrics in reported) / len(reported) for name in names}
     memory = {
-        name: metrics[name] for metrics in told for name in metrics if name.endswith(("_awake_bytes", "_asleep_bytes"))
+        name: metrics[name]
+        for metrics in reported
+        for name in metrics
+        if name.endswith(("_awake_bytes", "_asleep_bytes"))
     }
     return {"seconds": total, "share": total / elapsed if elapsed else 0.0, **means, **memory}

@@ -1,13 +1,13 @@
-"""Everything that is checked before a run exists."""
+"""Checks and preparation of a new run."""
 
 import contextlib
-import re
 import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from relaxd.board import Board, BoardUnavailable, size_problems
+from relaxd.board.core import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, load
 from relaxd.data.dataset import RunData, load_data
@@ -16,39 +16,34 @@ from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
 from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.state.records import RunRecord
 
-RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-RUN_ID_RULE = "must be 1 to 64 letters, digits, dots, dashes and underscores, the first one a letter or digit"
-RESERVED = "coordinator"
-"""The board's keys start with relaxd:RUN_ID, and those of this name are the coordinator's own."""
-
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can be started."""
+    """A run that is ready to start."""
 
     record: RunRecord
     config: RunConfig
     data: RunData
     files: RunFiles
     warnings: tuple[str, ...] = ()
-    """What may hold the run up later."""
+    """Problems that may delay the run later."""
 
 
 def check_run_id(run_id: str, violations: Violations, *, optional: bool = True) -> None:
-    """Check an id that came with a request."""
+    """Check the run id of a request; with `optional` it may be empty."""
     if run_id or not optional:
-        violations.check(RUN_ID.fullmatch(run_id) is not None and run_id != RESERVED, "run_id", RUN_ID_RULE)
+        violations.check(RUN_ID.fullmatch(run_id) is not None and run_id != RESERVED_RUN_ID, "run_id", RUN_ID_RULE)
 
 
 def prepare(run_id: str, config_toml: str, redis_url: str) -> Prepared:
-    """Check a configuration, and read and check the data that it names. Slow: call it from a thread.
+    """Check a configuration, load its data and create the run's folder. Slow: call it from a thread.
 
-    Raises InvalidArgument, naming every setting that is wrong; FailedPrecondition: the run's folder is in use, or Redis
-    is not set up for it; Unavailable: Redis doesn't answer.
+    Raises InvalidArgument, naming every wrong setting; FailedPrecondition: the run's folder is in use, or Redis is not
+    configured for it; Unavailable: Redis doesn't answer.
     """
     violations = Violations()
     check_run_id(run_id, violations)
-    violations.check(bool(config_toml.strip()), "config_toml", "is empty: give the run's configuration as TOML")
+    violations.check(bool(config_toml.strip()), "config_toml", "is empty: it must be the run's configuration as TOML")
     violations.raise_if_any()
     try:
         config = load(config_toml)
@@ -68,7 +63,7 @@ def prepare(run_id: str, config_toml: str, redis_url: str) -> Prepared:
     run_id = run_id or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     folder = Path(config.run.folder).expanduser().resolve() / run_id
     if any((folder / name).exists() for name in ("config.json", "metrics.jsonl", "steps")):
-        raise FailedPrecondition(f"{folder} has the files of an earlier run: choose another run_id, or move them away")
+        raise FailedPrecondition(f"{folder} contains an earlier run: choose another run_id, or move its files away")
     record = RunRecord(run_id=run_id, config_json=config.model_dump_json(), folder=str(folder))
     files = RunFiles(folder)
     try:
@@ -80,7 +75,7 @@ def prepare(run_id: str, config_toml: str, redis_url: str) -> Prepared:
 
 
 def _check_sizes(config: RunConfig, data: RunData, redis_url: str) -> tuple[str, ...]:
-    """Refuse a run whose steps can't fit into Redis; returns what may become a problem."""
+    """Check that the run's steps fit into Redis; returns warnings."""
     with contextlib.closing(Board(redis_url, "sizes", (), config.board)) as board:
         try:
             memory = board.memory()
@@ -98,5 +93,5 @@ def _check_sizes(config: RunConfig, data: RunData, redis_url: str) -> tuple[str,
 
 
 def _field(setting: str) -> str:
-    """The name of a setting in a field violation."""
+    """Return the field name of a setting for a violation."""
     return f"config_toml.{setting}" if setting else "config_toml"

@@ -1,4 +1,4 @@
-"""Of what use a run's engines and GPUs were during a step, from what their heartbeats say."""
+"""Engine and GPU utilisation per step, from heartbeats."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,45 +12,45 @@ BUSY, PAUSED = 1.0, 2.0
 
 @dataclass
 class _Counter:
-    """Something that grows by at most a second a second, known from time to time."""
+    """A sampled counter that grows by at most one second per second."""
 
     counted: float
-    """How much of it was counted in steps."""
+    """The part that was attributed to steps."""
 
-    def take(self, now: float, most: float) -> float:
-        """What it has grown by since the last time. What is beyond `most` is left for the next time."""
-        grown = min(max(0.0, now - self.counted), most)
+    def take(self, value: float, limit: float) -> float:
+        """Return the growth since the last call, at most `limit`; the rest is left for the next call."""
+        grown = min(max(0.0, value - self.counted), limit)
         self.counted += grown
         return grown
 
 
 @dataclass
-class _Seen:
-    """What is known of a replica."""
+class _ReplicaUsage:
+    """Utilisation of one replica since the last step."""
 
     since: float
-    """Until when its time was counted, by the monotonic clock."""
+    """Clock time up to which it was attributed to steps."""
     busy: _Counter | None
     paused: _Counter | None
     gpu_busy: float = 0.0
-    """GPU seconds in which a kernel ran, since then."""
+    """Seconds in which a kernel ran, since then."""
     gpu_seconds: float = 0.0
-    looked: float = 0.0
+    sampled_at: float = 0.0
 
 
 class Usage:
-    """Adds up what engines and GPUs did between one step and the next.
+    """Adds up engine and GPU time between steps.
 
-    Heartbeats come about every second: what an engine does since the last one is taken to be what it did then, and put
-    right with the next step. So the numbers of one short step are rough, and those of many add up.
+    Heartbeats come about once a second. An engine is assumed to continue what its last heartbeat reported; the next
+    step corrects the error. So the numbers of one short step are rough, but the sums are right.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: dict[tuple[str, float], _Seen] = {}
+        self._seen: dict[tuple[str, float], _ReplicaUsage] = {}
 
-    def look(self, replicas: Sequence[Replica]) -> None:
-        """Look at the replicas that are there, several times a second; for one that is new, counting begins."""
+    def sample(self, replicas: Sequence[Replica]) -> None:
+        """Sample the replicas; call it several times a second. A new replica is counted from its first sample."""
         now = self._clock()
         seen = {}
         for replica in replicas:
@@ -58,18 +58,18 @@ class Usage:
             known = self._seen.get(key)
             if known is None:
                 busy, paused = _engine_seconds(replica, now)
-                known = _Seen(now, _counter(busy), _counter(paused), looked=now)
+                known = _ReplicaUsage(now, _counter(busy), _counter(paused), sampled_at=now)
             utilisation = replica.status.gauges.get("gpu_utilisation")
             if utilisation is not None:
-                known.gpu_busy += utilisation * (now - known.looked)
-                known.gpu_seconds += now - known.looked
-            known.looked = now
+                known.gpu_busy += utilisation * (now - known.sampled_at)
+                known.gpu_seconds += now - known.sampled_at
+            known.sampled_at = now
             seen[key] = known
         self._seen = seen
 
     def take(self, replicas: Sequence[Replica]) -> dict[str, float]:
-        """The metrics of the time since the last call; without any whose replica told nothing about it."""
-        self.look(replicas)
+        """Return the metrics since the last call; metrics that no replica reported are missing."""
+        self.sample(replicas)
         now = self._clock()
         shares: dict[str, dict[str, float]] = {"busy": {}, "paused": {}, "idle": {}}
         gpus: dict[str, float] = {}
@@ -103,7 +103,7 @@ class Usage:
 
 
 def _engine_seconds(replica: Replica, now: float) -> tuple[float | None, float | None]:
-    """Busy and paused seconds of a replica's engine until now; None where it has told none."""
+    """Return busy and paused seconds of a replica's engine until now; None if it reports none."""
     gauges = replica.status.gauges
     if "engine_state" not in gauges:
         return None, None

@@ -1,4 +1,4 @@
-"""Runs as people and programs see them: from records and the board to protobuf."""
+"""Runs, steps and samples as protobuf."""
 
 import contextlib
 from typing import Any
@@ -9,7 +9,7 @@ from services.coordinator.state.records import Phase, RunRecord
 
 
 def run_state(record: RunRecord) -> "pb.RunState.ValueType":
-    """The state that a run shows."""
+    """Return a run's visible state."""
     if record.stop_reason and not record.phase.ended:
         return pb.RUN_STATE_STOPPING
     if record.paused is not None and record.phase in (Phase.PENDING, Phase.RUNNING):
@@ -18,7 +18,7 @@ def run_state(record: RunRecord) -> "pb.RunState.ValueType":
 
 
 def run_message(record: RunRecord, steps: int, board: Board, oldest_version: int | None) -> pb.Run:
-    """A run, with what the board says about it. Reads Redis: call it from a thread."""
+    """Convert a run, with its progress from the board. Reads Redis: call it from a thread."""
     run = pb.Run(
         run_id=record.run_id,
         state=run_state(record),
@@ -29,7 +29,7 @@ def run_message(record: RunRecord, steps: int, board: Board, oldest_version: int
         config_json=record.config_json,
     )
     run.create_time.FromDatetime(record.create_time)
-    with contextlib.suppress(RunMissing):  # it was created a moment ago: nothing is on the board yet
+    with contextlib.suppress(RunMissing):  # it was just created, and has no board yet
         _add_board(run, board)
     for evaluation in record.evaluations:
         run.metrics.update({**evaluation.metrics, "eval_step": evaluation.step})
@@ -52,7 +52,7 @@ def _add_board(run: pb.Run, board: Board) -> None:
 
 
 def step_messages(board: Board, after_step: int) -> list[pb.StepMetrics]:
-    """The steps after a step. Reads Redis: call it from a thread."""
+    """Return the steps after a step. Reads Redis: call it from a thread."""
     messages = []
     for entry in board.ledger(after_step):
         message = pb.StepMetrics(step=entry.step, metrics=entry.metrics)
@@ -62,7 +62,7 @@ def step_messages(board: Board, after_step: int) -> list[pb.StepMetrics]:
 
 
 def sample_message(sample: dict[str, Any]) -> pb.TrainedSample:
-    """A sample as the trainer left it on the board: its keys are the fields of TrainedSample."""
+    """Convert a trained sample from the board; its keys are fields of TrainedSample."""
     return pb.TrainedSample(
         **{key: value for key, value in sample.items() if key in pb.TrainedSample.DESCRIPTOR.fields_by_name}
     )

@@ -1,4 +1,1 @@
-"""Scale requests: more replicas or fewer, kept in Redis and carried out one replica at a time.
-
-Launchers start and remove what is asked for.
-"""
+"""Scale requests: add or remove replicas, one request at a time."""

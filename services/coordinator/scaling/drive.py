@@ -1,48 +1,43 @@
-"""One replica of a scale request, brought from the state in its record to its end.
+"""The drive of one replica of a scale request, from the state in its record to the end.
 
-Every change is in Redis before anything follows from it, and every call may be made twice: after a restart the replica
-is simply driven on from its recorded state.
+Every change is in Redis before it takes effect, and every call is idempotent: after a restart the drive continues from
+the recorded state.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import grpc
-
-from relaxd.rpc.errors import explain
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_FAILED,
     REPLICA_STATE_IDLE,
     REPLICA_STATE_READY,
     ROLE_ROLLOUT,
-    DrainRequest,
 )
-from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.runs.manager import RunManager
 from services.coordinator.scaling.launchers import LauncherError, Launchers, external_address
+from services.coordinator.scaling.scale_log import ScaleLog
+from services.coordinator.state.retry import RedisRetry
 from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleState
-from services.coordinator.state.store import StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.2
-LOOK_SECONDS = 1.0
-"""How often the launcher is asked how a replica is that has not registered."""
+POLL_SECONDS = 1.0
+"""Interval at which the launcher is asked for the state of a replica that has not registered."""
 RETRY_SECONDS = 0.5
 REMOVE_GRACE_SECONDS = 15.0
-"""What a replica that is removed has to end by itself: it is drained already, or was never active."""
+"""Grace period of a removed replica: it is drained already, or was never active."""
 REMOVE_SECONDS = 60.0
-"""For how long removing is tried."""
+"""Limit of all attempts to remove a replica."""
 HAND_BACK_SECONDS = 10.0
-"""Beyond a drain's deadline: for handing back what was not finished."""
+"""Time after the drain deadline to hand back unfinished groups."""
 
 
-class GivenUp(Exception):
-    """A replica will not become active; the message says why."""
+class ScaleFailed(Exception):
+    """The replica will not become active; the message is the reason."""
 
 
 class ReplicaDrive:
@@ -51,63 +46,60 @@ class ReplicaDrive:
     def __init__(
         self,
         launch_id: str,
-        record: Callable[[], ScaleRecord],
-        save: Callable[..., Awaitable[bool]],
+        request_id: str,
+        log: ScaleLog,
         registry: Registry,
         runs: RunManager,
-        peers: Peers,
         launchers: Launchers,
     ) -> None:
-        """`record` is the request as it is now; `save(launch_id, changes, unless_cancelled)` changes this replica of it
-        and says whether it did."""
         self._launch_id = launch_id
-        self._record = record
-        self._save_replica = save
+        self._request_id = request_id
+        self._log = log
         self._registry = registry
         self._runs = runs
-        self._peers = peers
         self._launchers = launchers
+        self._redis = RedisRetry(f"scale request {request_id}")
 
     async def run(self) -> None:
-        """Do it all; returns at the end of the replica's part. Raises Superseded."""
-        out = self._record().wish.direction == Direction.OUT
+        """Drive the replica to its end. Raises Superseded."""
+        out = self._record.spec.direction == Direction.OUT
         if self._scaled.state.can_go_back:
             await (self._bring_up() if out else self._drain())
         if self._scaled.state == ScaleState.REMOVING:
             await self._remove()
 
-    # --- out --------------------------------------------------------------------------------------------------------
+    # --- scale out --------------------------------------------------------------------------------------------------
 
     async def _bring_up(self) -> None:
-        """Create it and wait until it is active; else REMOVING."""
+        """Create the replica and wait until it is active; on failure continue with REMOVING."""
         try:
             if self._scaled.state == ScaleState.PENDING:
                 await self._save(state=ScaleState.CREATING)
             await self._create()
-            await self._until_active()
-        except GivenUp as problem:
-            outcome = ScaleState.CANCELLED if self._record().cancelled else ScaleState.FAILED
-            logger.warning("%s is given up: %s", self._launch_id, problem)
+            await self._wait_until_active()
+        except ScaleFailed as problem:
+            outcome = ScaleState.CANCELLED if self._record.cancelled else ScaleState.FAILED
+            logger.warning("%s is removed again: %s", self._launch_id, problem)
             await self._save(state=ScaleState.REMOVING, outcome=outcome, detail=str(problem))
 
     async def _create(self) -> None:
         while not self._replicas():
-            self._check_wanted()
+            self._check_deadline()
             try:
-                await self._launchers.create(self._scaled, self._record().wish.role)
+                await self._launchers.create(self._scaled, self._record.spec.role)
                 return
             except LauncherError as error:
                 if not error.passing:
-                    raise GivenUp(str(error)) from error
+                    raise ScaleFailed(str(error)) from error
                 await self._save(detail=str(error))
             await self._registry.changed.wait(RETRY_SECONDS)
 
-    async def _until_active(self) -> None:
+    async def _wait_until_active(self) -> None:
         looked = time.monotonic()
         while True:
             replica = self._newest()
             state, detail = self._progress(replica)
-            self._check_wanted(ended=state == ScaleState.ACTIVE, detail=detail)
+            self._check_deadline(ended=state == ScaleState.ACTIVE, detail=detail)
             if replica is not None:
                 saved = await self._save(
                     unless_cancelled=True,
@@ -118,7 +110,7 @@ class ReplicaDrive:
                 )
                 if saved and state == ScaleState.ACTIVE:
                     return
-            if replica is None and time.monotonic() - looked > LOOK_SECONDS:
+            if replica is None and time.monotonic() - looked > POLL_SECONDS:
                 looked = time.monotonic()
                 await self._check_alive()
             await self._registry.changed.wait(TICK_SECONDS)
@@ -126,20 +118,20 @@ class ReplicaDrive:
     async def _check_alive(self) -> None:
         try:
             if failure := await self._launchers.failure(self._scaled):
-                raise GivenUp(failure)
+                raise ScaleFailed(failure)
         except LauncherError as error:
             await self._save(detail=str(error))
 
-    def _check_wanted(self, *, ended: bool = False, detail: str = "") -> None:
-        """Raises GivenUp once the request is cancelled or over."""
-        if self._record().cancelled:
-            raise GivenUp("cancelled")
-        if not ended and time.time() > self._record().deadline.timestamp():
-            waited_for = detail or self._scaled.detail or "it did not register"
-            raise GivenUp(f"not active within {self._record().wish.seconds:g} s: {waited_for}")
+    def _check_deadline(self, *, ended: bool = False, detail: str = "") -> None:
+        """Raise ScaleFailed once the request is cancelled or its deadline has passed."""
+        if self._record.cancelled:
+            raise ScaleFailed("cancelled")
+        if not ended and time.time() > self._record.deadline.timestamp():
+            reason = detail or self._scaled.detail or "it did not register"
+            raise ScaleFailed(f"not active within {self._record.spec.seconds:g} s: {reason}")
 
     def _progress(self, replica: Replica | None) -> tuple[ScaleState, str]:
-        """How far a replica is, and what it waits for."""
+        """Return a replica's state and what it waits for."""
         if replica is None:
             return ScaleState.CREATING, "it has not registered yet"
         status, active = replica.status, self._runs.active
@@ -149,7 +141,7 @@ class ReplicaDrive:
             idle = status.state == REPLICA_STATE_IDLE
             return (ScaleState.ACTIVE, "") if idle else (ScaleState.CREATING, "it has not reported yet")
         if status.run_id != active.record.run_id or status.state == REPLICA_STATE_IDLE:
-            return ScaleState.CREATING, "it has not begun with the run yet"
+            return ScaleState.CREATING, "it has not started the run yet"
         if replica.registration.role != ROLE_ROLLOUT:
             ready = status.state == REPLICA_STATE_READY
             return (ScaleState.ACTIVE, "") if ready else (ScaleState.CREATING, status.detail)
@@ -160,25 +152,25 @@ class ReplicaDrive:
             return ScaleState.SYNCING, active.sync.last_failure or "it waits for weights"
         return ScaleState.CREATING, status.detail or "it is starting"
 
-    # --- in ---------------------------------------------------------------------------------------------------------
+    # --- scale in ---------------------------------------------------------------------------------------------------
 
     async def _drain(self) -> None:
-        """Let it finish or hand back what it holds, then REMOVING; a cancelled request lets it work on."""
+        """Drain the replica, then continue with REMOVING; if the request is cancelled, let the replica work again."""
         await self._save(state=ScaleState.DRAINING, outcome=ScaleState.DONE, detail="")
-        deadline = self._record().deadline.timestamp()
+        deadline = self._record.deadline.timestamp()
         draining: asyncio.Task[int] | None = None
         try:
             while time.time() < deadline + HAND_BACK_SECONDS:
-                if self._record().cancelled:
+                if self._record.cancelled:
                     break
                 replica = self._newest()
-                if replica is None:  # it died, and what it held goes to others when their leases on the board end
+                if replica is None:  # it died; others get its groups when their leases on the board end
                     break
                 for known in self._replicas():
                     if not known.draining:
-                        await self._patiently(self._registry.drain, known, deadline)
+                        await self._redis.call(self._registry.drain, known, deadline)
                 if draining is None:
-                    draining = asyncio.create_task(self._ask_to_drain(replica, deadline))
+                    draining = asyncio.create_task(self._request_drain(replica, deadline))
                 await asyncio.wait({draining}, timeout=TICK_SECONDS)
                 if draining.done():
                     held = draining.result()
@@ -190,30 +182,28 @@ class ReplicaDrive:
             if draining is not None:
                 draining.cancel()
                 await asyncio.wait({draining})
-        await self._until_no_sync()
+        await self._wait_for_sync()
         if not await self._save(unless_cancelled=True, state=ScaleState.REMOVING, detail=""):
             await self._undrain()
             await self._save(state=ScaleState.CANCELLED, detail="")
 
-    async def _ask_to_drain(self, replica: Replica, deadline: float) -> int:
-        """Ask once; returns how many groups it still holds."""
-        stub = self._peers.replica(replica.registration.address)
+    async def _request_drain(self, replica: Replica, deadline: float) -> int:
+        """Ask the replica to drain; returns the number of groups that it still holds."""
         try:
-            answer = await stub.Drain(DrainRequest(), timeout=max(0.0, deadline - time.time()) + 2.0)
-            return int(answer.held_groups)
-        except grpc.aio.AioRpcError as error:
-            logger.info("%s doesn't drain: %s", replica.replica_id, explain(error))
+            return await self._launchers.drain(replica, max(0.0, deadline - time.time()))
+        except LauncherError as error:
+            logger.info("%s", error)
             await asyncio.sleep(RETRY_SECONDS)
             return max(1, int(replica.status.held_groups))
 
     async def _undrain(self) -> None:
         for replica in self._replicas():
-            await self._patiently(self._registry.undrain, replica)
+            await self._redis.call(self._registry.undrain, replica)
 
-    async def _until_no_sync(self) -> None:
-        """Wait until no weight synchronisation would break if the replica went, as long as one may take."""
+    async def _wait_for_sync(self) -> None:
+        """Wait until no weight synchronisation needs the replica, at most as long as one may take."""
         began = time.monotonic()
-        while not self._record().cancelled:
+        while not self._record.cancelled:
             active = self._runs.active
             if active is None or not any(active.sync.involves(r.replica_id) for r in self._replicas()):
                 return
@@ -222,10 +212,10 @@ class ReplicaDrive:
                 return
             await self._registry.changed.wait(TICK_SECONDS)
 
-    # --- both -------------------------------------------------------------------------------------------------------
+    # --- both directions --------------------------------------------------------------------------------------------
 
     async def _remove(self) -> None:
-        """Remove it; where that can't be done, one that was active works on."""
+        """Remove the replica; if that fails, let it work again."""
         outcome, detail = self._scaled.outcome or ScaleState.FAILED, self._scaled.detail
         end = time.monotonic() + REMOVE_SECONDS
         while True:
@@ -239,17 +229,21 @@ class ReplicaDrive:
                     await self._undrain()
                     await self._save(state=ScaleState.FAILED, detail=f"{detail}; {error}" if detail else str(error))
                     return
-                logger.info("%s: %s; trying again", self._launch_id, error)
+                logger.info("%s: %s; retrying", self._launch_id, error)
             await asyncio.sleep(RETRY_SECONDS)
         await self._registry.remove(self._replicas())
         await self._save(state=outcome)
 
     @property
+    def _record(self) -> ScaleRecord:
+        return self._log.get(self._request_id)
+
+    @property
     def _scaled(self) -> ScaledReplica:
-        return next(r for r in self._record().scaled if r.launch_id == self._launch_id)
+        return next(r for r in self._record.scaled if r.launch_id == self._launch_id)
 
     def _replicas(self) -> list[Replica]:
-        """Everything that is registered under the launch id, oldest first."""
+        """Return the registered replicas of the launch id, oldest first."""
         return self._registry.of_launch(self._launch_id)
 
     def _newest(self) -> Replica | None:
@@ -257,15 +251,9 @@ class ReplicaDrive:
         return replicas[-1] if replicas else None
 
     async def _save(self, *, unless_cancelled: bool = False, **changes: Any) -> bool:
-        """Change the replica's part of the record, if it changes anything. False: the request was cancelled before."""
+        """Save changes of the replica's record; returns False if `unless_cancelled` prevented it."""
         if all(getattr(self._scaled, name) == value for name, value in changes.items()):
             return True
-        return await self._save_replica(self._launch_id, changes, unless_cancelled)
-
-    async def _patiently(self, operation: Callable[..., Awaitable[None]], *arguments: Any) -> None:
-        """Do something in Redis as soon as Redis is there."""
-        while True:
-            try:
-                return await operation(*arguments)
-            except StoreUnavailable:
-                await asyncio.sleep(RETRY_SECONDS)
+        return await self._log.update_replica(
+            self._request_id, self._launch_id, changes, unless_cancelled=unless_cancelled
+        )

@@ -1,4 +1,1 @@
-"""What the coordinator keeps in Redis: records, and the store that reads and writes them.
-
-Every write is fenced.
-"""
+"""The coordinator's records in Redis, and the store that reads and writes them."""

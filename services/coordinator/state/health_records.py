@@ -1,4 +1,4 @@
-"""What the coordinator keeps of the health of a run, as models."""
+"""Records of a run's health in Redis."""
 
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -11,7 +11,7 @@ KEPT_EVENTS = 200
 
 
 class Health(StrEnum):
-    """How well a replica or a role is; the names are those of the HealthState enum, which explains them."""
+    """State of a replica or a role; names and meanings are those of the HealthState enum."""
 
     HEALTHY = "HEALTHY"
     SUSPECT = "SUSPECT"
@@ -21,7 +21,7 @@ class Health(StrEnum):
 
 
 class ReplicaHealth(Record):
-    """One place for a replica, over all the processes that it has had."""
+    """One instance of a replica, across its restarts."""
 
     instance: str
     role: str
@@ -29,65 +29,65 @@ class ReplicaHealth(Record):
     replica_id: str
     """Its newest process."""
     address: str = ""
-    """Where that is, or was."""
-    told_id: str = ""
-    """The process that was told to go last."""
+    """Address of the newest process."""
+    stopped_id: str = ""
+    """Id of the process that was last asked to end."""
     supervised: bool = False
-    """Somebody starts it again when it ends."""
+    """A supervisor restarts it when it ends."""
     state: Health = Health.HEALTHY
     reason: str = ""
     since: float = 0.0
-    """Unix time at which it got into this state, or was told to restart again."""
+    """Unix time at which it entered this state, or was last restarted."""
     down_since: float = 0.0
-    """Unix time at which it stopped working last."""
+    """Unix time at which it last stopped working."""
     restarts: tuple[float, ...] = ()
-    """Unix times at which this coordinator, or one before, told it to restart; the last ones."""
+    """Unix times of the last restarts, by this or an earlier coordinator."""
     tries: int = 0
-    """Times in a row that it went, or was not back in time, without having worked in between."""
+    """Consecutive losses and missed returns without work in between."""
     seen_working: bool = False
-    """Its newest process has got something done."""
+    """Its newest process has made progress."""
 
 
 class RoleHealth(Record):
-    """A role as a whole."""
+    """Health of a role as a whole."""
 
     role: str
     state: Health = Health.HEALTHY
     reason: str = ""
     since: float = 0.0
-    """Unix time at which it got into this state."""
+    """Unix time at which it entered this state."""
     rebuilds: int = 0
-    """Without a step committed since the first of them."""
+    """Rebuilds since the last committed step."""
     rebuilt_at_step: int = 0
-    """The last step when the last rebuild began."""
+    """Last committed step at the start of the last rebuild."""
     pause: str = ""
-    """The reason with which the run was paused for a rebuild: whoever finds it paused so may end the pause."""
+    """Reason of the run's pause for a rebuild: any coordinator that finds the run paused for it may resume the run."""
 
 
 class Event(Record):
-    """Something that was done about the health of a run, or that happened to it."""
+    """A change of a run's health, or an action on it."""
 
     number: int
     time: datetime = Field(default_factory=lambda: datetime.now(UTC))
     role: str
     instance: str
-    """Empty: the role as a whole."""
+    """Empty for the role as a whole."""
     state: Health
     text: str
 
 
 class HealthRecord(Record):
-    """Everything that the health manager must remember over a restart of the coordinator."""
+    """State of the health manager that survives a restart of the coordinator."""
 
     replicas: dict[str, ReplicaHealth] = Field(default_factory=dict)
     """By instance."""
     roles: dict[str, RoleHealth] = Field(default_factory=dict)
     """By role."""
     events: tuple[Event, ...] = ()
-    """The last ones, oldest first."""
+    """Latest events, oldest first."""
 
-    def waiting_anew(self, now: float) -> "HealthRecord":
-        """The same, but what is awaited has all of its time from `now` on: nobody was there to see it come."""
+    def with_reset_timers(self, now: float) -> "HealthRecord":
+        """Return a copy in which all waits start at `now`, after a time without a coordinator."""
         replicas = {
             key: one.model_copy(update={"since": now}) if one.state == Health.RESTARTING else one
             for key, one in self.replicas.items()

@@ -1,4 +1,4 @@
-"""What the coordinator keeps in Redis, as models."""
+"""Records of runs, replicas and weights in Redis."""
 
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -7,13 +7,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Record(BaseModel):
-    """A record: replaced as a whole, never changed in place."""
+    """An immutable record: replaced as a whole."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Phase(StrEnum):
-    """How far a run is; the names are those of the RunState enum, which has PAUSED besides."""
+    """Phase of a run; the names are those of the RunState enum, which also has PAUSED."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -23,7 +23,7 @@ class Phase(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more happens."""
+        """The phase is final."""
         return self in (Phase.STOPPED, Phase.FAILED)
 
 
@@ -31,7 +31,7 @@ class Evaluation(Record):
     """Result of one evaluation."""
 
     step: int
-    """The version that was asked."""
+    """The evaluated version."""
     metrics: dict[str, float]
     """eval_accuracy, eval_format, ..."""
 
@@ -43,25 +43,25 @@ class RunRecord(Record):
     config_json: str
     """The resolved configuration."""
     folder: str
-    """Absolute path of the run's own folder."""
+    """Absolute path of the run's folder."""
     phase: Phase = Phase.PENDING
     reason: str = ""
-    """Why it is in this phase; for people."""
+    """Reason for the phase, for users."""
     paused: str | None = None
-    """Why it is paused; None while it isn't. Only a pending or running run can be."""
+    """Reason for the pause; None if not paused. Only a pending or running run can be paused."""
     stop_reason: str = ""
-    """Why a person ended it early; empty otherwise."""
+    """Reason given to StopRun; empty if the run was not stopped."""
     create_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
     end_time: datetime | None = None
     evaluations: tuple[Evaluation, ...] = ()
     forgiven_drops: int = 0
-    """Groups that failed in a row that a person has seen and resumed from."""
+    """Consecutive failed groups when the run was last resumed."""
     forgiven_filtered: int = 0
-    """Groups that were filtered in a row that a person has seen and resumed from."""
+    """Consecutive filtered groups when the run was last resumed."""
     board_bytes: int = 0
-    """What it took in Redis when it ended."""
+    """Size in Redis at its end."""
     notes: tuple[str, ...] = ()
-    """What went wrong without ending the run."""
+    """Problems that did not end the run."""
 
 
 class ReplicaRecord(Record):
@@ -70,7 +70,7 @@ class ReplicaRecord(Record):
     registration_json: str
     """The RegisterRequest."""
     registered_at: float
-    """Unix time; tells this registration from an earlier one under the same id."""
+    """Unix time; distinguishes registrations with the same id."""
     draining: bool = False
     drain_until: float | None = None
     """Unix time until which it may drain; None: as long as its own grace period lasts."""
@@ -96,7 +96,7 @@ class Member(Record):
 
 
 class GroupRecord(Record):
-    """The weight group that is, or was to be, connected."""
+    """The weight group that is connected, or was about to be."""
 
     name: str
     trainer: Member
@@ -104,11 +104,11 @@ class GroupRecord(Record):
 
 
 class WeightsRecord(Record):
-    """Everything that weight synchronisation must remember over a restart."""
+    """State of weight synchronisation that survives a restart."""
 
     last_sync_id: int = 0
     running: bool = False
-    """A synchronisation has begun and not ended: after a restart it is aborted."""
+    """A synchronisation is in progress; after a restart it is aborted."""
     group: GroupRecord | None = None
     announced: Announcement | None = None
     last_sync_seconds: float = 0.0

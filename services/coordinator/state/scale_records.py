@@ -1,4 +1,4 @@
-"""What the coordinator keeps of scale requests, as models."""
+"""Records of scale requests in Redis."""
 
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -9,14 +9,14 @@ from services.coordinator.state.records import Record
 
 
 class Direction(StrEnum):
-    """Which way a request goes; the names are those of the ScaleDirection enum."""
+    """Direction of a request; the names are those of the ScaleDirection enum."""
 
     OUT = "OUT"
     IN = "IN"
 
 
 class ScaleState(StrEnum):
-    """How far a request or a replica of it is; the names are those of the ScaleState enum, which explains them."""
+    """State of a request or of one of its replicas; names and meanings are those of the ScaleState enum."""
 
     PENDING = "PENDING"
     CREATING = "CREATING"
@@ -31,12 +31,12 @@ class ScaleState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more happens."""
+        """The state is final."""
         return self not in UNDER_WAY
 
     @property
     def can_go_back(self) -> bool:
-        """Whether a replica in this state is rolled back when its request is cancelled."""
+        """A replica in this state is rolled back when its request is cancelled."""
         return self in UNDER_WAY and self != ScaleState.REMOVING
 
 
@@ -44,26 +44,26 @@ UNDER_WAY = (
     *(ScaleState.PENDING, ScaleState.CREATING, ScaleState.SYNCING),
     *(ScaleState.DRAINING, ScaleState.REMOVING),
 )
-"""From the least advanced on."""
+"""States in progress, the least advanced first."""
 
 
-class Wish(Record):
-    """What a caller asked for."""
+class ScaleSpec(Record):
+    """The content of a request."""
 
     direction: Direction
     role: str
     """Name of a Role without its prefix, such as ROLLOUT."""
     replicas: int = 0
-    """How many there should be; 0 where `addresses` or `replica_ids` say which."""
+    """Target number; 0 if `addresses` or `replica_ids` name the replicas."""
     addresses: tuple[str, ...] = ()
     replica_ids: tuple[str, ...] = ()
     gpu_uuids: tuple[str, ...] = ()
     seconds: float
-    """Until everything must be active (out), or drained (in)."""
+    """Time until all replicas must be active (out) or drained (in)."""
 
 
 class ScaledReplica(Record):
-    """One replica that a request is about."""
+    """One replica of a request."""
 
     launch_id: str
     state: ScaleState = ScaleState.PENDING
@@ -71,16 +71,16 @@ class ScaledReplica(Record):
     """The state after REMOVING."""
     replica_id: str = ""
     address: str = ""
-    """Where it is, once that is known."""
+    """Empty until known."""
     gpu_uuids: tuple[str, ...] = ()
     detail: str = ""
 
 
 class ScaleRecord(Record):
-    """One request."""
+    """One scale request."""
 
     request_id: str
-    wish: Wish
+    spec: ScaleSpec
     scaled: tuple[ScaledReplica, ...] = ()
     cancelled: bool = False
     reason: str = ""
@@ -90,11 +90,11 @@ class ScaleRecord(Record):
 
     @property
     def state(self) -> ScaleState:
-        """As far as its least advanced replica; at the end, what came of all of them."""
+        """State of the least advanced replica; at the end, the result of all replicas."""
         states = {replica.state for replica in self.scaled}
         if under_way := [state for state in UNDER_WAY if state in states]:
             return under_way[0]
-        good = ScaleState.ACTIVE if self.wish.direction == Direction.OUT else ScaleState.DONE
+        good = ScaleState.ACTIVE if self.spec.direction == Direction.OUT else ScaleState.DONE
         if states <= {good}:
             return good
         if ScaleState.CANCELLED in states:

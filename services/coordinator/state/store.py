@@ -1,5 +1,4 @@
-"""The coordinator's state in Redis. Every write carries the coordinator's term: an older coordinator that wakes up
-again changes nothing."""
+"""The coordinator's state in Redis. Every write is fenced by the coordinator's term."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -25,8 +24,8 @@ GPUS = PREFIX + "gpus"
 WEIGHTS = PREFIX + "weights"
 SCALING = PREFIX + "scaling"
 
-# Records of a run and its replicas are few, small, and replaced over and over: a full Redis must take them, for what
-# makes room in it, the steps, needs a coordinator. A new run may be refused.
+# Records are few, small and replaced often. A full Redis must accept them, because only a working coordinator frees
+# memory, step by step. A new run may be refused.
 _TAKE_OVER = """#!lua flags=allow-oom
 return redis.call('INCR', KEYS[1])
 """
@@ -52,7 +51,7 @@ return 'OK'
 
 
 class StoreUnavailable(Unavailable):
-    """Redis doesn't answer; a caller is told so."""
+    """Redis doesn't answer."""
 
 
 class Superseded(Unavailable):
@@ -73,7 +72,7 @@ def run_key(run_id: str) -> str:
 
 
 def health_key(run_id: str) -> str:
-    """Key of what is kept of a run's health."""
+    """Key of a run's health record."""
     return f"relaxd:{run_id}:health"
 
 
@@ -94,19 +93,19 @@ class Store:
         self._create = self._redis.register_script(_CREATE)
         self.term = 0
         self.superseded = False
-        """A newer coordinator works on this Redis."""
+        """A newer coordinator has taken over this Redis."""
 
     def take_over(self) -> int:
-        """Begin a new term: from now on every older coordinator is refused."""
+        """Start a new term, which fences all older coordinators."""
         self.term = int(self._call(lambda: self._take_over(keys=[TERM_KEY])))
         return self.term
 
     def check(self) -> None:
-        """Raise Superseded: a newer coordinator works on this Redis."""
+        """Raise Superseded if a newer coordinator has taken over."""
         self._write([])
 
     def create_run(self, run: RunRecord) -> None:
-        """Make a run known and active. Raises RunIdTaken, AnotherRunActive."""
+        """Create a run as the active one. Raises RunIdTaken, AnotherRunActive."""
         keys = [TERM_KEY, run_key(run.run_id), ACTIVE, RUNS]
         arguments: list[str | float] = [self.term, run.run_id, run.model_dump_json(), run.create_time.timestamp()]
         answer = self._call(lambda: self._create(keys=keys, args=arguments))
@@ -117,89 +116,89 @@ class Store:
         self._check(answer)
 
     def save_run(self, run: RunRecord) -> None:
-        """Replace a run's record; a run that has ended is not active any more."""
+        """Save a run's record; an ended run is no longer active."""
         commands: list[list[str]] = [["SET", run_key(run.run_id), run.model_dump_json()]]
         if run.phase.ended:
             commands.append(["DEL", ACTIVE])
         self._write(commands)
 
     def run(self, run_id: str) -> RunRecord | None:
-        """A run's record."""
+        """Return a run's record."""
         text = self._call(lambda: self._redis.get(run_key(run_id)))
         return RunRecord.model_validate_json(text) if text else None
 
     def run_ids(self) -> list[str]:
-        """Ids of all runs, newest first."""
+        """Return the ids of all runs, newest first."""
         return list(self._call(lambda: self._redis.zrevrange(RUNS, 0, -1)))
 
     def begin_delete(self, run_id: str) -> None:
-        """Forget a run. What it has on the board is still to be deleted (see `deleting`)."""
+        """Delete a run's records; its board is still to be deleted (see `deleting`)."""
         self._write([["SADD", DELETING, run_id], ["ZREM", RUNS, run_id], ["DEL", run_key(run_id), health_key(run_id)]])
 
     def end_delete(self, run_id: str) -> None:
-        """Nothing is left of a run on the board."""
+        """Record that a run's board is deleted."""
         self._write([["SREM", DELETING, run_id]])
 
     def deleting(self) -> list[str]:
-        """Runs that are forgotten and may still have something on the board."""
+        """Return the deleted runs whose boards may still exist."""
         return sorted(self._call(lambda: self._redis.smembers(DELETING)))
 
     def active_run_id(self) -> str | None:
-        """Id of the active run."""
+        """Return the id of the active run."""
         return self._call(lambda: self._redis.get(ACTIVE))
 
     def save_replica(self, replica_id: str, record: ReplicaRecord) -> None:
-        """Remember a registration."""
+        """Save a registration."""
         self._write([["HSET", REPLICAS, replica_id, record.model_dump_json()]])
 
     def remove_replicas(self, replica_ids: Sequence[str], gpu_uuids: Sequence[str]) -> None:
-        """Forget registrations, and that they held these GPUs."""
+        """Delete registrations, and the holders of these GPUs."""
         removed = ((REPLICAS, replica_ids), (GPUS, gpu_uuids))
         self._write([["HDEL", key, *fields] for key, fields in removed if fields])
 
     def save_gpus(self, replica_id: str, held: Sequence[str], freed: Sequence[str]) -> None:
-        """Remember that a replica holds GPUs, and has given back others."""
+        """Save a replica as holder of GPUs, and free others."""
         commands = [["HSET", GPUS, uuid, replica_id] for uuid in held]
         if freed:
             commands.append(["HDEL", GPUS, *freed])
         self._write(commands)
 
     def gpu_holders(self) -> dict[str, str]:
-        """Which replica holds a GPU, by UUID."""
+        """Return replica ids by the UUID of the GPU that they hold."""
         return dict(self._call(lambda: self._redis.hgetall(GPUS)))
 
     def replicas(self) -> dict[str, ReplicaRecord]:
-        """All registrations by replica id."""
+        """Return all registrations by replica id."""
         stored = self._call(lambda: self._redis.hgetall(REPLICAS))
         return {key: ReplicaRecord.model_validate_json(value) for key, value in stored.items()}
 
     def save_weights(self, record: WeightsRecord) -> None:
-        """Remember what weight synchronisation is about to do or has done."""
+        """Save the state of weight synchronisation."""
         self._write([["SET", WEIGHTS, record.model_dump_json()]])
 
     def weights(self) -> WeightsRecord:
-        """The state of weight synchronisation."""
+        """Return the state of weight synchronisation."""
         text = self._call(lambda: self._redis.get(WEIGHTS))
         return WeightsRecord.model_validate_json(text) if text else WeightsRecord()
 
     def save_scaling(self, record: ScaleRecord, forget: Sequence[str] = ()) -> None:
-        """Remember how far a scale request is, and forget others."""
+        """Save a scale request and delete others."""
         commands = [["HSET", SCALING, record.request_id, record.model_dump_json()]]
         if forget:
             commands.append(["HDEL", SCALING, *forget])
         self._write(commands)
 
     def scaling(self) -> list[ScaleRecord]:
-        """All scale requests, oldest first."""
+        """Return all scale requests, oldest first."""
         stored = self._call(lambda: self._redis.hvals(SCALING))
         return sorted(map(ScaleRecord.model_validate_json, stored), key=lambda record: record.create_time)
 
     def save_health(self, run_id: str, record: HealthRecord) -> None:
-        """Remember how well a run's parts are, and what is done about it."""
+        """Save a run's health record."""
         self._write([["SET", health_key(run_id), record.model_dump_json()]])
 
     def health(self, run_id: str) -> HealthRecord:
-        """How well a run's parts are."""
+        """Return a run's health record."""
         text = self._call(lambda: self._redis.get(health_key(run_id)))
         return HealthRecord.model_validate_json(text) if text else HealthRecord()
 
@@ -213,13 +212,13 @@ class Store:
     def _check(self, answer: str) -> None:
         if answer != "OK":
             self.superseded = True
-            raise Superseded(f"a newer coordinator works on this Redis (this one has term {self.term})")
+            raise Superseded(f"a newer coordinator has taken over this Redis (this one has term {self.term})")
 
     @staticmethod
     def _call(operation: Callable[[], Any]) -> Any:
         try:
             return operation()
         except redis.RedisError as error:
-            if why := passing(error):
-                raise StoreUnavailable(f"Redis {why}") from error
+            if reason := passing(error):
+                raise StoreUnavailable(f"Redis {reason}") from error
             raise

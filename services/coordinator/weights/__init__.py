@@ -1,4 +1,4 @@
-"""Weights on their way to the engines: synchronisations, and turns on shared GPUs in colocated runs.
+"""Weight synchronisation, and GPU handoff in colocated runs.
 
-The weights themselves never come here.
+The weights themselves never pass through the coordinator.
 """

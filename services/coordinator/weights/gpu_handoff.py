@@ -1,12 +1,12 @@
-"""The turns of a colocated run: engines and trainer have the same devices, one of them at a time.
+"""GPU handoff of a colocated run: engines and trainer share the same devices and take turns.
 
-Generate (the engines are awake, the trainer's state is in the host's memory) until all groups of the next step are
-ready for it. The engines sleep, the trainer wakes up, trains the step and announces its version. The engines take
-memory for weights and receive them, the trainer sleeps, the engines take memory for keys and values: generate.
+The engines generate, with the trainer's state in host memory, until all groups of the next step are ready. Then the
+engines sleep, and the trainer wakes up, trains the step and announces its version. The engines allocate and receive the
+weights, the trainer sleeps, the engines allocate their key-value cache and generate again.
 
-Nothing of this is kept: who is awake is what replicas say, and what comes next follows from that and from the board
-(`gpu_handoff_rules`). So the death of an engine, a trainer or a coordinator in any phase needs no rules of its own. A
-replica asks for its turn before it starts (`take_turn`).
+No state is stored: replicas report whether they are awake, and the next move follows from that and from the board
+(`gpu_handoff_rules`). So the death of an engine, a trainer or a coordinator needs no rules of its own. A replica
+requests the GPU before it starts (`request_gpu`).
 """
 
 import asyncio
@@ -18,8 +18,7 @@ from typing import Any
 
 import grpc
 
-from relaxd.board import Board, BoardUnavailable
-from relaxd.config import RunConfig
+from relaxd.board import BoardUnavailable
 from relaxd.rpc.errors import explain
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER
 from relaxd.v1.rollout_pb2 import (
@@ -30,91 +29,84 @@ from relaxd.v1.rollout_pb2 import (
     WakeRequest,
 )
 from relaxd.v1.trainer_pb2 import TrainerSleepRequest, TrainerWakeRequest
-from services.coordinator.fleet.fleet import ABLE, Fleet
-from services.coordinator.fleet.peers import Peers
+from services.coordinator.fleet.fleet import ABLE
 from services.coordinator.fleet.registry import Replica
+from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.weights.gpu_handoff_rules import Move, Situation, next_move
 from services.coordinator.weights.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
-"""How often the board is asked whether the next step's groups are ready."""
+"""Interval at which the board is polled for the next step's groups."""
 MARGIN_SECONDS = 5.0
-"""A call's deadline beyond the deadline that its callee keeps by itself."""
+"""Added to the deadline that the callee enforces itself."""
 WAITING_SECONDS = 2.0
-"""A replica waits for its turn if it has asked within this time; it asks several times a second."""
+"""A replica counts as waiting this long after its last request; it repeats the request several times a second."""
 MAX_RETRY_SECONDS = 2.0
 
 
-class TurnFailed(Exception):
-    """A replica did not sleep or wake up."""
+class HandoffFailed(Exception):
+    """A replica did not release or take the GPU."""
 
 
 class GpuHandoff:
-    """Gives and takes turns for one run, in the coordinator's event loop."""
+    """Moves the GPUs of one run between engines and trainer. Lives in the event loop."""
 
     def __init__(
         self,
-        config: RunConfig,
-        board: Board,
-        fleet: Fleet,
-        peers: Peers,
+        context: RunContext,
         sync: WeightSync,
         *,
         training: Callable[[], bool],
         evaluating: Callable[[], bool],
     ) -> None:
-        """`training`: whether the run is to train. `evaluating`: whether an evaluation asks the engines, or begins now
-        that they might be put to sleep."""
-        self._config = config
-        self._board = board
-        self._fleet = fleet
-        self._registry = fleet.registry
-        self._peers = peers
+        """`training` returns whether the run trains. `evaluating` starts an evaluation that is due, and returns whether
+        one uses the engines."""
+        self._context = context
+        self._fleet = context.fleet
+        self._registry = context.registry
         self._sync = sync
         self._training = training
         self._evaluating = evaluating
         self._moving: Move | None = None
         self._metrics: dict[str, float] = {}
-        """What changing turns took since the last step, and what memory it freed."""
-        self._trainer_needed = 0
-        """How many want something of the trainer, whatever the next step."""
+        """Durations of the handoffs since the last step, and the device memory before and after."""
+        self._trainer_users = 0
+        """Callers inside `trainer_awake`."""
         self.last_failure = ""
 
-    def take_turn(self, replica: Replica) -> str:
-        """A replica without an engine or ranks wants to start them: why it may not yet; empty: it may."""
-        replica.turn(awake=False)
-        replica.asked_at = time.monotonic()
+    def request_gpu(self, replica: Replica) -> str:
+        """Request the GPU for a replica that has no engine or ranks yet; returns "" if granted, else the reason."""
+        replica.request_gpu()
         other_role = ROLE_ROLLOUT if replica.registration.role == ROLE_TRAINER else ROLE_TRAINER
         if self._moving is not None:
-            return f"others are changing turns ({self._moving})"
+            return f"a handoff is in progress ({self._moving})"
         for other in self._registry.of_role(other_role):
             if other.awake is None:
-                return f"{other.replica_id} has not said yet whether it has it"
+                return f"{other.replica_id} has not reported yet whether it holds the GPU"
             if other.awake:
-                return f"{other.replica_id} has it"
-        replica.turn(awake=True)
-        replica.asked_at = 0.0
+                return f"{other.replica_id} holds the GPU"
+        replica.grant_gpu()
         self._registry.changed.fire()
         return ""
 
     @contextmanager
     def trainer_awake(self) -> Iterator[None]:
-        """Inside, the trainer gets its turn and keeps it."""
-        self._trainer_needed += 1
+        """Wake the trainer up, and keep it awake inside the context."""
+        self._trainer_users += 1
         self._registry.changed.fire()
         try:
             yield
         finally:
-            self._trainer_needed -= 1
+            self._trainer_users -= 1
 
     async def run_forever(self) -> None:
-        """Make one move after the other."""
+        """Make one move after another, for ever."""
         delay = 0.0
         while True:
             try:
-                move = await self._situation()
+                move = await self._next_move()
                 self._moving = move if move != Move.WAIT else None
                 if move == Move.WAIT:
                     await self._registry.changed.wait(TICK_SECONDS)
@@ -123,40 +115,40 @@ class GpuHandoff:
                 await self._make(move)
                 logger.info("%s: done in %.3f s", move, time.monotonic() - started)
                 self.last_failure, delay = "", 0.0
-            except (TurnFailed, BoardUnavailable) as error:
+            except (HandoffFailed, BoardUnavailable) as error:
                 self.last_failure = str(error)
                 delay = min(MAX_RETRY_SECONDS, 2 * delay + 0.1)
-                logger.warning("turns: %s; trying again in %.1f s", error, delay)
+                logger.warning("GPU handoff: %s; retrying in %.1f s", error, delay)
                 await asyncio.sleep(delay)
             finally:
                 self._moving = None
 
-    async def _situation(self) -> Move:
-        """The next move from how things are."""
+    async def _next_move(self) -> Move:
+        """Derive the next move from the replicas and the board."""
         trainers, rollouts = self._registry.of_role(ROLE_TRAINER), self._registry.of_role(ROLE_ROLLOUT)
         if any(replica.awake is None for replica in (*trainers, *rollouts)):
-            return Move.WAIT  # an earlier coordinator knew more than this one does yet
-        counts = await asyncio.to_thread(self._board.counts)
+            return Move.WAIT  # not reported yet since this coordinator started
+        counts = await asyncio.to_thread(self._context.board.counts)
         ready = await asyncio.to_thread(self._ready_groups)
         trainer, announced = self._fleet.trainer(), self._sync.announced
         engines = self._sync.candidates()
-        steps_left = self._training() and counts.last_step < self._config.run.steps
-        due = steps_left and ready >= self._config.trainer.groups_per_step
+        steps_left = self._training() and counts.last_step < self._context.config.run.steps
+        due = steps_left and ready >= self._context.config.trainer.groups_per_step
         current = announced is not None and (
             trainer is not None and announced.replica_id == trainer.replica_id and announced.version == counts.last_step
         )
         serving = announced is not None and any(e.version == (announced.term, announced.version) for e in engines)
-        waiting = any(map(_waits, trainers))
+        waiting = any(map(_is_waiting, trainers))
         situation = Situation(
             trainer="ready" if trainer else "waiting" if waiting else "starting" if _any_awake(trainers) else "absent",
             trainer_awake=trainer is not None and bool(trainer.awake),
-            engines_waiting=any(map(_waits, rollouts)),
+            engines_waiting=any(map(_is_waiting, rollouts)),
             engines_starting=any(replica.awake and replica.status.state not in ABLE for replica in rollouts),
             engines_awake=_any_awake(rollouts),
             engines_able=bool(engines),
             engines_serving=serving,
             generating=(serving and steps_left and not due),
-            due=due or self._trainer_needed > 0,
+            due=due or self._trainer_users > 0,
             announced=current,
         )
         move = next_move(situation)
@@ -165,8 +157,8 @@ class GpuHandoff:
         return move
 
     def _ready_groups(self) -> int:
-        """Groups that have everything that the trainer needs."""
-        return next(depth.waiting + depth.held for depth in self._board.queues() if depth.stage == "train")
+        """Count the groups that are ready to train."""
+        return next(depth.waiting + depth.held for depth in self._context.board.queues() if depth.stage == "train")
 
     async def _make(self, move: Move) -> None:
         match move:
@@ -185,34 +177,34 @@ class GpuHandoff:
         await self._wake_trainer()
         trainer, announced, engines = self._fleet.trainer(), self._sync.announced, self._sync.candidates()
         if trainer is None or announced is None or not engines:
-            raise TurnFailed("the trainer or the engines went before the weights could be sent")
+            raise HandoffFailed("the trainer or the engines were lost before the weights could be sent")
         await self._wake_engines(engines, [MEMORY_PART_WEIGHTS])
         started = time.monotonic()
 
         async def hand_over() -> None:
-            """The weights are there: now the engines have their turn."""
+            """Give the GPU to the engines once they have the weights."""
             self._add("switch_transfer_seconds", time.monotonic() - started)
             await self._sleep_trainer()
             await self._wake_engines(engines, [MEMORY_PART_KEY_VALUE_CACHE])
             for engine in engines:
-                engine.serves_nothing = False
+                engine.set_serving(serving=True)
 
         if not await self._sync.synchronise(trainer.member, [e.member for e in engines], announced, hand_over):
-            raise TurnFailed(f"no weight synchronisation: {self._sync.last_failure}")
+            raise HandoffFailed(f"no weight synchronisation: {self._sync.last_failure}")
 
     async def _sleep_engines(self) -> None:
         awake = [replica for replica in self._registry.of_role(ROLE_ROLLOUT) if replica.awake]
         if not awake:
             return
         for engine in awake:
-            engine.serves_nothing = True  # from now on no prompt is published for it
-        seconds = self._config.run.switch_timeout_seconds
+            engine.set_serving(serving=False)  # closes the gate: no prompt is published for it
+        seconds = self._context.config.run.switch_timeout_seconds
         request = SleepRequest(sync_id=self._sync.next_id(), timeout_seconds=seconds)
 
         async def sleep(engine: Replica) -> Any:
-            stub = self._peers.rollout(engine.registration.address)
+            stub = self._context.peers.rollout(engine.registration.address)
             answer = await stub.Sleep(request, timeout=seconds + MARGIN_SECONDS)
-            engine.turn(awake=False)
+            engine.set_awake(awake=False)
             return answer
 
         answers = await self._timed("switch_engine_sleep_seconds", "sleep", awake, sleep)
@@ -220,12 +212,12 @@ class GpuHandoff:
         self._metrics["engine_asleep_bytes"] = float(sum(answer.memory.after_bytes for answer in answers))
 
     async def _wake_engines(self, engines: Sequence[Replica], parts: Sequence["MemoryPart.ValueType"]) -> None:
-        seconds = self._config.run.switch_timeout_seconds
+        seconds = self._context.config.run.switch_timeout_seconds
         request = WakeRequest(sync_id=self._sync.next_id(), parts=parts, timeout_seconds=seconds)
 
         async def wake(engine: Replica) -> Any:
-            engine.turn(awake=True)
-            stub = self._peers.rollout(engine.registration.address)
+            engine.set_awake(awake=True)
+            stub = self._context.peers.rollout(engine.registration.address)
             return await stub.Wake(request, timeout=seconds + MARGIN_SECONDS)
 
         await self._timed("switch_engine_wake_seconds", "wake up", engines, wake)
@@ -234,13 +226,13 @@ class GpuHandoff:
         trainer = self._fleet.trainer()
         if trainer is None or not trainer.awake:
             return
-        seconds = self._config.run.switch_timeout_seconds
+        seconds = self._context.config.run.switch_timeout_seconds
         request = TrainerSleepRequest(sync_id=self._sync.next_id(), timeout_seconds=seconds)
 
         async def sleep(trainer: Replica) -> Any:
-            stub = self._peers.trainer(trainer.registration.address)
+            stub = self._context.peers.trainer(trainer.registration.address)
             answer = await stub.Sleep(request, timeout=seconds + MARGIN_SECONDS)
-            trainer.turn(awake=False)
+            trainer.set_awake(awake=False)
             return answer
 
         (answer,) = await self._timed("switch_trainer_offload_seconds", "sleep", [trainer], sleep)
@@ -250,32 +242,32 @@ class GpuHandoff:
     async def _wake_trainer(self) -> None:
         trainer = self._fleet.trainer()
         if trainer is None:
-            raise TurnFailed("the trainer went before its turn came")
-        seconds = self._config.run.switch_timeout_seconds
+            raise HandoffFailed("the trainer was lost before it could wake up")
+        seconds = self._context.config.run.switch_timeout_seconds
         metrics, self._metrics = self._metrics, {}
         request = TrainerWakeRequest(sync_id=self._sync.next_id(), timeout_seconds=seconds, metrics=metrics)
 
         async def wake(trainer: Replica) -> Any:
-            trainer.turn(awake=True)
-            stub = self._peers.trainer(trainer.registration.address)
+            trainer.set_awake(awake=True)
+            stub = self._context.peers.trainer(trainer.registration.address)
             return await stub.Wake(request, timeout=seconds + MARGIN_SECONDS)
 
-        await self._timed("", "wake up", [trainer], wake)  # the trainer itself enters what that takes
+        await self._timed("", "wake up", [trainer], wake)  # the trainer records this duration itself
 
     async def _timed(
-        self, metric: str, what: str, replicas: Iterable[Replica], call: Callable[[Replica], Awaitable[Any]]
+        self, metric: str, action: str, replicas: Iterable[Replica], call: Callable[[Replica], Awaitable[Any]]
     ) -> list[Any]:
-        """Call replicas at once and wait for all; add the time to a metric. Raises TurnFailed."""
+        """Call all replicas at once and add the duration to a metric. Raises HandoffFailed."""
         started, replicas = time.monotonic(), list(replicas)
         answers = await asyncio.gather(*map(call, replicas), return_exceptions=True)
         failed = []
         for replica, answer in zip(replicas, answers, strict=True):
             if isinstance(answer, grpc.aio.AioRpcError):
-                failed.append(f"{replica.replica_id} did not {what}: {explain(answer)}")
+                failed.append(f"{replica.replica_id} did not {action}: {explain(answer)}")
             elif isinstance(answer, BaseException):
                 raise answer
         if failed:
-            raise TurnFailed("; ".join(failed))
+            raise HandoffFailed("; ".join(failed))
         if metric:
             self._add(metric, time.monotonic() - started)
         return list(answers)
@@ -284,8 +276,8 @@ class GpuHandoff:
         self._metrics[metric] = self._metrics.get(metric, 0.0) + seconds
 
 
-def _waits(replica: Replica) -> bool:
-    return time.monotonic() - replica.asked_at < WAITING_SECONDS
+def _is_waiting(replica: Replica) -> bool:
+    return time.monotonic() - replica.gpu_requested_at < WAITING_SECONDS
 
 
 def _any_awake(replicas: Iterable[Replica]) -> bool:

@@ -1,4 +1,4 @@
-"""Who has the devices of a colocated run, and what follows from that: the rules alone, without calls."""
+"""Rules of GPU handoff in a colocated run: pure functions from a situation to the next move."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -6,48 +6,48 @@ from typing import Literal
 
 
 class Move(StrEnum):
-    """What to do next."""
+    """The next action."""
 
     WAIT = "wait"
-    """Nothing: somebody works, starts, or is missing."""
+    """Nothing: a replica works, starts, or is missing."""
     TRAIN = "train"
-    """The engines sleep, the trainer wakes up."""
+    """Put the engines to sleep and wake the trainer up."""
     SYNCHRONISE = "synchronise"
-    """The trainer's weights go to the engines, which then generate while the trainer sleeps."""
+    """Send the trainer's weights to the engines, put the trainer to sleep and let the engines generate."""
     START_TRAINER = "start the trainer"
-    """The engines sleep, so that a trainer without ranks gets its turn."""
+    """Put the engines to sleep, so that a trainer without ranks can start them."""
     START_ENGINES = "start engines"
-    """The trainer sleeps, so that replicas without engines get their turn."""
+    """Put the trainer to sleep, so that replicas without engines can start them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """How things are."""
+    """The state of replicas, weights and board."""
 
     trainer: Literal["absent", "waiting", "starting", "ready"]
-    """Waiting: for its turn, without ranks. Starting: it has been given the devices, and isn't ready."""
+    """Waiting: for the GPU, without ranks. Starting: it has the GPU and isn't ready."""
     trainer_awake: bool
-    """It has the devices' memory."""
+    """It holds device memory."""
     engines_waiting: bool = False
-    """Some replicas wait for their turn, without engines."""
+    """Some replicas without engines wait for the GPU."""
     engines_starting: bool = False
-    """Some have been given the devices, and have no engines yet."""
+    """Some have the GPU and no engine yet."""
     engines_awake: bool = False
-    """Some have the devices' memory."""
+    """Some hold device memory."""
     engines_able: bool = False
-    """Some engines are there, asleep or not, that may receive weights."""
+    """Some engines, asleep or not, can receive weights."""
     engines_serving: bool = False
-    """Some serve the version that was announced last."""
+    """Some serve the announced version."""
     generating: bool = False
-    """What the engines work on is wanted to its end: the next step's groups, or an evaluation."""
+    """The engines must finish their work: groups of the next step, or an evaluation."""
     due: bool = False
-    """The trainer has something to do: all groups of the next step are ready for it, or somebody wants its model."""
+    """The trainer has work: all groups of the next step are ready, or a checkpoint or export is requested."""
     announced: bool = False
-    """The newest step's version is announced, by this trainer."""
+    """This trainer announced the newest step's version."""
 
 
 def next_move(now: Situation) -> Move:
-    """What to do next. No move is made on top of another, and none takes a device from somebody who starts on it."""
+    """Return the next move; none takes a device from a replica that starts on it."""
     if now.engines_starting or now.trainer in ("absent", "starting"):
         return Move.WAIT
     if now.trainer == "waiting":

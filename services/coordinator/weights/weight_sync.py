@@ -1,9 +1,9 @@
-"""Bringing the trainer's weights to the engines: one synchronisation at a time, none of which can hang.
+"""Weight synchronisation from the trainer to the engines: one at a time, and none can hang.
 
-The sequence is: where the membership changed, leave the old weight group and connect a new one, while the engines go on
-generating; then the trainer broadcasts, while each engine pauses, receives and resumes. When a member dies or is late,
-everybody leaves the group (which aborts what they are in), the engines to blame are set aside for a while, and the next
-attempt goes on without them.
+If the membership changed, the members leave the old weight group and connect a new one while the engines keep
+generating. Then the trainer broadcasts, while each engine pauses, receives and resumes. When a member dies or is late,
+all members leave the group, which aborts their collectives; the engines to blame are set aside for a while, and the
+next attempt runs without them.
 """
 
 import asyncio
@@ -15,83 +15,86 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from relaxd import telemetry
-from relaxd.config import WeightsConfig
-from services.coordinator.fleet.fleet import Fleet
-from services.coordinator.fleet.peers import Peers
+from relaxd.rpc.errors import FailedPrecondition
 from services.coordinator.fleet.registry import Replica
+from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.state.records import Announcement, GroupRecord, Member, WeightsRecord
-from services.coordinator.state.store import Store, StoreUnavailable
-from services.coordinator.weights.weight_calls import SyncFailed, WeightCalls
+from services.coordinator.state.store import StoreUnavailable
+from services.coordinator.weights.weight_group_client import SyncFailed, WeightGroupClient
 
 logger = logging.getLogger(__name__)
 
 SET_ASIDE_SECONDS = 5.0
-"""How long an engine is left out after its first failure; doubles with each further one."""
+"""An engine's exclusion after its first failure; doubles with each further one."""
 MAX_SET_ASIDE_SECONDS = 60.0
 IDLE_SECONDS = 0.5
 MAX_RETRY_SECONDS = 2.0
 
 
 class WeightSync:
-    """Drives the synchronisations of one run."""
+    """Runs the weight synchronisations of one run."""
 
-    def __init__(self, store: Store, record: WeightsRecord, fleet: Fleet, peers: Peers, config: WeightsConfig) -> None:
-        self._store = store
-        self._fleet = fleet
-        self._registry = fleet.registry
-        self._config = config
-        self._calls = WeightCalls(fleet.registry, peers, config)
+    def __init__(self, context: RunContext, record: WeightsRecord) -> None:
+        self._context = context
+        self._fleet = context.fleet
+        self._registry = context.registry
+        self._client = WeightGroupClient(context.registry, context.peers, context.config.weights)
         self._saving = asyncio.Lock()
         self._blame: dict[Member, tuple[int, float]] = {}
-        """Failures in a row of an engine, and until when it is left out."""
+        """An engine's consecutive failures, and the monotonic time until which it is set aside."""
         self._refusals: Counter[Member] = Counter()
-        """Failures since the last success in which a member answered with an error and nobody was to blame."""
+        """Failures since the last success with an error answer of a member and no dead or late one."""
         self._verified: set[tuple[Member, Member]] = set()
-        """Trainers and engines whose weights were compared."""
+        """Pairs of trainer and engine whose checksums matched."""
         self.record = record
         self.last_failure = ""
-        """Why the last attempt failed, for people; empty after a success."""
+        """Reason of the last attempt's failure; empty after a success."""
         self.seconds = 0.0
-        """Spent on synchronisations so far, those that failed included."""
+        """Total time of all synchronisations, failed ones included."""
 
     @property
     def announced(self) -> Announcement | None:
         """The newest version that this run's trainer announced."""
         announced = self.record.announced
-        return announced if announced is not None and announced.run_id == self._fleet.run_id else None
+        return announced if announced is not None and announced.run_id == self._context.run_id else None
 
     async def announce(self, announcement: Announcement) -> None:
-        """Remember a new version; the synchronisation follows by itself."""
+        """Record a new version; `run_forever` synchronises it. Raises FailedPrecondition: it is an older one."""
+        before = self.announced
+        if before is not None and (announcement.term, announcement.version) < (before.term, before.version):
+            raise FailedPrecondition(
+                f"version {announcement.version} of term {announcement.term} is older than the announced version "
+                f"{before.version} of term {before.term}"
+            )
         await self._save(announced=announcement)
         self._registry.changed.fire()
 
     def up_to_date(self) -> bool:
-        """Whether every engine that is not set aside, and at least one, serves the announced version."""
+        """Return whether all engines that are not set aside, and at least one, serve the announced version."""
         announced = self.announced
-        engines = [engine for engine in self._fleet.engines() if engine.replica_id not in self._fleet.set_aside]
+        engines = self._fleet.candidates()
         if announced is None or not engines:
             return False
         return all(engine.version == (announced.term, announced.version) for engine in engines)
 
     def failures(self, replica: Replica) -> int:
-        """Synchronisations in a row that failed because of a replica, as far as one can tell."""
+        """Return the consecutive synchronisations that failed, most likely because of this replica."""
         return self._blame.get(replica.member, (0, 0.0))[0] + self._refusals[replica.member]
 
     def involves(self, replica_id: str) -> bool:
-        """Whether a synchronisation runs that would break if this engine went now."""
+        """Return whether a synchronisation is in progress that the loss of this engine would break."""
         group = self.record.group
         return self.record.running and (group is None or any(e.replica_id == replica_id for e in group.engines))
 
     async def run_forever(self) -> None:
-        """Synchronise whenever an engine doesn't serve what is announced."""
+        """Synchronise whenever an engine doesn't serve the announced version."""
         delay = 0.0
         while True:
-            self._fleet.set_aside = self._set_aside()
+            engines = self.candidates()
             trainer, announced = self._fleet.trainer(), self.announced
-            engines = [engine for engine in self._fleet.engines() if engine.replica_id not in self._fleet.set_aside]
-            # What an earlier trainer announced can't be fetched any more: its successor announces when it has replayed.
+            # A lost trainer's version can't be fetched any more; its successor announces it again after its replay.
             able = trainer is not None and announced is not None and announced.replica_id == trainer.replica_id
-            # One that an earlier coordinator left in the middle may have left engines paused, up to date or not.
+            # An interrupted synchronisation may have left engines paused even if they are up to date.
             done = self.up_to_date() and not self.record.running
             if not able or done or not engines:
                 await self._registry.changed.wait(IDLE_SECONDS)
@@ -102,18 +105,16 @@ class WeightSync:
                 await asyncio.sleep(delay)
 
     def candidates(self) -> list[Replica]:
-        """The engines that may receive weights now."""
-        self._fleet.set_aside = self._set_aside()
-        return [engine for engine in self._fleet.engines() if engine.replica_id not in self._fleet.set_aside]
+        """Return the engines that may receive weights now."""
+        self._update_set_aside()
+        return self._fleet.candidates()
 
     async def synchronise(
         self, trainer: Member, engines: list[Member], announced: Announcement, then: Callable[[], Awaitable[None]]
     ) -> bool:
-        """Synchronise once, in the place of `run_forever`, through a group that is left again; returns whether it went
-        well, else `last_failure` says why.
+        """Synchronise once, instead of `run_forever`, and leave the weight group; on failure returns False.
 
-        `then` is awaited when the weights are there, before the engines count as serving them; it may raise what it
-        likes.
+        `then` is awaited after the transfer, before the engines count as serving; its errors are passed on.
         """
         await self._attempt(trainer, engines, announced, 0.0, then)
         return not self.last_failure
@@ -126,7 +127,7 @@ class WeightSync:
         delay: float,
         then: Callable[[], Awaitable[None]] | None = None,
     ) -> float:
-        """Synchronise once; returns how long to wait before the next attempt."""
+        """Synchronise once; returns the seconds to wait before the next attempt."""
         blamed: frozenset[Member] = frozenset()
         started = time.monotonic()
         try:
@@ -138,16 +139,16 @@ class WeightSync:
             return 0.0
         except SyncFailed as error:
             self.last_failure, blamed = str(error), error.blamed
-            if not blamed:  # a trainer says that it is the engines' fault, too
+            if not blamed:  # a trainer also answers with an error when the engines are at fault
                 self._refusals.update(error.refused - {trainer} or error.refused)
         except StoreUnavailable as error:
             self.last_failure = str(error)
         finally:
             self.seconds += time.monotonic() - started
-        telemetry.record("sync.failures", 1, {"relaxd.run_id": self._fleet.run_id})
+        telemetry.record("sync.failures", 1, {"relaxd.run_id": self._context.run_id})
         logger.warning("weight synchronisation %d failed: %s", self.record.last_sync_id, self.last_failure)
-        self._blame_for(blamed)
-        # Without those to blame the next attempt is another one, so it can begin at once.
+        self._set_aside(blamed)
+        # The next attempt excludes the engines to blame, so it can start at once.
         return 0.0 if blamed else min(MAX_RETRY_SECONDS, 2 * delay + 0.1)
 
     async def _synchronise(
@@ -159,7 +160,7 @@ class WeightSync:
     ) -> None:
         started = time.monotonic()
         sync_id, version = self.next_id(), (announced.term, announced.version)
-        # Engines may pause meanwhile, which ends by itself; more than that happens only once it is on record.
+        # Engines may pause meanwhile: pauses expire. Everything else waits until the attempt is on record.
         recording = asyncio.create_task(self._save(last_sync_id=sync_id, running=True))
         attributes = {"relaxd.sync_id": sync_id, "relaxd.version": announced.version, "relaxd.engines": len(engines)}
         with telemetry.root_span("sync_weights", attributes=attributes):
@@ -167,26 +168,26 @@ class WeightSync:
                 group = self.record.group
                 if group is None or group.trainer != trainer or group.engines != tuple(engines):
                     await recording
-                    group = await self._connected(sync_id, trainer, engines)
+                    group = await self._connect(sync_id, trainer, engines)
                 connected = time.monotonic() - started
                 unverified = self._unverified(trainer, engines)
-                receiving = await self._calls.transfer(sync_id, group, version, unverified, recording)
-                if then is not None:  # what the group holds of the devices is given back
-                    await self._calls.leave(sync_id, group)
+                receiving = await self._client.transfer(sync_id, group, version, unverified, recording)
+                if then is not None:  # frees the group's device memory
+                    await self._client.leave(sync_id, group)
                     await self._save(group=None)
             except StoreUnavailable:
-                await self._calls.abort(sync_id, self.record.group, engines)
+                await self._client.abort(sync_id, self.record.group, engines)
                 raise
             except SyncFailed as error:
-                with contextlib.suppress(StoreUnavailable):  # that is found out below
+                with contextlib.suppress(StoreUnavailable):  # the save below raises it again
                     await recording
                 if error.wrong:
-                    logger.error("%s: they serve nothing and get them again", error)
-                silent = await self._calls.abort(sync_id, self.record.group, engines, error.wrong, error.silent)
+                    logger.error("%s: they are quarantined until the weights are sent again", error)
+                silent = await self._client.abort(sync_id, self.record.group, engines, error.wrong, error.silent)
                 await self._save(running=False, group=None)
                 blamed = error.blamed | silent
                 if trainer in silent or (len(engines) > 1 and blamed.issuperset(engines)):
-                    blamed = frozenset()  # the trainer is gone, or everybody at once: no engine is to blame
+                    blamed = frozenset()  # the trainer, or all engines at once: no engine is to blame
                 raise SyncFailed(str(error), blamed, refused=error.refused) from error
         seconds = time.monotonic() - started
         if then is not None:
@@ -196,15 +197,15 @@ class WeightSync:
             self._registry.mark_synced(engine, version)
             self._verified.add((trainer, engine))
         await self._save(running=False, last_sync_seconds=seconds)
-        telemetry.record("sync.seconds", seconds, {"relaxd.run_id": self._fleet.run_id})
+        telemetry.record("sync.seconds", seconds, {"relaxd.run_id": self._context.run_id})
         logger.info(
             "version %d is on %d engines after %.4f s (connecting %.4f s, receiving %.4f s)",
             *(announced.version, len(engines), seconds, connected, receiving),
         )
 
     def _unverified(self, trainer: Member, engines: Sequence[Member]) -> list[Member]:
-        """Whose weights are to be compared with the trainer's this time."""
-        match self._config.verify:
+        """Return the engines whose weights must be compared with the trainer's this time."""
+        match self._context.config.weights.verify:
             case "always":
                 return list(engines)
             case "never":
@@ -212,53 +213,53 @@ class WeightSync:
         self._verified = {pair for pair in self._verified if pair[0] == trainer}
         return [engine for engine in engines if (trainer, engine) not in self._verified]
 
-    async def _connected(self, sync_id: int, trainer: Member, engines: list[Member]) -> GroupRecord:
-        """A new weight group of these members, in the place of the one that is."""
+    async def _connect(self, sync_id: int, trainer: Member, engines: list[Member]) -> GroupRecord:
+        """Connect a new weight group and leave the old one."""
         old = self.record.group
         if old is not None:
-            await self._calls.leave(sync_id, old)
-        manifest = await self._calls.manifest(trainer)
-        name = f"{self._fleet.run_id}-{self._store.term}-{sync_id}"
+            await self._client.leave(sync_id, old)
+        manifest = await self._client.manifest(trainer)
+        name = f"{self._context.run_id}-{self._context.store.term}-{sync_id}"
         group = GroupRecord(name=name, trainer=trainer, engines=tuple(engines))
         await self._save(group=group)
-        await self._calls.join(sync_id, group, manifest)
+        await self._client.join(sync_id, group, manifest)
         return group
 
     async def _abort_recorded(self) -> None:
-        """End what an earlier coordinator, or one without Redis, was in the middle of."""
+        """Abort a synchronisation that an earlier coordinator, or a Redis outage, interrupted."""
         group = self.record.group
-        logger.info("aborting synchronisation %d, which did not end", self.record.last_sync_id)
+        logger.info("aborting the interrupted synchronisation %d", self.record.last_sync_id)
         await self._save(last_sync_id=self.next_id())
         engines = [engine.member for engine in self._fleet.engines()]
-        await self._calls.abort(self.record.last_sync_id, group, engines)
+        await self._client.abort(self.record.last_sync_id, group, engines)
         await self._save(running=False, group=None)
 
     def next_id(self) -> int:
-        """Ids are Unix milliseconds, so that they ascend for the members even where Redis has lost the last one."""
+        """Return the next id: Unix milliseconds, so that ids ascend for the members even if Redis lost the last one."""
         return max(self.record.last_sync_id + 1, int(time.time() * 1000))
 
     async def close(self) -> None:
-        """Leave the weight group: the run is over."""
+        """Leave the weight group at the end of the run."""
         group = self.record.group
         if group is not None:
-            await self._calls.abort(self.record.last_sync_id, group, group.engines)
+            await self._client.abort(self.record.last_sync_id, group, group.engines)
             await self._save(group=None)
 
-    def _set_aside(self) -> frozenset[str]:
+    def _update_set_aside(self) -> None:
         now = time.monotonic()
-        return frozenset(member.replica_id for member, (_, until) in self._blame.items() if until > now)
+        self._fleet.set_aside(member.replica_id for member, (_, until) in self._blame.items() if until > now)
 
-    def _blame_for(self, members: Iterable[Member]) -> None:
+    def _set_aside(self, members: Iterable[Member]) -> None:
         for member in members:
             failures = self._blame.get(member, (0, 0.0))[0] + 1
             seconds = min(SET_ASIDE_SECONDS * 2 ** (failures - 1), MAX_SET_ASIDE_SECONDS)
             self._blame[member] = (failures, time.monotonic() + seconds)
-            logger.warning("%s is left out of weight synchronisation for %.0f s", member.replica_id, seconds)
+            logger.warning("%s is excluded from weight synchronisation for %.0f s", member.replica_id, seconds)
         self._blame = {member: value for member, value in self._blame.items() if self._registry.holds(member)}
 
     async def _save(self, **changes: Any) -> None:
-        """Change the record, in Redis first."""
-        async with self._saving:  # an announcement may come in at any time
+        """Update the record, in Redis first."""
+        async with self._saving:  # an announcement may arrive at any time
             record = self.record.model_copy(update=changes)
-            await asyncio.to_thread(self._store.save_weights, record)
+            await asyncio.to_thread(self._context.store.save_weights, record)
             self.record = record

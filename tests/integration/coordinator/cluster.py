@@ -1,4 +1,4 @@
-"""A coordinator and its replicas as real processes, to be killed, frozen and looked at."""
+"""A coordinator and its replicas as real processes that tests kill, freeze and inspect."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ class Cluster:
     # --- processes
 
     def start(self, name: str, module: str, *arguments: str, **environment: str) -> None:
-        """Start a process; its output goes to a file of its name."""
+        """Start a process; its output goes to a file named after it."""
         flags = ["--redis", self.redis_url, "--grace-seconds", "2", "--replica-id", name, *arguments]
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -71,7 +71,7 @@ class Cluster:
         self.replica(name, "tests.integration.peers trainer", faults, **env)
 
     def judges(self) -> None:
-        """The real reward and advantage services."""
+        """Start the real reward and advantage services."""
         self.replica("reward", "services.reward")
         self.replica("advantage", "services.advantage")
 
@@ -97,14 +97,14 @@ class Cluster:
         return (self.folder / f"{name}.log").read_text()
 
     def calls(self, name: str, method: str | None = None) -> list[dict[str, Any]]:
-        """What a double was asked, in order."""
+        """Return the calls that a double received, in order."""
         path = self.folder / f"{name}.calls"
         lines = path.read_text().splitlines() if path.exists() else []
         calls = [json.loads(line) for line in lines]
         return [call for call in calls if method in (None, call["method"])]
 
     def until(self, what: str, look: Callable[[], Result], seconds: float = 30.0) -> Result:
-        """Wait until `look` returns something true; errors of a coordinator that is away count as false."""
+        """Wait until `look` returns something true; errors of an unavailable coordinator count as false."""
         deadline = time.monotonic() + seconds
         last: object = None
         while time.monotonic() < deadline:
@@ -137,7 +137,7 @@ class Cluster:
     # --- asking
 
     def config(self, **overrides: Any) -> str:
-        """A run's configuration as TOML; overrides as section__key=value."""
+        """Return a run's configuration as TOML; overrides as section__key=value."""
         values: dict[str, dict[str, Any]] = {
             "run": {"steps": 4, "folder": str(self.folder / "runs")},
             "model": {"path": str(self.model)},

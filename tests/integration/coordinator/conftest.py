@@ -12,7 +12,7 @@ from tests.tokenizer import write_tokenizer
 
 @pytest.fixture
 def cluster(tmp_path: Path, redis_url: str) -> Iterator[Cluster]:
-    """A coordinator that is starting, and nothing else."""
+    """A cluster with only a starting coordinator."""
     cluster = Cluster(tmp_path, redis_url, write_tokenizer(tmp_path / "model"))
     cluster.coordinator()
     yield cluster
@@ -21,7 +21,7 @@ def cluster(tmp_path: Path, redis_url: str) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A coordinator without replicas, shared by the tests that leave no run behind."""
+    """A coordinator without replicas, shared by tests that leave no run behind."""
     folder = tmp_path_factory.mktemp("cluster")
     redis_folder = folder / "redis"
     redis_folder.mkdir()

@@ -1,10 +1,12 @@
-"""A coordinator's view of a run, and real servers that stand for its replicas, in one process."""
+"""A coordinator's view of a run, with real servers in place of its replicas, in one process."""
 
 import asyncio
 import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from relaxd.board import Board, stages_for
+from relaxd.config import RunConfig
 from relaxd.rpc.server import start_server
 from relaxd.rpc.tls import TlsFiles
 from relaxd.v1.coordinator_pb2 import RegisterRequest
@@ -12,21 +14,28 @@ from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, GetStatusResponse, Role
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
+from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.state.store import Store
 
 RUN = "run"
 
 
 class FleetKit:
-    """Servers are registered under names, and heartbeat when the test says so."""
+    """Registers servers under names and sends heartbeats on request."""
 
     def __init__(self, redis_url: str) -> None:
-        store = Store(redis_url)
-        store.take_over()
-        self.registry = Registry(store, lease_seconds=60, heartbeat_seconds=0.1, gpu_lease_seconds=60)
+        self._redis_url = redis_url
+        self.store = Store(redis_url)
+        self.store.take_over()
+        self.registry = Registry(self.store, lease_seconds=60, heartbeat_seconds=0.1, gpu_lease_seconds=60)
         self.peers = Peers(None, TlsFiles())
         self.fleet = Fleet(self.registry, RUN)
         self._life = contextlib.AsyncExitStack()
+
+    def context(self, config: RunConfig) -> RunContext:
+        board = Board(self._redis_url, RUN, stages_for(config), config.board)
+        self._life.callback(board.close)
+        return RunContext(RUN, config, board, self.store, self.fleet, self.peers)
 
     async def serve(self, name: str, role: "Role.ValueType", *service: Any) -> None:
         """Start a server with one service: add function, servicer, full name. Its replica is ready."""
@@ -42,7 +51,7 @@ class FleetKit:
         self.registry.heartbeat(name, GetStatusResponse(state=REPLICA_STATE_READY, run_id=RUN, **status))
 
     async def lose(self, name: str) -> None:
-        """Its lease ends."""
+        """End a replica's lease."""
         replica = self.registry.get(name)
         assert replica is not None
         await self.registry.remove([replica])
@@ -53,7 +62,7 @@ class FleetKit:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait until something is so."""
+    """Wait until the condition holds."""
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.02)

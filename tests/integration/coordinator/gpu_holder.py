@@ -61,7 +61,7 @@ class Holder(ReplicaService):
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there; one that only its stopped parent has not noticed the end of is not."""
+    """Return whether a process runs; a zombie doesn't."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

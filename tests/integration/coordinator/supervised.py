@@ -1,4 +1,4 @@
-"""A cluster whose replicas are the real supervisor's, with the real launcher beside it."""
+"""A cluster whose replicas run under the real supervisor, with the real launcher."""
 
 import contextlib
 import signal
@@ -20,7 +20,7 @@ from tests.integration.coordinator.cluster import LEASE_SECONDS, ROOT, Cluster
 
 
 class SupervisedCluster(Cluster):
-    """Only the coordinator is the test's own process."""
+    """The test starts the coordinator; the supervisor starts all else."""
 
     def __init__(self, folder: Path, redis_url: str, model: Path) -> None:
         super().__init__(folder, redis_url, model)
@@ -33,7 +33,7 @@ class SupervisedCluster(Cluster):
         self.start(name, "services.coordinator", *flags)
 
     def environment(self, grace_seconds: float) -> dict[str, str]:
-        """What a service of this cluster has to be told."""
+        """Return the environment of this cluster's services."""
         return {
             "RELAXD_COORDINATOR": f"127.0.0.1:{self.port}",
             "RELAXD_REDIS": self.redis_url,
@@ -82,7 +82,7 @@ class SupervisedCluster(Cluster):
 
 
 def audit(redis_url: str, run: pb.Run) -> None:
-    """Conservation, and every group in at most one step; nothing dropped but what the end of the run cut off."""
+    """Conservation, and every group in at most one step; no drops except at the end of the run."""
     config = RunConfig.model_validate_json(run.config_json)
     board = Board(redis_url, run.run_id, stages_for(config), config.board)
     counts = board.counts()

@@ -1,4 +1,4 @@
-"""Every call of the coordinator with what can be wrong in it: the answer names the field and what would be right."""
+"""Bad requests to every RPC of the coordinator: the error names the field and the rule."""
 
 import json
 import subprocess
@@ -114,7 +114,7 @@ def test_two_runs_with_one_id_and_two_runs_at_once(up: Cluster) -> None:
     # The files of an id that this Redis never knew are not mixed with those of a new run.
     (up.folder / "runs" / "elsewhere" / "steps").mkdir(parents=True)
     error = refused(up.stub.StartRun, pb.StartRunRequest(run_id="elsewhere", config_toml=up.config()))
-    assert (error.code(), "files of an earlier run" in error.details()) == (PRECONDITION, True)
+    assert (error.code(), "contains an earlier run" in error.details()) == (PRECONDITION, True)
 
 
 def test_calls_about_runs(up: Cluster) -> None:

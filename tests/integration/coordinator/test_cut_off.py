@@ -1,4 +1,4 @@
-"""A replica that the coordinator doesn't hear leaves its GPU in time, whatever stands still. No GPU is needed."""
+"""A replica without contact to the coordinator leaves its GPU in time. No GPU is needed."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ HELD = [GPU.uuid]
 
 
 class Holders(Cluster):
-    """Replicas that want the same GPU, the first of them behind a link that can be cut."""
+    """Replicas that compete for one GPU; the first is behind a link that can be cut."""
 
     def __init__(self, folder: Path, redis_url: str, loop: Loop) -> None:
         super().__init__(folder, redis_url, write_tokenizer(folder / "model"))

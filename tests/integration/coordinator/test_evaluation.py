@@ -1,4 +1,4 @@
-"""An evaluation against real servers: how long it waits, for whom, and how much it asks at once."""
+"""Evaluation against real servers: waits, retries and concurrency."""
 
 import asyncio
 import itertools
@@ -51,7 +51,7 @@ class Reward(reward_pb2_grpc.RewardServicer):
 
 
 class Kit(FleetKit):
-    """With engines that make tokens when the test says so."""
+    """Adds engines that generate on request."""
 
     def __init__(self, folder: Path, redis_url: str) -> None:
         super().__init__(redis_url)
@@ -68,11 +68,11 @@ class Kit(FleetKit):
                 "eval": {"prompts": PROMPTS, "stall_seconds": stall_seconds},
             }
         )
-        evaluator = Evaluator(config, load_data(config), self.fleet, self.peers)
+        evaluator = Evaluator(self.context(config), load_data(config))
         try:
             return await evaluator.evaluate((1, 3))
         finally:
-            assert evaluator.under_way == 0
+            assert evaluator.in_progress == 0
 
     async def engine(self, name: str, seconds: float = 0.0, term: int = 1) -> Engine:
         engine = Engine(seconds)

@@ -1,4 +1,4 @@
-"""The export at a run's end: as long as the trainer that writes is there, nobody loses patience."""
+"""The export at the end of a run: it has no time limit while the trainer is alive."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,7 +16,7 @@ DAY = 86400.0
 
 
 class Trainer(trainer_pb2_grpc.TrainerServicer):
-    """Exports when the test says so."""
+    """Exports once the test allows it."""
 
     def __init__(self) -> None:
         self.asked = self.left = False
@@ -35,7 +35,7 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
 
 @pytest.fixture
 async def kit(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FleetKit]:
-    monkeypatch.setattr(exporting, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(exporting, "POLL_SECONDS", 0.1)
     kit = FleetKit(redis_url)
     yield kit
     await kit.close()
@@ -61,5 +61,5 @@ async def test_the_trainer_may_take_any_time_and_the_next_one_is_asked_when_it_i
 
 
 async def test_without_a_trainer_it_gives_up_in_the_end(kit: FleetKit) -> None:
-    with pytest.raises(ExportFailed, match="no trainer is there"):
+    with pytest.raises(ExportFailed, match="no trainer is registered"):
         await export_model(kit.fleet, kit.peers, away_seconds=0.3)

@@ -1,4 +1,4 @@
-"""GPU leases: no GPU is held twice, whoever asks at once, dies or restarts. The coordinator needs no GPU for that."""
+"""GPU leases: no GPU has two holders, under concurrent requests, deaths and restarts. No GPU is needed."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ def holders(cluster: Cluster) -> dict[str, list[str]]:
 
 @contextmanager
 def beating(cluster: Cluster, *replica_ids: str) -> Iterator[None]:
-    """Send the heartbeats of replicas meanwhile; while the coordinator is away they fail, as they do in life."""
+    """Send the replicas' heartbeats in the background; they fail while the coordinator is away."""
     over = threading.Event()
 
     def beat() -> None:
@@ -102,7 +102,7 @@ def test_replicas_that_ask_at_once_get_different_gpus(cluster: Cluster) -> None:
                     error = answers[name]
                     assert isinstance(error, grpc.RpcError)
                     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-                    assert f"{name} needs 1 GPU and sees 4, of which 0 can be had" in error.details()
+                    assert f"{name} needs 1 GPU and sees 4, of which 0 are available" in error.details()
                     for holder, (uuid,) in granted.items():
                         assert f"{holder} holds {uuid}" in error.details()
             for name in granted:
@@ -128,9 +128,10 @@ def test_what_is_asked_for_is_checked_and_can_change(cluster: Cluster) -> None:
         assert lease(cluster, "trainer", 1, GPUS[3:]) == GPUS[3:]
         # Too many: nothing changes.
         error = refusal(lambda: lease(cluster, "rollout", 4))
-        assert "rollout needs 4 GPUs and sees 4, of which 3 can be had: trainer holds " + GPUS[3] in error.details()
+        assert "rollout needs 4 GPUs and sees 4, of which 3 are available: trainer holds " + GPUS[3] in error.details()
         assert (
-            "sees 1, of which 1 can be had. Stop" in refusal(lambda: lease(cluster, "rollout", 2, GPUS[:1])).details()
+            "sees 1, of which 1 are available. Stop"
+            in refusal(lambda: lease(cluster, "rollout", 2, GPUS[:1])).details()
         )
         assert holders(cluster) == {"rollout": GPUS[2:3], "trainer": GPUS[3:]}
         console = Console(file=StringIO(), width=240)

@@ -1,4 +1,4 @@
-"""Redis loses everything, and every process is killed: the run is taken up from its folder, no prompt trained twice."""
+"""After the loss of Redis and all processes the run is restored from its folder; no prompt is trained twice."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def board_of(cluster: Cluster, run: pb.Run) -> Board:
 
 
 def write_checkpoint_state(cluster: Cluster, run: pb.Run) -> dict[str, Any]:
-    """What the trainer writes beside its weights, taken from the board as it is."""
+    """Write the checkpoint's state.json from the board, as the trainer does."""
     board = board_of(cluster, run)
     step, cursor = board.last_step(), board.cursor()
     counts, open_groups = board.counts(), board.open_groups()

@@ -1,4 +1,4 @@
-"""A run from its start to its end, with real processes; only trainer and engines are doubles."""
+"""Whole runs with real processes; only trainer and engines are doubles."""
 
 import json
 import time
@@ -132,7 +132,7 @@ def test_pause_resume_stop_and_start_again(cluster: Cluster) -> None:
 
 
 def quiet(cluster: Cluster, seconds: float = 0.5) -> bool:
-    """Whether no group moves for a while."""
+    """Return whether no group moves for a while."""
     before = cluster.run()
     time.sleep(seconds)
     now = cluster.run()

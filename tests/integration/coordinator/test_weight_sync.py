@@ -12,7 +12,7 @@ STOPPED = pb.RUN_STATE_STOPPED
 
 
 def begin(cluster: Cluster, steps: int, faults: dict[str, dict[str, str]] | None = None, **overrides: object) -> None:
-    """A run with one sound engine and one that may have faults."""
+    """Start a run with one healthy engine and one that may have faults."""
     cluster.judges()
     cluster.trainer(PEER_STEP_SECONDS="0.3")
     cluster.rollout("sound")
@@ -27,13 +27,13 @@ def replicas(cluster: Cluster) -> list[str]:
 
 
 def weights(cluster: Cluster) -> dict[str, int | None]:
-    """Engine -> version that it serves."""
+    """Return the served version by engine."""
     engines = cluster.stub.GetWeights(pb.GetWeightsRequest(), timeout=5).engines
     return {e.replica_id: e.weights.version if e.HasField("weights") else None for e in engines}
 
 
 def first_call(cluster: Cluster, name: str, method: str, number: int) -> float:
-    """When a double got its number-th call of a method."""
+    """Return the time of a double's number-th call of a method."""
     return cluster.calls(name, method)[number - 1]["time"]
 
 

@@ -1,4 +1,4 @@
-"""Clusters whose parts go wrong."""
+"""Clusters with faulty services."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.tokenizer import write_tokenizer
 
 @pytest.fixture
 def cluster(tmp_path: Path, redis_url: str) -> Iterator[HealthCluster]:
-    """A coordinator that is starting, and nothing else."""
+    """A cluster with only a starting coordinator."""
     cluster = HealthCluster(tmp_path, redis_url, write_tokenizer(tmp_path / "model"))
     cluster.coordinator()
     yield cluster

@@ -30,11 +30,11 @@ QUICK: dict[str, Any] = {
     "reward__timeout_seconds": 1.0,
     "board__lease_seconds": 300.0,  # the board alone would wait for long
 }
-"""Settings under which things happen in seconds."""
+"""Settings with limits of seconds."""
 
 
 class HealthCluster(SupervisedCluster):
-    """Doubles under the supervisor that go wrong when told to."""
+    """Doubles under the supervisor, with faults on command."""
 
     def supervisor(self, counts: Mapping[str, int], max_restarts: int = 5) -> None:
         """Start `counts` replicas of each role."""
@@ -48,7 +48,7 @@ class HealthCluster(SupervisedCluster):
         self.start_supervisor(services, {}, max_restarts)
 
     def begin(self, *, max_restarts: int = 5, rollouts: int = 1, **overrides: Any) -> None:
-        """One replica of each role (`rollouts` of that one), and a run without an end that has done a step."""
+        """One replica of each role (`rollouts` of that one), and an endless run that has committed a step."""
         self.supervisor({"trainer": 1, "rollout": rollouts, "reward": 1, "advantage": 1}, max_restarts)
         self.until("the coordinator", lambda: self.stub.ListRuns(pb.ListRunsRequest(), timeout=5) is not None, 120)
         self.start_run("run", **{"run__steps": 100000, **QUICK, **overrides})
@@ -63,16 +63,16 @@ class HealthCluster(SupervisedCluster):
         return path
 
     def service(self, name: str) -> ServiceState:
-        """What the supervisor says of a service."""
+        """Return the supervisor's entry of a service."""
         state = self.until("the supervisor", self.state.read)
         return next(service for service in state.services if service.name == name)
 
     def process(self, name: str) -> psutil.Process:
-        """The process of a service now."""
+        """Return the current process of a service."""
         return psutil.Process(self.service(name).pid)
 
     def remove(self, name: str) -> None:
-        """End a service for good: its supervisor, stopped, can't start it again. Only once, and for the last fault."""
+        """Kill a service and stop its supervisor, so that it never returns; only for the last fault of a test."""
         process = self.process(name)
         self.send("supervisor", signal.SIGSTOP)
         process.terminate()
@@ -80,24 +80,24 @@ class HealthCluster(SupervisedCluster):
     # --- looking
 
     def health(self, name: str) -> health_pb2.Health:
-        """Of a replica (its instance), or of a role (its name)."""
+        """Return the health of a replica (by instance) or a role (by name)."""
         for one in self.run().health:
             if name == (one.instance or Role.Name(one.role).removeprefix("ROLE_").lower()):
                 return one
         return health_pb2.Health()
 
     def info(self, replica_id: str) -> pb.ReplicaInfo:
-        """What the coordinator knows of a replica."""
+        """Return the coordinator's entry of a replica."""
         replicas = self.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas
         return next((one for one in replicas if one.registration.replica_id == replica_id), pb.ReplicaInfo())
 
     def events(self) -> list[health_pb2.RunEvent]:
-        """All that happened, from the beginning."""
+        """Return all health events of the run."""
         request = pb.WatchRunRequest(resume_token=f"{self.run().step}-0", max_seconds=0.1)
         return [event for answer in self.stub.WatchRun(request, timeout=30) for event in answer.events]
 
     def until_event(self, instance: str, state: int, text: str = "", seconds: float = 60.0) -> health_pb2.RunEvent:
-        """Wait for an event of a replica, or of a role (its name)."""
+        """Wait for an event of a replica (by instance) or a role (by name)."""
 
         def look() -> health_pb2.RunEvent | None:
             for event in self.events():
@@ -110,5 +110,5 @@ class HealthCluster(SupervisedCluster):
         return self.until(f"{instance} {name} {text!r}", look, seconds)
 
     def goes_on(self, seconds: float = 60.0) -> None:
-        """Two more steps are committed."""
+        """Wait until two more steps are committed."""
         self.until_step(self.run().step + 2, seconds)

@@ -1,4 +1,4 @@
-"""Second tier: a role that can't be brought back is rebuilt as a whole while the run is paused; then the run fails."""
+"""Second tier: a role without a working replica is rebuilt while the run is paused; then the run fails."""
 
 import signal
 import time
@@ -23,7 +23,7 @@ def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: Hea
     assert "rebuilding rollout (1 of 2)" in paused.reason
     assert cluster.calls("trainer-1", "SaveCheckpoint")  # it is well, and worse may follow
     run = cluster.until_state(pb.RUN_STATE_FAILED, 120)
-    assert run.reason.startswith("rollout could not be brought back: ")
+    assert run.reason.startswith("rollout could not be rebuilt: ")
     assert run.reason.endswith("(rebuilt 2 times)")
     events = cluster.events()
     kinds = [event.state for event in events if event.role == ROLE_ROLLOUT and not event.instance]
@@ -49,7 +49,7 @@ def test_a_rebuilt_role_resumes_the_run(cluster: HealthCluster) -> None:
     cluster.ended_run()
 
 
-def test_what_people_took_away_is_waited_for(cluster: HealthCluster) -> None:
+def test_a_role_without_replicas_waits_for_new_ones(cluster: HealthCluster) -> None:
     cluster.begin(health__role_timeout_seconds=2.0, health__max_rebuilds=1)
     cluster.rollout("by-hand")
     cluster.until("it works", lambda: cluster.calls("by-hand", "generate"), 60)
@@ -58,7 +58,7 @@ def test_what_people_took_away_is_waited_for(cluster: HealthCluster) -> None:
     cluster.send("by-hand", signal.SIGTERM)
     cluster.processes.pop("by-hand").wait()
     run = cluster.until_state(pb.RUN_STATE_PAUSED, 60)
-    assert "no rollout replica has been there for" in run.reason
+    assert "no rollout replica for" in run.reason
     events = cluster.events()
     assert not [event for event in events if event.instance], events  # whoever goes in peace is not missed
     time.sleep(3.0)  # longer than role_timeout_seconds, and no rebuild is left

@@ -1,4 +1,4 @@
-"""First tier: a replica that is dead or stuck is restarted in place, and its work goes on elsewhere at once."""
+"""First tier: a replica that is dead or stuck is restarted in place, and others get its groups at once."""
 
 import signal
 import time
@@ -12,7 +12,7 @@ def test_an_engine_that_is_stuck_or_answers_wrongly_is_restarted(cluster: Health
     before = cluster.service("rollout-1")
     cluster.fault("stuck", "rollout-1", "rollout-1")
     event = cluster.until_event("rollout-1", RESTARTING, "it is stuck: it holds")
-    assert "has got nothing done for" in event.text
+    assert "has made no progress for" in event.text
     cluster.until_event("rollout-1", HEALTHY, "rollout-1-r1 works after")
     after = cluster.service("rollout-1")
     assert (after.restarts, after.pid != before.pid) == (1, True)
@@ -30,7 +30,7 @@ def test_an_engine_that_is_stuck_or_answers_wrongly_is_restarted(cluster: Health
     cluster.ended_run()
 
 
-def test_a_stall_is_no_death_but_one_that_lasts_is(cluster: HealthCluster) -> None:
+def test_only_a_stall_that_lasts_counts_as_death(cluster: HealthCluster) -> None:
     cluster.begin(rollouts=2, health__stuck_seconds=300.0)
     stalled = cluster.process("rollout-1")
     stalled.suspend()
@@ -43,7 +43,7 @@ def test_a_stall_is_no_death_but_one_that_lasts_is(cluster: HealthCluster) -> No
     cluster.fault("stuck", "rollout-1", "rollout-1")
     cluster.until("it holds groups", lambda: cluster.info("rollout-1").status.held_groups)
     stalled.suspend()
-    cluster.until_event("rollout-1", RESTARTING, "no heartbeat came any more")
+    cluster.until_event("rollout-1", RESTARTING, "its heartbeats stopped")
     cluster.goes_on()
     cluster.until_event("rollout-1", HEALTHY, "rollout-1-r1 works after")
     assert not stalled.is_running()  # its launcher killed it: it could not answer
@@ -51,7 +51,7 @@ def test_a_stall_is_no_death_but_one_that_lasts_is(cluster: HealthCluster) -> No
     cluster.ended_run()
 
 
-def test_a_stuck_trainer_is_restarted_and_steps_go_on(cluster: HealthCluster) -> None:
+def test_a_stuck_trainer_is_restarted_and_steps_continue(cluster: HealthCluster) -> None:
     cluster.begin()
     cluster.fault("stuck", "trainer-1", "trainer-1")
     cluster.until_event("trainer-1", RESTARTING, "it is stuck")
@@ -61,7 +61,7 @@ def test_a_stuck_trainer_is_restarted_and_steps_go_on(cluster: HealthCluster) ->
     cluster.ended_run()
 
 
-def test_a_death_is_an_event_and_its_work_is_free_at_once(cluster: HealthCluster) -> None:
+def test_a_death_is_an_event_and_frees_its_groups_at_once(cluster: HealthCluster) -> None:
     cluster.begin(health__stuck_seconds=300.0)
     cluster.fault("stuck", "rollout-1", "rollout-1")
     cluster.until("it holds groups", lambda: cluster.info("rollout-1").status.held_groups)
@@ -71,7 +71,7 @@ def test_a_death_is_an_event_and_its_work_is_free_at_once(cluster: HealthCluster
     cluster.ended_run()
 
 
-def test_another_coordinator_goes_on_in_the_middle(cluster: HealthCluster) -> None:
+def test_a_new_coordinator_continues_a_restart(cluster: HealthCluster) -> None:
     cluster.begin(health__restart_timeout_seconds=10.0)
     # It dies for good, as far as its supervisor can tell: only the coordinator's insisting brings it back.
     fault = cluster.fault("fail", "reward-1")
@@ -91,7 +91,7 @@ def test_no_restart_storm(cluster: HealthCluster) -> None:
     # Stuck again after each restart; the other engine works, so the run goes on.
     cluster.begin(rollouts=2, health__max_restarts=3, health__stuck_seconds=0.5, health__first_backoff_seconds=0.5)
     cluster.fault("stuck", "rollout-1")
-    gave_up = cluster.until_event("rollout-1", FAILED, "given up after 3 tries", 200)
+    gave_up = cluster.until_event("rollout-1", FAILED, "failed after 3 tries", 200)
     restarts = [event for event in cluster.events() if event.instance == "rollout-1" and event.state == RESTARTING]
     assert len(restarts) == 3
     times = [event.time.ToNanoseconds() for event in restarts]
@@ -104,7 +104,7 @@ def test_no_restart_storm(cluster: HealthCluster) -> None:
     cluster.ended_run()
 
 
-def test_nobody_restarts_what_nobody_supervises(cluster: HealthCluster) -> None:
+def test_unsupervised_replicas_are_not_restarted(cluster: HealthCluster) -> None:
     cluster.begin()
     cluster.rollout("by-hand", PEER_GENERATE_SECONDS="3600")
     cluster.until("it is suspect", lambda: cluster.health("by-hand").state == SUSPECT, 60)
@@ -112,7 +112,7 @@ def test_nobody_restarts_what_nobody_supervises(cluster: HealthCluster) -> None:
     assert "it is stuck" in reason
     assert cluster.processes["by-hand"].poll() is None
     cluster.send("by-hand", signal.SIGKILL)
-    cluster.until_event("by-hand", FAILED, "by-hand is gone; nobody starts it again")
+    cluster.until_event("by-hand", FAILED, "by-hand is gone, and no supervisor restarts it")
     cluster.goes_on()
     cluster.ended_run()
 

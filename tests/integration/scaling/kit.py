@@ -29,20 +29,20 @@ DONE, PARTIAL, FAILED, CANCELLED = (
 
 
 class ScalingCluster(SupervisedCluster):
-    """`closed` keeps launched replicas from starting, `fail` makes those end that are named."""
+    """`closed` blocks the start of launched replicas; `fail` ends those that it names."""
 
     def __init__(self, folder: Path, redis_url: str, model: Path) -> None:
         super().__init__(folder, redis_url, model)
         self.closed = folder / "closed"
 
     def fail(self, suffix: str) -> Path:
-        """Make launched replicas end whose launch id ends so, while the file that is returned exists."""
+        """End launched replicas with this suffix of the launch id, as long as the returned file exists."""
         path = self.folder / f"fail-{suffix}"
         path.touch()
         return path
 
     def supervisor(self, max_restarts: int = 5, **environment: str) -> None:
-        """The supervisor, with a template for rollout doubles."""
+        """Start the supervisor with a template for rollout doubles."""
         command = [sys.executable, "-m", "tests.integration.scaling.gated", str(self.folder), "rollout"]
         environment |= self.environment(grace_seconds=5)
         template = ServiceSpec(name="", role="rollout", command=command, environment=environment)
@@ -72,11 +72,11 @@ class ScalingCluster(SupervisedCluster):
     # --- looking
 
     def rollouts(self) -> dict[str, pb.ReplicaInfo]:
-        """The registered rollout replicas, by id."""
+        """Return the registered rollout replicas by id."""
         replicas = self.stub.ListReplicas(pb.ListReplicasRequest(role=ROLE_ROLLOUT), timeout=5).replicas
         return {replica.registration.replica_id: replica for replica in replicas}
 
     def launched(self) -> dict[str, int]:
-        """Process ids of the replicas that the supervisor runs for the launcher."""
+        """Return the process ids of launched replicas."""
         state = self.state.read()
         return {s.name: s.pid or 0 for s in state.services if s.launched} if state else {}

@@ -1,4 +1,4 @@
-"""Replicas come and go during a run, by request. Coordinator, supervisor and launcher are real, the rest doubles."""
+"""Scale requests during a run. Coordinator, supervisor and launcher are real; trainer and engines are doubles."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ from tests.integration.scaling.kit import (
 
 
 def start_all(cluster: ScalingCluster, *, trainer: bool = True, max_restarts: int = 5, **environment: str) -> None:
-    """Everything, and a run without an end."""
+    """Start all services and an endless run."""
     cluster.supervisor(max_restarts, **environment)
     cluster.judges()
     cluster.rollout("first", **environment)
@@ -114,7 +114,7 @@ def test_wrong_requests_name_their_fields(cluster: ScalingCluster) -> None:
     assert fields(cluster.into, 0) == {"replicas"}
     assert fields(cluster.into, 1, replica_ids=["a"]) == {"replica_ids"}
     assert fields(cluster.into, 1, drain_seconds=1e9) == {"drain_seconds"}
-    assert "can't be dealt out evenly" in refusal(cluster.out, 2, gpu_uuids=["GPU-1", "GPU-2", "GPU-3"]).details()
+    assert "can't be divided evenly" in refusal(cluster.out, 2, gpu_uuids=["GPU-1", "GPU-2", "GPU-3"]).details()
     cluster.kill("coordinator")
     cluster.coordinator(launcher=False)
     no_launcher = cluster.until("the coordinator", lambda: "no launcher" in refusal(cluster.out, 2).details())

@@ -1,4 +1,4 @@
-"""Whose turn comes next, in every situation that a colocated run can be in."""
+"""The next move of a GPU handoff, for every situation of a colocated run."""
 
 from dataclasses import replace
 from itertools import product
@@ -55,7 +55,7 @@ def test_each_situation_has_its_move(what: str, now: Situation, move: Move) -> N
     assert next_move(now) == move, what
 
 
-def test_no_move_takes_a_device_from_who_starts_or_works() -> None:
+def test_no_move_takes_a_device_from_a_replica_that_starts_or_works() -> None:
     flags = [name for name in Situation.__dataclass_fields__ if name != "trainer"]
     for trainer, values in product(
         ("absent", "waiting", "starting", "ready"), product((False, True), repeat=len(flags))

@@ -1,4 +1,4 @@
-"""The calls of a weight synchronisation, each to all members at once and with a deadline."""
+"""Client of a weight group's members: each call goes to all of them at once, with a deadline."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from services.coordinator.state.records import GroupRecord, Member
 logger = logging.getLogger(__name__)
 
 Call = Awaitable[Any]
-"""A unary call under way."""
+"""A unary call in progress."""
 
 PAUSE_MODES = {
     "in_place": rollout_pb2.PAUSE_MODE_IN_PLACE,
@@ -30,23 +30,23 @@ PAUSE_MODES = {
     "drain": rollout_pb2.PAUSE_MODE_DRAIN,
 }
 SHORT_SECONDS = 3.0
-"""Deadline of calls that only have to change a flag: resume, leave."""
+"""Deadline of calls that only change a flag: resume, leave."""
 SILENT_SECONDS = 0.5
-"""The same for a member that had not answered before: it may be frozen, and all wait for it."""
+"""The same for a member that did not answer the last call: it may be frozen, and all members wait for it."""
 MARGIN_SECONDS = 1.0
-"""A call's deadline beyond the deadline that its callee keeps by itself."""
+"""Added to the deadline that the callee enforces itself."""
 ECHO_SECONDS = 0.2
-"""After a first failure: time for the others to say the same, or that they are done."""
+"""Time for the other calls to end after the first failure, so that the error names every culprit."""
 TO_BLAME = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""What a call to a member that is dead or late ends with; any other error is an answer."""
+"""Statuses of a member that is dead or late; any other status is an answer."""
 
 
 class SyncFailed(Exception):
-    """A synchronisation ended without success.
+    """A weight synchronisation failed.
 
-    `blamed` are the members that are dead or late, or have other weights than were sent; `wrong` are the latter.
-    `refused` are those that answered with an error, which may be the fault of others. `silent` are those that had not
-    answered yet, or not in time.
+    `blamed`: members that are dead, late, or hold other weights than were sent; `wrong`: only the last kind.
+    `refused`: members that answered with an error, possibly caused by another member. `silent`: members that did not
+    answer, or not in time.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class SyncFailed(Exception):
         self.blamed = frozenset(blamed) | self.wrong
 
 
-class WeightCalls:
-    """Every step of the sequence. All raise SyncFailed."""
+class WeightGroupClient:
+    """The steps of a synchronisation. All raise SyncFailed."""
 
     def __init__(self, registry: Registry, peers: Peers, config: WeightsConfig) -> None:
         self._registry = registry
@@ -73,7 +73,7 @@ class WeightCalls:
         self._config = config
 
     def _pause(self, sync_id: int) -> tuple[rollout_pb2.PauseGenerationRequest, float]:
-        """A pause, for no longer than a synchronisation can take, and its deadline."""
+        """Return a pause request, with a lease as long as a synchronisation can take, and its deadline."""
         config = self._config
         wait = config.timeout_seconds if config.pause == "drain" else config.connect_timeout_seconds
         request = rollout_pb2.PauseGenerationRequest(
@@ -84,16 +84,16 @@ class WeightCalls:
         return request, wait
 
     async def manifest(self, trainer: Member) -> trainer_pb2.GetWeightManifestResponse:
-        """What the trainer will send, and where the ranks meet."""
+        """Return the tensors that the trainer will send and the address of the ranks' store."""
         request = trainer_pb2.GetWeightManifestRequest()
         try:
             stub = self._trainer(trainer)
             return await stub.GetWeightManifest(request, timeout=self._config.connect_timeout_seconds)
         except grpc.aio.AioRpcError as error:
-            raise SyncFailed(f"the trainer doesn't say what it will send: {explain(error)}") from error
+            raise SyncFailed(f"the trainer did not return its weight manifest: {explain(error)}") from error
 
     async def join(self, sync_id: int, group: GroupRecord, manifest: trainer_pb2.GetWeightManifestResponse) -> None:
-        """Connect the trainer's source ranks and the engines."""
+        """Connect the trainer's source ranks and the engines to a new group."""
         ranks, next_rank = {}, manifest.source_ranks
         for engine in group.engines:
             ranks[engine] = next_rank
@@ -119,7 +119,7 @@ class WeightCalls:
                 timeout=seconds + MARGIN_SECONDS,
             )
 
-        await self._together("join the weight group", [group.trainer, *group.engines], join)
+        await self._broadcast("join the weight group", [group.trainer, *group.engines], join)
 
     async def transfer(
         self,
@@ -129,15 +129,15 @@ class WeightCalls:
         unverified: Collection[Member],
         recorded: "asyncio.Task[None]",
     ) -> float:
-        """Broadcast, while each engine pauses, receives and resumes: nobody waits for another one's pause.
+        """Broadcast the weights, while each engine pauses, receives and resumes on its own.
 
-        Where there are `unverified` engines all resume when those turn out to have what the trainer sent. Nothing
-        travels before `recorded` is done. Returns the seconds of the slowest engine's reception.
+        If there are `unverified` engines, all engines resume only once the checksums of those match the trainer's. The
+        broadcast starts once `recorded` is done. Returns the seconds of the slowest engine's reception.
         """
         pause, wait = self._pause(sync_id)
         drain = self._config.pause == "drain"
-        if drain:  # that takes as long as answers do, and the trainer's optimizer must not wait for it
-            await self._together(
+        if drain:  # takes as long as generation, and the trainer's optimizer must not wait for it
+            await self._broadcast(
                 "drain", group.engines, lambda e: self._rollout(e).PauseGeneration(pause, timeout=wait)
             )
         weights = WeightVersion(term=version[0], version=version[1])
@@ -167,27 +167,27 @@ class WeightCalls:
             limit = (0.0 if drain else wait) + seconds + MARGIN_SECONDS
             return await self._rollout(member).ReceiveWeights(receive, timeout=limit)
 
-        answers = await self._together("transfer weights", [group.trainer, *group.engines], transfer)
+        answers = await self._broadcast("transfer weights", [group.trainer, *group.engines], transfer)
         sent = answers[group.trainer].checksums
         wrong = {engine: _differences(sent, answers[engine].checksums) for engine in unverified}
         if any(wrong.values()):
-            said = "; ".join(f"{engine.replica_id}: {why}" for engine, why in wrong.items() if why)
+            detail = "; ".join(f"{engine.replica_id}: {names}" for engine, names in wrong.items() if names)
             raise SyncFailed(
-                f"engines have other weights than were sent ({said})", wrong=[e for e in wrong if wrong[e]]
+                f"engines hold other weights than the trainer sent ({detail})", wrong=[e for e in wrong if wrong[e]]
             )
         if unverified:
-            await self._together("resume", group.engines, lambda e: self._resume(sync_id, e))
+            await self._broadcast("resume", group.engines, lambda e: self._resume(sync_id, e))
         return max(float(answers[engine].seconds) for engine in group.engines)
 
     def _resume(self, sync_id: int, engine: Member) -> Call:
-        """Let an engine go on."""
+        """Resume an engine."""
         request = rollout_pb2.ResumeGenerationRequest(sync_id=sync_id)
         return self._rollout(engine).ResumeGeneration(request, timeout=SHORT_SECONDS)
 
     async def leave(self, sync_id: int, group: GroupRecord) -> None:
-        """Let the members that are still there forget a group, without ending the engines' pause."""
+        """Let the registered members leave a group; paused engines stay paused."""
         members = [member for member in (group.trainer, *group.engines) if self._registry.holds(member)]
-        await self._together("leave the old weight group", members, lambda m: self._leave(sync_id, group, m))
+        await self._broadcast("leave the old weight group", members, lambda m: self._leave(sync_id, group, m))
 
     async def abort(
         self,
@@ -197,17 +197,16 @@ class WeightCalls:
         wrong: Collection[Member] = (),
         quiet: Collection[Member] = (),
     ) -> set[Member]:
-        """Make everybody leave the group, which aborts what they are in, and let engines go on that may.
+        """Make all members leave the group, which aborts their collectives, and resume the engines that may serve.
 
-        Those that were touched serve nothing, nor do those with `wrong` weights. `quiet` members, which may be frozen,
-        are waited for less long.
-        Returns the members that are gone or don't answer; raises no SyncFailed.
+        Engines with partly received or `wrong` weights are quarantined. `quiet` members may be frozen: their deadline
+        is shorter. Returns the members that are gone or don't answer; never raises SyncFailed.
         """
         members = set(engines) | ({group.trainer, *group.engines} if group else set())
         there = [member for member in members if self._registry.holds(member)]
         answers = await asyncio.gather(
             *(
-                self._let_go(sync_id, group, m, m in wrong, SILENT_SECONDS if m in quiet else SHORT_SECONDS)
+                self._release(sync_id, group, m, m in wrong, SILENT_SECONDS if m in quiet else SHORT_SECONDS)
                 for m in there
             ),
             return_exceptions=True,
@@ -215,14 +214,14 @@ class WeightCalls:
         silent = members - set(there)
         for member, answer in zip(there, answers, strict=True):
             if isinstance(answer, grpc.aio.AioRpcError):
-                logger.info("%s did not let go: %s", member.replica_id, explain(answer))
+                logger.info("%s did not leave the weight group: %s", member.replica_id, explain(answer))
                 if answer.code() in TO_BLAME:
                     silent.add(member)
             elif isinstance(answer, BaseException):
                 raise answer
         return silent
 
-    async def _let_go(
+    async def _release(
         self, sync_id: int, group: GroupRecord | None, member: Member, wrong: bool, seconds: float
     ) -> None:
         if group is not None:
@@ -248,14 +247,14 @@ class WeightCalls:
             timeout=seconds,
         )
 
-    async def _together(
-        self, what: str, members: Sequence[Member], call: Callable[[Member], Call]
+    async def _broadcast(
+        self, action: str, members: Sequence[Member], call: Callable[[Member], Call]
     ) -> dict[Member, Any]:
-        """Call every member at once; returns what they answered.
+        """Call all members at once; returns their answers.
 
-        Raises SyncFailed soon after the first failure or lost lease; the calls that still run are cancelled.
+        Raises SyncFailed soon after the first failure or lost lease, and cancels the calls in progress.
         """
-        tasks = {member: asyncio.create_task(_awaited(call(member))) for member in members}
+        tasks = {member: asyncio.create_task(_await(call(member))) for member in members}
         pending = set(tasks.values())
         try:
             while pending and not any(task.done() and task.exception() for task in tasks.values()):
@@ -267,7 +266,7 @@ class WeightCalls:
         finally:
             for task in pending:
                 task.cancel()
-        said: list[str] = []
+        problems: list[str] = []
         blamed: list[Member] = []
         refused: list[Member] = []
         silent: list[Member] = []
@@ -275,17 +274,17 @@ class WeightCalls:
             if task in pending:
                 silent.append(member)
                 if not self._registry.holds(member):
-                    said.append(f"{member.replica_id}: no heartbeat")
+                    problems.append(f"{member.replica_id}: no heartbeat")
                     blamed.append(member)
             elif (error := task.exception()) is not None:
                 if not isinstance(error, grpc.aio.AioRpcError):
                     raise error
-                said.append(f"{member.replica_id}: {explain(error)}")
+                problems.append(f"{member.replica_id}: {explain(error)}")
                 (blamed if error.code() in TO_BLAME else refused).append(member)
                 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                     silent.append(member)
-        if said or pending:
-            raise SyncFailed(f"could not {what} ({'; '.join(said)})", blamed, refused=refused, silent=silent)
+        if problems or pending:
+            raise SyncFailed(f"could not {action} ({'; '.join(problems)})", blamed, refused=refused, silent=silent)
         return {member: task.result() for member, task in tasks.items()}
 
     def _trainer(self, member: Member) -> TrainerStub:
@@ -296,7 +295,7 @@ class WeightCalls:
 
 
 def _differences(sent: Mapping[str, int], received: Mapping[str, int]) -> str:
-    """Which tensors differ, for people; empty if none does. External servers tell no checksums."""
+    """Name the tensors whose checksums differ; "" if none does, or the engine (an external server) returns none."""
     if not received:
         return ""
     different = sorted(name for name in {*sent, *received} if sent.get(name) != received.get(name))
@@ -305,5 +304,5 @@ def _differences(sent: Mapping[str, int], received: Mapping[str, int]) -> str:
     return f"{different[0]}" + (f" and {len(different) - 1} more tensors" if len(different) > 1 else "")
 
 
-async def _awaited(call: Call) -> Any:
+async def _await(call: Call) -> Any:
     return await call

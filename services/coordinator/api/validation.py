@@ -1,0 +1,165 @@
+"""Checks of requests that have more than a field or two. All raise InvalidArgument and name every bad field."""
+
+import re
+from collections.abc import Sequence
+
+from relaxd.rpc.errors import InvalidArgument, Violations
+from relaxd.rpc.gpu_uuids import GPU_UUID, GPU_UUID_RULE, MAX_GPUS, check_gpu_uuids
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1 import scaling_pb2
+from relaxd.v1.replica_pb2 import (
+    ROLE_ADVANTAGE,
+    ROLE_COORDINATOR,
+    ROLE_REWARD,
+    ROLE_ROLLOUT,
+    ROLE_UNSPECIFIED,
+    Role,
+)
+from services.coordinator.runs.starting import check_run_id
+from services.coordinator.state.scale_records import Direction, ScaleSpec
+
+REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+ADDRESS = re.compile(r"[A-Za-z0-9.\[\]:_-]{1,200}:[0-9]{1,5}")
+ANY_ID = re.compile(r".{1,128}")
+SCALABLE_ROLES = (ROLE_ROLLOUT, ROLE_REWARD, ROLE_ADVANTAGE)
+MAX_LAUNCH_ID = 300
+MAX_NAME = 300
+MAX_STATUS_BYTES = 1 << 18
+MAX_RANKS = 4096
+MAX_REPLICAS = 256
+TIMEOUT_SECONDS = 600.0
+MAX_TIMEOUT_SECONDS = 7200.0
+DRAIN_SECONDS = 30.0
+MAX_DRAIN_SECONDS = 3600.0
+
+
+def checked_run_id(run_id: str, *, optional: bool = True) -> str:
+    """Return a run id; with `optional` it may be empty."""
+    violations = Violations()
+    check_run_id(run_id, violations, optional=optional)
+    violations.raise_if_any()
+    return run_id
+
+
+def check_registration(request: pb.RegisterRequest) -> None:
+    """Check a Register request."""
+    violations = Violations()
+    violations.check(
+        REPLICA_ID.fullmatch(request.replica_id),
+        "replica_id",
+        "must be 1 to 128 letters, digits, dots, dashes and underscores, the first one a letter or digit",
+    )
+    known = request.role in Role.values() and request.role not in (ROLE_UNSPECIFIED, ROLE_COORDINATOR)
+    violations.check(known, "role", "must be rollout, reward, advantage or trainer")
+    violations.check(ADDRESS.fullmatch(request.address), "address", "must be host:port")
+    violations.check(0 <= request.engine_ranks <= MAX_RANKS, "engine_ranks", f"must be 0 to {MAX_RANKS}")
+    violations.check(len(request.gpu_uuids) <= MAX_GPUS, "gpu_uuids", f"must be at most {MAX_GPUS}")
+    longest = max(map(len, (*request.gpu_uuids, request.package_version)), default=0)
+    length_rule = f"and package_version must be at most {MAX_NAME} characters long"
+    violations.check(longest <= MAX_NAME, "gpu_uuids", length_rule)
+    violations.check(
+        len(request.launch_id) <= MAX_LAUNCH_ID, "launch_id", f"must be at most {MAX_LAUNCH_ID} characters"
+    )
+    violations.raise_if_any()
+
+
+def check_status_size(request: pb.HeartbeatRequest) -> None:
+    """Check that a heartbeat's status is small enough to keep."""
+    size = request.status.ByteSize()
+    if size > MAX_STATUS_BYTES:
+        problem = f"has {size} bytes: it must have at most {MAX_STATUS_BYTES}"
+        raise InvalidArgument(f"status {problem}", [("status", problem)])
+
+
+def check_gpu_request(request: pb.LeaseGpusRequest) -> None:
+    """Check a LeaseGpus request."""
+    candidates = request.candidate_uuids
+    violations = Violations()
+    violations.check(REPLICA_ID.fullmatch(request.replica_id), "replica_id", "must be the replica's id")
+    violations.check(request.count >= 0, "count", f"is {request.count}: it must not be negative")
+    check_gpu_uuids("candidate_uuids", candidates, violations)
+    violations.check(len(set(candidates)) == len(candidates), "candidate_uuids", "names a GPU twice")
+    violations.raise_if_any()
+
+
+def check_announcement(request: pb.AnnounceVersionRequest) -> None:
+    """Check an AnnounceVersion request."""
+    violations = Violations()
+    check_run_id(request.run_id, violations, optional=False)
+    violations.check(REPLICA_ID.fullmatch(request.replica_id), "replica_id", "must be the trainer's id")
+    violations.check(request.weights.term > 0, "weights.term", "must be the trainer's term, at least 1")
+    violations.check(request.weights.version >= 0, "weights.version", "must not be negative")
+    violations.raise_if_any()
+
+
+def scale_out_spec(request: scaling_pb2.ScaleOutRequest) -> ScaleSpec:
+    """Check a ScaleOut request and convert it."""
+    violations = Violations()
+    _check_common(request.request_id, request.role, request.replicas, violations)
+    _check_either("replicas", request.replicas, "addresses", request.addresses, violations)
+    _check_list("addresses", request.addresses, ADDRESS, "must be host:port", violations)
+    _check_list("gpu_uuids", request.gpu_uuids, GPU_UUID, GPU_UUID_RULE, violations)
+    violations.check(
+        not (request.addresses and request.gpu_uuids),
+        "gpu_uuids",
+        "must be empty with addresses: those services run already",
+    )
+    _check_seconds("timeout_seconds", request.timeout_seconds, MAX_TIMEOUT_SECONDS, violations)
+    violations.raise_if_any()
+    return ScaleSpec(
+        direction=Direction.OUT,
+        role=_role_name(request.role),
+        replicas=request.replicas,
+        addresses=tuple(request.addresses),
+        gpu_uuids=tuple(request.gpu_uuids),
+        seconds=request.timeout_seconds or TIMEOUT_SECONDS,
+    )
+
+
+def scale_in_spec(request: scaling_pb2.ScaleInRequest) -> ScaleSpec:
+    """Check a ScaleIn request and convert it."""
+    violations = Violations()
+    _check_common(request.request_id, request.role, request.replicas, violations)
+    _check_either("replicas", request.replicas, "replica_ids", request.replica_ids, violations)
+    _check_list("replica_ids", request.replica_ids, ANY_ID, "must be a replica's id", violations)
+    _check_seconds("drain_seconds", request.drain_seconds, MAX_DRAIN_SECONDS, violations)
+    violations.raise_if_any()
+    return ScaleSpec(
+        direction=Direction.IN,
+        role=_role_name(request.role),
+        replicas=request.replicas,
+        replica_ids=tuple(request.replica_ids),
+        seconds=request.drain_seconds if request.HasField("drain_seconds") else DRAIN_SECONDS,
+    )
+
+
+def _check_common(request_id: str, role: "Role.ValueType", replicas: int, violations: Violations) -> None:
+    violations.check(
+        not request_id or REQUEST_ID.fullmatch(request_id),
+        "request_id",
+        "must be 1 to 64 letters, digits, dots, dashes and underscores, the first one a letter or digit",
+    )
+    known = role in (ROLE_UNSPECIFIED, *SCALABLE_ROLES)
+    violations.check(known, "role", "must be ROLE_ROLLOUT, ROLE_REWARD or ROLE_ADVANTAGE: no other can be scaled")
+    violations.check(0 <= replicas <= MAX_REPLICAS, "replicas", f"is {replicas}: it must be 1 to {MAX_REPLICAS}")
+
+
+def _check_either(name: str, count: int, other: str, values: Sequence[str], violations: Violations) -> None:
+    violations.check(count or values, name, f"must be at least 1, or {other} must be given")
+    violations.check(not (count and values), other, f"must be empty when {name} is given")
+
+
+def _check_list(name: str, values: Sequence[str], pattern: re.Pattern[str], rule: str, violations: Violations) -> None:
+    for index, value in enumerate(values[:MAX_REPLICAS]):
+        violations.check(pattern.fullmatch(value), f"{name}[{index}]", f"is {value!r}: it {rule}")
+    violations.check(len(set(values)) == len(values), name, "has a duplicate")
+    violations.check(len(values) <= MAX_REPLICAS, name, f"has {len(values)}: at most {MAX_REPLICAS}")
+
+
+def _check_seconds(name: str, seconds: float, maximum: float, violations: Violations) -> None:
+    violations.check(0 <= seconds <= maximum, name, f"is {seconds:g}: it must be 0 to {maximum:g}")
+
+
+def _role_name(role: "Role.ValueType") -> str:
+    return Role.Name(role or ROLE_ROLLOUT).removeprefix("ROLE_")

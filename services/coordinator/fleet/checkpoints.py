@@ -1,0 +1,28 @@
+"""Checkpoints on request."""
+
+import grpc
+
+from relaxd.rpc.errors import FailedPrecondition, Unavailable, explain
+from relaxd.v1.trainer_pb2 import TrainerSaveCheckpointRequest, TrainerSaveCheckpointResponse
+from services.coordinator.fleet.patience import LONG_CALL_SECONDS, NoAnswer, answer
+from services.coordinator.fleet.run_context import RunContext
+
+
+async def save_checkpoint(context: RunContext) -> TrainerSaveCheckpointResponse:
+    """Let the run's trainer save a checkpoint, however long that takes.
+
+    Raises Unavailable: no trainer is ready, or it is lost meanwhile; FailedPrecondition: the trainer refuses.
+    """
+    trainer = context.fleet.trainer()
+    if trainer is None:
+        raise Unavailable("no trainer is ready")
+    stub = context.peers.trainer(trainer.registration.address)
+    try:
+        call = stub.SaveCheckpoint(TrainerSaveCheckpointRequest(), timeout=LONG_CALL_SECONDS)
+        return await answer(call, trainer, context.registry)
+    except NoAnswer as error:
+        raise Unavailable(str(error)) from error
+    except grpc.aio.AioRpcError as error:
+        if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+            raise FailedPrecondition(error.details() or "the trainer refuses") from error
+        raise Unavailable(f"{trainer.replica_id}: {explain(error)}") from error
