@@ -17,7 +17,7 @@ from unittest.mock import patch
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import Role
-from tests.conftest import free_port
+from tests.kit.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose"

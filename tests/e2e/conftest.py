@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 

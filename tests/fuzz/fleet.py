@@ -25,8 +25,9 @@ from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
-from tests.conftest import RedisServer, free_port
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
+from tests.kit.ports import free_port
+from tests.kit.redis_server import RedisServer
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 180.0

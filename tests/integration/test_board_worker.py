@@ -14,7 +14,7 @@ import pytest
 
 from relaxd.board import Board, Drop, StageWorker
 from relaxd.config import BoardConfig
-from tests.boards import STAGES, audit, end_leases, group, make_board, output, take
+from tests.kit.boards import STAGES, audit, end_leases, group, make_board, output, take
 
 WAIT = 20.0
 """Longest wait for what should happen at once."""
@@ -268,7 +268,7 @@ def test_work_goes_on_over_a_restart_of_redis_and_before_the_run_is_there(redis_
 CRASHER = """
 import os, random, sys, time
 from relaxd.board import StageWorker
-from tests.boards import STAGES, Board, output
+from tests.kit.boards import STAGES, Board, output
 from relaxd.config import BoardConfig
 url, stage, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 random.seed(seed)

@@ -17,7 +17,7 @@ from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER, GetStatusRequest, 
 from relaxd.v1.replica_pb2_grpc import ReplicaStub
 from tests.e2e.conftest import CONFIG, REWARD, Workplace
 from tests.e2e.test_run import check_books, read_summary
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 PATIENCE = 120.0
 STEPS = 400

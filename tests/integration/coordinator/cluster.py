@@ -16,7 +16,7 @@ import grpc
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
-from tests.conftest import free_port
+from tests.kit.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 LEASE_SECONDS = 3.0

@@ -15,7 +15,7 @@ from relaxd.v1.replica_pb2 import ROLE_REWARD, ROLE_ROLLOUT, WeightVersion
 from services.coordinator.runs import evaluation
 from services.coordinator.runs.evaluation import EvaluationFailed, Evaluator
 from tests.integration.coordinator.fleet_kit import FleetKit, until
-from tests.tokenizer import write_tokenizer
+from tests.kit.tokenizer import write_tokenizer
 
 STALL_SECONDS = 1.0
 PROMPTS = 4

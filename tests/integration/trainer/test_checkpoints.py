@@ -31,7 +31,7 @@ from tests.integration.trainer.service_kit import (
     trainer_service,
     wait_until,
 )
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from services.trainer.batch.packing import PackedMicroBatch, TrainSample, assign
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.model.architecture import ModelError
-from tests.conftest import free_port
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples, run_world
+from tests.kit.ports import free_port
 
 MakeLearner = Callable[..., Learner]
 
@@ -134,7 +134,9 @@ def test_log_prob_difference_counts_compared_tokens_only(learner: MakeLearner) -
     samples = make_samples(4)
     made = learner()
     batch = pack(samples)
-    batch = replace(batch, logprobs_comparable=batch.logprobs_comparable * (np.arange(len(batch.tokens)) % 2).astype(np.uint8))
+    batch = replace(
+        batch, logprobs_comparable=batch.logprobs_comparable * (np.arange(len(batch.tokens)) % 2).astype(np.uint8)
+    )
     assert 0 < batch.logprobs_comparable.sum() < batch.loss_mask.sum()
     exact = made.log_probs([batch])[0]
     off = exact + np.where(batch.logprobs_comparable, np.float32(0.25), np.float32(9)).astype(np.float32)

@@ -14,8 +14,8 @@ import redis
 
 from relaxd.board import Board, BoardUnavailable
 from services.coordinator.state.store import Store, StoreUnavailable
-from tests.boards import audit, group, make_board, output, take
-from tests.conftest import RedisServer
+from tests.kit.boards import audit, group, make_board, output, take
+from tests.kit.redis_server import RedisServer
 
 PATIENCE = 10.0
 

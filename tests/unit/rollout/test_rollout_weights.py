@@ -14,7 +14,7 @@ from relaxd.weights.manifest import Bucket, ManifestMismatch, TensorSpec, pack, 
 from services.rollout.engines.base import EngineError, Version
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.transformers.parameters import WeightReceiver, check_manifest, named_parameters
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 
 @pytest.fixture(scope="module")
