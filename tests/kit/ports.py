@@ -3,6 +3,8 @@
 import contextlib
 import socket
 
+from relaxd.rpc.settings import COORDINATOR_PORT
+
 
 class _Ports:
     """A block of ports that this process alone hands out.
@@ -49,3 +51,23 @@ _ports = _Ports()
 def free_port() -> int:
     """A TCP port on loopback that nothing listens on, and that no other test process is given."""
     return _ports.take()
+
+
+_default_port: list[socket.socket] = []
+
+
+def occupy_default_port() -> None:
+    """Bind the coordinator's default port while this process lives, so that every stack takes a port of its own.
+
+    Stacks that start at the same time would all find the default port free, and meet there. Several test processes can
+    occupy it at once; nobody listens on it, so connections are refused as ever.
+    """
+    if not _default_port:
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            holder.bind(("127.0.0.1", COORDINATOR_PORT))
+        except OSError:  # taken by a server: stacks that start now see that themselves
+            holder.close()
+        else:
+            _default_port.append(holder)
