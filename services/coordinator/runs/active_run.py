@@ -14,19 +14,19 @@ from relaxd.board import Board, BoardUnavailable, Counts, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.dataset import RunData
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER
+from services.coordinator.fleet.fleet import Fleet
+from services.coordinator.fleet.peers import Peers
+from services.coordinator.fleet.registry import Registry, Version
+from services.coordinator.health.health_manager import HealthManager
 from services.coordinator.runs.evaluation import EvaluationFailed, Evaluator
 from services.coordinator.runs.exporting import ExportFailed, export_model
-from services.coordinator.fleet.fleet import Fleet
-from services.coordinator.health.health_manager import HealthManager
-from services.coordinator.fleet.peers import Peers
 from services.coordinator.runs.publisher import Publisher
-from services.coordinator.state.records import Evaluation, Phase, RunRecord
-from services.coordinator.fleet.registry import Registry, Version
 from services.coordinator.runs.retention import Retention
 from services.coordinator.runs.run_files import RunFiles, summarise
+from services.coordinator.runs.usage import Usage
+from services.coordinator.state.records import Evaluation, Phase, RunRecord
 from services.coordinator.state.store import Store, StoreUnavailable
 from services.coordinator.weights.gpu_handoff import GpuHandoff
-from services.coordinator.runs.usage import Usage
 from services.coordinator.weights.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)

@@ -13,15 +13,15 @@ from relaxd.data.dataset import load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from relaxd.v1 import coordinator_pb2 as pb
-from services.coordinator.state.health_records import Event
 from services.coordinator.health.view import health_messages
-from services.coordinator.state.records import Phase, RunRecord
+from services.coordinator.runs.active_run import ActiveRun, Context
 from services.coordinator.runs.restoring import read_run
 from services.coordinator.runs.run_files import RunFiles
-from services.coordinator.runs.active_run import ActiveRun, Context
 from services.coordinator.runs.starting import prepare
-from services.coordinator.state.store import AnotherRunActive, RunIdTaken
 from services.coordinator.runs.view import run_message, run_state
+from services.coordinator.state.health_records import Event
+from services.coordinator.state.records import Phase, RunRecord
+from services.coordinator.state.store import AnotherRunActive, RunIdTaken
 
 logger = logging.getLogger(__name__)
 

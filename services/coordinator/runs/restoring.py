@@ -20,9 +20,9 @@ from relaxd.data.dataset import Cursor, PromptDataset, RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Violations
 from services.coordinator.runs.publisher import place_of
-from services.coordinator.state.records import RunRecord
 from services.coordinator.runs.run_files import LEDGER, RECORD, RunFiles
 from services.coordinator.runs.starting import RUN_ID_RULE, check_run_id
+from services.coordinator.state.records import RunRecord
 
 TRAINER_TERMS_LEFT_OUT = 16
 """Room for the terms of trainers that have left nothing in the folder: none of them may commit again."""

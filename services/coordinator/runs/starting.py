@@ -13,8 +13,8 @@ from relaxd.config.load import ConfigError, load
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
-from services.coordinator.state.records import RunRecord
 from services.coordinator.runs.run_files import RunFiles
+from services.coordinator.state.records import RunRecord
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN_ID_RULE = "must be 1 to 64 letters, digits, dots, dashes and underscores, the first one a letter or digit"

@@ -1,8 +1,6 @@
 """A coordinator's view of a run, and real servers that stand for its replicas, in one process."""
 
-import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 from relaxd.rpc.server import start_server
@@ -50,10 +48,3 @@ class FleetKit:
     async def close(self) -> None:
         await self.peers.close()
         await self._life.aclose()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until something is so."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.02)

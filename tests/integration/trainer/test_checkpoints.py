@@ -29,9 +29,9 @@ from tests.integration.trainer.service_kit import (
     export,
     make_config,
     trainer_service,
-    wait_until,
 )
 from tests.kit.models import make_tiny_model
+from tests.kit.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +113,7 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
         pid = process.rank_pid()
         feeder.feed(2, 1)
         partial = checkpoints_folder(tmp_path) / ".step-000002.1.partial"
-        deadline = time.monotonic() + 60
-        while not partial.exists():  # as closely as possible: no event comes
-            assert time.monotonic() < deadline
+        wait_until(partial.exists, "a partial checkpoint", 60, pause_seconds=0.0)
         os.kill(pid, signal.SIGKILL)
         crashed_inside = partial.exists()
         coordinator.wait(lambda: coordinator.announced[-1][0] == 2 and coordinator.announced[-1][1] == 2)
