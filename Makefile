@@ -30,9 +30,10 @@ install: $(STAMP) ## make .venv and install everything into it
 demo: $(STAMP) ## teach a real language model to add, here, in minutes (SEED=, STEPS=)
 	$(BIN)/relaxd demo --seed $(SEED) $(if $(STEPS),--steps $(STEPS))
 
-# Most tests wait for processes that they started: one worker more than there are cores.
+# Most tests wait for processes that they started: one worker more than there are cores. The tests of a file share its
+# fixtures and stay together; files go in their order, in which the long ones come before the unit tests.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(1 + (os.cpu_count() or 1), 8))')
-PARALLEL = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: $(STAMP) lint ## what can be tested without a GPU, but for what is slow (WORKERS=)

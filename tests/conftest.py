@@ -13,18 +13,6 @@ from tests.kit.redis_server import RedisServer
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that share a fixture of a module or folder on one worker of pytest-xdist; others go to any."""
-    for item in items:
-        definitions = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
-        scopes = {found[-1].scope for found in definitions.values()}
-        if "package" in scopes:
-            item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
-        elif scopes & {"module", "class"}:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 @pytest.fixture(scope="session")
 def session_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """The session's server; tests use `redis_url`."""

@@ -64,6 +64,7 @@ def test_one_command_trains_and_leaves_everything(workplace: Workplace, tiny_mod
     assert AutoTokenizer.from_pretrained(folder / "model").decode([1]) == "<|im_start|>"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_survives_the_death_of_services(workplace: Workplace) -> None:
     process = workplace.start("run", "tiny.toml", "--run-id", "deaths", "--run.steps", "12")

@@ -21,6 +21,7 @@ def engines(coordinator: CoordinatorClient) -> dict[str, pb.ReplicaInfo]:
     return {replica.registration.replica_id: replica for replica in found}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_engine_then_three_then_one(workplace: Workplace) -> None:
     code, output = workplace.relaxd("up", "--port", "0")

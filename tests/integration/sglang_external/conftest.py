@@ -11,6 +11,18 @@ from tests.integration.sglang_external.external_kit import CPU_FLAGS, Server, Tr
 from tests.kit.models import make_tiny_model
 from tests.sglang.environment import EnvironmentUnavailable, sglang_python
 
+HERE = Path(__file__).parent
+TIMEOUT_SECONDS = 1200
+"""The first test of all may have to build SGLang's environment, or wait for another worker that does."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """They all need a server that takes its time."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
+
 
 @pytest.fixture(scope="package")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -133,6 +133,7 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
         assert checkpoint_steps(tmp_path) == [2, 1]
 
 
+@pytest.mark.slow
 def test_death_at_random_moments_changes_no_bit(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     moments = random.Random(0)
     steps = 8
@@ -163,6 +164,7 @@ def test_death_at_random_moments_changes_no_bit(tiny_qwen3: Path, redis_url: str
         assert weights(export(process, "model")) == weights(disturbed)
 
 
+@pytest.mark.slow
 def test_two_ranks_write_and_read_one_checkpoint(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     config = config_of(tiny_qwen3, ranks=2, tensor_parallel=2)
     with trainer_service(config, redis_url, tmp_path) as (coordinator, feeder, process):

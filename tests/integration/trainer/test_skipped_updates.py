@@ -181,6 +181,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_a_skipped_update_and_replay_skips_it_too(
     tiny_qwen3: Path, redis_url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
