@@ -30,13 +30,22 @@ install: $(STAMP) ## make .venv and install everything into it
 demo: $(STAMP) ## teach a real language model to add, here, in minutes (SEED=, STEPS=)
 	$(BIN)/relaxd demo --seed $(SEED) $(if $(STEPS),--steps $(STEPS))
 
+# Most tests wait for processes that they started: one worker more than there are cores. The tests of a file share its
+# fixtures and stay together; files go in their order, in which the long ones come before the unit tests.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(1 + (os.cpu_count() or 1), 8))')
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 .PHONY: test
-test: $(STAMP) lint ## everything that can be tested without a GPU
-	$(BIN)/python -m pytest
+test: $(STAMP) lint ## what can be tested without a GPU, but for what is slow (WORKERS=)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 .PHONY: test-fast
-test-fast: $(STAMP) ## the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow"
+test-fast: $(STAMP) ## the unit tests, in a minute or two (WORKERS=)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" tests/unit
+
+.PHONY: test-all
+test-all: $(STAMP) lint ## everything that can be tested without a GPU or containers (WORKERS=)
+	$(BIN)/python -m pytest $(PARALLEL)
 
 .PHONY: test-gpu
 test-gpu: $(if $(VENV),$(STAMP)) ## what needs GPUs, in minutes (VENV= PYTHON=: with an environment of your own)

@@ -20,7 +20,7 @@ from benchmarks.reporting import machine, report
 from relaxd.client.coordinator import CoordinatorClient
 from tests.compose.conftest import CONFIG, REWARD
 from tests.compose.stack import ROOT, SERVICES, Stack, docker, running, wait_until
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 IMAGES = (*SERVICES, "cli")
 

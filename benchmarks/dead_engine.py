@@ -39,7 +39,7 @@ from relaxd.local.state import StateFolder
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 CONFIG = """
 [run]

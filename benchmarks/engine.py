@@ -27,7 +27,7 @@ import torch
 from transformers import Qwen3Config
 
 from benchmarks.reporting import report
-from tests.models import byte_tokenizer
+from tests.kit.models import byte_tokenizer
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "heads": 4},

@@ -15,7 +15,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.gpu_models import SHAPES
-from tests.models import byte_tokenizer
+from tests.kit.models import byte_tokenizer
 
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 LONG_TAIL_SHAPES = {

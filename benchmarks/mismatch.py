@@ -29,7 +29,7 @@ from benchmarks.delayed_training import Setting, train
 from benchmarks.reporting import RESULTS, report
 from relaxd.config import AlgorithmConfig
 from relaxd.data.models import resolve_model
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 METHODS: dict[str, dict[str, Any]] = {
     "on-policy": {"old_logprobs": "current"},

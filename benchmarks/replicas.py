@@ -24,7 +24,7 @@ from relaxd.client.coordinator import ENDED, CoordinatorClient
 from relaxd.local import stack
 from relaxd.local.state import StateFolder
 from relaxd.rewards.base import RewardInput
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 JUDGE_SECONDS = 0.25
 CONFIG = """

@@ -25,7 +25,7 @@ from relaxd.local.state import StateFolder
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 from relaxd.v1 import scaling_pb2 as pb
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 CONFIG = """
 [run]

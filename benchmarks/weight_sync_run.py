@@ -31,7 +31,7 @@ from benchmarks.weight_sync import Member, free_port, write_model
 from relaxd.local.state import StateFolder
 from relaxd.v1.coordinator_pb2 import GetWeightsRequest, GetWeightsResponse
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
-from tests.models import byte_tokenizer
+from tests.kit.models import byte_tokenizer
 
 CONFIG = """
 [run]

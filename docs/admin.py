@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.conftest import RedisServer  # noqa: E402
-from tests.models import make_tiny_model  # noqa: E402
+from tests.kit.models import make_tiny_model  # noqa: E402
+from tests.kit.redis_server import RedisServer  # noqa: E402
 
 FIRST_PORT = int(sys.argv[1]) if len(sys.argv) > 1 else 50050
 COORDINATOR = f"127.0.0.1:{FIRST_PORT}"

@@ -23,7 +23,7 @@ from relaxd.client.coordinator import CoordinatorClient  # noqa: E402
 from relaxd.local import stack  # noqa: E402
 from relaxd.local.state import StateFolder  # noqa: E402
 from relaxd.v1 import scaling_pb2 as pb  # noqa: E402
-from tests.models import make_tiny_model  # noqa: E402
+from tests.kit.models import make_tiny_model  # noqa: E402
 
 WAITING_PORT = FIRST_PORT + 11
 COORDINATOR, WAITING = f"127.0.0.1:{FIRST_PORT}", f"127.0.0.1:{WAITING_PORT}"

@@ -25,8 +25,8 @@ from relaxd.v1.replica_pb2 import REPLICA_STATE_READY
 from tests.chaos.proxy import Link, Loop
 from tests.chaos.relay import Relay
 from tests.chaos.reward import HUGE_VARIABLE
-from tests.conftest import free_port
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
+from tests.kit.ports import free_port
 
 RUN = "chaos"
 LEASE_SECONDS = 2.0

@@ -10,9 +10,9 @@ import redis
 from safetensors.numpy import save_file
 
 from relaxd.board import Board
-from tests.boards import STAGES, advance, group, make_board, take
 from tests.chaos.books import Books
 from tests.chaos.memory import Sample, slope
+from tests.kit.boards import STAGES, advance, group, make_board, take
 
 PREFIX = "relaxd:run:"
 

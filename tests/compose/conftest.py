@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.compose.stack import SERVICES, Stack, docker
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 # Never the same for all samples of a group, so that there is something to learn to the end; and as slow as a judge that
 # asks a model, so that more replicas make it faster.

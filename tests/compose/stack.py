@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_network
@@ -17,7 +17,7 @@ from unittest.mock import patch
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import Role
-from tests.conftest import free_port
+from tests.kit.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose"
@@ -37,15 +37,6 @@ def docker(*words: str, timeout: float = 60, environment: Mapping[str, str] | No
     )
     assert done.returncode == 0, f"docker {' '.join(words)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60) -> Any:
-    """Ask again and again until `condition()` is true, and return it."""
-    deadline = time.monotonic() + timeout
-    while not (met := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(0.25)
-    return met
 
 
 @dataclass

@@ -10,7 +10,8 @@ import pytest
 
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED
-from tests.compose.stack import Stack, docker, running, wait_until
+from tests.compose.stack import Stack, docker, running
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,8 @@ from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1.coordinator_pb2 import RUN_STATE_STOPPED
 from relaxd.v1.scaling_pb2 import SCALE_STATE_ACTIVE, ScaleOutRequest
 from services.launcher.docker_host import DockerHost
-from tests.compose.stack import ROOT, Stack, docker, running, wait_until
+from tests.compose.stack import ROOT, Stack, docker, running
+from tests.kit.waiting import wait_until
 
 COMPOSE_FILE = """
 services:
@@ -133,7 +134,7 @@ def test_a_copy_that_keeps_failing_is_given_up(project: Project) -> None:
         (instance,) = host.instances()
         return instance.state == pb.INSTANCE_STATE_FAILED and "exited (3)" in instance.detail
 
-    wait_until(failed, "it is given up", timeout=90)
+    wait_until(failed, "it is given up", 90)
     host.remove("rollout-more-1", 0)
 
 

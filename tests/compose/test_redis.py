@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose.stack import Stack, wait_until
+from tests.compose.stack import Stack
+from tests.kit.waiting import wait_until
 
 ADD_A_MEGABYTE = "return redis.call('SET', 'filler:' .. redis.call('INCR', 'fillers'), string.rep('x', 1048576))"
 

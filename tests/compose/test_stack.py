@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose.stack import SERVICES, Stack, bridge_address, docker, running, steps_of, wait_until
-from tests.otlp import OtlpReceiver, otlp_receiver
+from tests.compose.stack import SERVICES, Stack, bridge_address, docker, running, steps_of
+from tests.kit.otlp import OtlpReceiver, otlp_receiver
+from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 MEGABYTES = {"advantage": 350, "coordinator": 500, "reward": 500}

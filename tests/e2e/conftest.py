@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
+from tests.kit.ports import occupy_default_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +62,7 @@ class Workplace:
 
     def start(self, *words: str, **environment: str) -> "subprocess.Popen[str]":
         """Start `relaxd WORDS` without waiting for it."""
+        occupy_default_port()
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RELAXD_")}
         clean.pop("REDIS_URL", None)
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

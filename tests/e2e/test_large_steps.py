@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 CONFIG = """
 [run]

@@ -7,9 +7,9 @@ import signal
 import pytest
 
 from relaxd.local.state import StateFolder
-from tests.conftest import await_append_only_file
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
+from tests.kit.redis_server import await_append_only_file
 
 
 @pytest.mark.timeout(240)

@@ -45,6 +45,7 @@ def kill_everything_at(process: "Popen[str]", state: StateFolder, steps: Iterato
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_goes_on_after_everything_was_killed(workplace: Workplace, tiny_model: Path) -> None:
     state, steps = StateFolder(workplace.folder / ".relaxd"), iter((3, 6))
@@ -96,6 +97,7 @@ def test_a_run_goes_on_after_everything_was_killed(workplace: Workplace, tiny_mo
     assert "has ended" in output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_what_was_interrupted_is_kept_whatever_follows(workplace: Workplace) -> None:
     state = StateFolder(workplace.folder / ".relaxd")

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relaxd.local.state import StateFolder
 from tests.e2e.conftest import Workplace
+from tests.kit.waiting import wait_until
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -64,6 +64,7 @@ def test_one_command_trains_and_leaves_everything(workplace: Workplace, tiny_mod
     assert AutoTokenizer.from_pretrained(folder / "model").decode([1]) == "<|im_start|>"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_survives_the_death_of_services(workplace: Workplace) -> None:
     process = workplace.start("run", "tiny.toml", "--run-id", "deaths", "--run.steps", "12")
@@ -155,7 +156,4 @@ def test_ctrl_c_stops_everything(workplace: Workplace) -> None:
     rest = process.stdout.read()
     assert process.wait(timeout=60) == 130, rest
     assert "Traceback" not in rest
-    deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "every service is gone", 10)

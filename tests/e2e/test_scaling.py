@@ -1,9 +1,7 @@
 """Real engines come and go in the middle of a run, by the command that people use."""
 
 import re
-import time
 from collections import Counter
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -15,6 +13,7 @@ from relaxd.local.state import StateFolder
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT
 from tests.e2e.conftest import Workplace
+from tests.kit.waiting import wait_until
 
 
 def engines(coordinator: CoordinatorClient) -> dict[str, pb.ReplicaInfo]:
@@ -22,12 +21,7 @@ def engines(coordinator: CoordinatorClient) -> dict[str, pb.ReplicaInfo]:
     return {replica.registration.replica_id: replica for replica in found}
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait; the test's timeout ends it."""
-    while not condition():
-        time.sleep(0.1)
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_engine_then_three_then_one(workplace: Workplace) -> None:
     code, output = workplace.relaxd("up", "--port", "0")
@@ -47,7 +41,7 @@ def test_one_engine_then_three_then_one(workplace: Workplace) -> None:
         new = {name: one.registration.address for name, one in grown.items() if one.registration.launch_id}
         assert len(new) == 2
         scaled_processes = [s.pid for s in StateFolder(workplace.folder / ".relaxd").read().services if s.launched]
-        until(lambda: all(engines(coordinator)[name].status.done_groups for name in new))
+        wait_until(lambda: all(engines(coordinator)[name].status.done_groups for name in new), "groups of each", 120)
         code, output = workplace.relaxd("scale", "rollout=1", "--wait", "--drain-seconds", "10")
         assert code == 0, output
         assert re.search(r"rollout in to 1: done \(2 done\)", output)
@@ -58,7 +52,7 @@ def test_one_engine_then_three_then_one(workplace: Workplace) -> None:
         assert "nothing to do" in output
 
         step = coordinator.run().step
-        until(lambda: coordinator.run().step >= step + 2)  # it goes on with the one that is left
+        wait_until(lambda: coordinator.run().step >= step + 2, "steps with the one that is left", 120)
         coordinator.stop_run("elastic", "seen enough")
         assert run.wait(timeout=60) == 0
         ended = coordinator.run("elastic")

@@ -14,13 +14,13 @@ from urllib.parse import quote, quote_plus
 import psutil
 import pytest
 
-from tests.certificates import CertificateAuthority, environment
-from tests.conftest import RedisServer
 from tests.e2e.conftest import Workplace
 from tests.e2e.test_run import check_books, read_summary
-from tests.otlp import otlp_receiver
-from tests.redis_acl import USER, apply_acl
-from tests.tls_proxy import tls_proxy
+from tests.kit.certificates import CertificateAuthority, environment
+from tests.kit.otlp import otlp_receiver
+from tests.kit.redis_acl import USER, apply_acl
+from tests.kit.redis_server import RedisServer
+from tests.kit.tls_proxy import tls_proxy
 
 
 @contextmanager

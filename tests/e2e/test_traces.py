@@ -9,7 +9,7 @@ import pytest
 
 from relaxd.telemetry import METRICS
 from tests.e2e.conftest import Workplace
-from tests.otlp import ReceivedSpan, otlp_receiver
+from tests.kit.otlp import ReceivedSpan, otlp_receiver
 
 SERVICE_OF = {
     "publish": "relaxd-coordinator",

@@ -25,8 +25,10 @@ from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
-from tests.conftest import RedisServer, free_port
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
+from tests.kit.ports import free_port
+from tests.kit.redis_server import RedisServer
+from tests.kit.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 180.0
@@ -135,19 +137,16 @@ class Fleet:
 
     def until(self, what: str, look: Callable[[], Result], seconds: float = PATIENCE) -> Result:
         """Wait for something; calls that fail meanwhile count as "not yet"."""
-        deadline, last = time.monotonic() + seconds, None
-        while time.monotonic() < deadline:
-            try:
-                if result := look():
-                    return result
-            except grpc.RpcError as error:
-                last = error
+
+        def explain() -> str:
+            return "\n".join(f"--- {name}\n{self.log(name)}" for name in self.processes)
+
+        def look_while_all_live() -> Result:
             for name, process in self.processes.items():
-                if process.poll() is not None:
-                    raise AssertionError(f"{name} ended with {process.returncode}\n{self.log(name)}")
-            time.sleep(0.05)
-        logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in self.processes)
-        raise AssertionError(f"not within {seconds} s: {what} (last error: {last})\n{logs}")
+                assert process.poll() is None, f"{name} ended with {process.returncode}\n{self.log(name)}"
+            return look()
+
+        return wait_until(look_while_all_live, what, seconds, forgive=(grpc.RpcError,), explain=explain)
 
     def goes_on(self) -> int:
         """Resume the run and wait for its next step; returns the step."""

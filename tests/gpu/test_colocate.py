@@ -17,7 +17,7 @@ from tests.e2e.conftest import REWARD, Workplace
 from tests.e2e.test_run import check_books, read_summary
 from tests.gpu.test_gpu_run import CONFIG
 from tests.gpu.test_weight_group import ELEMENTS, Member, broadcast, connect
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 STEPS = 4
 DEADLINE_SECONDS = 280.0

@@ -24,7 +24,7 @@ from relaxd.process.child import ChildTimeout
 from relaxd.weights.group import WeightGroupError
 from services.rollout.engines.types import Output, Sampling, Version
 from tests.integration.sglang_external.external_kit import PROMPT, Engine, Server, Trainer, connect, logprobs
-from tests.models import byte_tokenizer
+from tests.kit.models import byte_tokenizer
 
 pytestmark = pytest.mark.gpu(2)
 

@@ -18,7 +18,7 @@ from relaxd.local.state import StateFolder
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER
 from tests.e2e.conftest import REWARD, Workplace
 from tests.e2e.test_run import check_books, read_summary
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="needs the extra sglang")
 

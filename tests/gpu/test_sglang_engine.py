@@ -19,8 +19,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from benchmarks.engine import default_options
 from relaxd.config import RolloutConfig
 from services.rollout.service import engine as engine_module
-from tests.engines import EngineRunner, reference_logprobs
-from tests.models import byte_tokenizer
+from tests.kit.engines import EngineRunner, reference_logprobs
+from tests.kit.models import byte_tokenizer
 
 PROMPTS = [list(range(5, 13)), list(range(40, 140))]
 TOLERANCE = 0.06

@@ -16,7 +16,7 @@ from services.trainer.learner.logprobs import VocabShard, token_logprobs
 from services.trainer.mlp.expert_rows import sort_by_expert
 from services.trainer.mlp.experts import _Experts
 from services.trainer.mlp.router import float32_logits
-from tests.expert_formulas import EXPERTS, LOADS, choose, mixture
+from tests.kit.expert_formulas import EXPERTS, LOADS, choose, mixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-from tests.conftest import free_port
 from tests.integration.trainer.trainer_worlds import Job, make_model, make_samples, run_world
+from tests.kit.ports import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

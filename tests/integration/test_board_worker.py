@@ -14,18 +14,11 @@ import pytest
 
 from relaxd.board import Board, Drop, StageWorker
 from relaxd.config import BoardConfig
-from tests.boards import STAGES, audit, end_leases, group, make_board, output, take
+from tests.kit.boards import STAGES, audit, end_leases, group, make_board, output, take
+from tests.kit.waiting import wait_until
 
 WAIT = 20.0
 """Longest wait for what should happen at once."""
-
-
-def until(condition, seconds=WAIT):
-    """Wait for what other threads or processes do to the board."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -63,8 +56,8 @@ def test_groups_flow_through_workers_of_every_stage(redis_url, start):
     for worker in workers:
         worker.start()
     publish(board, 20)
-    until(lambda: waiting(board, "train") == 20)
-    until(lambda: [worker.done for worker in workers] == [20] * 4)
+    wait_until(lambda: waiting(board, "train") == 20)
+    wait_until(lambda: [worker.done for worker in workers] == [20] * 4)
     assert set(seen) == {(stage.name, stage.needs) for stage in STAGES[:-1]}
     assert all(worker.held == 0 for worker in workers)
     audit(board)
@@ -80,8 +73,8 @@ def test_columns_that_are_too_large_are_made_once(redis_url, start):
         return output("rollout", tokens=100_000 if delivery.group_id == "g0" else 3)
 
     start(board, "rollout", process).start()
-    until(lambda: board.counts().dropped_by_reason == {"too_large": 1})
-    until(lambda: waiting(board, "reward") == 1)
+    wait_until(lambda: board.counts().dropped_by_reason == {"too_large": 1})
+    wait_until(lambda: waiting(board, "reward") == 1)
     assert sorted(made) == ["g0", "g1"]
     audit(board)
 
@@ -90,7 +83,7 @@ def test_filtered_groups_are_no_failures(redis_url, start):
     board = make_board(redis_url)
     publish(board, 3)
     start(board, "rollout", lambda delivery, columns: Drop("dull", filtered=delivery.group_id != "g0")).start()
-    until(lambda: board.counts().dropped == 3)
+    wait_until(lambda: board.counts().dropped == 3)
     assert (board.counts().consecutive_drops, board.counts().consecutive_filtered) == (1, 2)
     audit(board)
 
@@ -107,17 +100,17 @@ def test_no_more_groups_are_held_than_asked_for(redis_url, start):
 
     worker = start(board, "rollout", process, concurrency=lambda: limit)
     worker.start()
-    until(lambda: len(futures) == 2)
+    wait_until(lambda: len(futures) == 2)
     assert waiting(board, "rollout") == 4
     limit = 3
-    until(lambda: len(futures) == 3)
+    wait_until(lambda: len(futures) == 3)
     futures[0].set_result(output("rollout"))
-    until(lambda: len(futures) == 4)
+    wait_until(lambda: len(futures) == 4)
     assert worker.held == 3
     futures[1].cancel()  # handed back, uncounted, and taken again
-    until(lambda: len(futures) == 5)
+    wait_until(lambda: len(futures) == 5)
     futures[2].set_exception(RuntimeError("an engine failed"))
-    until(lambda: len(futures) == 6)
+    wait_until(lambda: len(futures) == 6)
     assert worker.done == 1
 
 
@@ -139,12 +132,12 @@ def test_drops_and_failures(redis_url, start, caplog):
 
     worker = start(board, "rollout", process)
     worker.start()
-    until(lambda: board.counts().dropped == 3 and waiting(board, "reward") == 1)
+    wait_until(lambda: board.counts().dropped == 3 and waiting(board, "reward") == 1)
     assert board.counts().dropped_by_reason == {"not_wanted": 1, "poison": 2}
     assert sorted(a for g, a in attempts if g == "g1") == sorted(a for g, a in attempts if g == "g2") == [1, 2, 3]
     assert "this group always fails" in caplog.text
     assert "got tokens" in caplog.text
-    until(lambda: worker.held == 0)
+    wait_until(lambda: worker.held == 0)
     assert worker.done == 2
     audit(board)
 
@@ -155,8 +148,8 @@ def test_a_broken_payload_fails_its_own_group_only(redis_url, start):
     key = next(iter(board._connection.client.keys("*columns:g1.*")))
     board._connection.client.set(key, b"rubbish")
     start(board, "rollout", lambda delivery, columns: output("rollout")).start()
-    until(lambda: waiting(board, "reward") == 2)
-    until(lambda: board.counts().dropped_by_reason == {"poison": 1})
+    wait_until(lambda: waiting(board, "reward") == 2)
+    wait_until(lambda: board.counts().dropped_by_reason == {"poison": 1})
 
 
 def test_a_paused_worker_takes_nothing(redis_url, start):
@@ -168,7 +161,7 @@ def test_a_paused_worker_takes_nothing(redis_url, start):
     time.sleep(0.2)  # nothing is to happen: there is no event to wait for
     assert waiting(board, "rollout") == 2
     worker.resume()
-    until(lambda: worker.done == 2)
+    wait_until(lambda: worker.done == 2)
     worker.pause()
     time.sleep(0.6)  # the read that was under way is over
     board.publish(term=1, groups=[group("later")])
@@ -188,7 +181,7 @@ def test_drain_finishes_what_it_can_and_hands_back_the_rest(redis_url, start):
 
     worker = start(board, "rollout", process)
     worker.start()
-    until(lambda: len(begun) == 3)
+    wait_until(lambda: len(begun) == 3)
     threading.Timer(0.2, ends["g0"].set).start()
     assert worker.drain(0.7) == 2
     assert (worker.done, worker.held) == (1, 0)
@@ -209,10 +202,10 @@ def test_holds_are_kept_while_work_goes_on(redis_url, start):
 
     worker = start(board, "rollout", process)
     worker.start()
-    until(lambda: worker.held == 1)
+    wait_until(lambda: worker.held == 1)
     assert board.take("rollout", "thief", count=1, block_seconds=1.2) == []
     end.set()
-    until(lambda: worker.done == 1)
+    wait_until(lambda: worker.done == 1)
 
 
 def test_a_group_that_comes_back_while_it_is_worked_on_is_worked_on_once(redis_url, start):
@@ -227,15 +220,15 @@ def test_a_group_that_comes_back_while_it_is_worked_on_is_worked_on_once(redis_u
 
     worker = start(board, "rollout", process)
     worker.start()
-    until(lambda: worker.held == 1)
+    wait_until(lambda: worker.held == 1)
 
     def came_back():
         end_leases(board, "rollout")  # again and again: a renewal may come first
         return worker._held["g0"].attempt >= 2
 
-    until(came_back)
+    wait_until(came_back)
     end.set()
-    until(lambda: worker.done == 1)
+    wait_until(lambda: worker.done == 1)
     assert begun == [1]
     audit(board)
 
@@ -251,11 +244,11 @@ def test_work_goes_on_over_a_restart_of_redis_and_before_the_run_is_there(redis_
     time.sleep(0.1)  # they find no run
     make_board(server.url, groups_per_step=40)
     publish(board, 40)
-    until(lambda: workers[0].done > 3)
+    wait_until(lambda: workers[0].done > 3)
     server.kill()
     time.sleep(0.5)
     server.start()
-    until(lambda: waiting(board, "train") == 40)
+    wait_until(lambda: waiting(board, "train") == 40)
     for worker in workers:
         assert worker.stop() == 0
     messages = [
@@ -268,7 +261,7 @@ def test_work_goes_on_over_a_restart_of_redis_and_before_the_run_is_there(redis_
 CRASHER = """
 import os, random, sys, time
 from relaxd.board import StageWorker
-from tests.boards import STAGES, Board, output
+from tests.kit.boards import STAGES, Board, output
 from relaxd.config import BoardConfig
 url, stage, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 random.seed(seed)

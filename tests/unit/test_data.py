@@ -19,7 +19,7 @@ from relaxd.data.examples import Example
 from relaxd.data.jsonl import read_jsonl
 from relaxd.data.models import resolve_model
 from relaxd.data.tokens import PromptTokenizer
-from tests.tokenizer import CHATML, write_tokenizer
+from tests.kit.tokenizer import CHATML, write_tokenizer
 
 
 @pytest.fixture(scope="module")

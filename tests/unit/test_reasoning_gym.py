@@ -16,7 +16,7 @@ from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.reasoning_gym import KEY, NOT_REPRODUCIBLE, reasoning_gym
 from relaxd.rewards import RewardInput, check_output, resolve
-from tests.tokenizer import write_tokenizer
+from tests.kit.tokenizer import write_tokenizer
 
 package = pytest.importorskip("reasoning_gym", reason="needs the extra reasoning")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from relaxd.local.embedded_redis import server_command, url, wait_until_up
 from relaxd.local.ports import free_port
 from relaxd.local.state import ServiceState, StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
+from tests.kit.waiting import wait_until
 
 FAST = {"grace_seconds": 5.0, "first_backoff_seconds": 0.05}
 SLEEP = "import time; time.sleep(600)"
@@ -55,18 +56,14 @@ class Harness:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def until(self, condition: Callable[[StackState], bool], seconds: float = 20) -> StackState:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if (state := self.folder.read()) and condition(state):
-                return state
-            time.sleep(0.02)
-        raise AssertionError(f"not reached; supervisor said: {self.folder.log('supervisor').read_text()}")
+        def look() -> StackState | None:
+            return state if (state := self.folder.read()) and condition(state) else None
+
+        return wait_until(look, "the state", seconds, explain=self.folder.log("supervisor").read_text)
 
     def until_logged(self, service: str, text: str) -> None:
-        deadline = time.monotonic() + 20
-        while text not in (self.folder.log(service).read_text() if self.folder.log(service).exists() else ""):
-            assert time.monotonic() < deadline, f"{service} never said {text!r}"
-            time.sleep(0.02)
+        log = self.folder.log(service)
+        wait_until(lambda: log.exists() and text in log.read_text(), f"{service} says {text!r}", 20)
 
     def stop(self) -> int:
         assert self.process is not None
@@ -160,10 +157,7 @@ def test_a_killed_service_is_restarted_with_its_children_gone(harness: Harness) 
     harness.start({"reward": WITH_CHILD, "advantage": SLEEP})
     before = harness.until(all_running)
     old = psutil.Process(service(before, "reward").pid)
-    deadline = time.monotonic() + 10
-    while not (children := old.children()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    children = wait_until(old.children, "its child", 10)
     os.kill(old.pid, signal.SIGKILL)
     after = harness.until(lambda s: service(s, "reward").restarts == 1 and all_running(s))
     assert service(after, "reward").pid != old.pid

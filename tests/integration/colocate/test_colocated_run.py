@@ -17,7 +17,8 @@ from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER, GetStatusRequest, 
 from relaxd.v1.replica_pb2_grpc import ReplicaStub
 from tests.e2e.conftest import CONFIG, REWARD, Workplace
 from tests.e2e.test_run import check_books, read_summary
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
+from tests.kit.waiting import wait_until
 
 PATIENCE = 120.0
 STEPS = 400
@@ -76,16 +77,8 @@ class Watched:
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def wait(self, what: str, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            try:
-                if condition():
-                    return
-            except (CliError, grpc.RpcError, psutil.Error, StopIteration, IndexError, AssertionError):
-                pass  # somebody is just being started
-            if time.monotonic() > deadline:
-                raise AssertionError(f"not within {PATIENCE:g} s: {what}\n{self.logs()}")
-            time.sleep(0.005)
+        starting = (CliError, grpc.RpcError, psutil.Error, StopIteration, IndexError, AssertionError)
+        wait_until(condition, what, PATIENCE, forgive=starting, explain=self.logs, pause_seconds=0.005)
 
     def logs(self) -> str:
         names = ("coordinator", "trainer", "rollout")

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +15,8 @@ import grpc
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
-from tests.conftest import free_port
+from tests.kit.ports import free_port
+from tests.kit.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 LEASE_SECONDS = 3.0
@@ -105,23 +105,23 @@ class Cluster:
 
     def until(self, what: str, look: Callable[[], Result], seconds: float = 30.0) -> Result:
         """Wait until `look` returns something true; errors of an unavailable coordinator count as false."""
-        deadline = time.monotonic() + seconds
-        last: object = None
-        while time.monotonic() < deadline:
-            try:
-                if result := look():
-                    return result
-                last = result
-            except grpc.RpcError as error:
-                last = error
+
+        def explain() -> str:
+            run = ""
+            with contextlib.suppress(grpc.RpcError):
+                run = str(self.run())
+            return "\n".join([run, *(f"--- {name}\n{self.log(name)[-3000:]}" for name in self.processes)])
+
+        def look_while_it_lives() -> Result:
             coordinator = self.processes.get("coordinator")
-            if coordinator is not None and coordinator.poll() is not None:
-                break
-            time.sleep(0.03)
-        with contextlib.suppress(grpc.RpcError):
-            last = f"{last}; {self.run()}"
-        logs = "\n".join(f"--- {name}\n{self.log(name)[-3000:]}" for name in self.processes)
-        raise AssertionError(f"not within {seconds} s: {what} (last: {last})\n{logs}")
+            if coordinator is None or coordinator.poll() is None:
+                return look()
+            with contextlib.suppress(grpc.RpcError):
+                if found := look():
+                    return found
+            raise AssertionError(f"{what}: the coordinator has ended\n{explain()}")
+
+        return wait_until(look_while_it_lives, what, seconds, forgive=(grpc.RpcError,), explain=explain)
 
     def run(self, run_id: str = "") -> pb.Run:
         return self.stub.GetRun(pb.GetRunRequest(run_id=run_id), timeout=5).run

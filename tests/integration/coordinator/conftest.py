@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import RedisServer
 from tests.integration.coordinator.cluster import Cluster
-from tests.tokenizer import write_tokenizer
+from tests.kit.redis_server import RedisServer
+from tests.kit.tokenizer import write_tokenizer
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """A coordinator's view of a run, with real servers in place of its replicas, in one process."""
 
-import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 from relaxd.board import Board, stages_for
@@ -59,10 +57,3 @@ class FleetKit:
     async def close(self) -> None:
         await self.peers.close()
         await self._life.aclose()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until the condition holds."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.02)

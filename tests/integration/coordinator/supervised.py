@@ -15,8 +15,8 @@ from relaxd.config import RunConfig
 from relaxd.local.state import StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.v1 import coordinator_pb2 as pb
-from tests.conftest import free_port
 from tests.integration.coordinator.cluster import LEASE_SECONDS, ROOT, Cluster
+from tests.kit.ports import free_port
 
 
 class SupervisedCluster(Cluster):

@@ -10,11 +10,11 @@ import psutil
 import pytest
 
 from tests.chaos.proxy import Link, Loop
-from tests.conftest import free_port
 from tests.integration.coordinator.cluster import GPU_LEASE_SECONDS, Cluster
 from tests.integration.coordinator.gpu_holder import GPU, is_alive
 from tests.integration.coordinator.test_gpu_leases import holders
-from tests.tokenizer import write_tokenizer
+from tests.kit.ports import free_port
+from tests.kit.tokenizer import write_tokenizer
 
 HELD = [GPU.uuid]
 

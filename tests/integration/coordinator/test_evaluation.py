@@ -14,8 +14,9 @@ from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from relaxd.v1.replica_pb2 import ROLE_REWARD, ROLE_ROLLOUT, WeightVersion
 from services.coordinator.runs import evaluation
 from services.coordinator.runs.evaluation import EvaluationFailed, Evaluator
-from tests.integration.coordinator.fleet_kit import FleetKit, until
-from tests.tokenizer import write_tokenizer
+from tests.integration.coordinator.fleet_kit import FleetKit
+from tests.kit.tokenizer import write_tokenizer
+from tests.kit.waiting import eventually
 
 STALL_SECONDS = 1.0
 PROMPTS = 4
@@ -115,15 +116,15 @@ async def test_what_a_silent_engine_was_asked_is_asked_of_another(kit: Kit) -> N
     assert (await kit.evaluate())["eval_prompts"] == PROMPTS
     assert well.answered == PROMPTS
     assert silent.max_running == 2
-    await until(lambda: silent.left == 2)
+    await eventually(lambda: silent.left == 2)
 
 
 async def test_what_a_lost_engine_was_asked_is_asked_of_the_next_at_once(kit: Kit) -> None:
     lost = await kit.engine("lost", HANG)
     evaluating = asyncio.create_task(kit.evaluate(stall_seconds=60.0))
-    await until(lambda: lost.running == 2)
+    await eventually(lambda: lost.running == 2)
     await kit.lose("lost")
-    await until(lambda: lost.left == 2)
+    await eventually(lambda: lost.left == 2)
     await kit.engine("next", term=2)  # the trainer has been restarted meanwhile
     assert (await evaluating)["eval_prompts"] == PROMPTS
 

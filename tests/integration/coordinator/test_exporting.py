@@ -10,7 +10,8 @@ from relaxd.v1 import trainer_pb2, trainer_pb2_grpc
 from relaxd.v1.replica_pb2 import ROLE_TRAINER
 from services.coordinator.runs import exporting
 from services.coordinator.runs.exporting import ExportFailed, export_model
-from tests.integration.coordinator.fleet_kit import FleetKit, until
+from tests.integration.coordinator.fleet_kit import FleetKit
+from tests.kit.waiting import eventually
 
 DAY = 86400.0
 
@@ -51,11 +52,11 @@ async def start(kit: FleetKit, name: str) -> Trainer:
 async def test_the_trainer_may_take_any_time_and_the_next_one_is_asked_when_it_is_lost(kit: FleetKit) -> None:
     lost = await start(kit, "lost")
     exporting = asyncio.create_task(export_model(kit.fleet, kit.peers, away_seconds=30))
-    await until(lambda: lost.asked)
+    await eventually(lambda: lost.asked)
     await kit.lose("lost")
-    await until(lambda: lost.left)
+    await eventually(lambda: lost.left)
     following = await start(kit, "next")
-    await until(lambda: following.asked)
+    await eventually(lambda: following.asked)
     following.written.set()
     assert await exporting == "/runs/model"
 

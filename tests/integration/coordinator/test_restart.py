@@ -17,9 +17,9 @@ from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.v1 import coordinator_pb2 as pb
-from tests.conftest import RedisServer
 from tests.integration.coordinator.cluster import Cluster
-from tests.tokenizer import write_tokenizer
+from tests.kit.redis_server import RedisServer
+from tests.kit.tokenizer import write_tokenizer
 
 STOPPED = pb.RUN_STATE_STOPPED
 

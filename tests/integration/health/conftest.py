@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.health.kit import HealthCluster
-from tests.tokenizer import write_tokenizer
+from tests.kit.tokenizer import write_tokenizer
 
 
 @pytest.fixture

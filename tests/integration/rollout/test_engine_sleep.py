@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from relaxd.config import RolloutConfig
-from tests.engines import EngineRunner
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.sglang.syncs import check_logprobs, sync
-from tests.models import make_tiny_model
+from tests.kit.engines import EngineRunner
+from tests.kit.models import make_tiny_model
 
 PROMPT = list(range(5, 25))
 

@@ -16,7 +16,7 @@ from relaxd.rpc.errors import explain, field_violations
 from relaxd.v1 import coordinator_pb2, rollout_pb2
 from tests.integration.rollout.rollout_kit import PATIENCE, READY, STARTING, Replica, Stage, generate_request, kill
 from tests.integration.rollout.weight_source import weights_of
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 PROMPT = [5, 9, 17, 200, 33]
 

@@ -16,6 +16,7 @@ import pytest
 from relaxd.process.child import Child, ChildError
 from relaxd.process.gpu_lease import GpuLease, LeaseOver
 from relaxd.replica.gpus import Gpu, gpu_environment
+from tests.kit.waiting import wait_until
 
 MODULE = "tests.integration.rpc.echo_child"
 ON_GPU = gpu_environment([Gpu("GPU-0", 0)])
@@ -114,10 +115,8 @@ def test_the_child_of_a_stopped_parent_ends_by_itself() -> None:
         child = psutil.Process(int(parent.stdout.readline()))
         os.kill(parent.pid, signal.SIGSTOP)
         assert child.is_running()
-        deadline = time.monotonic() + 10
-        while child.status() != psutil.STATUS_ZOMBIE:  # its parent can't reap it
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        # Its parent can't reap it.
+        wait_until(lambda: child.status() == psutil.STATUS_ZOMBIE, "the child is dead", 10)
         os.kill(parent.pid, signal.SIGCONT)
         assert parent.stdout.readline() == "over\n"
         parent.kill()

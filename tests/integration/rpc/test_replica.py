@@ -21,7 +21,7 @@ from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition, NotFound
 from relaxd.rpc.server import RunningServer, start_server
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2, replica_pb2_grpc
-from tests.conftest import free_port
+from tests.kit.ports import free_port
 
 CONFIG = RunConfig(
     run=RunSection(steps=1),

@@ -21,7 +21,7 @@ from relaxd.rpc.errors import InvalidArgument, NotFound, ServerError, Violations
 from relaxd.rpc.security import ServerSecurity
 from relaxd.rpc.server import RunningServer, Service, start_server
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from tests.conftest import free_port
+from tests.kit.ports import free_port
 
 REWARD = "relaxd.v1.Reward"
 GRPCURL = Path(sys.executable).parent / "grpcurl"

@@ -9,7 +9,6 @@ from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2 as scale_pb
 from relaxd.v1.replica_pb2 import ROLE_TRAINER
-from tests.conftest import free_port
 from tests.integration.scaling.kit import (
     ACTIVE,
     CANCELLED,
@@ -22,6 +21,7 @@ from tests.integration.scaling.kit import (
     SYNCING,
     ScalingCluster,
 )
+from tests.kit.ports import free_port
 
 
 def start_all(cluster: ScalingCluster, *, trainer: bool = True, max_restarts: int = 5, **environment: str) -> None:

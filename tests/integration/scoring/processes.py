@@ -18,7 +18,7 @@ from relaxd.rpc.client import channel
 from relaxd.rpc.errors import NotFound
 from relaxd.rpc.server import start_server
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2
-from tests.conftest import free_port
+from tests.kit.ports import free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

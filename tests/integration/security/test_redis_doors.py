@@ -14,10 +14,10 @@ from relaxd.board import BoardUnavailable
 from relaxd.client.errors import CliError
 from relaxd.local import embedded_redis
 from relaxd.rpc.settings import parse_settings
-from tests.boards import advance, group, make_board, take
-from tests.certificates import CertificateAuthority
-from tests.redis_acl import USER, apply_acl
-from tests.tls_proxy import tls_proxy
+from tests.kit.boards import advance, group, make_board, take
+from tests.kit.certificates import CertificateAuthority
+from tests.kit.redis_acl import USER, apply_acl
+from tests.kit.tls_proxy import tls_proxy
 
 PASSWORD = "p@ss/word of the test"
 WAITS = {"timeout_seconds": 2.0, "retry_seconds": 0.5}

@@ -20,7 +20,7 @@ from relaxd.rpc.server import RunningServer, start_server
 from relaxd.rpc.tls import TlsFiles, connection_hint
 from relaxd.v1 import coordinator_pb2, replica_pb2, replica_pb2_grpc
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
-from tests.certificates import CertificateAuthority, environment
+from tests.kit.certificates import CertificateAuthority, environment
 
 PLAIN = TlsFiles()
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from relaxd.config import RolloutConfig
-from tests.engines import EngineRunner
 from tests.integration.rollout.rollout_kit import Source
-from tests.models import make_tiny_model
+from tests.kit.engines import EngineRunner
+from tests.kit.models import make_tiny_model
 from tests.sglang.environment import CPU_ENVIRONMENT, CPU_OPTIONS, EnvironmentUnavailable, sglang_python
 
 HERE = Path(__file__).parent

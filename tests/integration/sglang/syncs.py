@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.engines import Answer, EngineRunner, reference_logprobs
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.rollout.weight_source import weights_of
+from tests.kit.engines import Answer, EngineRunner, reference_logprobs
 
 NUMBERS = count()
 """Names of groups are never used twice."""

@@ -10,8 +10,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from services.rollout.engines.types import Version
 from services.rollout.service import engine as engine_module
-from tests.engines import EngineRunner
-from tests.models import byte_tokenizer
+from tests.kit.engines import EngineRunner
+from tests.kit.models import byte_tokenizer
 
 PROMPT = [5, 9, 17, 200, 33]
 NEW = 8

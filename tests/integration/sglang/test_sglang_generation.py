@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from relaxd.process.child import ChildExited, ChildRequestError
 from relaxd.v1 import weights_pb2
 from services.rollout.engines.types import RequestFailed
-from tests.engines import EngineRunner, assert_gone, family, reference_logprobs
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.sglang.syncs import check_logprobs, join, sync, transfer, with_weights
+from tests.kit.engines import EngineRunner, assert_gone, family, reference_logprobs
 
 SHORT = [5, 9, 17, 200, 33]
 LONG = list(range(3, 103))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from relaxd.process.child import ChildExited, ChildRequestError
-from tests.engines import EngineRunner, assert_gone, family
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.sglang.syncs import sync
+from tests.kit.engines import EngineRunner, assert_gone, family
 
 PROMPT = [5, 9, 17, 200, 33]
 

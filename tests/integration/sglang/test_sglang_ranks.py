@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import EngineRunner
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.sglang.syncs import check_logprobs, sync
+from tests.kit.engines import EngineRunner
 
 PROMPT = list(range(3, 103))
 

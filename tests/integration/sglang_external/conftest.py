@@ -8,8 +8,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.integration.sglang_external.external_kit import CPU_FLAGS, Server, Trainer
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 from tests.sglang.environment import EnvironmentUnavailable, sglang_python
+
+HERE = Path(__file__).parent
+TIMEOUT_SECONDS = 1200
+"""The first test of all may have to build SGLang's environment, or wait for another worker that does."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """They all need a server that takes its time."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
 
 
 @pytest.fixture(scope="package")

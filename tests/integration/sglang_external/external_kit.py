@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from relaxd.weights.manifest import TensorSpec, pack, plan_buckets, to_proto
 from relaxd.weights.stock_group import StockWeightGroup
 from services.rollout.engines.sglang_external.engine import ExternalEngine
 from services.rollout.engines.types import Output, Sampling, Version
+from tests.kit.waiting import wait_until
 from tests.sglang.environment import CPU_ENVIRONMENT
 
 PROMPT = (5, 9, 17, 200, 33)
@@ -59,16 +59,16 @@ class Server:
 
     def wait_until_up(self) -> None:
         assert self.process is not None
-        deadline = time.monotonic() + START_SECONDS
+        process = self.process
         request = urllib.request.Request(self.url + "/model_info", headers={"Authorization": f"Bearer {KEY}"})
-        while True:
-            assert self.process.poll() is None, f"the server ended with {self.process.returncode}"
-            assert time.monotonic() < deadline, f"the server did not come up within {START_SECONDS} s"
-            try:
-                urllib.request.urlopen(request, timeout=5).close()
-                return
-            except (urllib.error.URLError, TimeoutError):
-                time.sleep(0.2)
+
+        def answers() -> bool:
+            assert process.poll() is None, f"the server ended with {process.returncode}"
+            urllib.request.urlopen(request, timeout=5).close()
+            return True
+
+        forgive = (urllib.error.URLError, TimeoutError)
+        wait_until(answers, "the server comes up", START_SECONDS, forgive=forgive, pause_seconds=0.2)
 
     def kill(self) -> None:
         if self.process is not None:

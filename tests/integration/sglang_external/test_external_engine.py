@@ -27,7 +27,7 @@ from tests.integration.sglang_external.external_kit import (
     connect,
     logprobs,
 )
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 
 @pytest.fixture

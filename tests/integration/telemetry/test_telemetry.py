@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.otlp import OtlpReceiver, otlp_receiver
+from tests.kit.otlp import OtlpReceiver, otlp_receiver
 
 
 @pytest.fixture(scope="module")

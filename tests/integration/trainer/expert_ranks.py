@@ -22,7 +22,7 @@ def tensors(job: ExpertJob, rank: int) -> dict[str, Any]:
     """What goes in on a rank, and the whole layer's matrices, the same on all ranks."""
     import torch
 
-    from tests.expert_formulas import EXPERTS, TOP_K, choose
+    from tests.kit.expert_formulas import EXPERTS, TOP_K, choose
 
     torch.manual_seed(0)
     fc1, fc2 = torch.randn(EXPERTS, 2, FFN, HIDDEN), torch.randn(EXPERTS, HIDDEN, FFN)
@@ -40,7 +40,7 @@ def run_job(job: ExpertJob, ranks: int) -> dict[str, Any]:
     from services.trainer.mlp.experts import Experts
     from services.trainer.mlp.routing import Routing
     from services.trainer.model.packed_layer import PolicyConfig
-    from tests.expert_formulas import EXPERTS
+    from tests.kit.expert_formulas import EXPERTS
 
     world = initialize(TrainerConfig(ranks=ranks, expert_parallel=ranks, threads=1), seed=0)
     config = PolicyConfig(

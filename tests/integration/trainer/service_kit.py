@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -248,15 +247,6 @@ def trainer_service(
         process.close()
         coordinator.close()
         feeder.board.close()
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-    """Poll for something that sends no event: the board's state."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.02)
-    return value
 
 
 class Receiver:

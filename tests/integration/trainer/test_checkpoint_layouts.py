@@ -10,9 +10,9 @@ import pytest
 
 from services.trainer.learner import checkpoint
 from services.trainer.megatron.parallel import shut_down
-from tests.conftest import free_port
 from tests.integration.trainer.checkpoint_worlds import CheckpointJob, run_job, run_world
 from tests.integration.trainer.trainer_worlds import make_model
+from tests.kit.ports import free_port
 
 TP2, PP2, DP2, EP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {}, {"expert_parallel": 2}
 BF16: dict[str, Any] = {"dtype": "bfloat16"}

@@ -29,9 +29,9 @@ from tests.integration.trainer.service_kit import (
     export,
     make_config,
     trainer_service,
-    wait_until,
 )
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
+from tests.kit.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +113,7 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
         pid = process.rank_pid()
         feeder.feed(2, 1)
         partial = checkpoints_folder(tmp_path) / ".step-000002.1.partial"
-        deadline = time.monotonic() + 60
-        while not partial.exists():  # as closely as possible: no event comes
-            assert time.monotonic() < deadline
+        wait_until(partial.exists, "a partial checkpoint", 60, pause_seconds=0.0)
         os.kill(pid, signal.SIGKILL)
         crashed_inside = partial.exists()
         coordinator.wait(lambda: coordinator.announced[-1][0] == 2 and coordinator.announced[-1][1] == 2)
@@ -135,6 +133,7 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
         assert checkpoint_steps(tmp_path) == [2, 1]
 
 
+@pytest.mark.slow
 def test_death_at_random_moments_changes_no_bit(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     moments = random.Random(0)
     steps = 8
@@ -165,6 +164,7 @@ def test_death_at_random_moments_changes_no_bit(tiny_qwen3: Path, redis_url: str
         assert weights(export(process, "model")) == weights(disturbed)
 
 
+@pytest.mark.slow
 def test_two_ranks_write_and_read_one_checkpoint(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     config = config_of(tiny_qwen3, ranks=2, tensor_parallel=2)
     with trainer_service(config, redis_url, tmp_path) as (coordinator, feeder, process):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import free_port
-from tests.expert_formulas import LOADS, mixture
 from tests.integration.trainer.expert_ranks import ExpertJob, tensors
 from tests.integration.trainer.trainer_worlds import run_world
+from tests.kit.expert_formulas import LOADS, mixture
+from tests.kit.ports import free_port
 
 JOBS = {load: ExpertJob(load, (20, 33)) for load in LOADS}
 

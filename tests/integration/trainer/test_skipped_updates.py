@@ -20,12 +20,12 @@ from services.trainer.batch.step_file import step_file_path
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.optimizer import NonFiniteGradients
 from services.trainer.megatron.parallel import shut_down
-from tests.conftest import free_port
 from tests.integration.trainer import skipping_worlds, trainer_worlds
 from tests.integration.trainer.service_kit import Feeder, export, make_config, trainer_service
 from tests.integration.trainer.skipping_worlds import NaNJob
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
+from tests.kit.ports import free_port
 
 OVERFLOWING = 1e38
 """An advantage that float32 can hold, as the advantage service allows it, but not the gradient that it makes."""
@@ -181,6 +181,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_a_skipped_update_and_replay_skips_it_too(
     tiny_qwen3: Path, redis_url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

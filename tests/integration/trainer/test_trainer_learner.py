@@ -18,8 +18,8 @@ from services.trainer.batch.packing import PackedMicroBatch, TrainSample, assign
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.model.architecture import ModelError
-from tests.conftest import free_port
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples, run_world
+from tests.kit.ports import free_port
 
 MakeLearner = Callable[..., Learner]
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from services.trainer.batch.packing import pack
-from services.trainer.learner.learner import Learner, offload
+from services.trainer.learner import offload
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.offload import Offload, gradient_tensors, state_tensors
 from services.trainer.megatron.parallel import shut_down
-from tests.conftest import free_port
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples, run_world
+from tests.kit.ports import free_port
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import load_file
 
 from services.trainer.batch.packing import pack
-from tests.conftest import free_port
 from tests.integration.trainer.trainer_worlds import KINDS, Job, make_model, make_samples, run_job, run_world
+from tests.kit.ports import free_port
 
 TP, PP, DP, EP = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {}, {"expert_parallel": 2}
 CP = {"context_parallel": 2}

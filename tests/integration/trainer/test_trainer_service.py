@@ -14,8 +14,9 @@ from safetensors.numpy import load_file
 
 from relaxd.v1 import coordinator_pb2
 from services.trainer.batch.step_file import read_committed, step_file_path
-from tests.integration.trainer.service_kit import ROOT, error_code, export, make_config, trainer_service, wait_until
-from tests.models import make_tiny_model
+from tests.integration.trainer.service_kit import ROOT, error_code, export, make_config, trainer_service
+from tests.kit.models import make_tiny_model
+from tests.kit.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from tests.integration.trainer.service_kit import (
     make_config,
     trainer_service,
 )
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 DYING_RECEIVER = """
 import sys, time

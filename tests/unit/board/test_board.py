@@ -20,7 +20,7 @@ from relaxd.board import (
     stages_for,
 )
 from relaxd.config import BoardConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
-from tests.boards import LARGE, advance, audit, end_leases, group, make_board, output, take
+from tests.kit.boards import LARGE, advance, audit, end_leases, group, make_board, output, take
 
 
 def held_by_stage(board):

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relaxd.board import BoardError, ColumnError, StageWorker
-from tests.boards import audit, end_leases, group, make_board, output, take
+from tests.kit.boards import audit, end_leases, group, make_board, output, take
 
 DAMAGED = (
     {},

@@ -3,7 +3,7 @@
 import pytest
 
 from relaxd.board import BoardUnavailable, GateClosed, NewGroup
-from tests.boards import LARGE, advance, audit, group, make_board, output, take
+from tests.kit.boards import LARGE, advance, audit, group, make_board, output, take
 
 WORST = 8 << 20
 """16 answers of 16,384 tokens, about."""

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from relaxd.board import BoardError, Delivery, Fenced, GateClosed, StepConflict, payloads
 from relaxd.board.connection import RedisConnection
-from tests.boards import LARGE, STAGES, audit, end_leases, group, make_board, output, take
+from tests.kit.boards import LARGE, STAGES, audit, end_leases, group, make_board, output, take
 
 NAMES = [stage.name for stage in STAGES]
 WORKERS = ["one", "two", "three"]

@@ -3,7 +3,7 @@
 import pytest
 
 from relaxd.board import Fenced
-from tests.boards import audit, group, make_board, output, take
+from tests.kit.boards import audit, group, make_board, output, take
 
 
 def test_what_is_freed_goes_to_others_and_late_commits_change_nothing(redis_url):

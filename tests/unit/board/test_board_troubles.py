@@ -14,8 +14,9 @@ import redis
 
 from relaxd.board import Board, BoardUnavailable
 from services.coordinator.state.store import Store, StoreUnavailable
-from tests.boards import audit, group, make_board, output, take
-from tests.conftest import RedisServer
+from tests.kit.boards import audit, group, make_board, output, take
+from tests.kit.redis_server import RedisServer
+from tests.kit.waiting import wait_until
 
 PATIENCE = 10.0
 
@@ -26,13 +27,6 @@ def says(board: Board, words: str) -> None:
     with pytest.raises(BoardUnavailable, match=words):
         board.publish(term=1, groups=[group("impatient")])
     board._connection.retry_seconds = patience
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @contextlib.contextmanager
@@ -59,7 +53,7 @@ def test_a_disk_that_is_full_is_waited_for(redis_server):
             board._connection.client.set("filler", "x" * 8192)
         return bool(board._connection.client.info("persistence")["aof_last_write_status"] != "ok")
 
-    until(writes_fail)
+    wait_until(writes_fail)
     says(board, "can't write to its disk: ")
     with meanwhile(lambda: process.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))):
         assert board.commit([(delivery, output("rollout"))]) == [True]
@@ -79,13 +73,13 @@ def test_a_primary_that_was_demoted_and_comes_back_is_waited_for(redis_server):
         for client in (one, two):
             client.config_set("repl-diskless-sync-delay", 0)
         two.replicaof("127.0.0.1", primary.port)
-        until(lambda: two.info("replication").get("master_link_status") == "up")
+        wait_until(lambda: two.info("replication").get("master_link_status") == "up")
         one.wait(1, 5000)
         two.replicaof("NO", "ONE")
         blocked = threading.Thread(target=lambda: board.take("reward", "waits", count=1, block_seconds=2.0))
         blocked.start()  # is woken up by the demotion, and reads again
         one.replicaof("127.0.0.1", other.port)
-        until(lambda: one.info("replication").get("master_link_status") == "up")
+        wait_until(lambda: one.info("replication").get("master_link_status") == "up")
         says(board, "is a replica now, not the primary: ")
         with pytest.raises(StoreUnavailable, match="Redis is a replica now"):
             store.begin_delete("nothing")

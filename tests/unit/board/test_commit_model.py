@@ -9,7 +9,7 @@ import pytest
 
 from relaxd.board import Board, Delivery, Fenced, NewGroup, Stage, StepConflict
 from relaxd.config import BoardConfig
-from tests.boards import audit, end_leases, take
+from tests.kit.boards import audit, end_leases, take
 from tests.unit.board.commit_model import (
     MAX_DELIVERIES,
     Action,

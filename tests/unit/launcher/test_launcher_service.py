@@ -10,7 +10,7 @@ from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
 from relaxd.rpc.terms import Terms
 from relaxd.v1 import launcher_pb2 as pb
 from services.coordinator.state.store import Store
-from tests.conftest import RedisServer
+from tests.kit.redis_server import RedisServer
 
 
 class Memory:

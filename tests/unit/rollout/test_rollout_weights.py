@@ -14,7 +14,7 @@ from relaxd.weights.manifest import Bucket, ManifestMismatch, TensorSpec, pack, 
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.transformers.weights import WeightReceiver, check_manifest, named_parameters
 from services.rollout.engines.types import EngineError, Version
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 
 
 @pytest.fixture(scope="module")

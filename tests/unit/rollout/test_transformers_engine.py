@@ -10,7 +10,7 @@ import torch
 
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.types import EngineError, Version
-from tests.models import make_tiny_model
+from tests.kit.models import make_tiny_model
 from tests.unit.rollout.engine_harness import Answer, Harness, full_logprobs, load
 
 PROMPTS = [[5, 9, 17, 200, 33], [7], [100, 101, 102], list(range(10, 60))]

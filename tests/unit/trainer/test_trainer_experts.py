@@ -14,7 +14,7 @@ from services.trainer.mlp.expert_rows import copy_to_rows, sort_by_expert, sum_o
 from services.trainer.mlp.experts import _Experts
 from services.trainer.mlp.router import Router
 from services.trainer.model.packed_layer import PolicyConfig
-from tests.expert_formulas import EXPERTS, LOADS, TOP_K, choose, mixture
+from tests.kit.expert_formulas import EXPERTS, LOADS, TOP_K, choose, mixture
 
 HIDDEN, FFN = 24, 20
 

@@ -9,7 +9,7 @@ import pytest
 
 from relaxd.rpc.tls import TlsFiles
 
-SCRIPT = Path(__file__).parents[1] / "deploy" / "certificates.sh"
+SCRIPT = Path(__file__).parents[2] / "deploy" / "certificates.sh"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,52 @@
+"""Waiting for what sends no event: poll, with a deadline and a reason."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+Errors = tuple[type[Exception], ...]
+PAUSE_SECONDS = 0.02
+
+
+def wait_until(
+    condition: Callable[[], Result],
+    what: str = "the test's condition",
+    seconds: float = 60.0,
+    *,
+    forgive: Errors = (),
+    explain: Callable[[], object] = str,
+    pause_seconds: float = PAUSE_SECONDS,
+) -> Result:
+    """Poll until `condition` returns something true, and return it.
+
+    Errors of the types `forgive` count as false. Raises AssertionError after `seconds`: it says `what` was waited for,
+    what the condition returned or raised last, and what `explain` returns then, such as logs.
+    """
+    deadline = time.monotonic() + seconds
+    last: object = None
+    while True:
+        late = time.monotonic() > deadline
+        try:
+            if result := condition():
+                return result
+            last = result
+        except forgive as error:
+            last = error
+        if late:
+            raise AssertionError(f"not within {seconds:g} s: {what} (last: {last!r})\n{explain()}")
+        time.sleep(pause_seconds)
+
+
+async def eventually(
+    condition: Callable[[], Result], what: str = "the test's condition", seconds: float = 60.0
+) -> Result:
+    """`wait_until` for coroutines: others go on meanwhile."""
+    deadline = time.monotonic() + seconds
+    while True:
+        late = time.monotonic() > deadline
+        if result := condition():
+            return result
+        assert not late, f"not within {seconds:g} s: {what} (last: {result!r})"
+        await asyncio.sleep(PAUSE_SECONDS)
