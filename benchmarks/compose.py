@@ -19,8 +19,9 @@ from typing import Any
 from benchmarks.reporting import machine, report
 from relaxd.client.coordinator import CoordinatorClient
 from tests.compose.conftest import CONFIG, REWARD
-from tests.compose.stack import ROOT, SERVICES, Stack, docker, running, wait_until
+from tests.compose.stack import ROOT, SERVICES, Stack, docker, running
 from tests.kit.models import make_tiny_model
+from tests.kit.waiting import wait_until
 
 IMAGES = (*SERVICES, "cli")
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.engine import default_options
 from relaxd.config import RolloutConfig
-from services.rollout.service import engine as engine_module
+from services.rollout.service import child_engine
 from tests.kit.engines import EngineRunner, reference_logprobs
 from tests.kit.models import byte_tokenizer
 
@@ -47,7 +47,7 @@ def reference(model: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[EngineRunner]:
-    engine_module.MODULES["sglang"] = "benchmarks.engine_process"
+    child_engine.MODULES["sglang"] = "benchmarks.engine_process"
     options = default_options(16) | {"load_format": "auto", "max_total_tokens": 32768}
     config = RolloutConfig(
         engine="sglang", dtype="bfloat16", max_running_samples=16, memory_fraction=0.2, sglang=options
@@ -59,7 +59,7 @@ def engine(model: Path) -> Iterator[EngineRunner]:
         yield runner
     finally:
         runner.close()
-        engine_module.MODULES["sglang"] = "services.rollout.engines.sglang.process"
+        child_engine.MODULES["sglang"] = "services.rollout.engines.sglang.process"
 
 
 def commit(runner: EngineRunner, version: int, mode: str = "in_place") -> int:

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from services.rollout.engines.types import Version
-from services.rollout.service import engine as engine_module
+from services.rollout.service import child_engine
 from tests.kit.engines import EngineRunner
 from tests.kit.models import byte_tokenizer
 
@@ -29,7 +29,7 @@ def test_they_are_those_of_transformers(
     reference.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     # Serves the weights that it was started with.
-    monkeypatch.setitem(engine_module.MODULES, "sglang", "benchmarks.engine_process")
+    monkeypatch.setitem(child_engine.MODULES, "sglang", "benchmarks.engine_process")
     # On a CPU SGLang's copy of a step's experts is no copy: with overlap the next step would overwrite it.
     runner = start(tmp_path, sglang={"disable_overlap_schedule": True}, return_routed_experts=True)
     runner.pause()
