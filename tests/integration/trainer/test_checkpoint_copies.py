@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from services.trainer.batch.packing import pack
-from services.trainer.learner.learner import Learner, checkpoint_copies
+from services.trainer.learner import checkpoint_copies
+from services.trainer.learner.learner import Learner
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
