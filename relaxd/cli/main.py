@@ -45,7 +45,7 @@ coordinator, rollout, reward, advantage and trainer.
 
 Start here:
 
-    relaxd demo                      teach a real model to add, on this machine, in minutes
+    relaxd demo                      teach a real model to add, in minutes
 
     relaxd run my.toml               train with your own configuration
 
@@ -59,9 +59,9 @@ Keep the services up for several runs:
 
     relaxd watch                     follow the run (also: samples, status)
 
-    relaxd report RUN                show where its time went, as tables and report.html
+    relaxd report RUN                show where its time went
 
-    relaxd scale rollout=3           add or remove replicas, even during a run
+    relaxd scale rollout=3           add or remove replicas
 
     relaxd pause                     pause the run (also: resume, stop)
 
@@ -69,7 +69,7 @@ Keep the services up for several runs:
 
 Recover and inspect:
 
-    relaxd resume RUN                continue a run whose services died (also: checkpoint)
+    relaxd resume RUN                continue after a crash (also: checkpoint)
 
     relaxd replay RUN --step N       repeat a step and compare (also: export)
 """

@@ -220,7 +220,7 @@ def test_model_folders(tmp_path: Path, model_folder: Path, monkeypatch: pytest.M
 
 
 def test_broken_templates_are_named(model_folder: Path) -> None:
-    with pytest.raises(DataError, match=r"model\.chat_template: the chat template is broken at its line 2"):
+    with pytest.raises(DataError, match=r"model\.chat_template: the chat template is invalid in line 2"):
         PromptTokenizer(model_folder, "fine\n{% if %}")
     refusing = PromptTokenizer(model_folder, "{{ raise_exception('no system turn') }}")
     with pytest.raises(DataError, match="line 4: the chat template can't render this prompt: no system turn"):

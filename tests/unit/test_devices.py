@@ -22,7 +22,7 @@ IPC = SHARED + '\nweights.transport = "cuda_ipc"'
         ("", 3, 0, ""),
         ("", 3, 1, ""),
         (NCCL, 1, 2, ""),
-        (NCCL, 1, 0, 'weights.transport = "nccl" is for GPUs, and none are to be seen here: use "gloo"'),
+        (NCCL, 1, 0, 'weights.transport = "nccl" needs GPUs, and this machine shows none: use "gloo"'),
         (
             NCCL + "\nrollout.tensor_parallel = 2",
             2,
@@ -31,7 +31,7 @@ IPC = SHARED + '\nweights.transport = "cuda_ipc"'
         ),
         ("\ntrainer.ranks = 2", 1, 1, "trainer.ranks = 2 need 2 GPUs; this machine shows 1"),
         (IPC, 1, 1, ""),
-        (IPC, 1, 0, 'weights.transport = "cuda_ipc" is for GPUs'),
+        (IPC, 1, 0, 'weights.transport = "cuda_ipc" needs GPUs'),
         (SHARED, 1, 1, 'run.colocate on GPUs needs rollout.engine = "sglang" and weights.transport = "cuda_ipc"'),
         (IPC, 2, 2, "trainer.ranks = 1, but 2 x rollout.tensor_parallel = 2 GPUs are the engines'"),
         (IPC + "\ntrainer.ranks = 2", 2, 1, "trainer.ranks = 2 needs 2 GPUs; this machine shows 1"),

@@ -91,8 +91,8 @@ def test_the_time_adds_up(folder: Path) -> None:
         "writing the step file": ["0.500", "2.5%"],
         "other: intake, commit, planning": ["2.500", "12.5%"],
     }
-    way = rows(text, "a group&#x27;s way (mean)")
-    assert list(way) == [
+    stages = rows(text, "a group&#x27;s stages (mean)")
+    assert list(stages) == [
         "queue: rollout",
         "generate",
         "score",
@@ -100,8 +100,8 @@ def test_the_time_adds_up(folder: Path) -> None:
         "in its step",
         "other: commits, failed attempts",
     ]
-    assert way["generate"] == ["20.000", "50.0%"]
-    assert sum(float(seconds) for seconds, _ in way.values()) == 40.0
+    assert stages["generate"] == ["20.000", "50.0%"]
+    assert sum(float(seconds) for seconds, _ in stages.values()) == 40.0
     shares = rows(text, "of the time of all steps")
     assert shares == {
         "weight synchronisation: share of a step": ["2.0%"],

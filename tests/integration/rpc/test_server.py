@@ -204,12 +204,12 @@ async def test_a_call_without_a_deadline_gets_the_servers():
     ):
         error = await failure(score(to, "hang"))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "longer than the 0.2 s" in error.details()
+        assert "longer than its deadline of 0.2 s" in error.details()
         assert reward.cancelled.is_set()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in rollout_pb2_grpc.RolloutStub(to).Generate(rollout_pb2.GenerateRequest(n=HANG)):
                 pass
-        assert "longer than the 0.3 s" in caught.value.details()
+        assert "longer than its deadline of 0.3 s" in caught.value.details()
 
 
 async def test_a_handler_is_cancelled_at_the_callers_deadline():
@@ -232,7 +232,7 @@ async def test_a_taken_port_is_named(server):
         async with serve(port=server.port):
             pass
     assert str(caught.value) == (
-        f"port {server.port} on 127.0.0.1 is taken: stop what uses it, or choose another with --port / RELAXD_PORT"
+        f"port {server.port} on 127.0.0.1 is taken: stop the process that uses it, or set another --port / RELAXD_PORT"
     )
 
 

@@ -214,7 +214,7 @@ def test_some_or_all_that_cannot_be_started(cluster: ScalingCluster) -> None:
     some = cluster.until_scaled(PARTIAL, ACTIVE, FAILED)
     assert some.state == PARTIAL
     assert [replica.state for replica in some.scaled] == [ACTIVE, FAILED]
-    assert "it ended with code 1" in some.scaled[1].detail
+    assert "exited with code 1" in some.scaled[1].detail
     assert some.scaled[1].launch_id in some.reason
     cluster.until("one is left", lambda: len(cluster.launched()) == 1)
     assert len(cluster.rollouts()) == 2

@@ -110,9 +110,9 @@ async def test_a_foreign_server_is_not_talked_to(ours, theirs):
 
 async def test_plain_and_tls_do_not_mix_and_say_so(ours):
     async with serve(ours.files("service")) as server:
-        assert "it uses TLS: name the CA of its certificate with --tls-ca" in await call(server, PLAIN)
+        assert "it uses TLS: set --tls-ca" in await call(server, PLAIN)
     async with serve(ours.files("service", clients=True)) as server:
-        assert "it uses TLS: name the CA of its certificate with --tls-ca" in await call(server, PLAIN)
+        assert "it uses TLS: set --tls-ca" in await call(server, PLAIN)
     async with serve(PLAIN) as server:
         assert "it does not use TLS: unset --tls-ca" in await call(server, ours.files())
         assert await asyncio.to_thread(connection_hint, f"127.0.0.1:{server.port}", "", PLAIN) == ""
