@@ -30,22 +30,23 @@ install: $(STAMP) ## make .venv and install everything into it
 demo: $(STAMP) ## teach a real language model to add, here, in minutes (SEED=, STEPS=)
 	$(BIN)/relaxd demo --seed $(SEED) $(if $(STEPS),--steps $(STEPS))
 
-# Most tests wait for processes that they started: one worker more than there are cores. The tests of a file share its
-# fixtures and stay together; files go in their order, in which the long ones come before the unit tests.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(1 + (os.cpu_count() or 1), 8))')
-PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# The tests of a file share its fixtures and stay on one worker; files go in their order, long ones before the unit tests.
+# Most tests wait for processes that they started, so one worker more than there are cores; the slow ones keep them busy.
+CORES := $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() or 1, 8))')
+WORKERS ?= $(shell expr $(CORES) + 1)
+PARALLEL := --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: $(STAMP) lint ## what can be tested without a GPU, but for what is slow (WORKERS=)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m "not slow"
 
 .PHONY: test-fast
 test-fast: $(STAMP) ## the unit tests, in a minute or two (WORKERS=)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" tests/unit
+	$(BIN)/python -m pytest -n $(WORKERS) $(PARALLEL) -m "not slow" tests/unit
 
 .PHONY: test-all
-test-all: $(STAMP) lint ## everything that can be tested without a GPU or containers (WORKERS=)
-	$(BIN)/python -m pytest $(PARALLEL)
+test-all: test ## everything that can be tested without a GPU or containers (WORKERS=)
+	$(BIN)/python -m pytest -n $(CORES) $(PARALLEL) -m slow --durations=20
 
 .PHONY: test-gpu
 test-gpu: $(if $(VENV),$(STAMP)) ## what needs GPUs, in minutes (VENV= PYTHON=: with an environment of your own)
