@@ -18,9 +18,9 @@ from relaxd.board import STAGES, Board, NewGroup
 from relaxd.config import BoardConfig, GRPOConfig, OptimizerConfig, TrainerConfig
 from relaxd.local.embedded_redis import server_command, url, wait_until_up
 from relaxd.local.ports import free_port
-from services.rollout.engines.base import Output, Request, Sampling, Version
 from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.service.stage import group_columns, group_seed
+from services.rollout.engines.types import Output, Request, Sampling, Version
+from services.rollout.service.group_generator import group_columns, group_seed
 from services.trainer.batch.groups import check_group
 from services.trainer.batch.packing import pack
 from services.trainer.learner.learner import Learner

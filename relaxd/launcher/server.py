@@ -92,7 +92,9 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
             problem = f"is {term}: it must be {newest}, the newest one on the launcher's Redis (0: there is none)"
             raise InvalidArgument(f"term {problem}", [("term", problem)])
         if term < newest:
-            raise FailedPrecondition(f"the coordinator of term {term} was replaced: the newest has {newest}")
+            raise FailedPrecondition(
+                f"the coordinator of term {term} was replaced: the newest has {newest}", reason="TERM_SUPERSEDED"
+            )
 
 
 async def run_launcher(host: Host, settings: ServiceSettings) -> None:

@@ -108,7 +108,11 @@ class _Life:
     def restart(self, replica_id: str, reason: str) -> None:
         """End the process so that its supervisor starts it again. Raises FailedPrecondition."""
         if replica_id != self.settings.replica_id:
-            raise FailedPrecondition(f"replica_id is {replica_id!r}, but this process is {self.settings.replica_id}")
+            raise FailedPrecondition(
+                f"replica_id is {replica_id!r}, but this process is {self.settings.replica_id}",
+                reason="ANOTHER_REPLICA",
+                subject=self.settings.replica_id,
+            )
         if not self.settings.instance:
             raise FailedPrecondition(
                 f"nobody would start {replica_id} again: it has no --instance / RELAXD_INSTANCE. Restart it by hand"

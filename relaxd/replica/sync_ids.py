@@ -23,7 +23,9 @@ class SyncIds:
         Raises FailedPrecondition when a later one was seen, InvalidArgument when the id lies in the future.
         """
         if sync_id < self._last:
-            raise FailedPrecondition(f"sync_id is {sync_id}, but {self._last} was seen: it is over")
+            raise FailedPrecondition(
+                f"sync_id is {sync_id}, but {self._last} was seen: it is over", reason="SYNC_SUPERSEDED"
+            )
         if sync_id > (time.time() + MAX_AHEAD_SECONDS) * 1000:
             problem = f"is {sync_id}: ids are Unix milliseconds, and that is more than a day ahead"
             raise InvalidArgument(f"sync_id {problem}", [("sync_id", problem)])

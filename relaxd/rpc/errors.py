@@ -5,14 +5,17 @@ relaxd.rpc.interceptor).
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import ClassVar
 
 import grpc
 import pydantic
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
+ERROR_DOMAIN = "relaxd"
+"""Of the reasons in google.rpc.ErrorInfo."""
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata key in which gRPC carries a serialized google.rpc.Status."""
 MAX_SECONDS = 86400.0
@@ -32,15 +35,17 @@ class ServerError(Exception):
 class RpcError(Exception):
     """An error status of a call.
 
-    `message` is a sentence for people; `details` are protobuf messages for google.rpc.Status.details.
+    `message` is a sentence for people; `details` are protobuf messages for google.rpc.Status.details, which always has
+    a google.rpc.ErrorInfo. Its `reason` is for programs, such as "RUN_ACTIVE"; by default the status's name.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
 
-    def __init__(self, message: str, details: Sequence[Message] = ()) -> None:
+    def __init__(self, message: str, details: Sequence[Message] = (), *, reason: str = "") -> None:
         super().__init__(message)
         self.message = message
-        self.details = tuple(details)
+        self.reason = reason or self.code.name
+        self.details = (error_details_pb2.ErrorInfo(reason=self.reason, domain=ERROR_DOMAIN), *details)
 
     @property
     def short_message(self) -> str:
@@ -48,16 +53,14 @@ class RpcError(Exception):
         return shortened(self.message, MAX_MESSAGE)
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """Return this error's google.rpc.Status as trailing metadata; empty without details that fit."""
-        if not self.details:
-            return ()
+        """Return this error's google.rpc.Status as trailing metadata, without details that don't fit."""
         status = status_pb2.Status(code=self.code.value[0], message=shortened(self.message, MAX_DETAILS // 5))
         for detail in self.details:
             packed = any_pb2.Any()
             packed.Pack(detail)
             if status.ByteSize() + packed.ByteSize() <= MAX_DETAILS:
                 status.details.append(packed)
-        return ((STATUS_DETAILS_KEY, status.SerializeToString()),) if status.details else ()
+        return ((STATUS_DETAILS_KEY, status.SerializeToString()),)
 
 
 class InvalidArgument(RpcError):
@@ -99,9 +102,20 @@ class AlreadyExists(RpcError):
 
 
 class FailedPrecondition(RpcError):
-    """The service's state does not allow the call; retrying it unchanged does not help."""
+    """The service's state does not allow the call; retrying it unchanged does not help.
+
+    `subject` is what is in the wrong state, such as "run my-run".
+    """
 
     code = grpc.StatusCode.FAILED_PRECONDITION
+
+    def __init__(self, message: str, *, reason: str = "", subject: str = "") -> None:
+        violation = error_details_pb2.PreconditionFailure.Violation(
+            type=reason or self.code.name,
+            subject=shortened(subject, MAX_FIELD),
+            description=shortened(message, MAX_DESCRIPTION),
+        )
+        super().__init__(message, [error_details_pb2.PreconditionFailure(violations=[violation])], reason=reason)
 
 
 class Aborted(RpcError):
@@ -111,9 +125,14 @@ class Aborted(RpcError):
 
 
 class Unavailable(RpcError):
-    """The service is temporarily unable to do this; the caller may retry."""
+    """The service is temporarily unable to do this; the caller may retry, not before `retry_seconds`."""
 
     code = grpc.StatusCode.UNAVAILABLE
+
+    def __init__(self, message: str, *, reason: str = "", retry_seconds: float = 1.0) -> None:
+        delay = duration_pb2.Duration()
+        delay.FromTimedelta(timedelta(seconds=retry_seconds))
+        super().__init__(message, [error_details_pb2.RetryInfo(retry_delay=delay)], reason=reason)
 
 
 class ResourceExhausted(RpcError):

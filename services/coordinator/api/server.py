@@ -126,7 +126,9 @@ class CoordinatorService(CoordinatorServicer):
             raise FailedPrecondition(
                 f"{request.replica_id} (relaxd {request.package_version or 'of unknown version'}) speaks protocol "
                 f"version {request.protocol_version}, this coordinator (relaxd {__version__}) speaks "
-                f"{PROTOCOL_VERSION}: run the same release everywhere"
+                f"{PROTOCOL_VERSION}: run the same release everywhere",
+                reason="PROTOCOL_VERSION",
+                subject=request.replica_id,
             )
         await self._registry.register(request)
         return pb.RegisterResponse(
@@ -196,7 +198,9 @@ class CoordinatorService(CoordinatorServicer):
         replica = self._require_replica(request.replica_id, ": register first")
         handoff = self._manager.require_active("").handoff
         if handoff is None:
-            raise FailedPrecondition("the active run is not colocated: its replicas don't take turns")
+            raise FailedPrecondition(
+                "the active run is not colocated: its replicas don't take turns", reason="RUN_NOT_COLOCATED"
+            )
         reason = handoff.request_gpu(replica)
         return pb.TakeTurnResponse(granted=not reason, reason=reason)
 

@@ -162,7 +162,7 @@ class RunManager:
             if record is None:
                 raise NotFound(f"there is no run {run_id!r}")
             if not record.phase.ended:
-                raise FailedPrecondition(f"run {run_id!r} has not ended: stop it first")
+                raise FailedPrecondition(f"run {run_id!r} has not ended: stop it first", reason="RUN_NOT_ENDED")
             await self._delete(record)
 
     async def delete_expired(self) -> None:
@@ -229,16 +229,24 @@ class RunManager:
             self._on_error(error)
 
     def _busy(self, run_id: str) -> FailedPrecondition:
-        return FailedPrecondition(f"run {run_id!r} is active, and only one may be: stop it, or wait for its end")
+        return FailedPrecondition(
+            f"run {run_id!r} is active, and only one may be: stop it, or wait for its end",
+            reason="RUN_ACTIVE",
+            subject=run_id,
+        )
 
     # --- lookup ---------------------------------------------------------------------------------------------------
 
     def require_active(self, run_id: str) -> ActiveRun:
         """Return the active run; a non-empty `run_id` must be its id. Raises FailedPrecondition."""
         if self.active is None:
-            raise FailedPrecondition("no run is active")
+            raise FailedPrecondition("no run is active", reason="NO_ACTIVE_RUN")
         if run_id and run_id != self.active.record.run_id:
-            raise FailedPrecondition(f"run {run_id!r} is not active: {self.active.record.run_id!r} is")
+            raise FailedPrecondition(
+                f"run {run_id!r} is not active: {self.active.record.run_id!r} is",
+                reason="RUN_NOT_ACTIVE",
+                subject=run_id,
+            )
         return self.active
 
     async def record(self, run_id: str) -> RunRecord:

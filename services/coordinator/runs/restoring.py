@@ -72,7 +72,9 @@ def read_run(folder_name: str) -> Restored:
     if record.phase.ended:
         state = record.phase.value.lower()
         raise FailedPrecondition(
-            f"run {record.run_id!r} has ended ({state}: {record.reason}): there is nothing to resume"
+            f"run {record.run_id!r} has ended ({state}: {record.reason}): there is nothing to resume",
+            reason="RUN_ENDED",
+            subject=record.run_id,
         )
     try:
         data = load_data(config)

@@ -63,7 +63,11 @@ def prepare(run_id: str, config_toml: str, redis_url: str) -> Prepared:
     run_id = run_id or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     folder = Path(config.run.folder).expanduser().resolve() / run_id
     if any((folder / name).exists() for name in ("config.json", "metrics.jsonl", "steps")):
-        raise FailedPrecondition(f"{folder} contains an earlier run: choose another run_id, or move its files away")
+        raise FailedPrecondition(
+            f"{folder} contains an earlier run: choose another run_id, or move its files away",
+            reason="FOLDER_IN_USE",
+            subject=str(folder),
+        )
     record = RunRecord(run_id=run_id, config_json=config.model_dump_json(), folder=str(folder))
     files = RunFiles(folder)
     try:

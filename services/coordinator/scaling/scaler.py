@@ -72,7 +72,9 @@ class Scaler:
             if current is not None:
                 raise FailedPrecondition(
                     f"scale request {current.request_id!r} is in progress ({current.state.lower()}), and only one may "
-                    "be: wait for it, or cancel it"
+                    "be: wait for it, or cancel it",
+                    reason="SCALE_REQUEST_IN_PROGRESS",
+                    subject=current.request_id,
                 )
             request_id = request_id or f"scale-{secrets.token_hex(3)}"
             scaled = (
