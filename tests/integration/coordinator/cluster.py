@@ -31,6 +31,7 @@ class Cluster:
         self.folder = folder
         self.redis_url = redis_url
         self.model = model
+        self.gpu_lease_seconds = GPU_LEASE_SECONDS
         self.port = free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.channel = sync_channel(f"127.0.0.1:{self.port}")
@@ -51,7 +52,7 @@ class Cluster:
             )
 
     def coordinator(self, name: str = "coordinator") -> None:
-        leases = ("--lease-seconds", str(LEASE_SECONDS), "--gpu-lease-seconds", str(GPU_LEASE_SECONDS))
+        leases = ("--lease-seconds", str(LEASE_SECONDS), "--gpu-lease-seconds", str(self.gpu_lease_seconds))
         self.start(name, "services.coordinator", "--port", str(self.port), *leases)
 
     def replica(self, name: str, module: str, faults: dict[str, dict[str, str]] | None = None, **env: str) -> None:
