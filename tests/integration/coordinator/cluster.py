@@ -31,8 +31,8 @@ class Cluster:
         self.folder = folder
         self.redis_url = redis_url
         self.model = model
-        self.port = free_port()
         self.gpu_lease_seconds = GPU_LEASE_SECONDS
+        self.port = free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.channel = sync_channel(f"127.0.0.1:{self.port}")
         self.stub = CoordinatorStub(self.channel)
