@@ -13,7 +13,7 @@ a value that belongs to the group."""
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """What a column is."""
+    """The declaration of one column."""
 
     name: str
     writer: str

@@ -1,4 +1,4 @@
-"""What the protos' options say about each method: who may call it, and whether gRPC may repeat it."""
+"""Options of the methods in the protos: the access that each needs, and whether gRPC may retry it."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ def access(method: MethodDescriptor) -> int:
 
 
 def may_repeat(method: MethodDescriptor) -> bool:
-    """Whether gRPC itself may repeat a call of a method on UNAVAILABLE: a unary read, or idempotent by its proto.
+    """Return whether gRPC may retry a method on UNAVAILABLE: unary reads, and methods that are idempotent by their proto.
 
     A blanket retry would carry a request that kills a replica to the next one.
     """

@@ -33,7 +33,7 @@ class Sample:
 
     @property
     def work(self) -> float:
-        """What it costs, in tokens that attend to nothing."""
+        """Cost in tokens without attention."""
         return self.response + self.tokens * self.tokens / (2 * ATTENTION_LENGTH)
 
 
@@ -53,7 +53,7 @@ class _Bin:
         return sample.response if sample.group_id in self.groups else sample.tokens
 
     def fits(self, sample: Sample, budget: int) -> bool:
-        """Whether the sample fits. An empty micro-batch takes any."""
+        """Return whether the sample fits. Any sample fits into an empty micro-batch."""
         if not self.samples:
             return True
         within = self.attended + sample.tokens <= MAX_REPEAT * budget
@@ -67,7 +67,7 @@ class _Bin:
 
     @property
     def work(self) -> float:
-        """What its samples cost, their shared prompts once."""
+        """Cost of the samples, with each shared prompt once."""
         prompts = {sample.group_id: sample.prompt for sample in self.samples}
         return sum(sample.work for sample in self.samples) + sum(prompts.values())
 
