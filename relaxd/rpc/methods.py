@@ -32,7 +32,7 @@ def access(method: MethodDescriptor) -> int:
 
 
 def may_repeat(method: MethodDescriptor) -> bool:
-    """Return whether gRPC may retry a method on UNAVAILABLE: unary reads, and methods that are idempotent by their proto.
+    """Return whether gRPC may retry a method on UNAVAILABLE: a unary read, or one that its proto calls idempotent.
 
     A blanket retry would carry a request that kills a replica to the next one.
     """
