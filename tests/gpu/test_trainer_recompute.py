@@ -118,7 +118,7 @@ def test_experts_come_back_from_where_they_were_sent(learner: MakeLearner, model
         tokens = x.clone().requires_grad_()
         routing = mlp.router(tokens)
         if send:  # to this rank itself, over NCCL
-            output = mlp.experts._exchanged(tokens, routing.experts, routing.weights, False)
+            output = mlp.experts._forward_expert_parallel(tokens, routing.experts, routing.weights, False)
         else:
             output = mlp.experts(tokens, routing)
         output.backward(grad)
