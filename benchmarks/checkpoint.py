@@ -33,7 +33,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from benchmarks.gpu_models import SHAPES, count_parameters, make_batch, prepare_model
 from benchmarks.reporting import report
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from services.trainer.batch.packing import PackedMicroBatch
+from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
 from services.trainer.checkpoints.part import CheckpointPart

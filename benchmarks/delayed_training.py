@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from relaxd.algorithms import Filtered, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from relaxd.data.addition import addition
-from relaxd.data.tokens import PromptTokenizer
+from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.rewards.addition import addition as score_addition
 from relaxd.rewards.base import RewardInput
 from services.rollout.engines.transformers.weights import named_parameters
-from services.trainer.batch.packing import TrainSample, assign, pack
+from services.trainer.batch.row_packing import TrainSample, assign, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from services.trainer.batch.packing import PackedMicroBatch, TrainSample, pack
+from services.trainer.batch.row_packing import PackedMicroBatch, TrainSample, pack
 from services.trainer.learner.learner import Learner
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}

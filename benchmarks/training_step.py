@@ -25,7 +25,7 @@ import transformers
 from benchmarks.reporting import report
 from relaxd.algorithms import LossInputs, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from services.trainer.batch.packing import TrainSample, assign, pack
+from services.trainer.batch.row_packing import TrainSample, assign, pack
 from services.trainer.learner.learner import Learner
 
 LR = 1e-5

@@ -22,7 +22,7 @@ from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.types import Output, Request, Sampling, Version
 from services.rollout.service.group_generator import group_columns, group_seed
 from services.trainer.batch.groups import check_group
-from services.trainer.batch.packing import pack
+from services.trainer.batch.row_packing import pack
 from services.trainer.learner.learner import Learner
 
 STEPS, GROUPS, SAMPLES, NEW_TOKENS, END = 12, 4, 8, 16, 0

@@ -13,9 +13,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ResponseError
 from redis.retry import Retry
 
-from relaxd.board.admission import explain_limit
 from relaxd.board.errors import BoardError, BoardUnavailable, Fenced, GateClosed, RunExists, RunMissing, StepConflict
-from relaxd.board.packer import CommandPacker
+from relaxd.board.gate_reasons import explain_limit
+from relaxd.board.resp import CommandPacker
 from relaxd.retry import Backoff
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from typing import Any
 import redis
 
 from relaxd.board import payloads
-from relaxd.board.admission import explain_limit
 from relaxd.board.core import BoardCore
 from relaxd.board.errors import BoardError, GateClosed
+from relaxd.board.gate_reasons import explain_limit
 from relaxd.board.sizes import RedisMemory
 from relaxd.board.stages import TRAIN
 from relaxd.board.types import JSON, Admission, LedgerEntry, NewGroup, Retry
@@ -85,7 +85,7 @@ class CoordinatorSide(BoardCore):
         Raises Fenced, RunMissing.
         """
         version = "" if oldest_version is None else oldest_version
-        self._connection.script("gate", self.prefix, term, int(open), version)
+        self._connection.script("set_gate", self.prefix, term, int(open), version)
 
     def admission(self, worst_bytes: int) -> Admission:
         """Return how many groups of up to `worst_bytes` the gate (lua/admission.lua) admits now.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from relaxd.board.admission import megabytes
+from relaxd.board.gate_reasons import megabytes
 from relaxd.config import RunConfig
 
 TOKEN_BYTES = 32

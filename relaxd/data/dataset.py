@@ -13,7 +13,7 @@ from relaxd.data.examples import Example
 from relaxd.data.jsonl import read_jsonl
 from relaxd.data.models import resolve_model, routed_expert_bytes
 from relaxd.data.reasoning_gym import reasoning_gym
-from relaxd.data.tokens import PromptTokenizer
+from relaxd.data.tokenizer import PromptTokenizer
 
 CHECK_BATCH = 1024
 

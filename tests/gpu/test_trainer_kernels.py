@@ -9,7 +9,7 @@ from torch import Tensor
 from services.trainer.attention.attention_kernels import attention_kernel, varlen_attention
 from services.trainer.attention.heads import rotary_table, rotate, split_heads
 from services.trainer.attention.sequence_layout import cudnn_batches, scatter_to_sequences, sequence_layout
-from services.trainer.batch.packing import TrainSample, pack
+from services.trainer.batch.row_packing import TrainSample, pack
 from services.trainer.kernels.grouped_products import grouped_kernels
 from services.trainer.kernels.swiglu import swiglu
 from services.trainer.learner.logprobs import VocabShard, token_logprobs

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import PackedMicroBatch, TrainSample, pack
+from services.trainer.batch.row_packing import PackedMicroBatch, TrainSample, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.trainer_worlds import VOCAB, Job, make_learner, make_model

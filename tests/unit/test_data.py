@@ -18,7 +18,7 @@ from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.jsonl import read_jsonl
 from relaxd.data.models import resolve_model
-from relaxd.data.tokens import PromptTokenizer
+from relaxd.data.tokenizer import PromptTokenizer
 from tests.kit.tokenizer import CHATML, write_tokenizer
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from relaxd.rpc.errors import ResourceExhausted
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER, Role
-from services.coordinator.fleet.gpus import SHARED, choose, seen_by
+from services.coordinator.fleet.gpu_choice import SHARED, choose, seen_by
 
 SEEN = ("GPU-a", "GPU-b", "GPU-c")
 

@@ -17,7 +17,7 @@ from relaxd.v1.replica_pb2 import (
     Role,
 )
 from services.coordinator.fleet.changes import Signal
-from services.coordinator.fleet.gpus import SHARED, choose, could_choose, seen_by
+from services.coordinator.fleet.gpu_choice import SHARED, choose, could_choose, seen_by
 from services.coordinator.state.records import Member, ReplicaRecord
 from services.coordinator.state.store import Store, StoreUnavailable
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.trainer.batch.packing import PackedMicroBatch
+from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.kernels.fusion import fused_kernels
 from services.trainer.mlp.routing import RouterInputs
 

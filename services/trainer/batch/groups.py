@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm
 from relaxd.board import COLUMNS, trained_columns
-from services.trainer.batch.packing import TrainSample
+from services.trainer.batch.row_packing import TrainSample
 
 TRAIN_COLUMNS = {name: COLUMNS[name] for name in trained_columns()}
 """All columns that the trainer reads and keeps in step files."""

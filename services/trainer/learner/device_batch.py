@@ -7,7 +7,7 @@ from torch import Tensor
 
 from services.trainer.attention.heads import rotary_table
 from services.trainer.attention.sequence_layout import AttentionKernel, SequenceLayout, sequence_layout, to_device
-from services.trainer.batch.packing import PackedMicroBatch, with_padding
+from services.trainer.batch.row_packing import PackedMicroBatch, with_padding
 from services.trainer.megatron.parallel import World
 from services.trainer.mlp.routing import RouterInputs
 

@@ -42,7 +42,7 @@ from torch import Tensor
 from relaxd.algorithms import create
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer.attention.attention_kernels import attention_kernel
-from services.trainer.batch.packing import PackedMicroBatch
+from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner import mismatch
 from services.trainer.learner.checkpoint import Snapshot, Stateful, load_snapshot
 from services.trainer.learner.checkpoint_copies import HostCopies

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 
 from relaxd.algorithms import Algorithm
 from services.trainer.batch.groups import TrainGroup, check_group
-from services.trainer.batch.packing import PackedMicroBatch, empty_micro_batch, pack
 from services.trainer.batch.plan import MicroBatchRound, MicroBatchSlices
+from services.trainer.batch.row_packing import PackedMicroBatch, empty_micro_batch, pack
 from services.trainer.batch.step_file import StepFile
 from services.trainer.learner.learner import Learner, StepStats
 

@@ -15,14 +15,14 @@ from relaxd import telemetry
 from relaxd.algorithms import Algorithm
 from relaxd.board import Board, BoardUnavailable, LedgerEntry, microseconds
 from relaxd.config import RunConfig
-from services.trainer.batch.packer import Packer
 from services.trainer.batch.plan import OUTCOME, MicroBatchRound, StepPlan
+from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.step_file import read_committed, step_file_path, write_step_file
 from services.trainer.checkpoints.checkpoints import Answer, Checkpoints
 from services.trainer.learner.learner import Learner, StepStats
 from services.trainer.loop.intake import Intake
 from services.trainer.loop.round_runner import RoundRunner
-from services.trainer.loop.skipped_updates import SkippedUpdates, TooManySkippedUpdates
+from services.trainer.loop.skip_limit import SkippedUpdates, TooManySkippedUpdates
 from services.trainer.loop.sleep_controller import SleepController, SleepRequest
 from services.trainer.loop.step_builder import StepBuilder
 from services.trainer.loop.step_metrics import group_metrics, record_samples, shown_samples

@@ -29,7 +29,7 @@ class CheckpointJob:
 
 def train(learner: Any, steps: int) -> list[tuple[float, float]]:
     """Steps on the same samples; loss and gradient norm of each."""
-    from services.trainer.batch.packing import assign_to_ranks, empty_micro_batch, pack
+    from services.trainer.batch.row_packing import assign_to_ranks, empty_micro_batch, pack
 
     samples, dp_size = make_samples(), learner.world.dp_size
     shares = assign_to_ranks([len(sample.tokens) for sample in samples], 60, dp_size)[learner.world.dp_rank]

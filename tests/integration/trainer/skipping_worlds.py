@@ -20,7 +20,7 @@ def run_job(job: NaNJob, ranks: int = 1) -> dict[str, Any]:
     """Run one job on this rank."""
     import torch.distributed as dist
 
-    from services.trainer.batch.packing import pack
+    from services.trainer.batch.row_packing import pack
 
     learner = make_learner(Job(job.model, job.parallel), ranks)
     batch = pack(make_samples())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.batch.packing import pack
+from services.trainer.batch.row_packing import pack
 from services.trainer.learner import checkpoint_copies
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.host_memory import freeze_objects

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from relaxd.cli import recovery
-from services.trainer.batch.packing import PackedMicroBatch, pack
+from services.trainer.batch.row_packing import PackedMicroBatch, pack
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.optimizer import NonFiniteGradients

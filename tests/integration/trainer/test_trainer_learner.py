@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from services.trainer.batch.packing import PackedMicroBatch, TrainSample, assign, empty_micro_batch, pack
+from services.trainer.batch.row_packing import PackedMicroBatch, TrainSample, assign, empty_micro_batch, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.model.architecture import ModelError

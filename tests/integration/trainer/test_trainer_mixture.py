@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from services.trainer.batch.packing import TrainSample, pack
+from services.trainer.batch.row_packing import TrainSample, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples

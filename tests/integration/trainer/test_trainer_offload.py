@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.batch.packing import pack
+from services.trainer.batch.row_packing import pack
 from services.trainer.learner import offload
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.offload import Offload, gradient_tensors, state_tensors

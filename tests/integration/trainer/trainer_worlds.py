@@ -63,7 +63,7 @@ def make_model(folder: Path, kind: str, *, tied: bool = False, **changes: int) -
 
 def make_samples(count: int = 7, seed: int = 0, temperature: float = 1.3) -> list[Any]:
     """Samples of different lengths, three to a prompt; in every second response a token is the environment's."""
-    from services.trainer.batch.packing import TrainSample
+    from services.trainer.batch.row_packing import TrainSample
 
     rng = np.random.default_rng(seed)
     samples: list[TrainSample] = []
@@ -152,7 +152,7 @@ def full_logits(learner: Any, batch: Any) -> np.ndarray:
 
 def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     """Run one job on this rank."""
-    from services.trainer.batch.packing import assign_to_ranks, empty_micro_batch, pack
+    from services.trainer.batch.row_packing import assign_to_ranks, empty_micro_batch, pack
 
     learner = make_learner(job, ranks)
     samples = make_samples(job.samples)

@@ -2,7 +2,7 @@ import pytest
 from redis.connection import PythonRespSerializer
 from redis.exceptions import DataError
 
-from relaxd.board.packer import LARGE_BYTES, CommandPacker
+from relaxd.board.resp import LARGE_BYTES, CommandPacker
 
 
 def encode(argument):

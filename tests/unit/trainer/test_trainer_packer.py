@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.batch.packer import MAX_REPEAT, Packer, Sample, pack_bins, spread_bins
 from services.trainer.batch.plan import MicroBatchRound, MicroBatchSlices, SampleSlice
+from services.trainer.batch.round_packer import MAX_REPEAT, Packer, Sample, pack_bins, spread_bins
 
 Step = dict[str, tuple[int, list[int]]]
 """By group id: prompt tokens, and the response tokens of each sample."""

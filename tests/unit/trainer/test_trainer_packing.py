@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.batch.packing import (
+from services.trainer.batch.row_packing import (
     PackingError,
     TrainSample,
     assign,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.trainer.loop.skipped_updates import SkippedUpdates, TooManySkippedUpdates
+from services.trainer.loop.skip_limit import SkippedUpdates, TooManySkippedUpdates
 
 
 def test_so_many_in_a_row_are_allowed_and_no_more() -> None:
