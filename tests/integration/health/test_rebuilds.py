@@ -21,7 +21,8 @@ def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: Hea
     cluster.process("rollout-1").kill()
     paused = cluster.until_state(pb.RUN_STATE_PAUSED, 90)
     assert "rebuilding rollout (1 of 2)" in paused.reason
-    assert cluster.calls("trainer-1", "SaveCheckpoint")  # it is well, and worse may follow
+    # The trainer is well, and worse may follow.
+    cluster.until("a checkpoint is saved", lambda: cluster.calls("trainer-1", "SaveCheckpoint"))
     run = cluster.until_state(pb.RUN_STATE_FAILED, 120)
     assert run.reason.startswith("rollout could not be rebuilt: ")
     assert run.reason.endswith("(rebuilt 2 times)")
