@@ -3,6 +3,7 @@
 It ends at once when FOLDER/fail-LAUNCH_ID exists, and else waits until FOLDER/closed doesn't.
 """
 
+import asyncio
 import os
 import sys
 import time
@@ -17,4 +18,4 @@ if __name__ == "__main__":
     from tests.integration.peers.__main__ import main
 
     os.environ["PEER_LOG"] = str(folder / f"{os.environ['RELAXD_REPLICA_ID']}.calls")
-    main()
+    asyncio.run(main())

@@ -54,7 +54,7 @@ async def test_a_worker_gets_no_secret_but_those_that_are_named(pool, monkeypatc
             assert seen["files"].pop("0") == "/dev/null"
             assert {target.partition(":")[0] for target in seen["files"].values()} == {"pipe", "socket"}
             assert len(seen["files"]) == 3
-    with pytest.raises(MissingVariableError, match=r"reward.environment names NO_SUCH_KEY, which"):
+    with pytest.raises(MissingVariableError, match=r"reward.environment names NO_SUCH_KEY, not set"):
         WorkerPool(1, ["JUDGE_KEY", "NO_SUCH_KEY"])
 
 
