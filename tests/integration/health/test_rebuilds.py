@@ -25,7 +25,7 @@ def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: Hea
     cluster.until("a checkpoint is saved", lambda: cluster.calls("trainer-1", "SaveCheckpoint"))
     run = cluster.until_state(pb.RUN_STATE_FAILED, 120)
     assert run.reason.startswith("rollout could not be rebuilt: ")
-    assert run.reason.endswith("(rebuilt 2 times)")
+    assert run.reason.endswith("(2 attempts)")
     events = cluster.events()
     kinds = [event.state for event in events if event.role == ROLE_ROLLOUT and not event.instance]
     assert kinds == [REBUILDING, REBUILDING, FAILED], events
