@@ -186,18 +186,18 @@ def _lost(known: set[str], published: int, cursor: dict | None) -> list[str]:
         wrong.append(f"published {published} groups, but {len(known)} are open, trained or dropped")
     places: dict[int, set[int]] = defaultdict(set)
     for group in known:
-        term, _, position = group.partition("~")[0].partition("-")
-        places[int(term)].add(int(position))
-    now = cursor or {"term": 0, "position": 0}
-    sizes = Counter(len(places[term]) for term in range(now["term"]))
+        epoch, _, position = group.partition("~")[0].partition("-")
+        places[int(epoch)].add(int(position))
+    now = cursor or {"epoch": 0, "position": 0}
+    sizes = Counter(len(places[epoch]) for epoch in range(now["epoch"]))
     if len(sizes) > 1:
-        wrong.append(f"terms of different size were published: {dict(sizes)}")
-    for term, positions in places.items():
-        end = now["position"] if term == now["term"] else max(positions) + 1
+        wrong.append(f"epochs of different size were published: {dict(sizes)}")
+    for epoch, positions in places.items():
+        end = now["position"] if epoch == now["epoch"] else max(positions) + 1
         if missing := sorted(set(range(end)) - positions):
-            wrong.append(f"{len(missing)} groups of term {term} are lost: {missing[:5]}")
+            wrong.append(f"{len(missing)} groups of epoch {epoch} are lost: {missing[:5]}")
         if beyond := sorted(positions - set(range(end))):
-            wrong.append(f"groups of term {term} beyond the data cursor: {beyond[:5]}")
+            wrong.append(f"groups of epoch {epoch} beyond the data cursor: {beyond[:5]}")
     return wrong
 
 

@@ -41,7 +41,7 @@ def test_three_runs_with_large_steps_on_one_redis(workplace: Workplace) -> None:
     generation["eos_token_id"] = list(range(2, 259, 5))  # an answer ends after five tokens or so
     (model / "generation_config.json").write_text(json.dumps(generation))
     (workplace.folder / "large.toml").write_text(CONFIG)
-    code, output = workplace.relaxd("up", RELAXD_REDIS_MAXMEMORY="1280mb")
+    code, output = workplace.relaxd("up", "--port", "0", RELAXD_REDIS_MAXMEMORY="1280mb")
     assert code == 0, output
     for name, steps in (("first", 2), ("second", 1), ("third", 1)):
         code, output = workplace.relaxd("run", "large.toml", "--run-id", name, "--run.steps", str(steps), timeout=200)

@@ -82,8 +82,7 @@ class RunManager:
         async with self._starting:
             if run_id and await asyncio.to_thread(self._store.run, run_id) is not None:
                 raise AlreadyExists(f"a run {run_id!r} exists: choose another run_id")
-            if self._task is not None and self.active is not None and self.active.record.phase.ended:
-                await asyncio.wait([self._task])  # it has ended, and its task cleans up
+            await self._wait_for_clean_up()
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
             prepared = await asyncio.to_thread(prepare, run_id, config_toml, self._settings.redis)
@@ -178,7 +177,13 @@ class RunManager:
                     logger.info("deleting run %s from Redis: it ended on %s", record.run_id, record.end_time)
                     await self._delete(record)
 
+    async def _wait_for_clean_up(self) -> None:
+        """Wait until the task of a run that has ended has stopped: it still uses the run's board."""
+        if self._task is not None and self.active is not None and self.active.record.phase.ended:
+            await asyncio.wait([self._task])
+
     async def _delete(self, record: RunRecord) -> None:
+        await self._wait_for_clean_up()
         board = self.board(record)
         await asyncio.to_thread(self._store.begin_delete, record.run_id)
         self._ended_runs.pop(record.run_id, None)
