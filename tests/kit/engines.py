@@ -43,7 +43,7 @@ class Answer:
         return self.last.finish_reason or "" if self.last else ""
 
     @property
-    def continued(self) -> bool:
+    def spans_weight_update(self) -> bool:
         return self.last is not None and self.last.spans_weight_update
 
 

@@ -73,7 +73,10 @@ WITHOUT_DEADLINE = {
         ("services/rollout/engines/transformers/weights.py", "WeightReceiver.receive"),
         ("services/rollout/engines/sglang/weights.py", "_Receiver.receive"),
         ("services/trainer/loop/broadcast.py", "WeightBroadcaster._send"),
-        ("services/coordinator/runs/manager.py", "RunManager._wait_for_clean_up"),  # the run has ended: its calls have deadlines
+        (
+            "services/coordinator/runs/manager.py",
+            "RunManager._wait_for_clean_up",
+        ),  # the run has ended: its calls have deadlines
         ("services/coordinator/runs/manager.py", "RunManager.close"),  # cancelled
         ("services/coordinator/runs/active_run.py", "ActiveRun._train"),  # an evaluation: see eval.stall_seconds
         ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),  # a call with a deadline

@@ -33,7 +33,7 @@ def test_a_replica_with_sglang(stage: Stage) -> None:
     request = rollout_pb2.JoinWeightGroupRequest(group=group, rank=1, manifest=stage.source.manifest)
     with pytest.raises(grpc.RpcError) as error:
         replica.stub.JoinWeightGroup(request, timeout=5)
-    assert 'this engine is on a CPU, use "gloo"' in dict(field_violations(error.value))["group.transport"]
+    assert 'this engine is on a CPU: use "gloo"' in dict(field_violations(error.value))["group.transport"]
     stage.sync(0)
     replica.wait_for(lambda status: status.weights.term == 1)
     samples = replica.generate(PROMPT, n=2, max_new_tokens=6, ignore_eos=True)
