@@ -75,7 +75,7 @@ class InvalidArgument(RpcError):
             named = error_details_pb2.BadRequest.FieldViolation(
                 field=shortened(field, MAX_FIELD), description=shortened(description, MAX_DESCRIPTION)
             )
-            if bad.ByteSize() + named.ByteSize() <= MAX_DETAILS * 3 // 4:
+            if bad.ByteSize() + named.ByteSize() <= MAX_DETAILS * 2 // 3:
                 bad.field_violations.append(named)
         super().__init__(message, [bad] if violations else [])
 

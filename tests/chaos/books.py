@@ -69,8 +69,11 @@ class Books:
     _polled: list[str] = field(default_factory=list)
     _step_files: set[str] = field(default_factory=set)
 
-    def audit(self) -> list[str]:
-        """Read what is new, and say everything that is wrong with the whole."""
+    def audit(self, *, ended: bool = False) -> list[str]:
+        """Read what is new, and say everything that is wrong with the whole.
+
+        A run that has ended tries no prompt again: those that waited for it are purged.
+        """
         wrong: list[str] = []
         prefix = f"relaxd:{self.run_id}:"
         last = len(self.steps)
@@ -114,7 +117,7 @@ class Books:
                 wrong.append(f"groups both {what}: {', '.join(both[:5])}")
         known = self.trained.keys() | self.dropped.keys() | open_groups
         wrong += _lost(known, published, json.loads(state[4]))
-        for group in sorted(self._asked_again - waiting):
+        for group in [] if ended else sorted(self._asked_again - waiting):
             if _next_try(group) not in known:
                 wrong.append(f"the prompt of group {group} is lost: nobody tries it again")
         wrong += _stranded(open_ids, open_fields)

@@ -90,7 +90,7 @@ class Campaign:
             if time.monotonic() > deadline:
                 return [f"the run did not end within {self.deadline_seconds:g} s"]
             time.sleep(TICK_SECONDS)
-        wrong = self.books.audit()
+        wrong = self.books.audit(ended=True)
         if open_groups := self.stack.redis.scard(f"relaxd:{RUN}:open"):
             wrong.append(f"{open_groups} groups are open after the run's end")
         log = self.stack.state.log("trainer").read_text(errors="replace")
