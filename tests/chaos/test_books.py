@@ -38,7 +38,7 @@ def board(redis_url: str) -> Iterator[Board]:
     board = make_board(redis_url, groups_per_step=2, max_staleness=8)
     board.new_trainer_term()
     places = [f"0-{position:06d}" for position in range(8)]
-    board.publish(term=1, groups=[group(place) for place in places], cursor={"term": 0, "position": 8})
+    board.publish(term=1, groups=[group(place) for place in places], cursor={"epoch": 0, "position": 8})
     yield board
     board.close()
 
@@ -56,7 +56,7 @@ def books(board: Board, redis_url: str, tmp_path: Path) -> Books:
 
 def test_good_books(board: Board, books: Books) -> None:
     assert books.audit() == []
-    board.publish(term=1, groups=[group("0-000004~1", retry_of="0-000004")], cursor={"term": 0, "position": 8})
+    board.publish(term=1, groups=[group("0-000004~1", retry_of="0-000004")], cursor={"epoch": 0, "position": 8})
     train(board, 3, books.run_folder)
     assert books.audit() == []
     assert [step.number for step in books.steps] == [1, 2, 3]
@@ -152,7 +152,7 @@ def miscount(client: redis.Redis) -> None:
     ("damage", "said"),
     [
         (lose, "published = open"),
-        (lose_and_hide, "1 groups of term 0 are lost"),
+        (lose_and_hide, "1 groups of epoch 0 are lost"),
         (strand, "is at no stage"),
         (reopen, "both trained and open"),
         (train_twice, "0-000000 was trained in step 1 and in step 3"),

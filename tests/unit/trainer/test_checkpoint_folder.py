@@ -25,7 +25,7 @@ from services.trainer.checkpoints.folder import (
 )
 
 BOARD = BoardState(
-    cursor={"term": 0, "position": 4},
+    cursor={"epoch": 0, "position": 4},
     open_groups=("0-000003",),
     published=4,
     trained=3,
