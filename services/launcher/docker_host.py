@@ -10,6 +10,7 @@ import docker
 import docker.errors
 import requests
 
+from relaxd.local.modules import REPLICA_ROLES
 from relaxd.rpc.container_id import container_id
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from relaxd.v1 import launcher_pb2 as pb
@@ -17,7 +18,6 @@ from services.launcher.container import LAUNCH_ID, NUMBER, ONEOFF, PROJECT, ROLE
 
 ENGINE_SECONDS = 30.0
 """Timeout of a call to the engine."""
-RESTARTABLE = ("trainer", "rollout", "reward", "advantage")
 STATES = {
     "created": pb.INSTANCE_STATE_RUNNING,
     "running": pb.INSTANCE_STATE_RUNNING,
@@ -73,9 +73,9 @@ class DockerHost:
             if container is None:
                 raise NotFound(f"project {self.project!r} has no container {instance!r}")
             role = container["Labels"].get(ROLE) or container["Labels"][SERVICE]
-            if role not in RESTARTABLE:
+            if role not in REPLICA_ROLES:
                 raise FailedPrecondition(
-                    f"container {instance} is of service {role}: only {', '.join(RESTARTABLE)} can be restarted"
+                    f"container {instance} is of service {role}: only {', '.join(REPLICA_ROLES)} can be restarted"
                 )
             if container["State"] == "paused":  # the engine does not stop a paused container
                 self._engine.unpause(container["Id"])

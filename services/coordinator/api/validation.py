@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from relaxd.board.core import RUN_ID, RUN_ID_RULE
 from relaxd.rpc.errors import InvalidArgument, Violations
 from relaxd.rpc.gpu_uuids import GPU_UUID, GPU_UUID_RULE, MAX_GPUS, check_gpu_uuids
 from relaxd.v1 import coordinator_pb2 as pb
@@ -19,7 +20,6 @@ from services.coordinator.runs.starting import check_run_id
 from services.coordinator.state.scale_records import Direction, ScaleSpec
 
 REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ADDRESS = re.compile(r"[A-Za-z0-9.\[\]:_-]{1,200}:[0-9]{1,5}")
 ANY_ID = re.compile(r".{1,128}")
 SCALABLE_ROLES = (ROLE_ROLLOUT, ROLE_REWARD, ROLE_ADVANTAGE)
@@ -135,11 +135,7 @@ def scale_in_spec(request: scaling_pb2.ScaleInRequest) -> ScaleSpec:
 
 
 def _check_common(request_id: str, role: "Role.ValueType", replicas: int, violations: Violations) -> None:
-    violations.check(
-        not request_id or REQUEST_ID.fullmatch(request_id),
-        "request_id",
-        "must be 1 to 64 letters, digits, dots, dashes and underscores, the first one a letter or digit",
-    )
+    violations.check(not request_id or RUN_ID.fullmatch(request_id), "request_id", RUN_ID_RULE)
     known = role in (ROLE_UNSPECIFIED, *SCALABLE_ROLES)
     violations.check(known, "role", "must be ROLE_ROLLOUT, ROLE_REWARD or ROLE_ADVANTAGE: no other can be scaled")
     violations.check(0 <= replicas <= MAX_REPLICAS, "replicas", f"is {replicas}: it must be 1 to {MAX_REPLICAS}")

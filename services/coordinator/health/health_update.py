@@ -7,6 +7,7 @@ from enum import Enum, auto
 from typing import Any
 
 from relaxd.config import HealthConfig
+from relaxd.retry import Backoff
 from services.coordinator.state.health_records import (
     KEPT_EVENTS,
     Event,
@@ -118,4 +119,4 @@ def next_restart(restarts: Sequence[float], config: HealthConfig) -> float:
         return 0.0
     if len(latest) >= config.max_restarts:
         return latest[-config.max_restarts] + config.restart_window_seconds
-    return latest[-1] + config.first_backoff_seconds * 2 ** (len(latest) - 1)
+    return latest[-1] + Backoff(config.first_backoff_seconds).pause(len(latest))

@@ -7,6 +7,7 @@ from typing import Any
 
 from relaxd import telemetry
 from relaxd.config import HealthConfig
+from relaxd.retry import Backoff
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_DRAINING,
     REPLICA_STATE_QUARANTINED,
@@ -160,8 +161,8 @@ class ReplicaReconciler:
     def _timeout(self, one: ReplicaHealth) -> float:
         """Return the wait for its next process, doubled with each try for a slow start."""
         config = self._config
-        doubled = config.restart_timeout_seconds * 2.0 ** max(0, one.tries - 1)
-        return max(config.restart_timeout_seconds, min(doubled, config.role_timeout_seconds))
+        doubled = Backoff(config.restart_timeout_seconds, config.role_timeout_seconds).pause(max(1, one.tries))
+        return max(config.restart_timeout_seconds, doubled)
 
     def _may_retry(self, one: ReplicaHealth) -> bool:
         """Return whether it failed so long ago that it may be tried again."""

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from relaxd.config import HealthConfig
+from relaxd.retry import Backoff
 from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_FAILED
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health.health_update import DOWN, HealthUpdate, RestartMode
@@ -75,8 +76,7 @@ class RoleReconciler:
             draft.add_event(one.role, "", Health.FAILED, self.failure)
             draft.set_role(one, state=Health.FAILED, reason=self.failure)
             return
-        backoff = config.first_backoff_seconds * 2 ** (one.rebuilds - 1) if one.rebuilds else 0.0
-        if one.rebuilds and time.time() - one.since < backoff:
+        if one.rebuilds and time.time() - one.since < Backoff(config.first_backoff_seconds).pause(one.rebuilds):
             return
         self._last_hope[one.role] = time.monotonic()
         number = one.rebuilds + 1

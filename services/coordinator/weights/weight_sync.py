@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from relaxd import telemetry
+from relaxd.retry import Backoff
 from relaxd.rpc.errors import FailedPrecondition
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext
@@ -24,9 +25,8 @@ from services.coordinator.weights.weight_group_client import SyncFailed, WeightG
 
 logger = logging.getLogger(__name__)
 
-SET_ASIDE_SECONDS = 5.0
-"""An engine's exclusion after its first failure; doubles with each further one."""
-MAX_SET_ASIDE_SECONDS = 60.0
+SET_ASIDE = Backoff(first_seconds=5.0, max_seconds=60.0)
+"""An engine's exclusion, by its failures."""
 IDLE_SECONDS = 0.5
 MAX_RETRY_SECONDS = 2.0
 
@@ -252,7 +252,7 @@ class WeightSync:
     def _set_aside(self, members: Iterable[Member]) -> None:
         for member in members:
             failures = self._blame.get(member, (0, 0.0))[0] + 1
-            seconds = min(SET_ASIDE_SECONDS * 2 ** (failures - 1), MAX_SET_ASIDE_SECONDS)
+            seconds = SET_ASIDE.pause(failures)
             self._blame[member] = (failures, time.monotonic() + seconds)
             logger.warning("%s is excluded from weight synchronisation for %.0f s", member.replica_id, seconds)
         self._blame = {member: value for member, value in self._blame.items() if self._registry.holds(member)}
