@@ -265,9 +265,8 @@ class GpuLeases:
             try:
                 await self._request([], 0)
             except grpc.aio.AioRpcError as error:
-                self._settled = (
-                    error.code() is grpc.StatusCode.NOT_FOUND
-                )  # the coordinator forgot this replica and its leases
+                # NOT_FOUND: the coordinator forgot this replica and its leases.
+                self._settled = error.code() is grpc.StatusCode.NOT_FOUND
                 if not self._settled:
                     logger.warning("GPUs can't be returned yet: %s", explain(error))
 
