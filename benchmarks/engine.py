@@ -130,7 +130,10 @@ class _Service:
     """The part of a rollout service that Generate needs."""
 
     def __init__(self, engine: Any) -> None:
+        from services.rollout.service.occupancy import Occupancy
+
         self.engine = engine
+        self.occupancy = Occupancy()
 
 
 async def measure_relaxd(arguments: argparse.Namespace) -> dict[str, Any]:
