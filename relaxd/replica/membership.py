@@ -116,7 +116,7 @@ class Membership:
             self._away = False
             self._heartbeat_seconds = answer.heartbeat_seconds or 1.0
             _log.info("registered with the coordinator at %s", self._address)
-            await self._on_answer(HeartbeatResponse(assignment=answer.assignment))
+            await self._on_answer(HeartbeatResponse(assignment=answer.assignment, term=answer.term))
             return
 
     async def send_last_status(self) -> None:

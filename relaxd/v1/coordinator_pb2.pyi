@@ -1016,6 +1016,7 @@ class RegisterResponse(_message.Message):
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     GPU_LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     lease_seconds: _builtins.float
     """Seconds after which the replica counts as dead without a heartbeat."""
     heartbeat_seconds: _builtins.float
@@ -1024,6 +1025,8 @@ class RegisterResponse(_message.Message):
     """Seconds without a heartbeat after which the GPUs that the replica has leased may be given to others: what uses them
     has to be gone by then. Counted from when this request arrived.
     """
+    term: _builtins.int
+    """The coordinator's term. From now on calls that carry a smaller one are refused."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """What to work on."""
@@ -1035,10 +1038,11 @@ class RegisterResponse(_message.Message):
         heartbeat_seconds: _builtins.float = ...,
         assignment: Global___Assignment | None = ...,
         gpu_lease_seconds: _builtins.float = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "gpu_lease_seconds", b"gpu_lease_seconds", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "gpu_lease_seconds", b"gpu_lease_seconds", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1082,12 +1086,15 @@ class HeartbeatResponse(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
     GPU_LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     drain: _builtins.bool
     """Whether the replica is asked to drain. When this is taken back, it works again."""
     drain_seconds: _builtins.float
     """Seconds that the drain may still take; unset: its own grace period."""
     gpu_lease_seconds: _builtins.float
     """As in RegisterResponse, from when this heartbeat arrived."""
+    term: _builtins.int
+    """As in RegisterResponse."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """What to work on."""
@@ -1099,10 +1106,11 @@ class HeartbeatResponse(_message.Message):
         drain: _builtins.bool = ...,
         drain_seconds: _builtins.float | None = ...,
         gpu_lease_seconds: _builtins.float = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "assignment", b"assignment", "drain_seconds", b"drain_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "assignment", b"assignment", "drain", b"drain", "drain_seconds", b"drain_seconds", "gpu_lease_seconds", b"gpu_lease_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "assignment", b"assignment", "drain", b"drain", "drain_seconds", b"drain_seconds", "gpu_lease_seconds", b"gpu_lease_seconds", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drain_seconds: _TypeAlias = _typing.Literal["drain_seconds"]  # noqa: Y015
     _WhichOneofArgType__drain_seconds: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds"]  # noqa: Y015

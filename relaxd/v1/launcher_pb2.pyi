@@ -90,15 +90,10 @@ class LaunchRequest(_message.Message):
     LAUNCH_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
-    TERM_FIELD_NUMBER: _builtins.int
     launch_id: _builtins.str
     """Name for it: 1 to 100 letters, digits, dots, dashes and underscores."""
     role: _builtins.str
     """Its role: rollout, reward or advantage."""
-    term: _builtins.int
-    """The coordinator's term. Only the newest coordinator's is obeyed: a smaller one is refused with FAILED_PRECONDITION, a
-    larger one with INVALID_ARGUMENT.
-    """
     @_builtins.property
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The GPUs that it shall see; empty: those that its role sees in this deployment."""
@@ -109,11 +104,10 @@ class LaunchRequest(_message.Message):
         launch_id: _builtins.str = ...,
         role: _builtins.str = ...,
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
-        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuids", b"gpu_uuids", "launch_id", b"launch_id", "role", b"role", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuids", b"gpu_uuids", "launch_id", b"launch_id", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -151,23 +145,19 @@ class RemoveRequest(_message.Message):
 
     LAUNCH_ID_FIELD_NUMBER: _builtins.int
     GRACE_SECONDS_FIELD_NUMBER: _builtins.int
-    TERM_FIELD_NUMBER: _builtins.int
     launch_id: _builtins.str
     """Which one."""
     grace_seconds: _builtins.float
     """Seconds that it has to end by itself before it is killed."""
-    term: _builtins.int
-    """The coordinator's term, as in LaunchRequest."""
     def __init__(
         self,
         *,
         launch_id: _builtins.str = ...,
         grace_seconds: _builtins.float = ...,
-        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_seconds", b"grace_seconds", "launch_id", b"launch_id", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_seconds", b"grace_seconds", "launch_id", b"launch_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -239,23 +229,19 @@ class LauncherRestartRequest(_message.Message):
 
     INSTANCE_FIELD_NUMBER: _builtins.int
     REPLICA_ID_FIELD_NUMBER: _builtins.int
-    TERM_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """The instance that it registered as."""
     replica_id: _builtins.str
     """The id of the process that is to go; one that has another id by now is left alone. Empty: whatever runs."""
-    term: _builtins.int
-    """The coordinator's term, as in LaunchRequest."""
     def __init__(
         self,
         *,
         instance: _builtins.str = ...,
         replica_id: _builtins.str = ...,
-        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "replica_id", b"replica_id", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

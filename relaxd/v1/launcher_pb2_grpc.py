@@ -27,6 +27,8 @@ if _version_not_supported:
 
 class LauncherStub:
     """Launcher starts more of what its deployment already has, and nothing else: neither a command nor an image can be named.
+    Only the newest coordinator is obeyed: calls carry its term as metadata `relaxd-term`. A smaller one is refused with
+    FAILED_PRECONDITION (TERM_SUPERSEDED), a larger one with INVALID_ARGUMENT.
     """
 
     def __init__(self, channel):
@@ -59,6 +61,8 @@ class LauncherStub:
 
 class LauncherServicer:
     """Launcher starts more of what its deployment already has, and nothing else: neither a command nor an image can be named.
+    Only the newest coordinator is obeyed: calls carry its term as metadata `relaxd-term`. A smaller one is refused with
+    FAILED_PRECONDITION (TERM_SUPERSEDED), a larger one with INVALID_ARGUMENT.
     """
 
     def Launch(self, request, context):
@@ -124,6 +128,8 @@ def add_LauncherServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Launcher:
     """Launcher starts more of what its deployment already has, and nothing else: neither a command nor an image can be named.
+    Only the newest coordinator is obeyed: calls carry its term as metadata `relaxd-term`. A smaller one is refused with
+    FAILED_PRECONDITION (TERM_SUPERSEDED), a larger one with INVALID_ARGUMENT.
     """
 
     @staticmethod

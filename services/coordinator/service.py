@@ -44,10 +44,10 @@ class CoordinatorProcess:
             heartbeat_seconds=settings.lease_seconds / HEARTBEATS_PER_LEASE,
             gpu_lease_seconds=settings.gpu_lease_seconds,
         )
-        self._peers = Peers(settings.token, settings.tls)
+        self._peers = Peers(settings.token, settings.tls, store.term)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._manager = RunManager(store, self._registry, self._peers, settings, self._fail)
-        launchers = Launchers(self._peers, settings.launcher, store.term)
+        launchers = Launchers(self._peers, settings.launcher)
         self._scaler = Scaler(store, self._registry, self._manager, launchers, self._fail)
         self._started = asyncio.get_running_loop().time()
 

@@ -185,9 +185,9 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
             algorithm_json='{"name": "grpo"}', rewards=[0.0, 1.0], lengths=[2, 3]
         ),
         "/relaxd.v1.Launcher/Launch": lambda i: launcher_pb2.LaunchRequest(
-            launch_id=f"launched-{i % 5}", role="reward", gpu_uuids=["GPU-1"], term=1
+            launch_id=f"launched-{i % 5}", role="reward", gpu_uuids=["GPU-1"]
         ),
-        "/relaxd.v1.Launcher/Remove": lambda i: launcher_pb2.RemoveRequest(launch_id=f"launched-{i % 5}", term=1),
+        "/relaxd.v1.Launcher/Remove": lambda i: launcher_pb2.RemoveRequest(launch_id=f"launched-{i % 5}"),
         "/relaxd.v1.Replica/Join": lambda i: replica_pb2.JoinRequest(launch_id="launched-1"),
         "/relaxd.v1.Replica/Leave": lambda i: replica_pb2.LeaveRequest(launch_id="launched-1"),
     }

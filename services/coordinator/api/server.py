@@ -136,6 +136,7 @@ class CoordinatorService(CoordinatorServicer):
             heartbeat_seconds=self._registry.heartbeat_seconds,
             assignment=self._manager.assignment(),
             gpu_lease_seconds=self._registry.gpu_lease_seconds,
+            term=self._registry.term,
         )
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
@@ -150,6 +151,7 @@ class CoordinatorService(CoordinatorServicer):
             drain=replica.draining,
             drain_seconds=None if until is None else max(0.0, until - time.time()),
             gpu_lease_seconds=self._registry.gpu_lease_seconds,
+            term=self._registry.term,
         )
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Any) -> pb.ListReplicasResponse:

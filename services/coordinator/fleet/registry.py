@@ -146,6 +146,11 @@ class Registry:
         self.gpu_lease_seconds = max(gpu_lease_seconds, lease_seconds)
         self.changed = Signal()
 
+    @property
+    def term(self) -> int:
+        """The coordinator's fencing term."""
+        return self._store.term
+
     def load(self, records: dict[str, ReplicaRecord], gpu_holders: dict[str, str]) -> None:
         """Load the replicas of an earlier coordinator; all leases, also those on GPUs, start from now.
 

@@ -26,7 +26,7 @@ class FleetKit:
         self.store = Store(redis_url)
         self.store.take_over()
         self.registry = Registry(self.store, lease_seconds=60, heartbeat_seconds=0.1, gpu_lease_seconds=60)
-        self.peers = Peers(None, TlsFiles())
+        self.peers = Peers(None, TlsFiles(), 1)
         self.fleet = Fleet(self.registry, RUN)
         self._life = contextlib.AsyncExitStack()
 

@@ -154,7 +154,7 @@ class Replica:
     def stub(self) -> rollout_pb2_grpc.RolloutStub:
         if self._channel is None:
             self.wait_for(lambda status: status.state == READY)
-            self._channel = sync_channel(self._coordinator.addresses[self.replica_id])
+            self._channel = sync_channel(self._coordinator.addresses[self.replica_id], term=1)
         return rollout_pb2_grpc.RolloutStub(self._channel)
 
     @property

@@ -206,7 +206,7 @@ class TrainerProcess:
     def channel(self) -> grpc.Channel:
         if self._channel is None:
             self.coordinator.wait(lambda: self.coordinator.address)
-            self._channel = sync_channel(self.coordinator.address)
+            self._channel = sync_channel(self.coordinator.address, term=1)
         return self._channel
 
     @property
