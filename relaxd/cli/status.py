@@ -80,7 +80,7 @@ def _containers(containers: Sequence[Container]) -> Table:
     return table
 
 
-def _replicas(replicas: list[pb.ReplicaInfo]) -> Table:
+def _replicas(replicas: list[pb.RegisteredReplica]) -> Table:
     gpus = ["GPUs"] if any(replica.leased_gpu_uuids for replica in replicas) else []
     table = _table("replicas", "id", "role", "state", "run", "held", "done", "version", "address", *gpus, "detail")
     for replica in replicas:
@@ -100,7 +100,7 @@ def _replicas(replicas: list[pb.ReplicaInfo]) -> Table:
     return table
 
 
-def _gpus(replica: pb.ReplicaInfo) -> str:
+def _gpus(replica: pb.RegisteredReplica) -> str:
     """Format a replica's leased GPUs, their memory in use and their utilisation."""
     words = [uuid[:12] for uuid in replica.leased_gpu_uuids]
     gauges = replica.status.gauges

@@ -95,7 +95,7 @@ class CoordinatorClient:
         request = pb.ListSamplesRequest(run_id=run_id, step=step, limit=limit)
         return list(self._call(self._stub.ListSamples, request, patience_seconds=patience_seconds).samples)
 
-    def replicas(self) -> list[pb.ReplicaInfo]:
+    def replicas(self) -> list[pb.RegisteredReplica]:
         """List the replicas whose lease is valid."""
         return list(self._call(self._stub.ListReplicas, pb.ListReplicasRequest()).replicas)
 

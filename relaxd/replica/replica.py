@@ -41,7 +41,7 @@ from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.terms import NewestTerm
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
-from relaxd.v1.coordinator_pb2 import HeartbeatResponse, RegisterRequest
+from relaxd.v1.coordinator_pb2 import HeartbeatResponse, Registration
 
 RESTART_SECONDS = 5.0
 """A process that was told to restart is gone after this."""
@@ -72,7 +72,7 @@ class _Life:
         """True if the last heartbeat's answer requested a drain."""
         self._drains: set[asyncio.Task[int]] = set()
 
-    def status(self) -> replica_pb2.GetStatusResponse:
+    def status(self) -> replica_pb2.ReplicaStatus:
         """Return the service's status, completed by what this replica knows itself."""
         follower = self.follower
         try:
@@ -89,7 +89,7 @@ class _Life:
             state = replica_pb2.REPLICA_STATE_DRAINING
         if self.context.failure:
             state = replica_pb2.REPLICA_STATE_FAILED
-        return replica_pb2.GetStatusResponse(
+        return replica_pb2.ReplicaStatus(
             replica_id=self.settings.replica_id,
             role=self.service.role,
             state=state,
@@ -199,7 +199,7 @@ class _Life:
     def start_membership(self, server: RunningServer) -> None:
         """Prepare the registration, now that the server's port is known."""
         self.server = server
-        registration = RegisterRequest(
+        registration = Registration(
             replica_id=self.settings.replica_id,
             role=self.service.role,
             address=advertised_address(self.settings, server.port),

@@ -915,8 +915,8 @@ class ListSamplesResponse(_message.Message):
 Global___ListSamplesResponse: _TypeAlias = ListSamplesResponse  # noqa: Y015
 
 @_typing.final
-class RegisterRequest(_message.Message):
-    """Makes a replica known."""
+class Registration(_message.Message):
+    """What a replica says of itself when it registers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -967,6 +967,30 @@ class RegisterRequest(_message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_ranks", b"engine_ranks", "gpu_uuids", b"gpu_uuids", "instance", b"instance", "launch_id", b"launch_id", "package_version", b"package_version", "protocol_version", b"protocol_version", "replica_id", b"replica_id", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Registration: _TypeAlias = Registration  # noqa: Y015
+
+@_typing.final
+class RegisterRequest(_message.Message):
+    """Makes a replica known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGISTRATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def registration(self) -> Global___Registration:
+        """The replica."""
+
+    def __init__(
+        self,
+        *,
+        registration: Global___Registration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["registration", b"registration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["registration", b"registration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1059,14 +1083,14 @@ class HeartbeatRequest(_message.Message):
     replica_id: _builtins.str
     """Who. An id that isn't registered is answered with NOT_FOUND: register again."""
     @_builtins.property
-    def status(self) -> _replica_pb2.GetStatusResponse:
+    def status(self) -> _replica_pb2.ReplicaStatus:
         """How the replica feels."""
 
     def __init__(
         self,
         *,
         replica_id: _builtins.str = ...,
-        status: _replica_pb2.GetStatusResponse | None = ...,
+        status: _replica_pb2.ReplicaStatus | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1141,8 +1165,8 @@ class ListReplicasRequest(_message.Message):
 Global___ListReplicasRequest: _TypeAlias = ListReplicasRequest  # noqa: Y015
 
 @_typing.final
-class ReplicaInfo(_message.Message):
-    """One replica."""
+class RegisteredReplica(_message.Message):
+    """One replica whose lease holds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1153,11 +1177,11 @@ class ReplicaInfo(_message.Message):
     heartbeat_age_seconds: _builtins.float
     """Seconds since its last heartbeat."""
     @_builtins.property
-    def registration(self) -> Global___RegisterRequest:
+    def registration(self) -> Global___Registration:
         """How it registered."""
 
     @_builtins.property
-    def status(self) -> _replica_pb2.GetStatusResponse:
+    def status(self) -> _replica_pb2.ReplicaStatus:
         """Its last word."""
 
     @_builtins.property
@@ -1167,8 +1191,8 @@ class ReplicaInfo(_message.Message):
     def __init__(
         self,
         *,
-        registration: Global___RegisterRequest | None = ...,
-        status: _replica_pb2.GetStatusResponse | None = ...,
+        registration: Global___Registration | None = ...,
+        status: _replica_pb2.ReplicaStatus | None = ...,
         heartbeat_age_seconds: _builtins.float = ...,
         leased_gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
@@ -1178,7 +1202,7 @@ class ReplicaInfo(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReplicaInfo: _TypeAlias = ReplicaInfo  # noqa: Y015
+Global___RegisteredReplica: _TypeAlias = RegisteredReplica  # noqa: Y015
 
 @_typing.final
 class ListReplicasResponse(_message.Message):
@@ -1188,13 +1212,13 @@ class ListReplicasResponse(_message.Message):
 
     REPLICAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaInfo]:
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegisteredReplica]:
         """Sorted by role and id."""
 
     def __init__(
         self,
         *,
-        replicas: _abc.Iterable[Global___ReplicaInfo] | None = ...,
+        replicas: _abc.Iterable[Global___RegisteredReplica] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

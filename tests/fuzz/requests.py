@@ -125,7 +125,7 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
         timeout_seconds=0.2,
     )
     sampling = sample_pb2.SamplingParams(max_new_tokens=4, temperature=1.0, top_p=0.9, top_k=5, seed=1)
-    status = replica_pb2.GetStatusResponse(replica_id="replica-1", run_id=RUN_ID, state=replica_pb2.REPLICA_STATE_READY)
+    status = replica_pb2.ReplicaStatus(replica_id="replica-1", run_id=RUN_ID, state=replica_pb2.REPLICA_STATE_READY)
     return {
         "/relaxd.v1.Coordinator/StartRun": lambda i: pb.StartRunRequest(
             run_id=f"run-x{i}", config_toml=fleet.config("victim")
@@ -138,11 +138,13 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
         ),
         "/relaxd.v1.Coordinator/ListSamples": lambda i: pb.ListSamplesRequest(run_id=RUN_ID, step=1, limit=5),
         "/relaxd.v1.Coordinator/Register": lambda i: pb.RegisterRequest(
-            replica_id=REPLICAS[i % 3],
-            role=replica_pb2.ROLE_REWARD,
-            address="127.0.0.1:1",
-            protocol_version=PROTOCOL_VERSION,
-            gpu_uuids=["GPU-1"],
+            registration=pb.Registration(
+                replica_id=REPLICAS[i % 3],
+                role=replica_pb2.ROLE_REWARD,
+                address="127.0.0.1:1",
+                protocol_version=PROTOCOL_VERSION,
+                gpu_uuids=["GPU-1"],
+            )
         ),
         "/relaxd.v1.Coordinator/Heartbeat": lambda i: pb.HeartbeatRequest(replica_id=REPLICAS[i % 3], status=status),
         "/relaxd.v1.Coordinator/DrainReplica": lambda i: pb.DrainReplicaRequest(replica_id=REPLICAS[i % 3]),

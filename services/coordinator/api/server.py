@@ -121,16 +121,17 @@ class CoordinatorService(CoordinatorServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         """Register a replica and grant it a lease."""
-        check_registration(request)
-        if request.protocol_version != PROTOCOL_VERSION:
+        registration = request.registration
+        check_registration(registration)
+        if registration.protocol_version != PROTOCOL_VERSION:
             raise FailedPrecondition(
-                f"{request.replica_id} (relaxd {request.package_version or 'of unknown version'}) speaks protocol "
-                f"version {request.protocol_version}, this coordinator (relaxd {__version__}) speaks "
+                f"{registration.replica_id} (relaxd {registration.package_version or 'of unknown version'}) speaks "
+                f"protocol version {registration.protocol_version}, this coordinator (relaxd {__version__}) speaks "
                 f"{PROTOCOL_VERSION}: run the same release everywhere",
                 reason="PROTOCOL_VERSION",
-                subject=request.replica_id,
+                subject=registration.replica_id,
             )
-        await self._registry.register(request)
+        await self._registry.register(registration)
         return pb.RegisterResponse(
             lease_seconds=self._registry.lease_seconds,
             heartbeat_seconds=self._registry.heartbeat_seconds,
@@ -159,7 +160,7 @@ class CoordinatorService(CoordinatorServicer):
         now = time.monotonic()
         return pb.ListReplicasResponse(
             replicas=[
-                pb.ReplicaInfo(
+                pb.RegisteredReplica(
                     registration=r.registration,
                     status=r.status,
                     heartbeat_age_seconds=now - r.seen,

@@ -68,7 +68,7 @@ class ReplicaRecord(Record):
     """One registration."""
 
     registration_json: str
-    """The RegisterRequest."""
+    """The Registration, as JSON."""
     registered_at: float
     """Unix time; distinguishes registrations with the same id."""
     draining: bool = False

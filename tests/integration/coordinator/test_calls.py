@@ -19,7 +19,7 @@ from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_IDLE,
     ROLE_COORDINATOR,
     ROLE_REWARD,
-    GetStatusResponse,
+    ReplicaStatus,
     Role,
     WeightVersion,
 )
@@ -53,7 +53,7 @@ def violations(call, request: object) -> dict[str, str]:
 
 def registration(**changes: object) -> pb.RegisterRequest:
     values = {"replica_id": "r-1", "role": ROLE_REWARD, "address": "127.0.0.1:9", "protocol_version": PROTOCOL_VERSION}
-    return pb.RegisterRequest(**(values | changes))
+    return pb.RegisterRequest(registration=pb.Registration(**(values | changes)))
 
 
 def test_start_run_names_what_is_wrong_in_the_configuration(up: Cluster) -> None:
@@ -160,10 +160,10 @@ def test_a_run_is_held_and_ended_from_the_command_line(up: Cluster) -> None:
 def test_registration_and_leases(up: Cluster) -> None:
     stub = up.stub
     wrong = violations(stub.Register, registration(replica_id="", role=Role.ROLE_UNSPECIFIED, address="nowhere"))
-    assert set(wrong) == {"replica_id", "role", "address"}
+    assert set(wrong) == {"registration.replica_id", "registration.role", "registration.address"}
     assert set(violations(stub.Register, registration(role=ROLE_COORDINATOR, engine_ranks=-1))) == {
-        "role",
-        "engine_ranks",
+        "registration.role",
+        "registration.engine_ranks",
     }
     error = refused(stub.Register, registration(protocol_version=PROTOCOL_VERSION + 1, package_version="9.9"))
     assert error.code() == PRECONDITION
@@ -171,7 +171,7 @@ def test_registration_and_leases(up: Cluster) -> None:
 
     answer = stub.Register(registration(), timeout=5)
     assert (answer.lease_seconds, answer.assignment.run_id) == (LEASE_SECONDS, "")
-    status = GetStatusResponse(replica_id="r-1", state=REPLICA_STATE_IDLE, detail="fine")
+    status = ReplicaStatus(replica_id="r-1", state=REPLICA_STATE_IDLE, detail="fine")
     stub.Heartbeat(pb.HeartbeatRequest(replica_id="r-1", status=status), timeout=5)
     (replica,) = stub.ListReplicas(pb.ListReplicasRequest(role=ROLE_REWARD), timeout=5).replicas
     assert replica.status == status

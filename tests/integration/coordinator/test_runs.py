@@ -101,7 +101,7 @@ def test_a_run_from_start_to_end(cluster: Cluster) -> None:
     assert [run.run_id for run in cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5).runs] == ["second", "first"]
 
 
-def replicas(cluster: Cluster) -> list[pb.ReplicaInfo]:
+def replicas(cluster: Cluster) -> list[pb.RegisteredReplica]:
     return list(cluster.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas)
 
 

@@ -44,11 +44,11 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.drain = False
         self.term = 0
         self.refusal: Exception | None = None
-        self.registered: dict[str, coordinator_pb2.RegisterRequest] = {}
+        self.registered: dict[str, coordinator_pb2.Registration] = {}
         self.registrations = 0
         self.heard_before = 0
         """Heartbeats before the last registration."""
-        self.statuses: list[replica_pb2.GetStatusResponse] = []
+        self.statuses: list[replica_pb2.ReplicaStatus] = []
         self.heard = asyncio.Condition()
 
     def assign(
@@ -59,7 +59,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def Register(self, request, context):
         if self.refusal:
             raise self.refusal
-        self.registered[request.replica_id] = request
+        self.registered[request.registration.replica_id] = request.registration
         async with self.heard:
             self.registrations += 1
             self.heard_before = len(self.statuses)
@@ -80,7 +80,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         async with asyncio.timeout(20), self.heard:
             await self.heard.wait_for(condition)
 
-    async def hears(self, state: replica_pb2.ReplicaState.ValueType) -> replica_pb2.GetStatusResponse:
+    async def hears(self, state: replica_pb2.ReplicaState.ValueType) -> replica_pb2.ReplicaStatus:
         """The next heartbeat with this state."""
         await self.until(lambda: self.statuses and self.statuses[-1].state == state)
         return self.statuses[-1]
@@ -310,7 +310,7 @@ async def test_drains_when_asked_and_works_again_with_the_next_run(coordinator):
         async with channel(f"127.0.0.1:{process.port}", term=1) as to:
             stub = replica_pb2_grpc.ReplicaStub(to)
             assert (await stub.Drain(replica_pb2.DrainRequest(), timeout=10)).held_groups == 0
-            status = await stub.GetStatus(replica_pb2.GetStatusRequest())
+            status = (await stub.GetStatus(replica_pb2.GetStatusRequest())).status
             assert (status.state, status.run_id) == (DRAINING, "one")
         await process.says("start one", "drain")
         coordinator.assign("two")
@@ -344,8 +344,8 @@ async def test_obeys_the_newest_coordinator_only(coordinator):
             assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
         await drain(process.port, 5)
         async with channel(f"127.0.0.1:{process.port}") as to:  # looking needs no term
-            status = await replica_pb2_grpc.ReplicaStub(to).GetStatus(replica_pb2.GetStatusRequest(), timeout=10)
-            assert status.state == DRAINING
+            answer = await replica_pb2_grpc.ReplicaStub(to).GetStatus(replica_pb2.GetStatusRequest(), timeout=10)
+            assert answer.status.state == DRAINING
         # A coordinator on a new Redis begins with term 1, and the replica hears of it at its next heartbeat.
         coordinator.term = 1
         seen = len(coordinator.statuses)
