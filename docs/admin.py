@@ -267,7 +267,7 @@ def write_page(page: Page) -> None:
         {"run_id": "tiny", "max_seconds": 1},
         tail="grep -E '^ *.(resume_token|step|commit_time|reward_mean).:'",
     )
-    page.call("See what the model writes (this one is random):", COORDINATOR, call("ListSamples"), {"limit": 1})
+    page.call("See what the model writes (this one is random):", COORDINATOR, call("ListSamples"), {"page_size": 1})
     state = "grep -E '^ *.(state|reason).:'"
     page.call("Pause:", COORDINATOR, call("PauseRun"), {"reason": "looking at samples"}, tail=state)
     until(at_rest)
@@ -323,7 +323,7 @@ def write_page(page: Page) -> None:
         "List all requests, newest first:",
         COORDINATOR,
         call("ListScaleRequests"),
-        {"limit": 2},
+        {"page_size": 2},
         tail="grep -E '(request_id|direction|state|replica_id).:'",
     )
     page.call("Cancel the request in progress; here there is none:", COORDINATOR, call("CancelScaleRequest"), {})

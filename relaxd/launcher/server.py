@@ -14,6 +14,7 @@ from typing import Any
 from relaxd.launcher.host import Host
 from relaxd.rpc.errors import ServerError, Violations
 from relaxd.rpc.gpu_uuids import check_gpu_uuids
+from relaxd.rpc.paging import Page
 from relaxd.rpc.server import Service, start_service
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
@@ -71,10 +72,15 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
         _log.info("restarted %s: %s", request.instance, detail)
         return pb.LauncherRestartResponse(detail=detail)
 
-    async def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
+    async def ListInstances(self, request: pb.ListInstancesRequest, context: Any) -> pb.ListInstancesResponse:
         """See the proto."""
+        page = Page[pb.Instance](request, f"instances {request.launch_id}", default=100, maximum=1000)
         instances = await asyncio.to_thread(self._host.instances)
-        return pb.ListResponse(instances=sorted(instances, key=lambda instance: instance.launch_id))
+        for instance in sorted(instances, key=lambda instance: instance.launch_id):
+            wanted = request.launch_id in ("", instance.launch_id) and instance.launch_id > page.after
+            if wanted and not page.add(instance.launch_id, instance):
+                break
+        return pb.ListInstancesResponse(instances=page.items, next_page_token=page.next_page_token)
 
 
 async def run_launcher(host: Host, settings: ServiceSettings) -> None:

@@ -181,45 +181,62 @@ class RemoveResponse(_message.Message):
 Global___RemoveResponse: _TypeAlias = RemoveResponse  # noqa: Y015
 
 @_typing.final
-class ListRequest(_message.Message):
+class ListInstancesRequest(_message.Message):
     """Asks what there is."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    LAUNCH_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    launch_id: _builtins.str
+    """Only the one of this launch id; empty means all."""
+    page_size: _builtins.int
+    """Most instances of the page: at most 1000; 0 means 100. A page may have fewer, so that it stays small."""
+    page_token: _builtins.str
+    """next_page_token of the page before, with the same other fields; empty for the first page."""
     def __init__(
         self,
+        *,
+        launch_id: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["launch_id", b"launch_id", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListRequest: _TypeAlias = ListRequest  # noqa: Y015
+Global___ListInstancesRequest: _TypeAlias = ListInstancesRequest  # noqa: Y015
 
 @_typing.final
-class ListResponse(_message.Message):
+class ListInstancesResponse(_message.Message):
     """What there is."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Where the next page begins; empty after the last one."""
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___Instance]:
-        """By launch id."""
+        """Sorted by launch id."""
 
     def __init__(
         self,
         *,
         instances: _abc.Iterable[Global___Instance] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListResponse: _TypeAlias = ListResponse  # noqa: Y015
+Global___ListInstancesResponse: _TypeAlias = ListInstancesResponse  # noqa: Y015
 
 @_typing.final
 class LauncherRestartRequest(_message.Message):

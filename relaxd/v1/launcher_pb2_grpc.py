@@ -52,10 +52,10 @@ class LauncherStub:
                 request_serializer=relaxd_dot_v1_dot_launcher__pb2.LauncherRestartRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_launcher__pb2.LauncherRestartResponse.FromString,
                 _registered_method=True)
-        self.List = channel.unary_unary(
-                '/relaxd.v1.Launcher/List',
-                request_serializer=relaxd_dot_v1_dot_launcher__pb2.ListRequest.SerializeToString,
-                response_deserializer=relaxd_dot_v1_dot_launcher__pb2.ListResponse.FromString,
+        self.ListInstances = channel.unary_unary(
+                '/relaxd.v1.Launcher/ListInstances',
+                request_serializer=relaxd_dot_v1_dot_launcher__pb2.ListInstancesRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_launcher__pb2.ListInstancesResponse.FromString,
                 _registered_method=True)
 
 
@@ -88,8 +88,8 @@ class LauncherServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def List(self, request, context):
-        """List lists what was launched and not removed.
+    def ListInstances(self, request, context):
+        """ListInstances lists what was launched and not removed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,10 +113,10 @@ def add_LauncherServicer_to_server(servicer, server):
                     request_deserializer=relaxd_dot_v1_dot_launcher__pb2.LauncherRestartRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_launcher__pb2.LauncherRestartResponse.SerializeToString,
             ),
-            'List': grpc.unary_unary_rpc_method_handler(
-                    servicer.List,
-                    request_deserializer=relaxd_dot_v1_dot_launcher__pb2.ListRequest.FromString,
-                    response_serializer=relaxd_dot_v1_dot_launcher__pb2.ListResponse.SerializeToString,
+            'ListInstances': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListInstances,
+                    request_deserializer=relaxd_dot_v1_dot_launcher__pb2.ListInstancesRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_launcher__pb2.ListInstancesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -214,7 +214,7 @@ class Launcher:
             _registered_method=True)
 
     @staticmethod
-    def List(request,
+    def ListInstances(request,
             target,
             options=(),
             channel_credentials=None,
@@ -227,9 +227,9 @@ class Launcher:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/relaxd.v1.Launcher/List',
-            relaxd_dot_v1_dot_launcher__pb2.ListRequest.SerializeToString,
-            relaxd_dot_v1_dot_launcher__pb2.ListResponse.FromString,
+            '/relaxd.v1.Launcher/ListInstances',
+            relaxd_dot_v1_dot_launcher__pb2.ListInstancesRequest.SerializeToString,
+            relaxd_dot_v1_dot_launcher__pb2.ListInstancesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -136,7 +136,7 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
         "/relaxd.v1.Coordinator/RestoreRun": lambda i: pb.RestoreRunRequest(
             folder=str(fleet.folder / "victim" / RUN_ID)
         ),
-        "/relaxd.v1.Coordinator/ListSamples": lambda i: pb.ListSamplesRequest(run_id=RUN_ID, step=1, limit=5),
+        "/relaxd.v1.Coordinator/ListSamples": lambda i: pb.ListSamplesRequest(run_id=RUN_ID, step=1, page_size=5),
         "/relaxd.v1.Coordinator/Register": lambda i: pb.RegisterRequest(
             registration=pb.Registration(
                 replica_id=REPLICAS[i % 3],

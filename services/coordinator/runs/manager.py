@@ -1,8 +1,9 @@
 """All runs: the active run with its task, earlier runs from their records."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from relaxd.config import BoardConfig, RunConfig
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
+from relaxd.rpc.paging import newest_first
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.fleet.fleet import Fleet
@@ -305,6 +307,18 @@ class RunManager:
                 self._ended_runs.pop(next(iter(self._ended_runs)))
             self._ended_runs[record.run_id] = run
         return run
+
+    async def summaries(self, after: str) -> AsyncIterator[tuple[str, pb.Run]]:
+        """Yield all runs, newest first, without their large fields; those after the key `after`. Raises Unavailable."""
+        times = await asyncio.to_thread(self._store.run_times)
+        for key, run_id in sorted((newest_first(time, run_id), run_id) for run_id, time in times.items()):
+            if key > after:
+                with contextlib.suppress(NotFound):  # it was deleted meanwhile
+                    run = pb.Run()
+                    run.CopyFrom(await self.message(await self.record(run_id)))
+                    for field in ("metrics", "config_json", "health"):
+                        run.ClearField(field)
+                    yield key, run
 
     async def events(self, record: RunRecord) -> Sequence[Event]:
         """Return the latest health events of a run, oldest first. Raises Unavailable."""

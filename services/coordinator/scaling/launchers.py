@@ -6,7 +6,7 @@ from relaxd.rpc.errors import explain
 from relaxd.v1.launcher_pb2 import (
     INSTANCE_STATE_FAILED,
     LaunchRequest,
-    ListRequest,
+    ListInstancesRequest,
     RemoveRequest,
 )
 from relaxd.v1.replica_pb2 import DrainRequest, JoinRequest, LeaveRequest, Role
@@ -64,12 +64,13 @@ class Launchers:
             return ""
         self._require_launcher()
         try:
-            answer = await self._peers.launcher(self.address).List(ListRequest(), timeout=JOIN_SECONDS)
+            request = ListInstancesRequest(launch_id=replica.launch_id)
+            answer = await self._peers.launcher(self.address).ListInstances(request, timeout=JOIN_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise self._launcher_error("can't be looked up", replica, error) from error
-        instance = next((i for i in answer.instances if i.launch_id == replica.launch_id), None)
-        if instance is None:
+        if not answer.instances:
             return "it is gone"
+        (instance,) = answer.instances
         return instance.detail or "it ended" if instance.state == INSTANCE_STATE_FAILED else ""
 
     async def drain(self, replica: Replica, seconds: float) -> int:

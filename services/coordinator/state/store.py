@@ -129,7 +129,11 @@ class Store:
 
     def run_ids(self) -> list[str]:
         """Return the ids of all runs, newest first."""
-        return list(self._call(lambda: self._redis.zrevrange(RUNS, 0, -1)))
+        return list(self.run_times())
+
+    def run_times(self) -> dict[str, float]:
+        """Return the Unix times at which all runs were created, by run id, newest first."""
+        return dict(self._call(lambda: self._redis.zrevrange(RUNS, 0, -1, withscores=True)))
 
     def begin_delete(self, run_id: str) -> None:
         """Delete a run's records; its board is still to be deleted (see `deleting`)."""

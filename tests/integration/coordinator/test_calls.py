@@ -8,10 +8,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+import redis
 from typer.testing import CliRunner
 
 from relaxd import PROTOCOL_VERSION
 from relaxd.cli.main import app
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
@@ -128,8 +130,8 @@ def test_calls_about_runs(up: Cluster) -> None:
         (stub.GetWeights, pb.GetWeightsRequest(run_id="*")),
     ):
         assert set(violations(call, request)) == {"run_id"}
-    wrong = violations(stub.ListSamples, pb.ListSamplesRequest(run_id="*", limit=1001, step=-1))
-    assert set(wrong) == {"run_id", "limit", "step"}
+    wrong = violations(stub.ListSamples, pb.ListSamplesRequest(run_id="*", page_size=1001, step=-1))
+    assert set(wrong) == {"run_id", "page_size", "step"}
     wrong = violations(stub.WatchRun, pb.WatchRunRequest(run_id="*", resume_token="x", max_seconds=301))
     assert set(wrong) == {"run_id", "resume_token", "max_seconds"}
     for call, request in (
@@ -157,6 +159,30 @@ def test_a_run_is_held_and_ended_from_the_command_line(up: Cluster) -> None:
     assert up.until_state(pb.RUN_STATE_STOPPED).reason == "seen enough"
 
 
+def test_samples_come_in_pages_however_long_they_are(up: Cluster) -> None:
+    up.start_run("long")
+    with redis.Redis.from_url(up.redis_url) as client:
+        for number in range(40):
+            sample = json.dumps({"group_id": f"g{number}", "response": "x" * 100_000})
+            client.xadd("relaxd:long:samples", {"sample": sample}, id=f"{1 + number // 20}-{number % 20}")
+    for step, expected in ((0, range(39, -1, -1)), (1, range(19, -1, -1))):
+        request, found, pages = pb.ListSamplesRequest(run_id="long", step=step, page_size=1000), [], 0
+        while not found or request.page_token:
+            page = up.stub.ListSamples(request, timeout=5)
+            assert page.ByteSize() < 1.1 * (1 << 20)
+            found += [sample.group_id for sample in page.samples]
+            request.page_token, pages = page.next_page_token, pages + 1
+        assert found == [f"g{number}" for number in expected]
+        assert pages > len(found) // 11
+    with CoordinatorClient(f"127.0.0.1:{up.port}") as client:
+        assert [sample.group_id for sample in client.samples("long", limit=30)] == [f"g{n}" for n in range(39, 9, -1)]
+    for wrong in ("x", up.stub.ListSamples(pb.ListSamplesRequest(run_id="long"), timeout=5).next_page_token):
+        request = pb.ListSamplesRequest(run_id="long", step=2, page_token=wrong)
+        assert set(violations(up.stub.ListSamples, request)) == {"page_token"}
+    up.stub.StopRun(pb.StopRunRequest(), timeout=5)
+    up.until_state(pb.RUN_STATE_STOPPED)
+
+
 def test_registration_and_leases(up: Cluster) -> None:
     stub = up.stub
     wrong = violations(stub.Register, registration(replica_id="", role=Role.ROLE_UNSPECIFIED, address="nowhere"))
@@ -176,6 +202,12 @@ def test_registration_and_leases(up: Cluster) -> None:
     (replica,) = stub.ListReplicas(pb.ListReplicasRequest(role=ROLE_REWARD), timeout=5).replicas
     assert replica.status == status
     assert list(stub.ListReplicas(pb.ListReplicasRequest(role=Role.ROLE_TRAINER), timeout=5).replicas) == []
+    stub.Register(registration(replica_id="r-2"), timeout=5)
+    (first,) = (page := stub.ListReplicas(pb.ListReplicasRequest(page_size=1), timeout=5)).replicas
+    (second,) = stub.ListReplicas(pb.ListReplicasRequest(page_token=page.next_page_token), timeout=5).replicas
+    assert [one.registration.replica_id for one in (first, second)] == ["r-1", "r-2"]
+    elsewhere = pb.ListReplicasRequest(role=ROLE_REWARD, page_token=page.next_page_token)
+    assert set(violations(stub.ListReplicas, elsewhere)) == {"page_token"}
     # It is asked to drain at its next heartbeat even when it can't be reached now.
     error = refused(stub.DrainReplica, pb.DrainReplicaRequest(replica_id="r-1"))
     assert error.code() == grpc.StatusCode.UNAVAILABLE

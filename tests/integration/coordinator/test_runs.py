@@ -86,7 +86,7 @@ def test_a_run_from_start_to_end(cluster: Cluster) -> None:
     assert {call["version"] for call in asked} == {0, 6}
     assert all(call["greedy"] for call in asked)
 
-    samples = cluster.stub.ListSamples(pb.ListSamplesRequest(limit=3), timeout=5).samples
+    samples = cluster.stub.ListSamples(pb.ListSamplesRequest(page_size=3), timeout=5).samples
     assert [sample.step for sample in samples] == [6, 6, 6]
     assert samples[0].prompt.startswith("What is ")
 
@@ -99,6 +99,14 @@ def test_a_run_from_start_to_end(cluster: Cluster) -> None:
     cluster.start_run("second", run__steps=1)
     assert cluster.until_state(STOPPED).run_id == "second"
     assert [run.run_id for run in cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5).runs] == ["second", "first"]
+    page = cluster.stub.ListRuns(pb.ListRunsRequest(page_size=1), timeout=5)
+    (older,) = cluster.stub.ListRuns(pb.ListRunsRequest(page_token=page.next_page_token), timeout=5).runs
+    whole = cluster.run("first")
+    assert whole.metrics
+    assert whole.config_json
+    for field in ("metrics", "config_json", "health"):
+        whole.ClearField(field)
+    assert older == whole
 
 
 def replicas(cluster: Cluster) -> list[pb.RegisteredReplica]:

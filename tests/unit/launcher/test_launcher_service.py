@@ -84,7 +84,7 @@ async def test_only_the_newest_coordinator_is_obeyed(redis_url: str) -> None:
         error = await refusal(coordinator(0).Launch(LAUNCH_B))
         assert "/relaxd.v1.Launcher/Launch needs the coordinator's term" in str(error.details())
         await coordinator(new).Remove(pb.RemoveRequest(launch_id="a"))
-        assert not (await coordinator(0).List(pb.ListRequest())).instances
+        assert not (await coordinator(0).ListInstances(pb.ListInstancesRequest())).instances
 
 
 async def test_no_call_locks_the_coordinator_out(redis_url: str) -> None:
