@@ -1,6 +1,7 @@
 """Calls to the coordinator, with readable errors."""
 
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -50,9 +51,13 @@ class CoordinatorClient:
         self._channel.close()
 
     def start_run(self, config_toml: str, run_id: str = "") -> pb.Run:
-        """Start a run. Takes as long as reading its data."""
-        request = pb.StartRunRequest(run_id=run_id, config_toml=config_toml)
-        return self._call(self._stub.StartRun, request, seconds=LONG_SECONDS).run
+        """Start one run, also if answers are lost. Takes as long as reading its data.
+
+        A coordinator that doesn't answer at all raises CliError at once; one that restarts is waited for.
+        """
+        self._call(self._stub.ListRuns, pb.ListRunsRequest(page_size=1))
+        request = pb.StartRunRequest(run_id=run_id, config_toml=config_toml, request_id=str(uuid.uuid4()))
+        return self._call(self._stub.StartRun, request, LONG_SECONDS, AWAY_SECONDS).run
 
     def run(self, run_id: str = "") -> pb.Run:
         """Return a run, by default the newest."""
@@ -159,13 +164,14 @@ class CoordinatorClient:
             request.page_token = page.next_page_token
 
     def _call(self, method: Any, request: Any, seconds: float = 30.0, patience_seconds: float = 0.0) -> Any:
-        """Call with a deadline of `seconds`; retry transient failures for `patience_seconds`."""
-        deadline = time.monotonic() + patience_seconds
+        """Call with a deadline of `seconds`; retry for `patience_seconds` after the first transient failure."""
+        failed_at = float("inf")
         while True:
             try:
                 return method(request, timeout=seconds)
             except grpc.RpcError as error:
-                if error.code() not in TRANSIENT or time.monotonic() >= deadline:
+                failed_at = min(failed_at, time.monotonic())
+                if error.code() not in TRANSIENT or time.monotonic() - failed_at >= patience_seconds:
                     raise self._explained(error) from error
             time.sleep(POLL_SECONDS)
 

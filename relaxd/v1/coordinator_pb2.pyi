@@ -266,21 +266,28 @@ class StartRunRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     CONFIG_TOML_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id: 1 to 64 letters, digits, dots, dashes and underscores; empty lets the coordinator choose.
     An id that exists is refused with ALREADY_EXISTS.
     """
     config_toml: _builtins.str
     """The configuration, as TOML."""
+    request_id: _builtins.str
+    """Identifies the request: a UUID, or another id by the rule of run_id. While the run is known, the same request again is
+    answered with the run that it started, as it is now; with another run_id or configuration it is refused with
+    ALREADY_EXISTS. Empty: asking again starts another run, once this one has ended.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         config_toml: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
@@ -27,6 +28,7 @@ from services.coordinator.runs.retention import Retention
 from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.runs.starting import prepare
 from services.coordinator.runs.view import run_message, run_state
+from services.coordinator.state.finishing import finish
 from services.coordinator.state.health_records import Event
 from services.coordinator.state.records import Phase, RunRecord
 from services.coordinator.state.store import AnotherRunActive, RunIdTaken, Store
@@ -76,20 +78,34 @@ class RunManager:
 
     # --- start and end --------------------------------------------------------------------------------------------
 
-    async def start(self, run_id: str, config_toml: str) -> ActiveRun:
-        """Check the configuration and start a run.
+    async def start(self, run_id: str, config_toml: str, request_id: str = "") -> RunRecord:
+        """Check the configuration and start a run, also if the caller is gone meanwhile.
 
-        Raises InvalidArgument, AlreadyExists, FailedPrecondition.
+        A request id that is known returns the run that it started. Raises InvalidArgument, AlreadyExists,
+        FailedPrecondition.
         """
+        return await finish(self._start(run_id, config_toml, request_id), "the start of a run")
+
+    async def _start(self, run_id: str, config_toml: str, request_id: str) -> RunRecord:
+        digest = hashlib.sha256(f"{run_id}\n{config_toml}".encode()).hexdigest()
         async with self._starting:
+            known = await asyncio.to_thread(self._store.started_by, request_id) if request_id else None
+            if known is not None and known.request_digest != digest:
+                raise AlreadyExists(
+                    f"request {request_id!r} started run {known.run_id!r} with another run_id or configuration: choose "
+                    "another request_id"
+                )
+            if known is not None:
+                return await self.record(known.run_id)
             if run_id and await asyncio.to_thread(self._store.run, run_id) is not None:
                 raise AlreadyExists(f"a run {run_id!r} exists: choose another run_id")
             await self._wait_for_clean_up()
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
             prepared = await asyncio.to_thread(prepare, run_id, config_toml, self._settings.redis)
+            record = prepared.record.model_copy(update={"request_id": request_id, "request_digest": digest})
             try:
-                await asyncio.to_thread(self._store.create_run, prepared.record)
+                await asyncio.to_thread(self._store.create_run, record)
             except RunIdTaken as error:
                 raise AlreadyExists(f"a run {error} exists: choose another run_id") from error
             except AnotherRunActive as error:
@@ -98,9 +114,8 @@ class RunManager:
                 logger.warning("%d prompts are skipped: they are too long", prepared.data.skipped)
             for warning in prepared.warnings:
                 logger.warning("%s", warning)
-            active = self._active_run(prepared.record, prepared.config, prepared.data, prepared.files)
-            self._launch(active)
-            return active
+            self._launch(self._active_run(record, prepared.config, prepared.data, prepared.files))
+            return record
 
     async def restore(self, folder: str) -> ActiveRun:
         """Restore a run that Redis lost from its folder, and resume it.
@@ -187,7 +202,7 @@ class RunManager:
     async def _delete(self, record: RunRecord) -> None:
         await self._wait_for_clean_up()
         board = self.board(record)
-        await asyncio.to_thread(self._store.begin_delete, record.run_id)
+        await asyncio.to_thread(self._store.begin_delete, record.run_id, record.request_id)
         self._ended_runs.pop(record.run_id, None)
         self._boards.pop(record.run_id, None)
         await self._delete_board(record.run_id, board)

@@ -13,7 +13,7 @@ from relaxd.config.load import ConfigError, load
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
-from services.coordinator.runs.run_files import RunFiles
+from services.coordinator.runs.run_files import RECORD, RunFiles
 from services.coordinator.state.records import RunRecord
 
 
@@ -62,7 +62,7 @@ def prepare(run_id: str, config_toml: str, redis_url: str) -> Prepared:
     warnings = _check_sizes(config, data, redis_url)
     run_id = run_id or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     folder = Path(config.run.folder).expanduser().resolve() / run_id
-    if any((folder / name).exists() for name in ("config.json", "metrics.jsonl", "steps")):
+    if any((folder / name).exists() for name in (RECORD, "metrics.jsonl", "steps")):
         raise FailedPrecondition(
             f"{folder} contains an earlier run: choose another run_id, or move its files away",
             reason="FOLDER_IN_USE",

@@ -51,6 +51,10 @@ class RunRecord(Record):
     """Reason for the pause; None if not paused. Only a pending or running run can be paused."""
     stop_reason: str = ""
     """Reason given to StopRun; empty if the run was not stopped."""
+    request_id: str = ""
+    """Id of the StartRun request, if it had one."""
+    request_digest: str = ""
+    """SHA-256 of what that request asked for."""
     create_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
     end_time: datetime | None = None
     evaluations: tuple[Evaluation, ...] = ()

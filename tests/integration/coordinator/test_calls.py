@@ -1,5 +1,6 @@
 """Bad requests to every RPC of the coordinator: the error names the field and the rule."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -117,6 +118,67 @@ def test_two_runs_with_one_id_and_two_runs_at_once(up: Cluster) -> None:
     (up.folder / "runs" / "elsewhere" / "steps").mkdir(parents=True)
     error = refused(up.stub.StartRun, pb.StartRunRequest(run_id="elsewhere", config_toml=up.config()))
     assert (error.code(), "contains an earlier run" in error.details()) == (PRECONDITION, True)
+
+
+def test_a_request_starts_one_run_however_often_it_comes(up: Cluster) -> None:
+    start, request = up.stub.StartRun, pb.StartRunRequest(config_toml=up.config(), request_id="a-request")
+    hasty = [start.future(request, timeout=seconds) for seconds in (0.01, 0.03, 0.1, 0.3)]  # their callers give up
+    started = start(request, timeout=20).run
+    for call in hasty:
+        with contextlib.suppress(grpc.RpcError):
+            assert call.result().run.run_id == started.run_id
+    assert start(request, timeout=5).run.run_id == started.run_id
+    assert up.run().run_id == started.run_id
+    for other in (
+        pb.StartRunRequest(config_toml=up.config(run__steps=5), request_id="a-request"),
+        pb.StartRunRequest(config_toml=up.config(), request_id="a-request", run_id="another"),
+    ):
+        error = refused(start, other)
+        assert error.code() == grpc.StatusCode.ALREADY_EXISTS
+        assert f"'a-request' started run '{started.run_id}' with another run_id or configuration" in error.details()
+    assert set(violations(start, pb.StartRunRequest(config_toml=up.config(), request_id="a request"))) == {"request_id"}
+    # The run has ended, and the coordinator is another one.
+    up.stub.StopRun(pb.StopRunRequest(), timeout=5)
+    up.until_state(pb.RUN_STATE_STOPPED)
+    up.kill("coordinator")
+    up.coordinator()
+    up.until("up", lambda: up.run())
+    again = start(request, timeout=5).run
+    assert (again.run_id, again.state) == (started.run_id, pb.RUN_STATE_STOPPED)
+    # A deleted run is forgotten together with its request.
+    up.stub.DeleteRun(pb.DeleteRunRequest(run_id=started.run_id), timeout=5)
+    assert start(request, timeout=20).run.run_id != started.run_id
+    up.stub.StopRun(pb.StopRunRequest(), timeout=5)
+    up.until_state(pb.RUN_STATE_STOPPED)
+
+
+def test_a_start_that_was_cut_off_is_taken_up(up: Cluster) -> None:
+    folder = up.folder / "runs" / "cut"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{")  # an earlier coordinator died here: the run has no record
+    assert up.start_run("cut").run_id == "cut"
+    up.stub.StopRun(pb.StopRunRequest(), timeout=5)
+    up.until_state(pb.RUN_STATE_STOPPED)
+
+
+def test_a_start_whose_answer_is_lost_is_no_second_run(up: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CoordinatorClient(f"127.0.0.1:{up.port}") as client:
+        start, answers = client._stub.StartRun, []
+
+        def lossy(request: pb.StartRunRequest, timeout: float) -> pb.StartRunResponse:
+            answers.append(start(request, timeout=timeout))
+            if len(answers) == 1:  # nobody gets to know of it
+                up.kill("coordinator")
+                up.coordinator()
+                return start(request, timeout=0.1)
+            return answers[-1]
+
+        monkeypatch.setattr(client._stub, "StartRun", lossy)
+        run = client.start_run(up.config())
+        assert [answer.run.run_id for answer in answers] == [run.run_id] * 2
+        assert [one.state for one in client.runs()].count(pb.RUN_STATE_PENDING) == 1
+    up.stub.StopRun(pb.StopRunRequest(), timeout=5)
+    up.until_state(pb.RUN_STATE_STOPPED)
 
 
 def test_calls_about_runs(up: Cluster) -> None:
