@@ -39,9 +39,9 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     RUN_STATE_STOPPING: _RunState.ValueType  # 4
     """Ending: last evaluation, export."""
     RUN_STATE_STOPPED: _RunState.ValueType  # 5
-    """Ended; Run.reason is "completed" or says who stopped it."""
+    """Ended, after its last step or early; see Run.outcome."""
     RUN_STATE_FAILED: _RunState.ValueType  # 6
-    """Ended by an error, in Run.reason."""
+    """Ended by an error; see Run.outcome."""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
     """State of a run."""
@@ -57,10 +57,46 @@ RUN_STATE_PAUSED: RunState.ValueType  # 3
 RUN_STATE_STOPPING: RunState.ValueType  # 4
 """Ending: last evaluation, export."""
 RUN_STATE_STOPPED: RunState.ValueType  # 5
-"""Ended; Run.reason is "completed" or says who stopped it."""
+"""Ended, after its last step or early; see Run.outcome."""
 RUN_STATE_FAILED: RunState.ValueType  # 6
-"""Ended by an error, in Run.reason."""
+"""Ended by an error; see Run.outcome."""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
+
+class _RunOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RunOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RUN_OUTCOME_UNSPECIFIED: _RunOutcome.ValueType  # 0
+    """Not given: it has not ended."""
+    RUN_OUTCOME_COMPLETED: _RunOutcome.ValueType  # 1
+    """It did all its steps."""
+    RUN_OUTCOME_STOPPED: _RunOutcome.ValueType  # 2
+    """A person stopped it, with StopRun."""
+    RUN_OUTCOME_REPLICAS_FAILED: _RunOutcome.ValueType  # 3
+    """It failed: a role had no working replica, and none could be brought back."""
+    RUN_OUTCOME_EVALUATION_FAILED: _RunOutcome.ValueType  # 4
+    """It failed: the evaluation before its first step did."""
+    RUN_OUTCOME_DATA_FAILED: _RunOutcome.ValueType  # 5
+    """It failed: its data could not be read again when the coordinator had restarted."""
+
+class RunOutcome(_RunOutcome, metaclass=_RunOutcomeEnumTypeWrapper):
+    """How a run ended. Run.reason says more, for people."""
+
+RUN_OUTCOME_UNSPECIFIED: RunOutcome.ValueType  # 0
+"""Not given: it has not ended."""
+RUN_OUTCOME_COMPLETED: RunOutcome.ValueType  # 1
+"""It did all its steps."""
+RUN_OUTCOME_STOPPED: RunOutcome.ValueType  # 2
+"""A person stopped it, with StopRun."""
+RUN_OUTCOME_REPLICAS_FAILED: RunOutcome.ValueType  # 3
+"""It failed: a role had no working replica, and none could be brought back."""
+RUN_OUTCOME_EVALUATION_FAILED: RunOutcome.ValueType  # 4
+"""It failed: the evaluation before its first step did."""
+RUN_OUTCOME_DATA_FAILED: RunOutcome.ValueType  # 5
+"""It failed: its data could not be read again when the coordinator had restarted."""
+Global___RunOutcome: _TypeAlias = RunOutcome  # noqa: Y015
 
 @_typing.final
 class GroupCounts(_message.Message):
@@ -103,7 +139,9 @@ class GroupCounts(_message.Message):
     """Groups that were dropped."""
     @_builtins.property
     def dropped_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Dropped groups by reason, such as zero_variance, reward_failed, stale, poison."""
+        """Dropped groups by reason: keys are names of DropReason (group.proto) in lower case, without the prefix, such as
+        "zero_variance".
+        """
 
     def __init__(
         self,
@@ -192,6 +230,7 @@ class Run(_message.Message):
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id."""
     state: Global___RunState.ValueType
@@ -210,6 +249,8 @@ class Run(_message.Message):
     """The resolved configuration, as JSON."""
     waiting_for: _builtins.str
     """What the active run waits for, with the numbers; empty while nothing holds it up."""
+    outcome: Global___RunOutcome.ValueType
+    """How it ended; unspecified before."""
     @_builtins.property
     def groups(self) -> Global___GroupCounts:
         """Where its groups are."""
@@ -247,10 +288,11 @@ class Run(_message.Message):
         config_json: _builtins.str = ...,
         health: _abc.Iterable[_health_pb2.Health] | None = ...,
         waiting_for: _builtins.str = ...,
+        outcome: Global___RunOutcome.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "create_time", b"create_time", "groups", b"groups", "oldest_engine_version", b"oldest_engine_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "config_json", b"config_json", "create_time", b"create_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "queues", b"queues", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "config_json", b"config_json", "create_time", b"create_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "outcome", b"outcome", "queues", b"queues", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__oldest_engine_version: _TypeAlias = _typing.Literal["oldest_engine_version"]  # noqa: Y015
     _WhichOneofArgType__oldest_engine_version: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version"]  # noqa: Y015

@@ -30,7 +30,7 @@ from services.coordinator.runs.starting import prepare
 from services.coordinator.runs.view import run_message, run_state
 from services.coordinator.state.finishing import finish
 from services.coordinator.state.health_records import Event
-from services.coordinator.state.records import Phase, RunRecord
+from services.coordinator.state.records import Outcome, Phase, RunRecord
 from services.coordinator.state.store import AnotherRunActive, RunIdTaken, Store
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,8 @@ class RunManager:
         try:
             data = await asyncio.to_thread(load_data, config)
         except DataError as error:
-            failed = record.model_copy(update={"phase": Phase.FAILED, "reason": f"after a restart: {error}"})
+            end = {"phase": Phase.FAILED, "outcome": Outcome.DATA_FAILED, "reason": f"after a restart: {error}"}
+            failed = record.model_copy(update=end)
             await asyncio.to_thread(self._store.save_run, failed)
             logger.error("run %s can't be resumed: %s", run_id, error)
             return

@@ -22,6 +22,7 @@ def run_message(record: RunRecord, steps: int, board: Board, oldest_version: int
     run = pb.Run(
         run_id=record.run_id,
         state=run_state(record),
+        outcome=pb.RunOutcome.Value(f"RUN_OUTCOME_{record.outcome or 'UNSPECIFIED'}"),
         reason=record.reason if record.paused is None else record.paused,
         steps=steps,
         folder=record.folder,

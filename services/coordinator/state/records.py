@@ -27,6 +27,16 @@ class Phase(StrEnum):
         return self in (Phase.STOPPED, Phase.FAILED)
 
 
+class Outcome(StrEnum):
+    """How a run ended; names and meanings are those of the RunOutcome enum."""
+
+    COMPLETED = "COMPLETED"
+    STOPPED = "STOPPED"
+    REPLICAS_FAILED = "REPLICAS_FAILED"
+    EVALUATION_FAILED = "EVALUATION_FAILED"
+    DATA_FAILED = "DATA_FAILED"
+
+
 class Evaluation(Record):
     """Result of one evaluation."""
 
@@ -45,6 +55,8 @@ class RunRecord(Record):
     folder: str
     """Absolute path of the run's folder."""
     phase: Phase = Phase.PENDING
+    outcome: Outcome | None = None
+    """None before its end."""
     reason: str = ""
     """Reason for the phase, for users."""
     paused: str | None = None

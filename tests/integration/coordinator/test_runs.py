@@ -66,6 +66,7 @@ def test_a_run_from_start_to_end(cluster: Cluster) -> None:
 
     run = cluster.run("first")
     assert (run.state, run.reason, run.step) == (STOPPED, "completed", 6)
+    assert run.outcome == pb.RUN_OUTCOME_COMPLETED
     assert (run.groups.published, run.groups.trained, run.groups.dropped, run.groups.open) == (24, 24, 0, 0)
     folder = Path(run.folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -130,7 +131,7 @@ def test_pause_resume_stop_and_start_again(cluster: Cluster) -> None:
 
     cluster.stub.StopRun(pb.StopRunRequest(reason="seen enough"), timeout=5)
     run = cluster.until_state(STOPPED)
-    assert run.reason == "seen enough"
+    assert (run.reason, run.outcome) == ("seen enough", pb.RUN_OUTCOME_STOPPED)
     assert run.groups.open == 0
     assert run.groups.published == run.groups.trained + run.groups.dropped
     assert set(run.groups.dropped_by_reason) <= {"run_ended"}
@@ -168,6 +169,7 @@ def test_a_run_whose_replicas_keep_failing_fails_with_their_reason(cluster: Clus
     cluster.start_when_up("hopeless", reward__name="tests.integration.coordinator.rewards:missing")
     run = cluster.until_state(FAILED)
     assert run.reason.startswith("reward reward failed: ")
+    assert run.outcome == pb.RUN_OUTCOME_REPLICAS_FAILED
     assert "missing" in run.reason
     summary = json.loads((Path(run.folder) / "summary.json").read_text())
     assert summary["state"] == "failed"
