@@ -231,6 +231,7 @@ class Run(_message.Message):
     HEALTH_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id."""
     state: Global___RunState.ValueType
@@ -271,6 +272,10 @@ class Run(_message.Message):
     def health(self) -> _containers.RepeatedCompositeFieldContainer[_health_pb2.Health]:
         """How well its roles and replicas are, by role and instance; of the active run."""
 
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When it ended; unset before."""
+
     def __init__(
         self,
         *,
@@ -289,10 +294,11 @@ class Run(_message.Message):
         health: _abc.Iterable[_health_pb2.Health] | None = ...,
         waiting_for: _builtins.str = ...,
         outcome: Global___RunOutcome.ValueType = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "create_time", b"create_time", "groups", b"groups", "oldest_engine_version", b"oldest_engine_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "create_time", b"create_time", "end_time", b"end_time", "groups", b"groups", "oldest_engine_version", b"oldest_engine_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "config_json", b"config_json", "create_time", b"create_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "outcome", b"outcome", "queues", b"queues", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "config_json", b"config_json", "create_time", b"create_time", "end_time", b"end_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "outcome", b"outcome", "queues", b"queues", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__oldest_engine_version: _TypeAlias = _typing.Literal["oldest_engine_version"]  # noqa: Y015
     _WhichOneofArgType__oldest_engine_version: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version"]  # noqa: Y015

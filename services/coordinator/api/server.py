@@ -38,8 +38,8 @@ from services.coordinator.state.records import Announcement
 
 MAX_REASON_BYTES = 2000
 MAX_PAGE = 1000
-SAMPLE = re.compile(r"[0-9]{1,18}-[0-9]{1,18}", re.ASCII)
-"""Key of a sample on the board."""
+SAMPLE = re.compile(r"[^/\n]+/[0-9]{1,18}-[0-9]{1,18}", re.ASCII)
+"""A run's id and the key of a sample on its board."""
 DRAIN_SECONDS = 25.0
 """Deadline of a drain whose caller has a later one, or none."""
 
@@ -110,10 +110,12 @@ class CoordinatorService(CoordinatorServicer):
         page = Page[pb.TrainedSample](request, listed, default=16, maximum=MAX_PAGE, violations=violations)
         violations.check(not page.after or SAMPLE.fullmatch(page.after), "page_token", "is damaged")
         violations.raise_if_any()
-        board = self._manager.board(await self._manager.record(request.run_id))
-        after, full = page.after, False
+        # Where a page begins with the newest run, the next ones stay with it.
+        run_id, _, after = page.after.rpartition("/")
+        record = await self._manager.record(run_id or request.run_id)
+        board, full = self._manager.board(record), False
         while not full and (samples := await read_board(board.sample_page, request.step or None, after)):
-            full = not all(page.add(key, sample_message(sample)) for key, sample in samples)
+            full = not all(page.add(f"{record.run_id}/{key}", sample_message(sample)) for key, sample in samples)
             after = samples[-1][0]
         return pb.ListSamplesResponse(samples=page.items, next_page_token=page.next_page_token)
 

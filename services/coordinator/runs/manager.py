@@ -165,7 +165,7 @@ class RunManager:
             data = await asyncio.to_thread(load_data, config)
         except DataError as error:
             end = {"phase": Phase.FAILED, "outcome": Outcome.DATA_FAILED, "reason": f"after a restart: {error}"}
-            failed = record.model_copy(update=end)
+            failed = record.model_copy(update=end | {"end_time": datetime.now(UTC)})
             await asyncio.to_thread(self._store.save_run, failed)
             logger.error("run %s can't be resumed: %s", run_id, error)
             return

@@ -30,6 +30,8 @@ def run_message(record: RunRecord, steps: int, board: Board, oldest_version: int
         config_json=record.config_json,
     )
     run.create_time.FromDatetime(record.create_time)
+    if record.end_time is not None:
+        run.end_time.FromDatetime(record.end_time)
     with contextlib.suppress(RunMissing):  # it was just created, and has no board yet
         _add_board(run, board)
     for evaluation in record.evaluations:

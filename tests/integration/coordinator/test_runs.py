@@ -67,6 +67,7 @@ def test_a_run_from_start_to_end(cluster: Cluster) -> None:
     run = cluster.run("first")
     assert (run.state, run.reason, run.step) == (STOPPED, "completed", 6)
     assert run.outcome == pb.RUN_OUTCOME_COMPLETED
+    assert run.create_time.ToNanoseconds() < run.end_time.ToNanoseconds() <= time.time_ns()
     assert (run.groups.published, run.groups.trained, run.groups.dropped, run.groups.open) == (24, 24, 0, 0)
     folder = Path(run.folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
