@@ -1,5 +1,6 @@
 """Calls to the coordinator, with readable errors."""
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ AWAY_SECONDS = 60.0
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Transient statuses: the coordinator may be back soon."""
 POLL_SECONDS = 0.3
+
+_log = logging.getLogger(__name__)
 
 
 def state_name(state: "pb.RunState.ValueType") -> str:
@@ -170,9 +173,15 @@ class CoordinatorClient:
             try:
                 return method(request, timeout=seconds)
             except grpc.RpcError as error:
-                failed_at = min(failed_at, time.monotonic())
-                if error.code() not in TRANSIENT or time.monotonic() - failed_at >= patience_seconds:
+                now = time.monotonic()
+                if error.code() not in TRANSIENT or now - min(failed_at, now) >= patience_seconds:
                     raise self._explained(error) from error
+                if now < failed_at:
+                    failed_at = now
+                    _log.warning(
+                        "waiting up to %.0f s for the coordinator at %s: %s",
+                        *(patience_seconds, self.address, explain(error)),
+                    )
             time.sleep(POLL_SECONDS)
 
     def _explained(self, error: grpc.RpcError) -> CliError:

@@ -5,6 +5,7 @@ interceptor refuses an older one.
 """
 
 import asyncio
+import re
 from typing import Protocol
 
 import redis
@@ -18,7 +19,7 @@ TERM_METADATA = "relaxd-term"
 TERM_KEY = "relaxd:coordinator:term"
 """Redis key of the newest coordinator's term. Each coordinator that starts adds one to it."""
 TIMEOUT_SECONDS = 3.0
-MAX_TERM = 2**63 - 1
+TERM = re.compile("[1-9][0-9]{0,18}", re.ASCII)
 
 
 class Fence(Protocol):
@@ -47,7 +48,7 @@ async def check_term(fence: Fence, method: str, given: str | bytes | None) -> No
             )
         return
     text = given.decode("ascii", "replace") if isinstance(given, bytes) else given
-    if not (text.isascii() and text.isdecimal() and len(text) < 20 and 0 < int(text) <= MAX_TERM):
+    if not TERM.fullmatch(text):
         raise _invalid(f"is {text[:40]!r}: it must be the coordinator's term, a positive integer")
     await fence.check(int(text))
 

@@ -19,7 +19,6 @@ from services.coordinator.api.validation import (
     check_gpu_request,
     check_registration,
     check_status_size,
-    checked_request_id,
     checked_run_id,
     scale_in_spec,
     scale_out_spec,
@@ -57,7 +56,7 @@ class CoordinatorService(CoordinatorServicer):
 
     async def StartRun(self, request: pb.StartRunRequest, context: Any) -> pb.StartRunResponse:
         """Create a run and start it."""
-        record = await self._manager.start(request.run_id, request.config_toml, checked_request_id(request.request_id))
+        record = await self._manager.start(request.run_id, request.config_toml, request.request_id)
         return pb.StartRunResponse(run=await self._manager.message(record))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Any) -> pb.GetRunResponse:

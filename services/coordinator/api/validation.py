@@ -42,14 +42,6 @@ def checked_run_id(run_id: str, *, optional: bool = True) -> str:
     return run_id
 
 
-def checked_request_id(request_id: str) -> str:
-    """Return a request id, which may be empty."""
-    violations = Violations()
-    _check_request_id(request_id, violations)
-    violations.raise_if_any()
-    return request_id
-
-
 def check_registration(registration: pb.Registration) -> None:
     """Check a Register request."""
     violations = Violations()
@@ -144,14 +136,10 @@ def scale_in_spec(request: scaling_pb2.ScaleInRequest) -> ScaleSpec:
 
 
 def _check_common(request_id: str, role: "Role.ValueType", replicas: int, violations: Violations) -> None:
-    _check_request_id(request_id, violations)
+    violations.check(not request_id or RUN_ID.fullmatch(request_id), "request_id", RUN_ID_RULE)
     known = role in (ROLE_UNSPECIFIED, *SCALABLE_ROLES)
     violations.check(known, "role", "must be ROLE_ROLLOUT, ROLE_REWARD or ROLE_ADVANTAGE: no other can be scaled")
     violations.check(0 <= replicas <= MAX_REPLICAS, "replicas", f"is {replicas}: it must be 1 to {MAX_REPLICAS}")
-
-
-def _check_request_id(request_id: str, violations: Violations) -> None:
-    violations.check(not request_id or RUN_ID.fullmatch(request_id), "request_id", RUN_ID_RULE)
 
 
 def _check_either(name: str, count: int, other: str, values: Sequence[str], violations: Violations) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
@@ -26,7 +25,7 @@ from services.coordinator.runs.active_run import ActiveRun
 from services.coordinator.runs.restoring import read_run
 from services.coordinator.runs.retention import Retention
 from services.coordinator.runs.run_files import RunFiles
-from services.coordinator.runs.starting import prepare
+from services.coordinator.runs.starting import prepare, request_digest
 from services.coordinator.runs.view import run_message, run_state
 from services.coordinator.state.finishing import finish
 from services.coordinator.state.health_records import Event
@@ -87,10 +86,9 @@ class RunManager:
         return await finish(self._start(run_id, config_toml, request_id), "the start of a run")
 
     async def _start(self, run_id: str, config_toml: str, request_id: str) -> RunRecord:
-        digest = hashlib.sha256(f"{run_id}\n{config_toml}".encode()).hexdigest()
         async with self._starting:
             known = await asyncio.to_thread(self._store.started_by, request_id) if request_id else None
-            if known is not None and known.request_digest != digest:
+            if known is not None and known.request_digest != request_digest(run_id, config_toml):
                 raise AlreadyExists(
                     f"request {request_id!r} started run {known.run_id!r} with another run_id or configuration: choose "
                     "another request_id"
@@ -102,10 +100,9 @@ class RunManager:
             await self._wait_for_clean_up()
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
-            prepared = await asyncio.to_thread(prepare, run_id, config_toml, self._settings.redis)
-            record = prepared.record.model_copy(update={"request_id": request_id, "request_digest": digest})
+            prepared = await asyncio.to_thread(prepare, run_id, config_toml, request_id, self._settings.redis)
             try:
-                await asyncio.to_thread(self._store.create_run, record)
+                await asyncio.to_thread(self._store.create_run, prepared.record)
             except RunIdTaken as error:
                 raise AlreadyExists(f"a run {error} exists: choose another run_id") from error
             except AnotherRunActive as error:
@@ -114,8 +111,8 @@ class RunManager:
                 logger.warning("%d prompts are skipped: they are too long", prepared.data.skipped)
             for warning in prepared.warnings:
                 logger.warning("%s", warning)
-            self._launch(self._active_run(record, prepared.config, prepared.data, prepared.files))
-            return record
+            self._launch(self._active_run(prepared.record, prepared.config, prepared.data, prepared.files))
+            return prepared.record
 
     async def restore(self, folder: str) -> ActiveRun:
         """Restore a run that Redis lost from its folder, and resume it.
