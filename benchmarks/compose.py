@@ -102,7 +102,7 @@ def one_run(folder: Path, number: int) -> dict[str, float]:
         words = ("cli", "run", "examples/tiny.toml", "--run.steps", "5000")
         command = stack.start("run", "--rm", "--no-deps", "--no-TTY", *words)
         with CoordinatorClient(stack.address) as coordinator:
-            wait_until(lambda: [run for run in coordinator.runs() if run.step], "the first step", 180)
+            wait_until(lambda: any(run.step for run in coordinator.runs()), "the first step", 180)
         found["command_to_first_step"] = time.monotonic() - started
         found["up_to_first_step"] = found["up_to_healthy"] + found["command_to_first_step"]
         for role in ("rollout", "reward"):

@@ -29,14 +29,14 @@ from relaxd.rpc.server import start_server
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 
 TOKEN = "benchmark"
-STATUS = replica_pb2.GetStatusResponse(replica_id="reward-1", role=replica_pb2.ROLE_REWARD, detail="benchmarking")
+STATUS = replica_pb2.ReplicaStatus(replica_id="reward-1", role=replica_pb2.ROLE_REWARD, detail="benchmarking")
 
 
 class Echo(replica_pb2_grpc.ReplicaServicer):
     """Service that answers at once."""
 
     async def GetStatus(self, request: replica_pb2.GetStatusRequest, context: Any) -> replica_pb2.GetStatusResponse:
-        return STATUS
+        return replica_pb2.GetStatusResponse(status=STATUS)
 
 
 async def serve(ours: bool) -> None:

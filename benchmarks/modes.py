@@ -158,7 +158,7 @@ def make_config(case: Case, folder: Path, options: argparse.Namespace) -> str:
 class UtilisationWatch(threading.Thread):
     """Samples NVML's utilisation of the replicas' GPUs, the share of time with a kernel, five times a second."""
 
-    def __init__(self, replicas: Sequence[pb.ReplicaInfo]) -> None:
+    def __init__(self, replicas: Sequence[pb.RegisteredReplica]) -> None:
         super().__init__(daemon=True)
         self._ended = threading.Event()
         self._users: dict[str, list[str]] = {}

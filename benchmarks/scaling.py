@@ -97,7 +97,9 @@ class Figures:
         for replica in self.coordinator.scale_requests(1)[0].scaled:
             with sync_channel(replica.address) as channel:
                 ask = replica_pb2_grpc.ReplicaStub(channel).GetStatus
-                until("a first group", lambda ask=ask: ask(replica_pb2.GetStatusRequest(), timeout=5).done_groups)
+                until(
+                    "a first group", lambda ask=ask: ask(replica_pb2.GetStatusRequest(), timeout=5).status.done_groups
+                )
             self.first_group.append(time.monotonic() - begun)
 
     def into(self, drain_seconds: float) -> None:
@@ -111,9 +113,8 @@ class Figures:
             held: dict[str, int] = {}
 
             def busy() -> bool:
-                held.update(
-                    {name: get(replica_pb2.GetStatusRequest(), timeout=5).held_groups for name, get in ask.items()}
-                )
+                for name, get in ask.items():
+                    held[name] = get(replica_pb2.GetStatusRequest(), timeout=5).status.held_groups
                 return max(held.values()) > 0
 
             until("a replica that holds groups", busy)

@@ -64,6 +64,10 @@ records its output.
 The coordinator listens on port 50050 by default. The other services choose a free port; `ListReplicas` shows it. If
 calls need a token, add `-H "authorization: Bearer $RELAXD_TOKEN"`.
 
+Calls to the coordinator need nothing else. Orders to a replica or a launcher, such as PauseGeneration or Drain, are the
+coordinator's: they need its term, which is in the `detail` of its GetStatus, as `-H "relaxd-term: 1"`. An older term is
+refused.
+
 [protos/relaxd/v1](../protos/relaxd/v1) documents calls and fields. In JSON, 64-bit numbers are strings, and fields with
 their default value (0, "", false) are left out.
 """
@@ -86,9 +90,22 @@ class Page:
         """Add Markdown as it is."""
         self._parts.append(markdown)
 
-    def call(self, text: str, address: str, method: str, request: object = None, *, tail: str = "") -> str:
-        """Run one grpcurl call, piped through `tail` if given, and add it with its output. Returns the output."""
-        data = f"-d '{json.dumps(request)}' " if request is not None else ""
+    def call(
+        self,
+        text: str,
+        address: str,
+        method: str,
+        request: object = None,
+        *,
+        tail: str = "",
+        order: bool = False,
+    ) -> str:
+        """Run one grpcurl call, piped through `tail` if given, and add it with its output. Returns the output.
+
+        An `order` carries the coordinator's term.
+        """
+        data = "-H 'relaxd-term: 1' " if order else ""
+        data += f"-d '{json.dumps(request)}' " if request is not None else ""
         pipe = f" | {tail}" if tail else ""
         return self.command(text, f"grpcurl -plaintext {data}{address} {method}{pipe}")
 
@@ -201,6 +218,8 @@ def write_page(page: Page) -> None:
     page.call("List the registered replicas:", COORDINATOR, call("ListReplicas"), {"role": "ROLE_ROLLOUT"})
     page.call("Ask any process for its status:", f"127.0.0.1:{PORTS['reward']}", "relaxd.v1.Replica/GetStatus")
 
+    page.call("The coordinator's status has its term:", COORDINATOR, "relaxd.v1.Replica/GetStatus", tail="grep detail")
+
     page.heading("GPUs")
     uuid = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
     request = {"replica_id": "rollout-1", "candidate_uuids": [uuid], "count": 1}
@@ -248,7 +267,7 @@ def write_page(page: Page) -> None:
         {"run_id": "tiny", "max_seconds": 1},
         tail="grep -E '^ *.(resume_token|step|commit_time|reward_mean).:'",
     )
-    page.call("See what the model writes (this one is random):", COORDINATOR, call("ListSamples"), {"limit": 1})
+    page.call("See what the model writes (this one is random):", COORDINATOR, call("ListSamples"), {"page_size": 1})
     state = "grep -E '^ *.(state|reason).:'"
     page.call("Pause:", COORDINATOR, call("PauseRun"), {"reason": "looking at samples"}, tail=state)
     until(at_rest)
@@ -263,13 +282,15 @@ def write_page(page: Page) -> None:
         rollout,
         "relaxd.v1.Rollout/PauseGeneration",
         {"sync_id": sync_id, "mode": "PAUSE_MODE_IN_PLACE", "lease_seconds": 2},
+        order=True,
     )
-    page.call("Resume it:", rollout, "relaxd.v1.Rollout/ResumeGeneration", {"sync_id": sync_id})
+    page.call("Resume it:", rollout, "relaxd.v1.Rollout/ResumeGeneration", {"sync_id": sync_id}, order=True)
     page.call(
         "Export the current weights as a Hugging Face folder below the run's folder:",
         f"127.0.0.1:{PORTS['trainer']}",
         "relaxd.v1.Trainer/ExportHuggingFace",
         {"folder": "snapshot"},
+        order=True,
     )
     page.call("Take a checkpoint and wait until it is on the disk:", COORDINATOR, call("SaveCheckpoint"))
 
@@ -302,7 +323,7 @@ def write_page(page: Page) -> None:
         "List all requests, newest first:",
         COORDINATOR,
         call("ListScaleRequests"),
-        {"limit": 2},
+        {"page_size": 2},
         tail="grep -E '(request_id|direction|state|replica_id).:'",
     )
     page.call("Cancel the request in progress; here there is none:", COORDINATOR, call("CancelScaleRequest"), {})

@@ -108,7 +108,7 @@ the launcher removes only containers that it created. These carry Compose's labe
 `docker compose up --scale` ignores them, `down --remove-orphans` removes them. Give the launcher's address only to the
 coordinator: the launcher has no port on the host, and asks for the token if there is one.
 
-A launcher obeys only the current coordinator. Requests carry the coordinator's term, and the launcher compares it with the
+A launcher obeys only the current coordinator. Calls carry the coordinator's term, and the launcher compares it with the
 one in Redis (`RELAXD_REDIS`, the coordinator's). An older term gets `FAILED_PRECONDITION`, one that no coordinator has taken
 yet `INVALID_ARGUMENT`. Neither has any effect.
 

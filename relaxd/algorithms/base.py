@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from relaxd.board import DropReason
 from relaxd.config import AlgorithmConfig
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ class Advantages:
 class Filtered:
     """The group is not trained on."""
 
-    reason: str
-    """Drop reason for the board, such as "zero_variance"."""
+    reason: DropReason
 
 
 @dataclass(frozen=True)

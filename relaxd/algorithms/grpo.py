@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from relaxd.algorithms.base import Advantages, Filtered, LossInputs, LossOutput, check_group, rewards_equal
 from relaxd.algorithms.correction import MAX_LOG_RATIO, correction_weights
 from relaxd.algorithms.kl import kl_divergence
+from relaxd.board import DropReason
 from relaxd.config import GRPOConfig
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class GRPO:
             per_sample = rewards
         elif rewards_equal(rewards):
             if self.config.drop_zero_variance:
-                return Filtered("zero_variance")
+                return Filtered(DropReason.ZERO_VARIANCE)
             per_sample = np.zeros_like(rewards)
         else:
             per_sample = rewards - rewards.mean()

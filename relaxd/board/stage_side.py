@@ -15,7 +15,7 @@ from relaxd.board.core import WORKERS, BoardCore
 from relaxd.board.errors import BoardError
 from relaxd.board.schema import VERSIONS
 from relaxd.board.stages import PUBLISH
-from relaxd.board.types import Column, Delivery, DropKind
+from relaxd.board.types import Column, Delivery, DropKind, DropReason
 
 MAX_CLAIM_INTERVAL = 5.0
 
@@ -133,7 +133,9 @@ class StageSide(BoardCore):
             ]
         return [result == 1 for result in self._write_and_run(attempts, "commit", self._routes, *arguments)]
 
-    def drop(self, target: Delivery | str, *, reason: str, retry: bool = False, counts: DropKind = "failed") -> bool:
+    def drop(
+        self, target: Delivery | str, *, reason: DropReason, retry: bool = False, counts: DropKind = "failed"
+    ) -> bool:
         """Drop the group that a delivery holds, or the group of an id, whether held or not.
 
         With `retry`, its prompt waits to be published again, at most limits.max_retries times. `counts` selects the

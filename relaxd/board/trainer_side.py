@@ -95,11 +95,20 @@ class TrainerSide(BoardCore):
             ]
 
     def samples(self, step: int | None = None, limit: int = 100) -> list[dict[str, Any]]:
-        """Return samples of a step, or the newest of all steps, in order; each with its "step"."""
-        key = f"{self.prefix}samples"
-        if step is None:
-            entries = self._connection.run(lambda client: client.xrevrange(key, count=limit))[::-1]
-        else:
-            entries = self._connection.run(lambda client: client.xrange(key, min=f"{step}", max=f"{step}", count=limit))
+        """Return the newest samples of a step, or of all steps, in order; each with its "step"."""
+        return [sample for _, sample in reversed(self.sample_page(step, limit=limit))]
+
+    def sample_page(
+        self, step: int | None = None, after: str = "", *, limit: int = 16
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Return samples of a step, or of all steps, newest first, with their keys; those after the key `after`."""
+        lowest, highest = ("-", "+") if step is None else (f"{step}", f"{step}")
+        newest = f"({after}" if after else highest
+        entries = self._connection.run(
+            lambda client: client.xrevrange(f"{self.prefix}samples", max=newest, min=lowest, count=limit)
+        )
         with reading(f"the samples of run {self.run_id}"):
-            return [json.loads(fields[b"sample"]) | {"step": int(id.split(b"-")[0])} for id, fields in entries]
+            return [
+                (key.decode(), json.loads(fields[b"sample"]) | {"step": int(key.split(b"-")[0])})
+                for key, fields in entries
+            ]

@@ -15,7 +15,7 @@ from opentelemetry import trace
 from relaxd.board.board import Board
 from relaxd.board.errors import BoardError, BoardUnavailable, ColumnError, ColumnsTooLarge, RunMissing
 from relaxd.board.times import MICROSECONDS, StageTime, microseconds
-from relaxd.board.types import Column, Delivery, DropKind
+from relaxd.board.types import Column, Delivery, DropKind, DropReason
 from relaxd.telemetry import open_stage_span, record
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,9 @@ MAX_THREADS = 256
 
 @dataclass(frozen=True)
 class Drop:
-    """The result of dropping a group. `reason` is a short word, counted on the board."""
+    """The result of dropping a group. Drops are counted by reason on the board."""
 
-    reason: str
+    reason: DropReason
     filtered: bool = False
     """The algorithm filtered the group; it did not fail."""
 
@@ -284,7 +284,7 @@ class StageWorker:
             delivery = commits[0][0]
             if isinstance(error, ColumnsTooLarge):  # another attempt would be as large
                 logger.error("stage %s drops group %s: %s", self._stage, delivery.group_id, error)
-                dropped = self._retry(partial(self._board.drop, delivery, reason="too_large"))
+                dropped = self._retry(partial(self._board.drop, delivery, reason=DropReason.TOO_LARGE))
                 return [delivery] if dropped is not None else []
             logger.error(
                 "stage %s: the columns of group %s cannot be stored: %s", self._stage, delivery.group_id, error

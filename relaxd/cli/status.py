@@ -1,6 +1,7 @@
 """`relaxd status`: the services, the runs and the queue of each stage."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,8 @@ from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HealthState
 from relaxd.v1.replica_pb2 import ReplicaState, Role
 
+SHOWN_RUNS = 20
+
 
 def print_status(
     coordinator: CoordinatorClient,
@@ -29,7 +32,7 @@ def print_status(
     if containers is not None:
         console.print(_containers(containers))
     try:
-        replicas, runs = coordinator.replicas(), coordinator.runs()
+        replicas, runs = coordinator.replicas(), list(islice(coordinator.runs(), SHOWN_RUNS + 1))
         scaling = [request for request in coordinator.scale_requests() if request.state not in ENDED]
     except CliError:
         if stack is None and containers is None:
@@ -43,8 +46,10 @@ def print_status(
     if not runs:
         console.print("no runs yet: relaxd run FILE.toml starts one")
         return
-    console.print(_runs(runs))
-    newest = runs[0]
+    console.print(_runs(runs[:SHOWN_RUNS]))
+    if len(runs) > SHOWN_RUNS:
+        console.print(f"the newest {SHOWN_RUNS} runs; older ones are left out")
+    newest = coordinator.run(runs[0].run_id)
     if newest.health:
         console.print(_health(newest))
     if newest.queues:
@@ -80,7 +85,7 @@ def _containers(containers: Sequence[Container]) -> Table:
     return table
 
 
-def _replicas(replicas: list[pb.ReplicaInfo]) -> Table:
+def _replicas(replicas: list[pb.RegisteredReplica]) -> Table:
     gpus = ["GPUs"] if any(replica.leased_gpu_uuids for replica in replicas) else []
     table = _table("replicas", "id", "role", "state", "run", "held", "done", "version", "address", *gpus, "detail")
     for replica in replicas:
@@ -100,7 +105,7 @@ def _replicas(replicas: list[pb.ReplicaInfo]) -> Table:
     return table
 
 
-def _gpus(replica: pb.ReplicaInfo) -> str:
+def _gpus(replica: pb.RegisteredReplica) -> str:
     """Format a replica's leased GPUs, their memory in use and their utilisation."""
     words = [uuid[:12] for uuid in replica.leased_gpu_uuids]
     gauges = replica.status.gauges

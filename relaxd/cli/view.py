@@ -88,7 +88,7 @@ def render(view: RunView) -> RenderableType:
     parts.append(_queues(view.run))
     for event in view.events:
         style = "green" if event.state == HEALTH_STATE_HEALTHY else "yellow"
-        parts.append(Text(f"{event.time.ToDatetime():%H:%M:%S} {event_line(event)}", style))
+        parts.append(Text(f"{event.create_time.ToDatetime():%H:%M:%S} {event_line(event)}", style))
     if view.samples:
         parts.append(samples_table(view.samples, title="fresh samples"))
     return Panel(Group(*parts), title=f"relaxd · run {view.run.run_id or '...'}", border_style="cyan", padding=(0, 1))

@@ -1,7 +1,10 @@
 """Calls to the coordinator, with readable errors."""
 
+import logging
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +27,8 @@ AWAY_SECONDS = 60.0
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Transient statuses: the coordinator may be back soon."""
 POLL_SECONDS = 0.3
+
+_log = logging.getLogger(__name__)
 
 
 def state_name(state: "pb.RunState.ValueType") -> str:
@@ -49,17 +54,21 @@ class CoordinatorClient:
         self._channel.close()
 
     def start_run(self, config_toml: str, run_id: str = "") -> pb.Run:
-        """Start a run. Takes as long as reading its data."""
-        request = pb.StartRunRequest(run_id=run_id, config_toml=config_toml)
-        return self._call(self._stub.StartRun, request, seconds=LONG_SECONDS).run
+        """Start one run, also if answers are lost. Takes as long as reading its data.
+
+        A coordinator that doesn't answer at all raises CliError at once; one that restarts is waited for.
+        """
+        self._call(self._stub.ListRuns, pb.ListRunsRequest(page_size=1))
+        request = pb.StartRunRequest(run_id=run_id, config_toml=config_toml, request_id=str(uuid.uuid4()))
+        return self._call(self._stub.StartRun, request, LONG_SECONDS, AWAY_SECONDS).run
 
     def run(self, run_id: str = "") -> pb.Run:
         """Return a run, by default the newest."""
         return self._call(self._stub.GetRun, pb.GetRunRequest(run_id=run_id)).run
 
-    def runs(self) -> list[pb.Run]:
-        """List all runs, newest first."""
-        return list(self._call(self._stub.ListRuns, pb.ListRunsRequest()).runs)
+    def runs(self) -> Iterator[pb.Run]:
+        """Yield all runs, newest first, without metrics, config_json and health."""
+        return self._items(self._stub.ListRuns, pb.ListRunsRequest(), "runs")
 
     def pause_run(self, run_id: str, reason: str) -> pb.Run:
         """Pause a run: publish nothing and close no step until `resume_run`."""
@@ -92,12 +101,12 @@ class CoordinatorClient:
         self, run_id: str = "", step: int = 0, limit: int = 16, *, patience_seconds: float = 0.0
     ) -> list[pb.TrainedSample]:
         """List trained samples, newest first. Waits up to `patience_seconds` for a coordinator that restarts."""
-        request = pb.ListSamplesRequest(run_id=run_id, step=step, limit=limit)
-        return list(self._call(self._stub.ListSamples, request, patience_seconds=patience_seconds).samples)
+        request = pb.ListSamplesRequest(run_id=run_id, step=step, page_size=min(limit, 1000))
+        return list(islice(self._items(self._stub.ListSamples, request, "samples", patience_seconds), limit))
 
-    def replicas(self) -> list[pb.ReplicaInfo]:
+    def replicas(self) -> list[pb.RegisteredReplica]:
         """List the replicas whose lease is valid."""
-        return list(self._call(self._stub.ListReplicas, pb.ListReplicasRequest()).replicas)
+        return list(self._items(self._stub.ListReplicas, pb.ListReplicasRequest(), "replicas"))
 
     def watch(
         self, run_id: str = "", while_away: Callable[[], None] = lambda: None, away_seconds: float = AWAY_SECONDS
@@ -138,8 +147,8 @@ class CoordinatorClient:
 
     def scale_requests(self, limit: int = 20) -> list[scaling_pb2.ScaleRequest]:
         """List scale requests, newest first."""
-        request = scaling_pb2.ListScaleRequestsRequest(limit=limit)
-        return list(self._call(self._stub.ListScaleRequests, request).requests)
+        request = scaling_pb2.ListScaleRequestsRequest()
+        return list(islice(self._items(self._stub.ListScaleRequests, request, "requests"), limit))
 
     def watch_scaling(self, request_id: str) -> Iterator[scaling_pb2.ScaleRequest]:
         """Yield a scale request's state several times a second, for ever. Survives restarts of the coordinator."""
@@ -148,15 +157,31 @@ class CoordinatorClient:
             yield self._call(self._stub.GetScaleRequest, request, seconds=10, patience_seconds=AWAY_SECONDS).request
             time.sleep(POLL_SECONDS)
 
+    def _items(self, method: Any, request: Any, field: str, patience_seconds: float = 0.0) -> Iterator[Any]:
+        """Yield the items of a list, page by page."""
+        while True:
+            page = self._call(method, request, patience_seconds=patience_seconds)
+            yield from getattr(page, field)
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
     def _call(self, method: Any, request: Any, seconds: float = 30.0, patience_seconds: float = 0.0) -> Any:
-        """Call with a deadline of `seconds`; retry transient failures for `patience_seconds`."""
-        deadline = time.monotonic() + patience_seconds
+        """Call with a deadline of `seconds`; retry for `patience_seconds` after the first transient failure."""
+        failed_at = float("inf")
         while True:
             try:
                 return method(request, timeout=seconds)
             except grpc.RpcError as error:
-                if error.code() not in TRANSIENT or time.monotonic() >= deadline:
+                now = time.monotonic()
+                if error.code() not in TRANSIENT or now - min(failed_at, now) >= patience_seconds:
                     raise self._explained(error) from error
+                if now < failed_at:
+                    failed_at = now
+                    _log.warning(
+                        "waiting up to %.0f s for the coordinator at %s: %s",
+                        *(patience_seconds, self.address, explain(error)),
+                    )
             time.sleep(POLL_SECONDS)
 
     def _explained(self, error: grpc.RpcError) -> CliError:

@@ -1,10 +1,9 @@
 """relaxd.v1.Launcher, over a Host: local processes (relaxd.local.launcher) or containers (services.launcher).
 
-A coordinator that was replaced must not start or kill anything any more, so requests carry their coordinator's term.
-Redis has the current term, which each new coordinator increments. The launcher reads it for every request and refuses
-requests of any other. It remembers no term itself: a single mistyped or malicious call with a large term would lock the
-coordinator out, a restarted launcher would have forgotten it, and a term on disk would refuse the coordinators of a
-Redis that started empty.
+A coordinator that was replaced must not start or kill anything any more, so the launcher reads the newest term in Redis
+at every call and refuses calls of any other. It remembers no term itself: a single mistyped or malicious call with a
+large term would lock the coordinator out, a restarted launcher would have forgotten it, and a term on disk would refuse
+the coordinators of a Redis that started empty.
 """
 
 import asyncio
@@ -13,12 +12,13 @@ import re
 from typing import Any
 
 from relaxd.launcher.host import Host
-from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, ServerError, Violations
+from relaxd.rpc.errors import ServerError, Violations
 from relaxd.rpc.gpu_uuids import check_gpu_uuids
+from relaxd.rpc.paging import Page
 from relaxd.rpc.server import Service, start_service
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
-from relaxd.rpc.terms import Terms
+from relaxd.rpc.terms import RedisTerm
 from relaxd.telemetry import setup_logging
 from relaxd.v1 import launcher_pb2 as pb
 from relaxd.v1 import launcher_pb2_grpc
@@ -31,16 +31,10 @@ _log = logging.getLogger(__name__)
 
 
 class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
-    """Answers relaxd.v1.Launcher: checks requests and passes them on to a host.
+    """Answers relaxd.v1.Launcher: checks requests and passes them on to a host."""
 
-    Args:
-        host: where replicas run.
-        terms: the coordinators' terms, in Redis.
-    """
-
-    def __init__(self, host: Host, terms: Terms) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
-        self._terms = terms
         self._launching = asyncio.Lock()
 
     async def Launch(self, request: pb.LaunchRequest, context: Any) -> pb.LaunchResponse:
@@ -52,7 +46,6 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
         check_gpu_uuids("gpu_uuids", request.gpu_uuids, violations)
         violations.raise_if_any()
         async with self._launching:
-            await self._require_current_term(request.term)
             gpus = tuple(request.gpu_uuids)
             instance = await asyncio.to_thread(self._host.launch, request.launch_id, request.role, gpus)
         _log.info("launched %s: %s", request.launch_id, instance.detail)
@@ -65,7 +58,6 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
         in_range = 0 <= request.grace_seconds <= MAX_GRACE_SECONDS
         violations.check(in_range, "grace_seconds", f"must be 0 to {MAX_GRACE_SECONDS:g}")
         violations.raise_if_any()
-        await self._require_current_term(request.term)
         await asyncio.to_thread(self._host.remove, request.launch_id, request.grace_seconds)
         _log.info("removed %s", request.launch_id)
         return pb.RemoveResponse()
@@ -76,35 +68,29 @@ class LauncherServicer(launcher_pb2_grpc.LauncherServicer):
         violations.check(LAUNCH_ID.fullmatch(request.instance), "instance", _NAME_RULE)
         violations.check(len(request.replica_id) <= 128, "replica_id", "must be a replica's id, or empty")
         violations.raise_if_any()
-        await self._require_current_term(request.term)
         detail = await asyncio.to_thread(self._host.restart, request.instance, request.replica_id)
         _log.info("restarted %s: %s", request.instance, detail)
         return pb.LauncherRestartResponse(detail=detail)
 
-    async def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
+    async def ListInstances(self, request: pb.ListInstancesRequest, context: Any) -> pb.ListInstancesResponse:
         """See the proto."""
+        page = Page[pb.Instance](request, f"instances {request.launch_id}", default=100, maximum=1000)
         instances = await asyncio.to_thread(self._host.instances)
-        return pb.ListResponse(instances=sorted(instances, key=lambda instance: instance.launch_id))
-
-    async def _require_current_term(self, term: int) -> None:
-        newest = await asyncio.to_thread(self._terms.newest)
-        if term > newest:
-            problem = f"is {term}: it must be {newest}, the newest one on the launcher's Redis (0: there is none)"
-            raise InvalidArgument(f"term {problem}", [("term", problem)])
-        if term < newest:
-            raise FailedPrecondition(
-                f"the coordinator of term {term} was replaced: the newest has {newest}", reason="TERM_SUPERSEDED"
-            )
+        for instance in sorted(instances, key=lambda instance: instance.launch_id):
+            wanted = request.launch_id in ("", instance.launch_id) and instance.launch_id > page.after
+            if wanted and not page.add(instance.launch_id, instance):
+                break
+        return pb.ListInstancesResponse(instances=page.items, next_page_token=page.next_page_token)
 
 
 async def run_launcher(host: Host, settings: ServiceSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises SystemExit(1), after logging the reason, when the port is taken."""
     setup_logging(settings.replica_id, settings.log_level)
     stop = stop_signals()
-    servicer = LauncherServicer(host, Terms(settings.redis))
+    servicer = LauncherServicer(host)
     service = Service(launcher_pb2_grpc.add_LauncherServicer_to_server, servicer, "relaxd.v1.Launcher")
     try:
-        server = await start_service([service], settings, serving=True)
+        server = await start_service([service], settings, fence=RedisTerm(settings.redis), serving=True)
     except ServerError as error:
         _log.error("%s", error)
         raise SystemExit(1) from None

@@ -9,9 +9,9 @@ import grpc
 
 from relaxd.rpc.errors import explain
 from relaxd.rpc.tls import TlsFiles, connection_hint
-from relaxd.v1.coordinator_pb2 import HeartbeatRequest, HeartbeatResponse, RegisterRequest
+from relaxd.v1.coordinator_pb2 import HeartbeatRequest, HeartbeatResponse, RegisterRequest, Registration
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
-from relaxd.v1.replica_pb2 import GetStatusResponse
+from relaxd.v1.replica_pb2 import ReplicaStatus
 
 CALL_SECONDS = 5.0
 """Deadline of a registration or a heartbeat."""
@@ -41,7 +41,7 @@ class Membership:
     Args:
         coordinator: stub of the coordinator.
         address: the coordinator's address, for messages.
-        registration: the request to register with.
+        registration: how to register.
         status: returns the status to report in heartbeats.
         on_answer: called with every answer; a registration's is turned into a heartbeat's.
         on_registered: called after each registration, before `on_answer`.
@@ -55,9 +55,9 @@ class Membership:
         self,
         coordinator: CoordinatorStub,
         address: str,
-        registration: RegisterRequest,
+        registration: Registration,
         *,
-        status: Callable[[], GetStatusResponse],
+        status: Callable[[], ReplicaStatus],
         on_answer: Callable[[HeartbeatResponse], Awaitable[None]],
         on_registered: Callable[[], Awaitable[None]],
         on_contact: Callable[[float, float], None],
@@ -102,7 +102,8 @@ class Membership:
             self._registration.engine_ranks = self._engine_ranks()
             sent = time.monotonic()
             try:
-                answer = await self._coordinator.Register(self._registration, timeout=CALL_SECONDS)
+                request = RegisterRequest(registration=self._registration)
+                answer = await self._coordinator.Register(request, timeout=CALL_SECONDS)
                 self._on_contact(sent, answer.gpu_lease_seconds)
                 await self._on_registered()
             except grpc.aio.AioRpcError as error:
@@ -116,7 +117,7 @@ class Membership:
             self._away = False
             self._heartbeat_seconds = answer.heartbeat_seconds or 1.0
             _log.info("registered with the coordinator at %s", self._address)
-            await self._on_answer(HeartbeatResponse(assignment=answer.assignment))
+            await self._on_answer(HeartbeatResponse(assignment=answer.assignment, term=answer.term))
             return
 
     async def send_last_status(self) -> None:

@@ -39,8 +39,9 @@ from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.rpc.errors import FailedPrecondition, ResourceExhausted, ServerError
 from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.terms import NewestTerm
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
-from relaxd.v1.coordinator_pb2 import HeartbeatResponse, RegisterRequest
+from relaxd.v1.coordinator_pb2 import HeartbeatResponse, Registration
 
 RESTART_SECONDS = 5.0
 """A process that was told to restart is gone after this."""
@@ -56,6 +57,7 @@ class _Life:
         self.context = context
         self.settings = context.settings
         self.gpus = context.gpus
+        self.fence = NewestTerm()
         self.started_at = time.monotonic()
         self.follower = AssignmentFollower(service, self.send_status, context.gpus)
         self.server: RunningServer | None = None
@@ -70,7 +72,7 @@ class _Life:
         """True if the last heartbeat's answer requested a drain."""
         self._drains: set[asyncio.Task[int]] = set()
 
-    def status(self) -> replica_pb2.GetStatusResponse:
+    def status(self) -> replica_pb2.ReplicaStatus:
         """Return the service's status, completed by what this replica knows itself."""
         follower = self.follower
         try:
@@ -87,7 +89,7 @@ class _Life:
             state = replica_pb2.REPLICA_STATE_DRAINING
         if self.context.failure:
             state = replica_pb2.REPLICA_STATE_FAILED
-        return replica_pb2.GetStatusResponse(
+        return replica_pb2.ReplicaStatus(
             replica_id=self.settings.replica_id,
             role=self.service.role,
             state=state,
@@ -139,7 +141,8 @@ class _Life:
             self.context.give_up(f"other replicas got the GPUs while this one was out of touch: {error}")
 
     async def on_answer(self, answer: HeartbeatResponse) -> None:
-        """Follow the coordinator's answer: assignment and drain."""
+        """Follow the coordinator's answer: its term, the assignment and a drain."""
+        self.fence.newest = answer.term
         await self.gpus.settle()
         begin = answer.drain and not self.follower.draining
         self.follower.assign(answer.assignment, answer.drain)
@@ -172,6 +175,7 @@ class _Life:
         self.left.set()
         await self.follower.dismiss()
         self._told_to_drain = False
+        self.fence.newest = 0  # no heartbeats will tell of terms that begin anew
         if self.server and not self.ending:
             await self.server.set_serving(False)
 
@@ -195,7 +199,7 @@ class _Life:
     def start_membership(self, server: RunningServer) -> None:
         """Prepare the registration, now that the server's port is known."""
         self.server = server
-        registration = RegisterRequest(
+        registration = Registration(
             replica_id=self.settings.replica_id,
             role=self.service.role,
             address=advertised_address(self.settings, server.port),
@@ -246,7 +250,10 @@ async def run_replica(
     own = Service(replica_pb2_grpc.add_ReplicaServicer_to_server, servicer, "relaxd.v1.Replica")
     try:
         server = await start_service(
-            [own, *services], settings, max_connection_age_seconds=service.max_connection_age_seconds
+            [own, *services],
+            settings,
+            fence=life.fence,
+            max_connection_age_seconds=service.max_connection_age_seconds,
         )
     except ServerError as error:
         _log.error("%s", error)

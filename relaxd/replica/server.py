@@ -35,7 +35,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 
     def __init__(
         self,
-        status: Callable[[], replica_pb2.GetStatusResponse],
+        status: Callable[[], replica_pb2.ReplicaStatus],
         drain: Callable[[float], Awaitable[int]],
         standby: Standby | None = None,
         restart: Callable[[str, str], None] | None = None,
@@ -47,7 +47,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
 
     async def GetStatus(self, request: replica_pb2.GetStatusRequest, context: Any) -> replica_pb2.GetStatusResponse:
         """See the proto."""
-        return self._status()
+        return replica_pb2.GetStatusResponse(status=self._status())
 
     async def Drain(self, request: replica_pb2.DrainRequest, context: Any) -> replica_pb2.DrainResponse:
         """See the proto."""

@@ -12,7 +12,7 @@ from relaxd.v1.coordinator_pb2 import Assignment
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceStatus:
-    """A service's part of GetStatusResponse; run_replica adds the rest."""
+    """A service's part of ReplicaStatus; run_replica adds the rest."""
 
     held_groups: int = 0
     """Groups held now."""
@@ -26,7 +26,7 @@ class ServiceStatus:
     weights: replica_pb2.WeightVersion | None = None
     """The weights it serves or has trained."""
     progress: int = 0
-    """Counter of work done, in steps that never take long: see GetStatusResponse.progress."""
+    """Counter of work done, in steps that never take long: see ReplicaStatus.progress."""
     gauges: Mapping[str, float] = field(default_factory=dict)
     """Further measurements, by name."""
     awake: bool = False

@@ -83,5 +83,5 @@ class StageReplica(ReplicaService):
         return ServiceStatus(held_groups=self._worker.held, done_groups=done, progress=done + self.pieces())
 
     def pieces(self) -> int:
-        """Return a counter of work on unfinished groups, for GetStatusResponse.progress."""
+        """Return a counter of work on unfinished groups, for ReplicaStatus.progress."""
         return 0

@@ -11,7 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from relaxd.rpc.errors import PermissionDenied, Unauthenticated
-from relaxd.rpc.methods import access, methods
+from relaxd.rpc.methods import access, methods, path
 from relaxd.rpc.reflection import SERVICES as REFLECTION_SERVICES
 from relaxd.v1 import access_pb2
 
@@ -36,7 +36,7 @@ KNOWN_TOKENS = (
 hides their length."""
 
 _LEAST = {
-    **{f"/{method.containing_service.full_name}/{method.name}": access(method) for method in methods()},
+    **{path(method): access(method) for method in methods()},
     **{f"/{service}/ServerReflectionInfo": access_pb2.ACCESS_READ for service in REFLECTION_SERVICES},
 }
 

@@ -9,6 +9,7 @@ from opentelemetry import trace
 
 from relaxd.rpc.credentials import read_token
 from relaxd.rpc.methods import may_repeat, methods
+from relaxd.rpc.terms import TERM_METADATA
 from relaxd.rpc.tls import TlsFiles, open_channel
 from relaxd.telemetry import inject
 
@@ -25,6 +26,7 @@ def channel(
     *,
     token: str | None = None,
     tls: TlsFiles | None = None,
+    term: int = 0,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
     """Open a channel for coroutines.
@@ -33,6 +35,7 @@ def channel(
         address: host:port, or any gRPC target; with several addresses behind a name, calls go round-robin.
         token: bearer token; by default from the environment (see read_token).
         tls: TLS files; by default from the environment (see TlsFiles).
+        term: the term that every call carries, as those of a coordinator do; 0: none.
         max_message_bytes: largest message.
 
     Calls without a timeout get a default deadline; the current span, if recorded, travels as `traceparent`.
@@ -42,7 +45,7 @@ def channel(
     plain = open_channel(
         grpc.aio, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
     )
-    return _AsyncChannel(plain, _call_metadata(token))
+    return _AsyncChannel(plain, _call_metadata(token, term))
 
 
 def sync_channel(
@@ -50,13 +53,14 @@ def sync_channel(
     *,
     token: str | None = None,
     tls: TlsFiles | None = None,
+    term: int = 0,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.Channel:
     """Open a channel for threads and the command line; otherwise like `channel`."""
     plain = open_channel(
         grpc, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
     )
-    return _SyncChannel(plain, _call_metadata(token))
+    return _SyncChannel(plain, _call_metadata(token, term))
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
@@ -97,12 +101,13 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
     ]
 
 
-def _call_metadata(token: str | None) -> Callable[[Any], list[tuple[str, Any]] | None]:
+def _call_metadata(token: str | None, term: int) -> Callable[[Any], list[tuple[str, Any]] | None]:
     token = token or read_token()
     fixed = [("authorization", f"Bearer {token}")] if token else []
+    fixed += [(TERM_METADATA, str(term))] if term else []
 
     def metadata(given: Any) -> list[tuple[str, Any]] | None:
-        # The usual case has no span, token or metadata, and builds nothing.
+        # The usual case has no span, token, term or metadata, and builds nothing.
         if trace.get_current_span().is_recording():
             return [*(given or ()), *fixed, *inject().items()]
         return [*(given or ()), *fixed] if given or fixed else None

@@ -1,4 +1,4 @@
-"""The server interceptor: authentication, default deadlines, spans, mapping of errors.
+"""The server interceptor: authentication, coordinators' terms, default deadlines, spans, mapping of errors.
 
 It is a single one because each interceptor adds tens of microseconds to a call.
 """
@@ -20,6 +20,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from relaxd import telemetry
 from relaxd.rpc.access import Tokens
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError, explain
+from relaxd.rpc.terms import TERM_METADATA, Fence, check_term
 
 DEFAULT_DEADLINE_SECONDS = 120.0
 """Deadline of unary calls without one, such as from grpcurl."""
@@ -38,8 +39,11 @@ _log = logging.getLogger(__name__)
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler except those of the health service."""
 
-    def __init__(self, *, tokens: Tokens | None, deadline_seconds: float, stream_deadline_seconds: float) -> None:
+    def __init__(
+        self, *, tokens: Tokens | None, fence: Fence | None, deadline_seconds: float, stream_deadline_seconds: float
+    ) -> None:
         self._tokens = tokens
+        self._fence = fence
         self._deadline_seconds = deadline_seconds
         self._stream_deadline_seconds = stream_deadline_seconds
         self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
@@ -98,10 +102,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     @asynccontextmanager
     async def _around(self, method: str, context: Any, deadline_seconds: float) -> AsyncIterator[None]:
         carrier: dict[str, str] = {}
-        authorization = None
+        authorization = term = None
         for key, value in context.invocation_metadata() or ():
             if key == "authorization":
                 authorization = value
+            elif key == TERM_METADATA:
+                term = value
             elif key in ("traceparent", "tracestate"):
                 carrier[key] = value
         observed = _Observed(method, carrier) if telemetry.enabled() else None
@@ -111,6 +117,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if self._tokens is not None:
                 self._tokens.check(method, authorization)
             async with limit:
+                if self._fence is not None:
+                    await check_term(self._fence, method, term)
                 yield
         except RpcError as error:
             if observed:

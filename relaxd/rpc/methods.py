@@ -1,4 +1,4 @@
-"""Options of the methods in the protos: the access that each needs, and whether gRPC may retry it."""
+"""What the protos say of methods: the access that each needs, whether gRPC may retry it, whether it needs a term."""
 
 from collections.abc import Iterator
 
@@ -17,6 +17,8 @@ from relaxd.v1 import (
 )
 
 _FILES = (advantage_pb2, coordinator_pb2, launcher_pb2, replica_pb2, reward_pb2, rollout_pb2, trainer_pb2)
+_WORK = ("/relaxd.v1.Advantage/Compute", "/relaxd.v1.Reward/Score", "/relaxd.v1.Rollout/Generate")
+"""Calls that anybody may make of a replica: they change nothing but its load."""
 
 
 def methods() -> Iterator[MethodDescriptor]:
@@ -40,3 +42,20 @@ def may_repeat(method: MethodDescriptor) -> bool:
         MethodOptions.NO_SIDE_EFFECTS,
         MethodOptions.IDEMPOTENT,
     )
+
+
+def path(method: MethodDescriptor) -> str:
+    """Return a method's path, such as "/relaxd.v1.Reward/Score"."""
+    return f"/{method.containing_service.full_name}/{method.name}"
+
+
+_ORDERS = frozenset(
+    path(method)
+    for method in methods()
+    if access(method) == access_pb2.ACCESS_SERVICE and method.containing_service.name != "Coordinator"
+).difference(_WORK)
+
+
+def needs_term(method_path: str) -> bool:
+    """Return whether a method is an order to a replica or launcher, which must carry a coordinator's term."""
+    return method_path in _ORDERS

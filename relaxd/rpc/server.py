@@ -16,6 +16,7 @@ from relaxd.rpc.interceptor import DEFAULT_DEADLINE_SECONDS, DEFAULT_STREAM_DEAD
 from relaxd.rpc.reflection import enable_reflection
 from relaxd.rpc.security import ServerSecurity
 from relaxd.rpc.settings import ServiceSettings
+from relaxd.rpc.terms import Fence
 from relaxd.rpc.tls import server_credentials
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -68,6 +69,7 @@ async def start_server(
     host: str = "127.0.0.1",
     port: int = 0,
     security: ServerSecurity | None = None,
+    fence: Fence | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
     stream_deadline_seconds: float = DEFAULT_STREAM_DEADLINE_SECONDS,
@@ -81,6 +83,7 @@ async def start_server(
         host: address to listen on.
         port: port to listen on; 0 picks a free one (see RunningServer.port).
         security: tokens and TLS; None accepts all calls, on loopback only. Health checks need no token.
+        fence: refuses calls of coordinators that were replaced; None obeys every caller.
         max_message_bytes: maximum size of a message; larger ones fail with RESOURCE_EXHAUSTED.
         deadline_seconds: deadline of unary calls without one, at which the handler is cancelled.
         stream_deadline_seconds: the same for streaming calls.
@@ -97,6 +100,7 @@ async def start_server(
         interceptors=[
             CallInterceptor(
                 tokens=security.tokens,
+                fence=fence,
                 deadline_seconds=deadline_seconds,
                 stream_deadline_seconds=stream_deadline_seconds,
             )
@@ -138,6 +142,7 @@ async def start_service(
     services: Sequence[tuple[Callable[[Any, Any], None], Any, str]],
     settings: ServiceSettings,
     *,
+    fence: Fence | None = None,
     serving: bool = False,
     max_connection_age_seconds: float | None = None,
 ) -> RunningServer:
@@ -147,6 +152,7 @@ async def start_service(
         host=settings.host,
         port=settings.port,
         security=settings.security,
+        fence=fence,
         max_message_bytes=settings.max_message_bytes,
         deadline_seconds=settings.deadline_seconds,
         stream_deadline_seconds=settings.stream_deadline_seconds,

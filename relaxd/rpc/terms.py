@@ -1,18 +1,74 @@
-"""Reading the current coordinator's term."""
+"""Fencing terms of coordinators: a replica or launcher obeys only the newest coordinator that it knows.
+
+Each coordinator that starts takes the next term. Its calls carry the term as metadata `relaxd-term`, and the server's
+interceptor refuses an older one.
+"""
+
+import asyncio
+import re
+from typing import Protocol
 
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from relaxd.rpc.errors import FailedPrecondition, Unavailable
+from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
+from relaxd.rpc.methods import needs_term
 
+TERM_METADATA = "relaxd-term"
 TERM_KEY = "relaxd:coordinator:term"
 """Redis key of the newest coordinator's term. Each coordinator that starts adds one to it."""
 TIMEOUT_SECONDS = 3.0
+TERM = re.compile("[1-9][0-9]{0,18}", re.ASCII)
 
 
-class Terms:
-    """The terms of the coordinators that share a Redis. Thread-safe."""
+class Fence(Protocol):
+    """Decides whether a coordinator is obeyed."""
+
+    async def check(self, term: int) -> None:
+        """Raise FailedPrecondition if a newer coordinator than that of `term` is known."""
+
+
+async def check_term(fence: Fence, method: str, given: str | bytes | None) -> None:
+    """Check the term that a call carries.
+
+    Args:
+        fence: the server's.
+        method: such as "/relaxd.v1.Replica/Drain".
+        given: the call's `relaxd-term` metadata.
+
+    Raises FailedPrecondition with reason TERM_MISSING or TERM_SUPERSEDED, and InvalidArgument.
+    """
+    if given is None:
+        if needs_term(method):
+            raise FailedPrecondition(
+                f"{method} needs the coordinator's term, which its GetStatus shows; "
+                f"grpcurl -H '{TERM_METADATA}: ...' sends it",
+                reason="TERM_MISSING",
+            )
+        return
+    text = given.decode("ascii", "replace") if isinstance(given, bytes) else given
+    if not TERM.fullmatch(text):
+        raise _invalid(f"is {text[:40]!r}: it must be the coordinator's term, a positive integer")
+    await fence.check(int(text))
+
+
+class NewestTerm:
+    """The term of the newest coordinator that a replica has heard from: by a call, or by the answer to a heartbeat."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+        """Answers to heartbeats replace it, also by a smaller one: terms begin anew on a new Redis."""
+
+    async def check(self, term: int) -> None:
+        """See Fence."""
+        if term < self.newest:
+            raise _superseded(term, self.newest)
+        self.newest = term
+
+
+class RedisTerm:
+    """The newest coordinator's term in Redis, read at each check."""
 
     def __init__(self, redis_url: str) -> None:
         self._redis = redis.Redis.from_url(
@@ -23,11 +79,19 @@ class Terms:
             health_check_interval=15,
         )
 
-    def newest(self) -> int:
-        """Return the newest coordinator's term; 0 when none has started yet.
+    async def check(self, term: int) -> None:
+        """See Fence.
 
-        Raises Unavailable when Redis doesn't answer, FailedPrecondition when it refuses the user or the password.
+        Also raises InvalidArgument for a term that no coordinator has, Unavailable when Redis doesn't answer, and
+        FailedPrecondition when it refuses the user or the password.
         """
+        newest = await asyncio.to_thread(self._newest)
+        if term > newest:
+            raise _invalid(f"is {term}: it must be {newest}, the newest one on the launcher's Redis (0: there is none)")
+        if term < newest:
+            raise _superseded(term, newest)
+
+    def _newest(self) -> int:
         try:
             return int(self._redis.get(TERM_KEY) or 0)
         except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
@@ -36,3 +100,13 @@ class Terms:
             ) from error
         except redis.RedisError as error:
             raise Unavailable(f"Redis, which has the coordinator's term, does not answer: {error}") from error
+
+
+def _superseded(term: int, newest: int) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"the coordinator of term {term} was replaced: the newest has {newest}", reason="TERM_SUPERSEDED"
+    )
+
+
+def _invalid(problem: str) -> InvalidArgument:
+    return InvalidArgument(f"{TERM_METADATA} {problem}", [(TERM_METADATA, problem)])

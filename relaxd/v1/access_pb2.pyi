@@ -29,7 +29,10 @@ class _AccessEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Access.ValueTy
     ACCESS_READ: _Access.ValueType  # 1
     """Look: Get..., List..., Watch..., and reflection."""
     ACCESS_SERVICE: _Access.ValueType  # 2
-    """Call what the services call on each other."""
+    """Call what the services call on each other. To a replica or a launcher such a call is an order of the coordinator:
+    it carries the coordinator's term as metadata `relaxd-term`, and is refused with FAILED_PRECONDITION without one
+    (TERM_MISSING), or when a newer coordinator is known (TERM_SUPERSEDED). Generate, Score and Compute need no term.
+    """
     ACCESS_ADMIN: _Access.ValueType  # 3
     """Start, change and end runs, replicas and checkpoints."""
 
@@ -41,7 +44,10 @@ ACCESS_UNSPECIFIED: Access.ValueType  # 0
 ACCESS_READ: Access.ValueType  # 1
 """Look: Get..., List..., Watch..., and reflection."""
 ACCESS_SERVICE: Access.ValueType  # 2
-"""Call what the services call on each other."""
+"""Call what the services call on each other. To a replica or a launcher such a call is an order of the coordinator:
+it carries the coordinator's term as metadata `relaxd-term`, and is refused with FAILED_PRECONDITION without one
+(TERM_MISSING), or when a newer coordinator is known (TERM_SUPERSEDED). Generate, Score and Compute need no term.
+"""
 ACCESS_ADMIN: Access.ValueType  # 3
 """Start, change and end runs, replicas and checkpoints."""
 Global___Access: _TypeAlias = Access  # noqa: Y015

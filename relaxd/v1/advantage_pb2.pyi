@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from relaxd.v1 import group_pb2 as _group_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -84,8 +85,8 @@ class ComputeResponse(_message.Message):
 
     ADVANTAGES_FIELD_NUMBER: _builtins.int
     DROP_REASON_FIELD_NUMBER: _builtins.int
-    drop_reason: _builtins.str
-    """Why the group is not to be trained on, such as "zero_variance"; empty when it is."""
+    drop_reason: _group_pb2.DropReason.ValueType
+    """Why the group is not to be trained on; unspecified when it is."""
     @_builtins.property
     def advantages(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenValues]:
         """One entry per sample, in order; empty when the group is filtered."""
@@ -94,7 +95,7 @@ class ComputeResponse(_message.Message):
         self,
         *,
         advantages: _abc.Iterable[Global___TokenValues] | None = ...,
-        drop_reason: _builtins.str = ...,
+        drop_reason: _group_pb2.DropReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

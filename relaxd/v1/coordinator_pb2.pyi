@@ -39,9 +39,9 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     RUN_STATE_STOPPING: _RunState.ValueType  # 4
     """Ending: last evaluation, export."""
     RUN_STATE_STOPPED: _RunState.ValueType  # 5
-    """Ended; Run.reason is "completed" or says who stopped it."""
+    """Ended, after its last step or early; see Run.outcome."""
     RUN_STATE_FAILED: _RunState.ValueType  # 6
-    """Ended by an error, in Run.reason."""
+    """Ended by an error; see Run.outcome."""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
     """State of a run."""
@@ -57,10 +57,46 @@ RUN_STATE_PAUSED: RunState.ValueType  # 3
 RUN_STATE_STOPPING: RunState.ValueType  # 4
 """Ending: last evaluation, export."""
 RUN_STATE_STOPPED: RunState.ValueType  # 5
-"""Ended; Run.reason is "completed" or says who stopped it."""
+"""Ended, after its last step or early; see Run.outcome."""
 RUN_STATE_FAILED: RunState.ValueType  # 6
-"""Ended by an error, in Run.reason."""
+"""Ended by an error; see Run.outcome."""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
+
+class _RunOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RunOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RUN_OUTCOME_UNSPECIFIED: _RunOutcome.ValueType  # 0
+    """Not given: it has not ended."""
+    RUN_OUTCOME_COMPLETED: _RunOutcome.ValueType  # 1
+    """It did all its steps."""
+    RUN_OUTCOME_STOPPED: _RunOutcome.ValueType  # 2
+    """A person stopped it, with StopRun."""
+    RUN_OUTCOME_REPLICAS_FAILED: _RunOutcome.ValueType  # 3
+    """It failed: a role had no working replica, and none could be brought back."""
+    RUN_OUTCOME_EVALUATION_FAILED: _RunOutcome.ValueType  # 4
+    """It failed: the evaluation before its first step did."""
+    RUN_OUTCOME_DATA_FAILED: _RunOutcome.ValueType  # 5
+    """It failed: its data could not be read again when the coordinator had restarted."""
+
+class RunOutcome(_RunOutcome, metaclass=_RunOutcomeEnumTypeWrapper):
+    """How a run ended. Run.reason says more, for people."""
+
+RUN_OUTCOME_UNSPECIFIED: RunOutcome.ValueType  # 0
+"""Not given: it has not ended."""
+RUN_OUTCOME_COMPLETED: RunOutcome.ValueType  # 1
+"""It did all its steps."""
+RUN_OUTCOME_STOPPED: RunOutcome.ValueType  # 2
+"""A person stopped it, with StopRun."""
+RUN_OUTCOME_REPLICAS_FAILED: RunOutcome.ValueType  # 3
+"""It failed: a role had no working replica, and none could be brought back."""
+RUN_OUTCOME_EVALUATION_FAILED: RunOutcome.ValueType  # 4
+"""It failed: the evaluation before its first step did."""
+RUN_OUTCOME_DATA_FAILED: RunOutcome.ValueType  # 5
+"""It failed: its data could not be read again when the coordinator had restarted."""
+Global___RunOutcome: _TypeAlias = RunOutcome  # noqa: Y015
 
 @_typing.final
 class GroupCounts(_message.Message):
@@ -103,7 +139,9 @@ class GroupCounts(_message.Message):
     """Groups that were dropped."""
     @_builtins.property
     def dropped_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Dropped groups by reason, such as zero_variance, reward_failed, stale, poison."""
+        """Dropped groups by reason: keys are names of DropReason (group.proto) in lower case, without the prefix, such as
+        "zero_variance".
+        """
 
     def __init__(
         self,
@@ -192,6 +230,8 @@ class Run(_message.Message):
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id."""
     state: Global___RunState.ValueType
@@ -210,6 +250,8 @@ class Run(_message.Message):
     """The resolved configuration, as JSON."""
     waiting_for: _builtins.str
     """What the active run waits for, with the numbers; empty while nothing holds it up."""
+    outcome: Global___RunOutcome.ValueType
+    """How it ended; unspecified before."""
     @_builtins.property
     def groups(self) -> Global___GroupCounts:
         """Where its groups are."""
@@ -230,6 +272,10 @@ class Run(_message.Message):
     def health(self) -> _containers.RepeatedCompositeFieldContainer[_health_pb2.Health]:
         """How well its roles and replicas are, by role and instance; of the active run."""
 
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When it ended; unset before."""
+
     def __init__(
         self,
         *,
@@ -247,10 +293,12 @@ class Run(_message.Message):
         config_json: _builtins.str = ...,
         health: _abc.Iterable[_health_pb2.Health] | None = ...,
         waiting_for: _builtins.str = ...,
+        outcome: Global___RunOutcome.ValueType = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "create_time", b"create_time", "groups", b"groups", "oldest_engine_version", b"oldest_engine_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "create_time", b"create_time", "end_time", b"end_time", "groups", b"groups", "oldest_engine_version", b"oldest_engine_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "config_json", b"config_json", "create_time", b"create_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "queues", b"queues", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "config_json", b"config_json", "create_time", b"create_time", "end_time", b"end_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "outcome", b"outcome", "queues", b"queues", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__oldest_engine_version: _TypeAlias = _typing.Literal["oldest_engine_version"]  # noqa: Y015
     _WhichOneofArgType__oldest_engine_version: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version"]  # noqa: Y015
@@ -266,21 +314,28 @@ class StartRunRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     CONFIG_TOML_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id: 1 to 64 letters, digits, dots, dashes and underscores; empty lets the coordinator choose.
     An id that exists is refused with ALREADY_EXISTS.
     """
     config_toml: _builtins.str
     """The configuration, as TOML."""
+    request_id: _builtins.str
+    """Identifies the request: a UUID, or another id by the rule of run_id. While the run is known, the same request again is
+    answered with the run that it started, as it is now; with another run_id or configuration it is refused with
+    ALREADY_EXISTS. Empty: asking again starts another run, once this one has ended.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         config_toml: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -362,12 +417,21 @@ class ListRunsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most runs of the page: at most 1000; 0 means 50. A page may have fewer, so that it stays small."""
+    page_token: _builtins.str
+    """next_page_token of the page before, with the same other fields; empty for the first page."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -380,18 +444,22 @@ class ListRunsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Where the next page begins; empty after the last one."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
-        """Newest first."""
+        """Newest first, without metrics, config_json and health: GetRun has them."""
 
     def __init__(
         self,
         *,
         runs: _abc.Iterable[Global___Run] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -810,23 +878,27 @@ class ListSamplesRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    LIMIT_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run's id; empty means the newest."""
     step: _builtins.int
-    """Only samples of this step; 0 means the newest ones."""
-    limit: _builtins.int
-    """Most samples to return; 0 means 16, at most 1000."""
+    """Only samples of this step; 0 means of all steps."""
+    page_size: _builtins.int
+    """Most samples of the page: at most 1000; 0 means 16. A page may have fewer, so that it stays small."""
+    page_token: _builtins.str
+    """next_page_token of the page before, with the same other fields; empty for the first page."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         step: _builtins.int = ...,
-        limit: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -897,6 +969,9 @@ class ListSamplesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SAMPLES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Where the next page begins; empty after the last one."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainedSample]:
         """Newest first."""
@@ -905,18 +980,19 @@ class ListSamplesResponse(_message.Message):
         self,
         *,
         samples: _abc.Iterable[Global___TrainedSample] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListSamplesResponse: _TypeAlias = ListSamplesResponse  # noqa: Y015
 
 @_typing.final
-class RegisterRequest(_message.Message):
-    """Makes a replica known."""
+class Registration(_message.Message):
+    """What a replica says of itself when it registers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -970,6 +1046,30 @@ class RegisterRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+Global___Registration: _TypeAlias = Registration  # noqa: Y015
+
+@_typing.final
+class RegisterRequest(_message.Message):
+    """Makes a replica known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGISTRATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def registration(self) -> Global___Registration:
+        """The replica."""
+
+    def __init__(
+        self,
+        *,
+        registration: Global___Registration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["registration", b"registration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["registration", b"registration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
 Global___RegisterRequest: _TypeAlias = RegisterRequest  # noqa: Y015
 
 @_typing.final
@@ -1016,6 +1116,7 @@ class RegisterResponse(_message.Message):
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     GPU_LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     lease_seconds: _builtins.float
     """Seconds after which the replica counts as dead without a heartbeat."""
     heartbeat_seconds: _builtins.float
@@ -1024,6 +1125,8 @@ class RegisterResponse(_message.Message):
     """Seconds without a heartbeat after which the GPUs that the replica has leased may be given to others: what uses them
     has to be gone by then. Counted from when this request arrived.
     """
+    term: _builtins.int
+    """The coordinator's term. From now on calls that carry a smaller one are refused."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """What to work on."""
@@ -1035,10 +1138,11 @@ class RegisterResponse(_message.Message):
         heartbeat_seconds: _builtins.float = ...,
         assignment: Global___Assignment | None = ...,
         gpu_lease_seconds: _builtins.float = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "gpu_lease_seconds", b"gpu_lease_seconds", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "gpu_lease_seconds", b"gpu_lease_seconds", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1055,14 +1159,14 @@ class HeartbeatRequest(_message.Message):
     replica_id: _builtins.str
     """Who. An id that isn't registered is answered with NOT_FOUND: register again."""
     @_builtins.property
-    def status(self) -> _replica_pb2.GetStatusResponse:
+    def status(self) -> _replica_pb2.ReplicaStatus:
         """How the replica feels."""
 
     def __init__(
         self,
         *,
         replica_id: _builtins.str = ...,
-        status: _replica_pb2.GetStatusResponse | None = ...,
+        status: _replica_pb2.ReplicaStatus | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1082,12 +1186,15 @@ class HeartbeatResponse(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
     GPU_LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     drain: _builtins.bool
     """Whether the replica is asked to drain. When this is taken back, it works again."""
     drain_seconds: _builtins.float
     """Seconds that the drain may still take; unset: its own grace period."""
     gpu_lease_seconds: _builtins.float
     """As in RegisterResponse, from when this heartbeat arrived."""
+    term: _builtins.int
+    """As in RegisterResponse."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """What to work on."""
@@ -1099,10 +1206,11 @@ class HeartbeatResponse(_message.Message):
         drain: _builtins.bool = ...,
         drain_seconds: _builtins.float | None = ...,
         gpu_lease_seconds: _builtins.float = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "assignment", b"assignment", "drain_seconds", b"drain_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "assignment", b"assignment", "drain", b"drain", "drain_seconds", b"drain_seconds", "gpu_lease_seconds", b"gpu_lease_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "assignment", b"assignment", "drain", b"drain", "drain_seconds", b"drain_seconds", "gpu_lease_seconds", b"gpu_lease_seconds", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drain_seconds: _TypeAlias = _typing.Literal["drain_seconds"]  # noqa: Y015
     _WhichOneofArgType__drain_seconds: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds"]  # noqa: Y015
@@ -1117,24 +1225,32 @@ class ListReplicasRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     role: _replica_pb2.Role.ValueType
     """Only this role; unspecified means all."""
+    page_size: _builtins.int
+    """Most replicas of the page: at most 1000; 0 means 100. A page may have fewer, so that it stays small."""
+    page_token: _builtins.str
+    """next_page_token of the page before, with the same other fields; empty for the first page."""
     def __init__(
         self,
         *,
         role: _replica_pb2.Role.ValueType = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListReplicasRequest: _TypeAlias = ListReplicasRequest  # noqa: Y015
 
 @_typing.final
-class ReplicaInfo(_message.Message):
-    """One replica."""
+class RegisteredReplica(_message.Message):
+    """One replica whose lease holds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1145,11 +1261,11 @@ class ReplicaInfo(_message.Message):
     heartbeat_age_seconds: _builtins.float
     """Seconds since its last heartbeat."""
     @_builtins.property
-    def registration(self) -> Global___RegisterRequest:
+    def registration(self) -> Global___Registration:
         """How it registered."""
 
     @_builtins.property
-    def status(self) -> _replica_pb2.GetStatusResponse:
+    def status(self) -> _replica_pb2.ReplicaStatus:
         """Its last word."""
 
     @_builtins.property
@@ -1159,8 +1275,8 @@ class ReplicaInfo(_message.Message):
     def __init__(
         self,
         *,
-        registration: Global___RegisterRequest | None = ...,
-        status: _replica_pb2.GetStatusResponse | None = ...,
+        registration: Global___Registration | None = ...,
+        status: _replica_pb2.ReplicaStatus | None = ...,
         heartbeat_age_seconds: _builtins.float = ...,
         leased_gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
@@ -1170,7 +1286,7 @@ class ReplicaInfo(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReplicaInfo: _TypeAlias = ReplicaInfo  # noqa: Y015
+Global___RegisteredReplica: _TypeAlias = RegisteredReplica  # noqa: Y015
 
 @_typing.final
 class ListReplicasResponse(_message.Message):
@@ -1179,18 +1295,22 @@ class ListReplicasResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICAS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Where the next page begins; empty after the last one."""
     @_builtins.property
-    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaInfo]:
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegisteredReplica]:
         """Sorted by role and id."""
 
     def __init__(
         self,
         *,
-        replicas: _abc.Iterable[Global___ReplicaInfo] | None = ...,
+        replicas: _abc.Iterable[Global___RegisteredReplica] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -104,7 +104,7 @@ class RunEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
-    TIME_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -120,22 +120,22 @@ class RunEvent(_message.Message):
     text: _builtins.str
     """What happened; for people."""
     @_builtins.property
-    def time(self) -> _timestamp_pb2.Timestamp:
-        """When."""
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When it happened."""
 
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
-        time: _timestamp_pb2.Timestamp | None = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
         role: _replica_pb2.Role.ValueType = ...,
         instance: _builtins.str = ...,
         state: Global___HealthState.ValueType = ...,
         text: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "number", b"number", "role", b"role", "state", b"state", "text", b"text", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "instance", b"instance", "number", b"number", "role", b"role", "state", b"state", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

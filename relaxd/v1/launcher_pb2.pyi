@@ -90,15 +90,10 @@ class LaunchRequest(_message.Message):
     LAUNCH_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
-    TERM_FIELD_NUMBER: _builtins.int
     launch_id: _builtins.str
     """Name for it: 1 to 100 letters, digits, dots, dashes and underscores."""
     role: _builtins.str
     """Its role: rollout, reward or advantage."""
-    term: _builtins.int
-    """The coordinator's term. Only the newest coordinator's is obeyed: a smaller one is refused with FAILED_PRECONDITION, a
-    larger one with INVALID_ARGUMENT.
-    """
     @_builtins.property
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The GPUs that it shall see; empty: those that its role sees in this deployment."""
@@ -109,11 +104,10 @@ class LaunchRequest(_message.Message):
         launch_id: _builtins.str = ...,
         role: _builtins.str = ...,
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
-        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuids", b"gpu_uuids", "launch_id", b"launch_id", "role", b"role", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuids", b"gpu_uuids", "launch_id", b"launch_id", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -151,23 +145,19 @@ class RemoveRequest(_message.Message):
 
     LAUNCH_ID_FIELD_NUMBER: _builtins.int
     GRACE_SECONDS_FIELD_NUMBER: _builtins.int
-    TERM_FIELD_NUMBER: _builtins.int
     launch_id: _builtins.str
     """Which one."""
     grace_seconds: _builtins.float
     """Seconds that it has to end by itself before it is killed."""
-    term: _builtins.int
-    """The coordinator's term, as in LaunchRequest."""
     def __init__(
         self,
         *,
         launch_id: _builtins.str = ...,
         grace_seconds: _builtins.float = ...,
-        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_seconds", b"grace_seconds", "launch_id", b"launch_id", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_seconds", b"grace_seconds", "launch_id", b"launch_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -191,45 +181,62 @@ class RemoveResponse(_message.Message):
 Global___RemoveResponse: _TypeAlias = RemoveResponse  # noqa: Y015
 
 @_typing.final
-class ListRequest(_message.Message):
+class ListInstancesRequest(_message.Message):
     """Asks what there is."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    LAUNCH_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    launch_id: _builtins.str
+    """Only the one of this launch id; empty means all."""
+    page_size: _builtins.int
+    """Most instances of the page: at most 1000; 0 means 100. A page may have fewer, so that it stays small."""
+    page_token: _builtins.str
+    """next_page_token of the page before, with the same other fields; empty for the first page."""
     def __init__(
         self,
+        *,
+        launch_id: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["launch_id", b"launch_id", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListRequest: _TypeAlias = ListRequest  # noqa: Y015
+Global___ListInstancesRequest: _TypeAlias = ListInstancesRequest  # noqa: Y015
 
 @_typing.final
-class ListResponse(_message.Message):
+class ListInstancesResponse(_message.Message):
     """What there is."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Where the next page begins; empty after the last one."""
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___Instance]:
-        """By launch id."""
+        """Sorted by launch id."""
 
     def __init__(
         self,
         *,
         instances: _abc.Iterable[Global___Instance] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListResponse: _TypeAlias = ListResponse  # noqa: Y015
+Global___ListInstancesResponse: _TypeAlias = ListInstancesResponse  # noqa: Y015
 
 @_typing.final
 class LauncherRestartRequest(_message.Message):
@@ -239,23 +246,19 @@ class LauncherRestartRequest(_message.Message):
 
     INSTANCE_FIELD_NUMBER: _builtins.int
     REPLICA_ID_FIELD_NUMBER: _builtins.int
-    TERM_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """The instance that it registered as."""
     replica_id: _builtins.str
     """The id of the process that is to go; one that has another id by now is left alone. Empty: whatever runs."""
-    term: _builtins.int
-    """The coordinator's term, as in LaunchRequest."""
     def __init__(
         self,
         *,
         instance: _builtins.str = ...,
         replica_id: _builtins.str = ...,
-        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "replica_id", b"replica_id", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

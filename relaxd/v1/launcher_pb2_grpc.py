@@ -27,6 +27,8 @@ if _version_not_supported:
 
 class LauncherStub:
     """Launcher starts more of what its deployment already has, and nothing else: neither a command nor an image can be named.
+    Only the newest coordinator is obeyed: calls carry its term as metadata `relaxd-term`. A smaller one is refused with
+    FAILED_PRECONDITION (TERM_SUPERSEDED), a larger one with INVALID_ARGUMENT.
     """
 
     def __init__(self, channel):
@@ -50,15 +52,17 @@ class LauncherStub:
                 request_serializer=relaxd_dot_v1_dot_launcher__pb2.LauncherRestartRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_launcher__pb2.LauncherRestartResponse.FromString,
                 _registered_method=True)
-        self.List = channel.unary_unary(
-                '/relaxd.v1.Launcher/List',
-                request_serializer=relaxd_dot_v1_dot_launcher__pb2.ListRequest.SerializeToString,
-                response_deserializer=relaxd_dot_v1_dot_launcher__pb2.ListResponse.FromString,
+        self.ListInstances = channel.unary_unary(
+                '/relaxd.v1.Launcher/ListInstances',
+                request_serializer=relaxd_dot_v1_dot_launcher__pb2.ListInstancesRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_launcher__pb2.ListInstancesResponse.FromString,
                 _registered_method=True)
 
 
 class LauncherServicer:
     """Launcher starts more of what its deployment already has, and nothing else: neither a command nor an image can be named.
+    Only the newest coordinator is obeyed: calls carry its term as metadata `relaxd-term`. A smaller one is refused with
+    FAILED_PRECONDITION (TERM_SUPERSEDED), a larger one with INVALID_ARGUMENT.
     """
 
     def Launch(self, request, context):
@@ -84,8 +88,8 @@ class LauncherServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def List(self, request, context):
-        """List lists what was launched and not removed.
+    def ListInstances(self, request, context):
+        """ListInstances lists what was launched and not removed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,10 +113,10 @@ def add_LauncherServicer_to_server(servicer, server):
                     request_deserializer=relaxd_dot_v1_dot_launcher__pb2.LauncherRestartRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_launcher__pb2.LauncherRestartResponse.SerializeToString,
             ),
-            'List': grpc.unary_unary_rpc_method_handler(
-                    servicer.List,
-                    request_deserializer=relaxd_dot_v1_dot_launcher__pb2.ListRequest.FromString,
-                    response_serializer=relaxd_dot_v1_dot_launcher__pb2.ListResponse.SerializeToString,
+            'ListInstances': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListInstances,
+                    request_deserializer=relaxd_dot_v1_dot_launcher__pb2.ListInstancesRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_launcher__pb2.ListInstancesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -124,6 +128,8 @@ def add_LauncherServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Launcher:
     """Launcher starts more of what its deployment already has, and nothing else: neither a command nor an image can be named.
+    Only the newest coordinator is obeyed: calls carry its term as metadata `relaxd-term`. A smaller one is refused with
+    FAILED_PRECONDITION (TERM_SUPERSEDED), a larger one with INVALID_ARGUMENT.
     """
 
     @staticmethod
@@ -208,7 +214,7 @@ class Launcher:
             _registered_method=True)
 
     @staticmethod
-    def List(request,
+    def ListInstances(request,
             target,
             options=(),
             channel_credentials=None,
@@ -221,9 +227,9 @@ class Launcher:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/relaxd.v1.Launcher/List',
-            relaxd_dot_v1_dot_launcher__pb2.ListRequest.SerializeToString,
-            relaxd_dot_v1_dot_launcher__pb2.ListResponse.FromString,
+            '/relaxd.v1.Launcher/ListInstances',
+            relaxd_dot_v1_dot_launcher__pb2.ListInstancesRequest.SerializeToString,
+            relaxd_dot_v1_dot_launcher__pb2.ListInstancesResponse.FromString,
             options,
             channel_credentials,
             insecure,

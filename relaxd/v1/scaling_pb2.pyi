@@ -403,21 +403,25 @@ Global___GetScaleRequestResponse: _TypeAlias = GetScaleRequestResponse  # noqa: 
 
 @_typing.final
 class ListScaleRequestsRequest(_message.Message):
-    """Asks for the requests."""
+    """Asks for the requests. The coordinator remembers the last 100."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LIMIT_FIELD_NUMBER: _builtins.int
-    limit: _builtins.int
-    """Most requests to return; 0 means 20. The coordinator remembers the last 100."""
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most requests of the page: at most 100; 0 means 20. A page may have fewer, so that it stays small."""
+    page_token: _builtins.str
+    """next_page_token of the page before, with the same other fields; empty for the first page."""
     def __init__(
         self,
         *,
-        limit: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -430,6 +434,9 @@ class ListScaleRequestsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUESTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Where the next page begins; empty after the last one."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScaleRequest]:
         """Newest first."""
@@ -438,10 +445,11 @@ class ListScaleRequestsResponse(_message.Message):
         self,
         *,
         requests: _abc.Iterable[Global___ScaleRequest] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

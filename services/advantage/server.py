@@ -11,6 +11,7 @@ from relaxd.config import AlgorithmConfig
 from relaxd.config.load import explain
 from relaxd.rpc.errors import InvalidArgument, Violations
 from relaxd.v1 import advantage_pb2, advantage_pb2_grpc
+from relaxd.v1.group_pb2 import DropReason
 
 MAX_TOKENS = 10_000_000
 """Most response tokens of one Compute call: the answer has a value for each and must fit into a message."""
@@ -29,7 +30,7 @@ class AdvantageServicer(advantage_pb2_grpc.AdvantageServicer):
         except ValueError as error:
             raise InvalidArgument(f"rewards: {error}", [("rewards", str(error))]) from error
         if isinstance(result, Filtered):
-            return advantage_pb2.ComputeResponse(drop_reason=result.reason)
+            return advantage_pb2.ComputeResponse(drop_reason=DropReason.Value(f"DROP_REASON_{result.reason.name}"))
         per_sample = np.split(result.values, np.cumsum(lengths)[:-1])
         return advantage_pb2.ComputeResponse(
             advantages=[advantage_pb2.TokenValues(values=values) for values in per_sample]

@@ -13,7 +13,7 @@ from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
 from relaxd.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
-from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ROLE_COORDINATOR, GetStatusResponse, Role
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ROLE_COORDINATOR, ReplicaStatus, Role
 from relaxd.v1.replica_pb2_grpc import add_ReplicaServicer_to_server
 from services.coordinator.api.server import CoordinatorService
 from services.coordinator.fleet.peers import Peers
@@ -44,10 +44,10 @@ class CoordinatorProcess:
             heartbeat_seconds=settings.lease_seconds / HEARTBEATS_PER_LEASE,
             gpu_lease_seconds=settings.gpu_lease_seconds,
         )
-        self._peers = Peers(settings.token, settings.tls)
+        self._peers = Peers(settings.token, settings.tls, store.term)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._manager = RunManager(store, self._registry, self._peers, settings, self._fail)
-        launchers = Launchers(self._peers, settings.launcher, store.term)
+        launchers = Launchers(self._peers, settings.launcher)
         self._scaler = Scaler(store, self._registry, self._manager, launchers, self._fail)
         self._started = asyncio.get_running_loop().time()
 
@@ -132,9 +132,9 @@ class CoordinatorProcess:
                 logger.info("could not delete expired runs, retrying later: %s", error)
             await asyncio.sleep(RETENTION_SECONDS)
 
-    def _status(self) -> GetStatusResponse:
+    def _status(self) -> ReplicaStatus:
         active = self._manager.active
-        return GetStatusResponse(
+        return ReplicaStatus(
             replica_id=self._settings.replica_id,
             role=ROLE_COORDINATOR,
             state=REPLICA_STATE_READY,

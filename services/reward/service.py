@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from relaxd.board import Column, Delivery, Drop
+from relaxd.board import Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
 from relaxd.replica.context import ReplicaContext
@@ -84,7 +84,7 @@ class RewardService(StageReplica):
                 number,
                 failure.reason,
             )
-            return Drop("reward_failed")
+            return Drop(DropReason.REWARD_FAILED)
         return reward_columns([outcome for outcome in outcomes if isinstance(outcome, RewardOutput)])
 
 

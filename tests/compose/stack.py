@@ -98,7 +98,7 @@ class Stack:
         os.kill(container["State"]["Pid"], signal.SIGKILL)
         return container["Id"][:12]
 
-    def replicas(self, role: str) -> list[pb.ReplicaInfo]:
+    def replicas(self, role: str) -> list[pb.RegisteredReplica]:
         """The replicas of a role that the coordinator knows."""
         with CoordinatorClient(self.address) as coordinator:
             return [one for one in coordinator.replicas() if Role.Name(one.registration.role) == f"ROLE_{role.upper()}"]

@@ -16,7 +16,7 @@ from tests.e2e.conftest import Workplace
 from tests.kit.waiting import wait_until
 
 
-def engines(coordinator: CoordinatorClient) -> dict[str, pb.ReplicaInfo]:
+def engines(coordinator: CoordinatorClient) -> dict[str, pb.RegisteredReplica]:
     found = [replica for replica in coordinator.replicas() if replica.registration.role == ROLE_ROLLOUT]
     return {replica.registration.replica_id: replica for replica in found}
 

@@ -15,6 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from relaxd.rpc.client import channel_options
 from relaxd.rpc.errors import field_violations
+from relaxd.rpc.terms import TERM_METADATA
 from tests.fuzz.fleet import Fleet, Target
 from tests.fuzz.messages import Fuzzer
 from tests.fuzz.requests import QUEUED, SLOW, TURNS, good_requests, hints, tame
@@ -25,6 +26,7 @@ TOGETHER = 8
 """Calls under way at a time, to each target."""
 DEADLINE_SECONDS = 10.0
 SLOW_DEADLINE_SECONDS = 0.4
+AS_COORDINATOR = ((TERM_METADATA, "1"),)
 MAX_ANSWERS = 20
 """Answers of a stream that are read before it is left."""
 LEFT_OUT = {
@@ -146,14 +148,14 @@ async def _send(
     answers: list[bytes] = []
     try:
         if method.server_streaming:
-            call = channel.unary_stream(path)(data, timeout=deadline)
+            call = channel.unary_stream(path)(data, timeout=deadline, metadata=AS_COORDINATOR)
             async for answer in call:
                 answers.append(answer)
                 if len(answers) >= MAX_ANSWERS:
                     call.cancel()
                     break
         else:
-            answers.append(await channel.unary_unary(path)(data, timeout=deadline))
+            answers.append(await channel.unary_unary(path)(data, timeout=deadline, metadata=AS_COORDINATOR))
         code = grpc.StatusCode.OK
     except grpc.aio.AioRpcError as error:
         code, detail = error.code(), error.details() or ""

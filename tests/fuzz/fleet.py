@@ -84,7 +84,7 @@ class Fleet:
     def channel(self, name: str) -> grpc.Channel:
         """The channel to a service: one, or its connections would be taken for a leak of the service."""
         if name not in self._channels:
-            self._channels[name] = sync_channel(f"127.0.0.1:{self.ports[name]}")
+            self._channels[name] = sync_channel(f"127.0.0.1:{self.ports[name]}", term=1)
         return self._channels[name]
 
     @property

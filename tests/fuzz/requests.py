@@ -125,7 +125,7 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
         timeout_seconds=0.2,
     )
     sampling = sample_pb2.SamplingParams(max_new_tokens=4, temperature=1.0, top_p=0.9, top_k=5, seed=1)
-    status = replica_pb2.GetStatusResponse(replica_id="replica-1", run_id=RUN_ID, state=replica_pb2.REPLICA_STATE_READY)
+    status = replica_pb2.ReplicaStatus(replica_id="replica-1", run_id=RUN_ID, state=replica_pb2.REPLICA_STATE_READY)
     return {
         "/relaxd.v1.Coordinator/StartRun": lambda i: pb.StartRunRequest(
             run_id=f"run-x{i}", config_toml=fleet.config("victim")
@@ -136,13 +136,15 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
         "/relaxd.v1.Coordinator/RestoreRun": lambda i: pb.RestoreRunRequest(
             folder=str(fleet.folder / "victim" / RUN_ID)
         ),
-        "/relaxd.v1.Coordinator/ListSamples": lambda i: pb.ListSamplesRequest(run_id=RUN_ID, step=1, limit=5),
+        "/relaxd.v1.Coordinator/ListSamples": lambda i: pb.ListSamplesRequest(run_id=RUN_ID, step=1, page_size=5),
         "/relaxd.v1.Coordinator/Register": lambda i: pb.RegisterRequest(
-            replica_id=REPLICAS[i % 3],
-            role=replica_pb2.ROLE_REWARD,
-            address="127.0.0.1:1",
-            protocol_version=PROTOCOL_VERSION,
-            gpu_uuids=["GPU-1"],
+            registration=pb.Registration(
+                replica_id=REPLICAS[i % 3],
+                role=replica_pb2.ROLE_REWARD,
+                address="127.0.0.1:1",
+                protocol_version=PROTOCOL_VERSION,
+                gpu_uuids=["GPU-1"],
+            )
         ),
         "/relaxd.v1.Coordinator/Heartbeat": lambda i: pb.HeartbeatRequest(replica_id=REPLICAS[i % 3], status=status),
         "/relaxd.v1.Coordinator/DrainReplica": lambda i: pb.DrainReplicaRequest(replica_id=REPLICAS[i % 3]),
@@ -185,9 +187,9 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
             algorithm_json='{"name": "grpo"}', rewards=[0.0, 1.0], lengths=[2, 3]
         ),
         "/relaxd.v1.Launcher/Launch": lambda i: launcher_pb2.LaunchRequest(
-            launch_id=f"launched-{i % 5}", role="reward", gpu_uuids=["GPU-1"], term=1
+            launch_id=f"launched-{i % 5}", role="reward", gpu_uuids=["GPU-1"]
         ),
-        "/relaxd.v1.Launcher/Remove": lambda i: launcher_pb2.RemoveRequest(launch_id=f"launched-{i % 5}", term=1),
+        "/relaxd.v1.Launcher/Remove": lambda i: launcher_pb2.RemoveRequest(launch_id=f"launched-{i % 5}"),
         "/relaxd.v1.Replica/Join": lambda i: replica_pb2.JoinRequest(launch_id="launched-1"),
         "/relaxd.v1.Replica/Leave": lambda i: replica_pb2.LeaveRequest(launch_id="launched-1"),
     }

@@ -28,7 +28,7 @@ def cluster(tmp_path: Path, redis_url: str) -> Iterator[Cluster]:
     cluster.close()
 
 
-def replicas(cluster: Cluster) -> dict[str, pb.ReplicaInfo]:
+def replicas(cluster: Cluster) -> dict[str, pb.RegisteredReplica]:
     found = cluster.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas
     return {replica.registration.replica_id: replica for replica in found}
 
@@ -43,7 +43,7 @@ def start_holder(cluster: Cluster, name: str, gpus: str) -> None:
     )
 
 
-def ready(cluster: Cluster, name: str) -> pb.ReplicaInfo:
+def ready(cluster: Cluster, name: str) -> pb.RegisteredReplica:
     """Wait until a holder's child has its GPU, and check that it is the leased one."""
     replica = cluster.until(
         f"{name} is ready",

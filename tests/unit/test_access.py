@@ -10,7 +10,7 @@ from google.protobuf.descriptor_pb2 import MethodOptions
 import relaxd.v1
 from relaxd.rpc.access import KNOWN_TOKENS, Access, Tokens, least_access
 from relaxd.rpc.errors import PermissionDenied, ServerError, Unauthenticated
-from relaxd.rpc.methods import access, may_repeat, methods
+from relaxd.rpc.methods import access, may_repeat, methods, needs_term, path
 from relaxd.rpc.security import ServerSecurity, is_loopback
 from relaxd.rpc.tls import TlsFiles
 from relaxd.v1 import access_pb2
@@ -44,8 +44,15 @@ def test_every_method_says_who_may_call_it():
 
 def test_grpc_repeats_reads_and_what_comes_to_the_same():
     repeated = {method.name for method in methods() if may_repeat(method)}
-    assert {"GetRun", "ListReplicas", "GetStatus", "LeaseGpus"} <= repeated
-    assert not repeated & {"WatchRun", "StartRun", "Generate", "Score", "Heartbeat", "Restart", "Launch"}
+    assert {"GetRun", "ListReplicas", "GetStatus", "LeaseGpus", "StartRun"} <= repeated
+    assert not repeated & {"WatchRun", "Generate", "Score", "Heartbeat", "Restart", "Launch"}
+
+
+def test_orders_to_replicas_and_launchers_carry_a_term():
+    orders = {path(method).removeprefix("/relaxd.v1.") for method in methods() if needs_term(path(method))}
+    assert {"Replica/Drain", "Rollout/PauseGeneration", "Trainer/ExportHuggingFace", "Launcher/Remove"} <= orders
+    assert not {service for service, _, _ in (order.partition("/") for order in orders)} & {"Coordinator", "Reward"}
+    assert not orders & {"Rollout/Generate", "Replica/GetStatus", "Trainer/GetWeightManifest"}
 
 
 def test_looking_needs_read_and_what_nobody_thought_of_needs_admin():

@@ -6,7 +6,7 @@ import pytest
 
 from relaxd.config import DataConfig, HealthConfig, ModelConfig, RewardConfig, RunConfig, RunSection
 from relaxd.v1 import replica_pb2 as pb
-from relaxd.v1.coordinator_pb2 import RegisterRequest
+from relaxd.v1.coordinator_pb2 import Registration
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health import signs as health_signs
 from services.coordinator.health.health_update import HealthUpdate, RestartMode, next_restart
@@ -43,8 +43,8 @@ def make_signs(failures: int = 0, **health: float) -> Signs:
 
 
 def replica(clock: Clock, role: "pb.Role.ValueType", **status: object) -> Replica:
-    registration = RegisterRequest(replica_id="one", role=role)
-    return Replica(registration, 5.0, seen=clock.now, status=pb.GetStatusResponse(**status))
+    registration = Registration(replica_id="one", role=role)
+    return Replica(registration, 5.0, seen=clock.now, status=pb.ReplicaStatus(**status))
 
 
 def after(clock: Clock, seconds: float, signs: Signs, one: Replica, **status: object) -> tuple[str, bool] | None:

@@ -1,9 +1,18 @@
 """The protos are clean and the stubs in relaxd/v1 are made from them."""
 
 import os
+import re
 import subprocess
 import sys
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relaxd.board import DropReason
+from relaxd.v1 import coordinator_pb2, group_pb2, health_pb2, scaling_pb2
+from services.coordinator.state import health_records, records, scale_records
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -28,3 +37,27 @@ def test_the_stubs_are_current(tmp_path):
 def test_buf_has_nothing_to_say():
     lint = subprocess.run([BIN / "buf", "lint"], cwd=ROOT / "protos", capture_output=True, text=True, timeout=120)
     assert (lint.returncode, lint.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "prefix"),
+    [
+        (DropReason, group_pb2.DropReason, "DROP_REASON_"),
+        (records.Outcome, coordinator_pb2.RunOutcome, "RUN_OUTCOME_"),
+        (health_records.Health, health_pb2.HealthState, "HEALTH_STATE_"),
+        (scale_records.Direction, scaling_pb2.ScaleDirection, "SCALE_DIRECTION_"),
+        (scale_records.ScaleState, scaling_pb2.ScaleState, "SCALE_STATE_"),
+    ],
+)
+def test_enums_of_records_are_those_of_the_protos(ours: type[StrEnum], theirs: Any, prefix: str):
+    named = {name.removeprefix(prefix) for name in theirs.DESCRIPTOR.values_by_name}
+    assert named == {*ours.__members__, "UNSPECIFIED"}
+    assert {one.value.upper() for one in ours} == set(ours.__members__)
+
+
+def test_the_scripts_of_the_board_drop_for_known_reasons():
+    scripts = "".join(path.read_text() for path in (ROOT / "relaxd" / "board" / "lua").glob("*.lua"))
+    calls = re.findall(r"\bdrop\(((?:[^()]|\([^()]*\))*)\)", scripts)
+    given = {reason for call in calls for reason in re.findall(r"'([a-z_]{2,})'", call)}
+    assert given == {"poison", "damaged", "memory"}
+    assert given <= set(DropReason)

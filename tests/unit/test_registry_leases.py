@@ -3,8 +3,8 @@
 import pytest
 
 from relaxd.rpc.errors import NotFound, ResourceExhausted, Unavailable
-from relaxd.v1.coordinator_pb2 import RegisterRequest
-from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ROLE_ROLLOUT, GetStatusResponse
+from relaxd.v1.coordinator_pb2 import Registration
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ROLE_ROLLOUT, ReplicaStatus
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.state.store import Store
 
@@ -39,12 +39,12 @@ class Time:
 
 
 def beat(registry: Registry, replica_id: str) -> bool:
-    return registry.heartbeat(replica_id, GetStatusResponse(state=REPLICA_STATE_READY)) is not None
+    return registry.heartbeat(replica_id, ReplicaStatus(state=REPLICA_STATE_READY)) is not None
 
 
 async def register(registry: Registry, replica_id: str, instance: str = "") -> None:
     await registry.register(
-        RegisterRequest(replica_id=replica_id, role=ROLE_ROLLOUT, address="127.0.0.1:9", instance=instance)
+        Registration(replica_id=replica_id, role=ROLE_ROLLOUT, address="127.0.0.1:9", instance=instance)
     )
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from relaxd.v1.coordinator_pb2 import RegisterRequest
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, GetStatusResponse
+from relaxd.v1.coordinator_pb2 import Registration
+from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ReplicaStatus
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.runs.usage import Usage
 
@@ -22,7 +22,7 @@ class Engine:
         self.clock = clock
         self.counted = {"engine_busy_seconds": 50.0, "engine_paused_seconds": 7.0, "engine_state": 0.0}
         self.replica = Replica(
-            RegisterRequest(replica_id=name, role=ROLE_ROLLOUT), 1.0, seen=clock.now, status=GetStatusResponse()
+            Registration(replica_id=name, role=ROLE_ROLLOUT), 1.0, seen=clock.now, status=ReplicaStatus()
         )
         self.heartbeat()
 
@@ -35,7 +35,7 @@ class Engine:
 
     def heartbeat(self, **gauges: float) -> None:
         self.replica.seen = self.clock.now
-        self.replica.status = GetStatusResponse(gauges=self.counted | gauges)
+        self.replica.status = ReplicaStatus(gauges=self.counted | gauges)
 
 
 def test_shares_of_a_step() -> None:
@@ -135,13 +135,13 @@ def test_gpus_are_weighted_by_time_and_number() -> None:
 
 def test_replicas_without_gauges_have_no_shares() -> None:
     clock = Clock()
-    silent = Replica(RegisterRequest(replica_id="r"), 1.0, seen=clock.now, status=GetStatusResponse())
+    silent = Replica(Registration(replica_id="r"), 1.0, seen=clock.now, status=ReplicaStatus())
     usage = Usage(clock)
     assert usage.take([]) == {}
     usage.sample([silent])
     clock.now += 1
     assert usage.take([silent]) == {}
-    strange = GetStatusResponse(gauges={"engine_state": float("nan"), "engine_busy_seconds": float("inf")})
+    strange = ReplicaStatus(gauges={"engine_state": float("nan"), "engine_busy_seconds": float("inf")})
     silent.status = strange
     clock.now += 1
     usage.take([silent])

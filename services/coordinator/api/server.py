@@ -1,5 +1,6 @@
 """The Coordinator service: every RPC checks its request here and leaves the work to the other rooms."""
 
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,6 +9,7 @@ import grpc
 
 from relaxd import PROTOCOL_VERSION, __version__
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable, Violations, explain, shortened
+from relaxd.rpc.paging import Page, newest_first
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer
@@ -34,7 +36,9 @@ from services.coordinator.scaling.view import scale_message
 from services.coordinator.state.records import Announcement
 
 MAX_REASON_BYTES = 2000
-MAX_SAMPLES = 1000
+MAX_PAGE = 1000
+SAMPLE = re.compile(r"[^/\n]+/[0-9]{1,18}-[0-9]{1,18}", re.ASCII)
+"""A run's id and the key of a sample on its board."""
 DRAIN_SECONDS = 25.0
 """Deadline of a drain whose caller has a later one, or none."""
 
@@ -52,8 +56,8 @@ class CoordinatorService(CoordinatorServicer):
 
     async def StartRun(self, request: pb.StartRunRequest, context: Any) -> pb.StartRunResponse:
         """Create a run and start it."""
-        active = await self._manager.start(request.run_id, request.config_toml)
-        return pb.StartRunResponse(run=await self._manager.message(active.record))
+        record = await self._manager.start(request.run_id, request.config_toml, request.request_id)
+        return pb.StartRunResponse(run=await self._manager.message(record))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Any) -> pb.GetRunResponse:
         """Return a run; without an id, the newest."""
@@ -61,8 +65,12 @@ class CoordinatorService(CoordinatorServicer):
         return pb.GetRunResponse(run=await self._manager.message(await self._manager.record(request.run_id)))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsResponse:
-        """Return all runs, newest first."""
-        return pb.ListRunsResponse(runs=[await self._manager.message(record) for record in await self._manager.all()])
+        """Return a page of the runs, newest first."""
+        page = Page[pb.Run](request, "runs", default=50, maximum=MAX_PAGE)
+        async for key, run in self._manager.summaries(page.after):
+            if not page.add(key, run):
+                break
+        return pb.ListRunsResponse(runs=page.items, next_page_token=page.next_page_token)
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
         """Stream the changes of a run for a limited time."""
@@ -93,15 +101,22 @@ class CoordinatorService(CoordinatorServicer):
         return pb.DeleteRunResponse()
 
     async def ListSamples(self, request: pb.ListSamplesRequest, context: Any) -> pb.ListSamplesResponse:
-        """Return trained samples, oldest first."""
+        """Return a page of trained samples, newest first."""
         violations = Violations()
         check_run_id(request.run_id, violations)
-        violations.check(0 <= request.limit <= MAX_SAMPLES, "limit", f"must be 0 to {MAX_SAMPLES}; 0 means 16")
         violations.check(request.step >= 0, "step", "must not be negative; 0 means the newest samples")
+        listed = f"samples {request.run_id} {request.step}"
+        page = Page[pb.TrainedSample](request, listed, default=16, maximum=MAX_PAGE, violations=violations)
+        violations.check(not page.after or SAMPLE.fullmatch(page.after), "page_token", "is damaged")
         violations.raise_if_any()
-        board = self._manager.board(await self._manager.record(request.run_id))
-        samples = await read_board(board.samples, request.step or None, request.limit or 16)
-        return pb.ListSamplesResponse(samples=[sample_message(sample) for sample in reversed(samples)])
+        # Where a page begins with the newest run, the next ones stay with it.
+        run_id, _, after = page.after.rpartition("/")
+        record = await self._manager.record(run_id or request.run_id)
+        board, full = self._manager.board(record), False
+        while not full and (samples := await read_board(board.sample_page, request.step or None, after)):
+            full = not all(page.add(f"{record.run_id}/{key}", sample_message(sample)) for key, sample in samples)
+            after = samples[-1][0]
+        return pb.ListSamplesResponse(samples=page.items, next_page_token=page.next_page_token)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -121,21 +136,23 @@ class CoordinatorService(CoordinatorServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         """Register a replica and grant it a lease."""
-        check_registration(request)
-        if request.protocol_version != PROTOCOL_VERSION:
+        registration = request.registration
+        check_registration(registration)
+        if registration.protocol_version != PROTOCOL_VERSION:
             raise FailedPrecondition(
-                f"{request.replica_id} (relaxd {request.package_version or 'of unknown version'}) speaks protocol "
-                f"version {request.protocol_version}, this coordinator (relaxd {__version__}) speaks "
+                f"{registration.replica_id} (relaxd {registration.package_version or 'of unknown version'}) speaks "
+                f"protocol version {registration.protocol_version}, this coordinator (relaxd {__version__}) speaks "
                 f"{PROTOCOL_VERSION}: run the same release everywhere",
                 reason="PROTOCOL_VERSION",
-                subject=request.replica_id,
+                subject=registration.replica_id,
             )
-        await self._registry.register(request)
+        await self._registry.register(registration)
         return pb.RegisterResponse(
             lease_seconds=self._registry.lease_seconds,
             heartbeat_seconds=self._registry.heartbeat_seconds,
             assignment=self._manager.assignment(),
             gpu_lease_seconds=self._registry.gpu_lease_seconds,
+            term=self._registry.term,
         )
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
@@ -150,23 +167,26 @@ class CoordinatorService(CoordinatorServicer):
             drain=replica.draining,
             drain_seconds=None if until is None else max(0.0, until - time.time()),
             gpu_lease_seconds=self._registry.gpu_lease_seconds,
+            term=self._registry.term,
         )
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Any) -> pb.ListReplicasResponse:
-        """Return the replicas whose lease holds."""
+        """Return a page of the replicas whose lease holds."""
         now = time.monotonic()
-        return pb.ListReplicasResponse(
-            replicas=[
-                pb.ReplicaInfo(
-                    registration=r.registration,
-                    status=r.status,
-                    heartbeat_age_seconds=now - r.seen,
-                    leased_gpu_uuids=self._registry.gpus_of(r.replica_id),
-                )
-                for r in self._registry.all()
-                if request.role in (ROLE_UNSPECIFIED, r.registration.role)
-            ]
-        )
+        page = Page[pb.RegisteredReplica](request, f"replicas {request.role}", default=100, maximum=MAX_PAGE)
+        for r in self._registry.all():
+            key = f"{r.registration.role:03d} {r.replica_id}"
+            if request.role not in (ROLE_UNSPECIFIED, r.registration.role) or key <= page.after:
+                continue
+            replica = pb.RegisteredReplica(
+                registration=r.registration,
+                status=r.status,
+                heartbeat_age_seconds=now - r.seen,
+                leased_gpu_uuids=self._registry.gpus_of(r.replica_id),
+            )
+            if not page.add(key, replica):
+                break
+        return pb.ListReplicasResponse(replicas=page.items, next_page_token=page.next_page_token)
 
     async def DrainReplica(self, request: pb.DrainReplicaRequest, context: Any) -> pb.DrainReplicaResponse:
         """Ask a replica to take no more groups and finish those that it holds."""
@@ -276,12 +296,13 @@ class CoordinatorService(CoordinatorServicer):
     async def ListScaleRequests(
         self, request: scaling_pb2.ListScaleRequestsRequest, context: Any
     ) -> scaling_pb2.ListScaleRequestsResponse:
-        """Return the scale requests, newest first."""
-        violations = Violations()
-        violations.check(0 <= request.limit <= MAX_REQUESTS, "limit", f"must be 0 to {MAX_REQUESTS}; 0 means 20")
-        violations.raise_if_any()
-        records = self._scaler.log.all()[: request.limit or 20]
-        return scaling_pb2.ListScaleRequestsResponse(requests=[scale_message(record) for record in records])
+        """Return a page of the scale requests, newest first."""
+        page = Page[scaling_pb2.ScaleRequest](request, "scale requests", default=20, maximum=MAX_REQUESTS)
+        records = {newest_first(r.create_time.timestamp(), r.request_id): r for r in self._scaler.log.all()}
+        for key in sorted(key for key in records if key > page.after):
+            if not page.add(key, scale_message(records[key])):
+                break
+        return scaling_pb2.ListScaleRequestsResponse(requests=page.items, next_page_token=page.next_page_token)
 
     async def CancelScaleRequest(
         self, request: scaling_pb2.CancelScaleRequestRequest, context: Any

@@ -42,25 +42,26 @@ def checked_run_id(run_id: str, *, optional: bool = True) -> str:
     return run_id
 
 
-def check_registration(request: pb.RegisterRequest) -> None:
+def check_registration(registration: pb.Registration) -> None:
     """Check a Register request."""
     violations = Violations()
-    violations.check(
-        REPLICA_ID.fullmatch(request.replica_id),
+
+    def check(condition: object, field: str, description: str) -> None:
+        violations.check(condition, f"registration.{field}", description)
+
+    check(
+        REPLICA_ID.fullmatch(registration.replica_id),
         "replica_id",
         "must be 1 to 128 letters, digits, dots, dashes and underscores, the first one a letter or digit",
     )
-    known = request.role in Role.values() and request.role not in (ROLE_UNSPECIFIED, ROLE_COORDINATOR)
-    violations.check(known, "role", "must be rollout, reward, advantage or trainer")
-    violations.check(ADDRESS.fullmatch(request.address), "address", "must be host:port")
-    violations.check(0 <= request.engine_ranks <= MAX_RANKS, "engine_ranks", f"must be 0 to {MAX_RANKS}")
-    violations.check(len(request.gpu_uuids) <= MAX_GPUS, "gpu_uuids", f"must be at most {MAX_GPUS}")
-    longest = max(map(len, (*request.gpu_uuids, request.package_version)), default=0)
-    length_rule = f"and package_version must be at most {MAX_NAME} characters long"
-    violations.check(longest <= MAX_NAME, "gpu_uuids", length_rule)
-    violations.check(
-        len(request.launch_id) <= MAX_LAUNCH_ID, "launch_id", f"must be at most {MAX_LAUNCH_ID} characters"
-    )
+    known = registration.role in Role.values() and registration.role not in (ROLE_UNSPECIFIED, ROLE_COORDINATOR)
+    check(known, "role", "must be rollout, reward, advantage or trainer")
+    check(ADDRESS.fullmatch(registration.address), "address", "must be host:port")
+    check(0 <= registration.engine_ranks <= MAX_RANKS, "engine_ranks", f"must be 0 to {MAX_RANKS}")
+    check(len(registration.gpu_uuids) <= MAX_GPUS, "gpu_uuids", f"must be at most {MAX_GPUS}")
+    longest = max(map(len, (*registration.gpu_uuids, registration.package_version)), default=0)
+    check(longest <= MAX_NAME, "gpu_uuids", f"and package_version must be at most {MAX_NAME} characters long")
+    check(len(registration.launch_id) <= MAX_LAUNCH_ID, "launch_id", f"must be at most {MAX_LAUNCH_ID} characters")
     violations.raise_if_any()
 
 

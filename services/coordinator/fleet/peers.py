@@ -20,9 +20,10 @@ and a cancelled call looks like a cancelled caller."""
 class Peers:
     """One channel per address, opened on first use."""
 
-    def __init__(self, token: str | None, tls: TlsFiles) -> None:
-        """`token`: the bearer token of every call, if any; `tls`: trusted CAs and the client certificate."""
-        self._token, self._tls = token, tls
+    def __init__(self, token: str | None, tls: TlsFiles, term: int) -> None:
+        """`token`: the bearer token of every call, if any; `tls`: trusted CAs and the client certificate; `term`: the
+        coordinator's term, which every call carries."""
+        self._token, self._tls, self._term = token, tls, term
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._needed: dict[str, float] = {}
         """Monotonic time at which an address was last that of a replica."""
@@ -62,5 +63,5 @@ class Peers:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = channel(address, token=self._token, tls=self._tls)
+            self._channels[address] = channel(address, token=self._token, tls=self._tls, term=self._term)
         return self._channels[address]

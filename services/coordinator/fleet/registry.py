@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from google.protobuf import json_format
 
 from relaxd.rpc.errors import NotFound, ResourceExhausted, Unavailable
-from relaxd.v1.coordinator_pb2 import RegisterRequest
+from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_READY,
     ROLE_ROLLOUT,
-    GetStatusResponse,
+    ReplicaStatus,
     Role,
 )
 from services.coordinator.fleet.changes import Signal
@@ -31,11 +31,11 @@ Version = tuple[int, int]
 class Replica:
     """One replica whose lease holds."""
 
-    registration: RegisterRequest
+    registration: Registration
     registered_at: float
     seen: float
     """Monotonic time of the last heartbeat."""
-    status: GetStatusResponse
+    status: ReplicaStatus
     """Content of the last heartbeat; empty before the first."""
     draining: bool = False
     """It was asked to drain."""
@@ -146,6 +146,11 @@ class Registry:
         self.gpu_lease_seconds = max(gpu_lease_seconds, lease_seconds)
         self.changed = Signal()
 
+    @property
+    def term(self) -> int:
+        """The coordinator's fencing term."""
+        return self._store.term
+
     def load(self, records: dict[str, ReplicaRecord], gpu_holders: dict[str, str]) -> None:
         """Load the replicas of an earlier coordinator; all leases, also those on GPUs, start from now.
 
@@ -155,12 +160,12 @@ class Registry:
         gone = set(gpu_holders.values()) - set(records)
         self._free_gpus_at = dict.fromkeys(gone, self._clock() + self.gpu_lease_seconds)
         for record in records.values():
-            registration = json_format.Parse(record.registration_json, RegisterRequest())
+            registration = json_format.Parse(record.registration_json, Registration())
             self._add(registration, record.registered_at, unheard=True)
             self._replicas[registration.replica_id].draining = record.draining
             self._replicas[registration.replica_id].drain_until = record.drain_until
 
-    async def register(self, registration: RegisterRequest) -> None:
+    async def register(self, registration: Registration) -> None:
         """Register a replica, in place of an earlier one with the same id."""
         now = time.time()
         record = ReplicaRecord(registration_json=json_format.MessageToJson(registration), registered_at=now)
@@ -175,7 +180,7 @@ class Registry:
             others = (r for r in self._replicas.values() if r.instance == registration.instance)
             await self.remove([r for r in others if r.replica_id != registration.replica_id])
 
-    def heartbeat(self, replica_id: str, status: GetStatusResponse) -> Replica | None:
+    def heartbeat(self, replica_id: str, status: ReplicaStatus) -> Replica | None:
         """Renew a lease; returns None if the replica isn't registered."""
         replica = self._replicas.get(replica_id)
         if replica is None:
@@ -346,7 +351,7 @@ class Registry:
                 await asyncio.to_thread(self._store.save_replica, replica.replica_id, record)
         self.changed.fire()
 
-    def _add(self, registration: RegisterRequest, registered_at: float, *, unheard: bool = False) -> None:
+    def _add(self, registration: Registration, registered_at: float, *, unheard: bool = False) -> None:
         self._replicas[registration.replica_id] = Replica(
-            registration, registered_at, seen=self._clock(), status=GetStatusResponse(), unheard=unheard
+            registration, registered_at, seen=self._clock(), status=ReplicaStatus(), unheard=unheard
         )

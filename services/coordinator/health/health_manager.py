@@ -53,7 +53,7 @@ class HealthManager:
         self._context = context
         config = context.config
         self._signs = Signs(config, context.registry.heartbeat_seconds, sync.failures)
-        self._restarter = Restarter(context.peers, context.launcher, context.term)
+        self._restarter = Restarter(context.peers, context.launcher)
         self._replicas = ReplicaReconciler(context.run_id, config.health, self._signs, self._restarter.failures)
         self._roles = RoleReconciler(config.health)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -22,11 +22,10 @@ LAUNCHER_SECONDS = 40.0
 class Restarter:
     """Restarts the replicas of one run."""
 
-    def __init__(self, peers: Peers, launcher: str, term: int) -> None:
+    def __init__(self, peers: Peers, launcher: str) -> None:
         """`launcher`: address of the launcher; empty: there is none."""
         self._peers = peers
         self._launcher = launcher
-        self._term = term
         self.failures: dict[str, str] = {}
         """Error of the last restart, by instance."""
 
@@ -42,9 +41,7 @@ class Restarter:
             return True
         # Without FORCE the launcher must not kill a newer process of the instance.
         request = LauncherRestartRequest(
-            instance=order.instance,
-            replica_id="" if order.mode == RestartMode.FORCE else order.replica_id,
-            term=self._term,
+            instance=order.instance, replica_id="" if order.mode == RestartMode.FORCE else order.replica_id
         )
         try:
             answer = await self._peers.launcher(self._launcher).Restart(request, timeout=LAUNCHER_SECONDS)

@@ -40,7 +40,7 @@ def event_messages(events: Sequence[Event], after: int) -> list[health_pb2.RunEv
             message = health_pb2.RunEvent(
                 number=event.number, role=_role(event.role), instance=event.instance, state=state, text=event.text
             )
-            message.time.FromDatetime(event.time)
+            message.create_time.FromDatetime(event.time)
             messages.append(message)
     return messages
 

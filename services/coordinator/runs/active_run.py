@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from relaxd import telemetry
-from relaxd.board import Counts
+from relaxd.board import Counts, DropReason
 from relaxd.config import RunConfig
 from relaxd.data.dataset import RunData
 from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER
@@ -20,7 +20,7 @@ from services.coordinator.runs.exporting import ExportFailed, export_model
 from services.coordinator.runs.publisher import Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
 from services.coordinator.runs.usage import Usage
-from services.coordinator.state.records import Evaluation, Phase, RunRecord
+from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord
 from services.coordinator.state.retry import RedisRetry
 from services.coordinator.state.store import StoreUnavailable
 from services.coordinator.weights.gpu_handoff import GpuHandoff
@@ -34,7 +34,7 @@ RELEASE_SECONDS = 30.0
 
 
 class RunFailed(Exception):
-    """The run can't continue; the message is the reason."""
+    """A role has no working replica, and the run can't continue; the message is the reason."""
 
 
 def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
@@ -150,8 +150,10 @@ class ActiveRun:
             if self.record.phase == Phase.RUNNING:
                 await self._train()
             await self._finish()
-        except (RunFailed, EvaluationFailed) as error:
-            await self._fail(str(error))
+        except RunFailed as error:
+            await self._fail(Outcome.REPLICAS_FAILED, str(error))
+        except EvaluationFailed as error:
+            await self._fail(Outcome.EVALUATION_FAILED, str(error))
 
     async def _wait_for_fleet(self) -> None:
         """Wait for the replicas and the first weight synchronisation, then evaluate the initial model."""
@@ -197,6 +199,7 @@ class ActiveRun:
     async def _finish(self) -> None:
         """Run the last synchronisation and evaluation, export the model and write the summary."""
         reason = self.record.stop_reason or "completed"
+        outcome = Outcome.STOPPED if self.record.stop_reason else Outcome.COMPLETED
         await self._save(phase=Phase.STOPPING, reason=reason, paused=None)
         await self._clear_board()
         steps = (await self._redis.in_thread(self.board.counts)).last_step
@@ -210,22 +213,23 @@ class ActiveRun:
                     await self._add_note(f"the evaluation after the last step failed: {error}")
             await self._set_reason(f"{reason}; exporting the model")
             model = await self._export()
-        await self._end(Phase.STOPPED, reason, model)
+        await self._end(Phase.STOPPED, outcome, reason, model)
 
-    async def _fail(self, reason: str) -> None:
+    async def _fail(self, outcome: Outcome, reason: str) -> None:
         logger.error("run %s failed: %s", self.record.run_id, reason)
-        await self._drop_open("run_failed")
-        await self._end(Phase.FAILED, reason, model="")
+        await self._drop_open(DropReason.RUN_FAILED)
+        await self._end(Phase.FAILED, outcome, reason, model="")
 
-    async def _end(self, phase: Phase, reason: str, model: str) -> None:
+    async def _end(self, phase: Phase, outcome: Outcome, reason: str, model: str) -> None:
         counts = await self._redis.in_thread(self.board.counts)
-        record = self.record.model_copy(update={"phase": phase, "reason": reason, "end_time": datetime.now(UTC)})
+        end = {"phase": phase, "outcome": outcome, "reason": reason, "end_time": datetime.now(UTC)}
+        record = self.record.model_copy(update=end)
         ledger = await self._redis.in_thread(self.board.ledger) if self.handoff is not None else ()
         await asyncio.to_thread(self._files.write_summary, summarise(record, counts, model, ledger))
         with contextlib.suppress(StoreUnavailable):  # only cleanup: the group's name is unique
             await self.sync.close()
         size = await self._redis.in_thread(self.board.measure)
-        await self._save(phase=phase, reason=reason, end_time=record.end_time, paused=None, board_bytes=size)
+        await self._save(**end, paused=None, board_bytes=size)
         logger.info("run %s ended after %d steps: %s", record.run_id, counts.last_step, reason)
 
     # --- parts of phases ------------------------------------------------------------------------------------------
@@ -345,9 +349,9 @@ class ActiveRun:
             if not open_groups or trainer is None or not trainer.status.held_groups:
                 break
             await self._changed.wait(WATCH_SECONDS)
-        await self._drop_open("run_ended")
+        await self._drop_open(DropReason.RUN_ENDED)
 
-    async def _drop_open(self, reason: str) -> None:
+    async def _drop_open(self, reason: DropReason) -> None:
         await self._redis.in_thread(self.board.set_gate, term=self.context.term, oldest_version=None, open=False)
         for group_id in await self._redis.in_thread(self.board.open_groups):
             await self._redis.in_thread(self.board.drop, group_id, reason=reason, counts="")

@@ -1,8 +1,9 @@
 """All runs: the active run with its task, earlier runs from their records."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from relaxd.config import BoardConfig, RunConfig
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
+from relaxd.rpc.paging import newest_first
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2 as pb
 from services.coordinator.fleet.fleet import Fleet
@@ -23,10 +25,11 @@ from services.coordinator.runs.active_run import ActiveRun
 from services.coordinator.runs.restoring import read_run
 from services.coordinator.runs.retention import Retention
 from services.coordinator.runs.run_files import RunFiles
-from services.coordinator.runs.starting import prepare
+from services.coordinator.runs.starting import prepare, request_digest
 from services.coordinator.runs.view import run_message, run_state
+from services.coordinator.state.finishing import finish
 from services.coordinator.state.health_records import Event
-from services.coordinator.state.records import Phase, RunRecord
+from services.coordinator.state.records import Outcome, Phase, RunRecord
 from services.coordinator.state.store import AnotherRunActive, RunIdTaken, Store
 
 logger = logging.getLogger(__name__)
@@ -74,18 +77,30 @@ class RunManager:
 
     # --- start and end --------------------------------------------------------------------------------------------
 
-    async def start(self, run_id: str, config_toml: str) -> ActiveRun:
-        """Check the configuration and start a run.
+    async def start(self, run_id: str, config_toml: str, request_id: str = "") -> RunRecord:
+        """Check the configuration and start a run, also if the caller is gone meanwhile.
 
-        Raises InvalidArgument, AlreadyExists, FailedPrecondition.
+        A request id that is known returns the run that it started. Raises InvalidArgument, AlreadyExists,
+        FailedPrecondition.
         """
+        return await finish(self._start(run_id, config_toml, request_id), "the start of a run")
+
+    async def _start(self, run_id: str, config_toml: str, request_id: str) -> RunRecord:
         async with self._starting:
+            known = await asyncio.to_thread(self._store.started_by, request_id) if request_id else None
+            if known is not None and known.request_digest != request_digest(run_id, config_toml):
+                raise AlreadyExists(
+                    f"request {request_id!r} started run {known.run_id!r} with another run_id or configuration: choose "
+                    "another request_id"
+                )
+            if known is not None:
+                return await self.record(known.run_id)
             if run_id and await asyncio.to_thread(self._store.run, run_id) is not None:
                 raise AlreadyExists(f"a run {run_id!r} exists: choose another run_id")
             await self._wait_for_clean_up()
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
-            prepared = await asyncio.to_thread(prepare, run_id, config_toml, self._settings.redis)
+            prepared = await asyncio.to_thread(prepare, run_id, config_toml, request_id, self._settings.redis)
             try:
                 await asyncio.to_thread(self._store.create_run, prepared.record)
             except RunIdTaken as error:
@@ -96,9 +111,8 @@ class RunManager:
                 logger.warning("%d prompts are skipped: they are too long", prepared.data.skipped)
             for warning in prepared.warnings:
                 logger.warning("%s", warning)
-            active = self._active_run(prepared.record, prepared.config, prepared.data, prepared.files)
-            self._launch(active)
-            return active
+            self._launch(self._active_run(prepared.record, prepared.config, prepared.data, prepared.files))
+            return prepared.record
 
     async def restore(self, folder: str) -> ActiveRun:
         """Restore a run that Redis lost from its folder, and resume it.
@@ -147,7 +161,8 @@ class RunManager:
         try:
             data = await asyncio.to_thread(load_data, config)
         except DataError as error:
-            failed = record.model_copy(update={"phase": Phase.FAILED, "reason": f"after a restart: {error}"})
+            end = {"phase": Phase.FAILED, "outcome": Outcome.DATA_FAILED, "reason": f"after a restart: {error}"}
+            failed = record.model_copy(update=end | {"end_time": datetime.now(UTC)})
             await asyncio.to_thread(self._store.save_run, failed)
             logger.error("run %s can't be resumed: %s", run_id, error)
             return
@@ -185,7 +200,7 @@ class RunManager:
     async def _delete(self, record: RunRecord) -> None:
         await self._wait_for_clean_up()
         board = self.board(record)
-        await asyncio.to_thread(self._store.begin_delete, record.run_id)
+        await asyncio.to_thread(self._store.begin_delete, record.run_id, record.request_id)
         self._ended_runs.pop(record.run_id, None)
         self._boards.pop(record.run_id, None)
         await self._delete_board(record.run_id, board)
@@ -305,6 +320,18 @@ class RunManager:
                 self._ended_runs.pop(next(iter(self._ended_runs)))
             self._ended_runs[record.run_id] = run
         return run
+
+    async def summaries(self, after: str) -> AsyncIterator[tuple[str, pb.Run]]:
+        """Yield all runs, newest first, without their large fields; those after the key `after`. Raises Unavailable."""
+        times = await asyncio.to_thread(self._store.run_times)
+        for key, run_id in sorted((newest_first(time, run_id), run_id) for run_id, time in times.items()):
+            if key > after:
+                with contextlib.suppress(NotFound):  # it was deleted meanwhile
+                    run = pb.Run()
+                    run.CopyFrom(await self.message(await self.record(run_id)))
+                    for field in ("metrics", "config_json", "health"):
+                        run.ClearField(field)
+                    yield key, run
 
     async def events(self, record: RunRecord) -> Sequence[Event]:
         """Return the latest health events of a run, oldest first. Raises Unavailable."""

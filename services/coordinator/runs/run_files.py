@@ -114,6 +114,7 @@ def summarise(record: RunRecord, counts: Counts, model: str, ledger: Sequence[Le
     return {
         "run_id": record.run_id,
         "state": record.phase.value.lower(),
+        "outcome": record.outcome.value.lower() if record.outcome else None,
         "reason": record.reason,
         "accuracy_before": before.get("eval_accuracy"),
         "accuracy_after": after.get("eval_accuracy"),

@@ -1,6 +1,7 @@
 """Checks and preparation of a new run."""
 
 import contextlib
+import hashlib
 import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ from relaxd.config.load import ConfigError, load
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
-from services.coordinator.runs.run_files import RunFiles
+from services.coordinator.runs.run_files import RECORD, RunFiles
 from services.coordinator.state.records import RunRecord
 
 
@@ -35,14 +36,15 @@ def check_run_id(run_id: str, violations: Violations, *, optional: bool = True) 
         violations.check(RUN_ID.fullmatch(run_id) is not None and run_id != RESERVED_RUN_ID, "run_id", RUN_ID_RULE)
 
 
-def prepare(run_id: str, config_toml: str, redis_url: str) -> Prepared:
-    """Check a configuration, load its data and create the run's folder. Slow: call it from a thread.
+def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> Prepared:
+    """Check a StartRun request, load its data and create the run's folder. Slow: call it from a thread.
 
     Raises InvalidArgument, naming every wrong setting; FailedPrecondition: the run's folder is in use, or Redis is not
     configured for it; Unavailable: Redis doesn't answer.
     """
     violations = Violations()
     check_run_id(run_id, violations)
+    violations.check(not request_id or RUN_ID.fullmatch(request_id), "request_id", RUN_ID_RULE)
     violations.check(bool(config_toml.strip()), "config_toml", "is empty: it must be the run's configuration as TOML")
     violations.raise_if_any()
     try:
@@ -60,15 +62,22 @@ def prepare(run_id: str, config_toml: str, redis_url: str) -> Prepared:
         violations.add(_field("eval.prompts"), "nothing is held out: set data.eval_path, or eval.prompts = 0")
         violations.raise_if_any()
     warnings = _check_sizes(config, data, redis_url)
+    digest = request_digest(run_id, config_toml)
     run_id = run_id or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     folder = Path(config.run.folder).expanduser().resolve() / run_id
-    if any((folder / name).exists() for name in ("config.json", "metrics.jsonl", "steps")):
+    if any((folder / name).exists() for name in (RECORD, "metrics.jsonl", "steps")):
         raise FailedPrecondition(
             f"{folder} contains an earlier run: choose another run_id, or move its files away",
             reason="FOLDER_IN_USE",
             subject=str(folder),
         )
-    record = RunRecord(run_id=run_id, config_json=config.model_dump_json(), folder=str(folder))
+    record = RunRecord(
+        run_id=run_id,
+        config_json=config.model_dump_json(),
+        folder=str(folder),
+        request_id=request_id,
+        request_digest=digest,
+    )
     files = RunFiles(folder)
     try:
         files.create(config_toml, config)
@@ -76,6 +85,11 @@ def prepare(run_id: str, config_toml: str, redis_url: str) -> Prepared:
         violations.add(_field("run.folder"), f"can't write to {folder}: {error.strerror or error}")
         raise violations.error() from error
     return Prepared(record, config, data, files, warnings)
+
+
+def request_digest(run_id: str, config_toml: str) -> str:
+    """Return the SHA-256 of what a StartRun request asks for."""
+    return hashlib.sha256(f"{run_id}\n{config_toml}".encode()).hexdigest()
 
 
 def _check_sizes(config: RunConfig, data: RunData, redis_url: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ def run_message(record: RunRecord, steps: int, board: Board, oldest_version: int
     run = pb.Run(
         run_id=record.run_id,
         state=run_state(record),
+        outcome=pb.RunOutcome.Value(f"RUN_OUTCOME_{record.outcome or 'UNSPECIFIED'}"),
         reason=record.reason if record.paused is None else record.paused,
         steps=steps,
         folder=record.folder,
@@ -29,6 +30,8 @@ def run_message(record: RunRecord, steps: int, board: Board, oldest_version: int
         config_json=record.config_json,
     )
     run.create_time.FromDatetime(record.create_time)
+    if record.end_time is not None:
+        run.end_time.FromDatetime(record.end_time)
     with contextlib.suppress(RunMissing):  # it was just created, and has no board yet
         _add_board(run, board)
     for evaluation in record.evaluations:

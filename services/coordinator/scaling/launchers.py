@@ -6,7 +6,7 @@ from relaxd.rpc.errors import explain
 from relaxd.v1.launcher_pb2 import (
     INSTANCE_STATE_FAILED,
     LaunchRequest,
-    ListRequest,
+    ListInstancesRequest,
     RemoveRequest,
 )
 from relaxd.v1.replica_pb2 import DrainRequest, JoinRequest, LeaveRequest, Role
@@ -41,10 +41,9 @@ class LauncherError(Exception):
 class Launchers:
     """Calls to the launcher, if there is one, and to replicas given by address."""
 
-    def __init__(self, peers: Peers, address: str, term: int) -> None:
+    def __init__(self, peers: Peers, address: str) -> None:
         """`address`: that of the launcher; empty: there is none."""
         self._peers = peers
-        self._term = term
         self.address = address
 
     async def create(self, replica: ScaledReplica, role: str) -> None:
@@ -54,9 +53,7 @@ class Launchers:
                 await self._join(replica.launch_id, address, role)
             else:
                 self._require_launcher()
-                request = LaunchRequest(
-                    launch_id=replica.launch_id, role=role.lower(), gpu_uuids=replica.gpu_uuids, term=self._term
-                )
+                request = LaunchRequest(launch_id=replica.launch_id, role=role.lower(), gpu_uuids=replica.gpu_uuids)
                 await self._peers.launcher(self.address).Launch(request, timeout=LAUNCH_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise self._launcher_error("could not be started", replica, error) from error
@@ -67,12 +64,13 @@ class Launchers:
             return ""
         self._require_launcher()
         try:
-            answer = await self._peers.launcher(self.address).List(ListRequest(), timeout=JOIN_SECONDS)
+            request = ListInstancesRequest(launch_id=replica.launch_id)
+            answer = await self._peers.launcher(self.address).ListInstances(request, timeout=JOIN_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise self._launcher_error("can't be looked up", replica, error) from error
-        instance = next((i for i in answer.instances if i.launch_id == replica.launch_id), None)
-        if instance is None:
+        if not answer.instances:
             return "it is gone"
+        (instance,) = answer.instances
         return instance.detail or "it ended" if instance.state == INSTANCE_STATE_FAILED else ""
 
     async def drain(self, replica: Replica, seconds: float) -> int:
@@ -93,7 +91,7 @@ class Launchers:
                 await self._peers.replica(address).Leave(leave, timeout=seconds)
             else:
                 self._require_launcher()
-                remove = RemoveRequest(launch_id=replica.launch_id, grace_seconds=grace_seconds, term=self._term)
+                remove = RemoveRequest(launch_id=replica.launch_id, grace_seconds=grace_seconds)
                 await self._peers.launcher(self.address).Remove(remove, timeout=seconds)
         except grpc.aio.AioRpcError as error:
             raise self._launcher_error("could not be removed", replica, error) from error

@@ -3,17 +3,17 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
-from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, RpcError
+from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound
 from relaxd.v1.replica_pb2 import Role
 from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.runs.manager import RunManager
 from services.coordinator.scaling.drive import ReplicaDrive
 from services.coordinator.scaling.launchers import EXTERNAL, NO_LAUNCHER, Launchers
 from services.coordinator.scaling.scale_log import ScaleLog
+from services.coordinator.state.finishing import finish
 from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleSpec
 from services.coordinator.state.store import Store
 
@@ -59,7 +59,7 @@ class Scaler:
         Raises AlreadyExists: the id belongs to a different request; FailedPrecondition: another request is in progress,
         or this one is impossible; NotFound: no such replica.
         """
-        return await _finish(self._accept(request_id, spec))
+        return await finish(self._accept(request_id, spec), "a scale request")
 
     async def _accept(self, request_id: str, spec: ScaleSpec) -> ScaleRecord:
         async with self._accepting:
@@ -93,7 +93,7 @@ class Scaler:
 
     async def cancel(self, request_id: str) -> ScaleRecord:
         """Cancel a request and roll its replicas back. Raises NotFound, FailedPrecondition."""
-        return await _finish(self.log.cancel(request_id))
+        return await finish(self.log.cancel(request_id), "the end of a scale request")
 
     def _replicas_to_add(self, request_id: str, spec: ScaleSpec) -> tuple[ScaledReplica, ...]:
         """Plan the replicas to create."""
@@ -175,20 +175,3 @@ class Scaler:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         logger.info("scale request %s is %s", request_id, self.log.get(request_id).state.lower())
-
-
-async def _finish(work: Coroutine[Any, Any, ScaleRecord]) -> ScaleRecord:
-    """Finish the work even if the caller is cancelled."""
-    task = asyncio.create_task(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        task.add_done_callback(_log_failure)
-        raise
-
-
-def _log_failure(task: "asyncio.Task[ScaleRecord]") -> None:
-    """Log an error that no caller receives."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        bug = None if isinstance(error, RpcError) else error
-        logger.warning("a scale request failed after its caller was gone: %s", error, exc_info=bug)

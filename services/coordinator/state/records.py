@@ -27,6 +27,16 @@ class Phase(StrEnum):
         return self in (Phase.STOPPED, Phase.FAILED)
 
 
+class Outcome(StrEnum):
+    """How a run ended; names and meanings are those of the RunOutcome enum."""
+
+    COMPLETED = "COMPLETED"
+    STOPPED = "STOPPED"
+    REPLICAS_FAILED = "REPLICAS_FAILED"
+    EVALUATION_FAILED = "EVALUATION_FAILED"
+    DATA_FAILED = "DATA_FAILED"
+
+
 class Evaluation(Record):
     """Result of one evaluation."""
 
@@ -45,12 +55,18 @@ class RunRecord(Record):
     folder: str
     """Absolute path of the run's folder."""
     phase: Phase = Phase.PENDING
+    outcome: Outcome | None = None
+    """None before its end."""
     reason: str = ""
     """Reason for the phase, for users."""
     paused: str | None = None
     """Reason for the pause; None if not paused. Only a pending or running run can be paused."""
     stop_reason: str = ""
     """Reason given to StopRun; empty if the run was not stopped."""
+    request_id: str = ""
+    """Id of the StartRun request, if it had one."""
+    request_digest: str = ""
+    """SHA-256 of what that request asked for."""
     create_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
     end_time: datetime | None = None
     evaluations: tuple[Evaluation, ...] = ()
@@ -68,7 +84,7 @@ class ReplicaRecord(Record):
     """One registration."""
 
     registration_json: str
-    """The RegisterRequest."""
+    """The Registration, as JSON."""
     registered_at: float
     """Unix time; distinguishes registrations with the same id."""
     draining: bool = False

@@ -17,6 +17,8 @@ from services.coordinator.state.scale_records import ScaleRecord
 
 PREFIX = "relaxd:coordinator:"
 RUNS = PREFIX + "runs"
+REQUESTS = PREFIX + "start-requests"
+"""Run ids by the id of the StartRun request."""
 DELETING = PREFIX + "deleting"
 ACTIVE = PREFIX + "active"
 REPLICAS = PREFIX + "replicas"
@@ -37,7 +39,7 @@ for _, command in ipairs(cjson.decode(ARGV[2])) do redis.call(unpack(command)) e
 return 'OK'
 """
 
-# KEYS: term, the run, active, runs. ARGV: the writer's term, run id, record, creation time.
+# KEYS: term, the run, active, runs, requests. ARGV: the writer's term, run id, record, creation time, request id or ''.
 _CREATE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'FENCED' end
 if redis.call('EXISTS', KEYS[2]) == 1 then return 'EXISTS' end
@@ -46,6 +48,7 @@ if active then return 'ACTIVE ' .. active end
 redis.call('SET', KEYS[2], ARGV[3])
 redis.call('SET', KEYS[3], ARGV[2])
 redis.call('ZADD', KEYS[4], ARGV[4], ARGV[2])
+if ARGV[5] ~= '' then redis.call('HSET', KEYS[5], ARGV[5], ARGV[2]) end
 return 'OK'
 """
 
@@ -106,8 +109,9 @@ class Store:
 
     def create_run(self, run: RunRecord) -> None:
         """Create a run as the active one. Raises RunIdTaken, AnotherRunActive."""
-        keys = [TERM_KEY, run_key(run.run_id), ACTIVE, RUNS]
-        arguments: list[str | float] = [self.term, run.run_id, run.model_dump_json(), run.create_time.timestamp()]
+        keys = [TERM_KEY, run_key(run.run_id), ACTIVE, RUNS, REQUESTS]
+        created = run.create_time.timestamp()
+        arguments: list[str | float] = [self.term, run.run_id, run.model_dump_json(), created, run.request_id]
         answer = self._call(lambda: self._create(keys=keys, args=arguments))
         if answer == "EXISTS":
             raise RunIdTaken(run.run_id)
@@ -127,13 +131,23 @@ class Store:
         text = self._call(lambda: self._redis.get(run_key(run_id)))
         return RunRecord.model_validate_json(text) if text else None
 
+    def started_by(self, request_id: str) -> RunRecord | None:
+        """Return the run that a StartRun request started."""
+        run_id = self._call(lambda: self._redis.hget(REQUESTS, request_id))
+        return self.run(run_id) if run_id else None
+
     def run_ids(self) -> list[str]:
         """Return the ids of all runs, newest first."""
-        return list(self._call(lambda: self._redis.zrevrange(RUNS, 0, -1)))
+        return list(self.run_times())
 
-    def begin_delete(self, run_id: str) -> None:
-        """Delete a run's records; its board is still to be deleted (see `deleting`)."""
-        self._write([["SADD", DELETING, run_id], ["ZREM", RUNS, run_id], ["DEL", run_key(run_id), health_key(run_id)]])
+    def run_times(self) -> dict[str, float]:
+        """Return the Unix times at which all runs were created, by run id, newest first."""
+        return dict(self._call(lambda: self._redis.zrevrange(RUNS, 0, -1, withscores=True)))
+
+    def begin_delete(self, run_id: str, request_id: str = "") -> None:
+        """Delete the records of a run and its StartRun request; its board is still to be deleted (see `deleting`)."""
+        forgotten = [["ZREM", RUNS, run_id], ["HDEL", REQUESTS, request_id]]
+        self._write([["SADD", DELETING, run_id], *forgotten, ["DEL", run_key(run_id), health_key(run_id)]])
 
     def end_delete(self, run_id: str) -> None:
         """Record that a run's board is deleted."""

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from relaxd.board import ROUTED_EXPERTS, Board, Column, Delivery, Drop
+from relaxd.board import ROUTED_EXPERTS, Board, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Result
 from relaxd.config import RunConfig
 from services.rollout.engines.types import AnswerTooLarge, Output, Sampling
@@ -73,9 +73,9 @@ class GroupGenerator:
                 if engine is None or weights is None:
                     raise asyncio.CancelledError  # taken just before the engine ended: handed back, uncounted
                 if not prompt or max(prompt) >= engine.vocabulary or min(prompt) < 0:
-                    return Drop("bad_prompt")
+                    return Drop(DropReason.BAD_PROMPT)
                 if engine.context and len(prompt) + sampling.max_new_tokens > engine.context:
-                    return Drop("prompt_too_long")
+                    return Drop(DropReason.PROMPT_TOO_LONG)
                 # The engine may start with later weights. The board then has too early a version, which only delays a
                 # step more than needed.
                 if not await asyncio.to_thread(self._board.begin, delivery, weights.version):
@@ -85,7 +85,7 @@ class GroupGenerator:
                     samples = await self._generate_samples(engine, delivery.group_id, prompt, sampling)
                 except AnswerTooLarge as error:
                     logger.error("dropping group %s: %s", delivery.group_id, error)
-                    return Drop("too_large")
+                    return Drop(DropReason.TOO_LARGE)
                 # After a pause in mode "abort", start again under the next weights.
                 if all(sample.finish_reason != "abort" for sample in samples):
                     return group_columns(samples, routed_experts=self._config.rollout.return_routed_experts)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from relaxd.board import Board, BoardUnavailable, Delivery
+from relaxd.board import Board, BoardUnavailable, Delivery, DropReason
 from services.trainer.batch.groups import TRAIN_COLUMNS, MalformedGroup, TrainGroup, check_group
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Intake:
                 group = check_group(delivery.group_id, columns)
             except MalformedGroup as error:
                 logger.error("group %s is dropped: %s", delivery.group_id, error)
-                self._board.drop(delivery, reason="malformed")
+                self._board.drop(delivery, reason=DropReason.MALFORMED)
                 continue
             longest = max(group.sample_tokens)
             if longest > self._max_sample_tokens:
@@ -147,7 +147,7 @@ class Intake:
                     longest,
                     self._max_sample_tokens,
                 )
-                self._board.drop(delivery, reason="too_long")
+                self._board.drop(delivery, reason=DropReason.TOO_LONG)
                 continue
             self._arrivals += 1
             with self._lock:
@@ -175,7 +175,7 @@ class Intake:
                     step,
                     oldest,
                 )
-                self._board.drop(taken.delivery, reason="stale", retry=True)
+                self._board.drop(taken.delivery, reason=DropReason.STALE, retry=True)
                 self.forget([taken.group.group_id])
             else:
                 ready.append(taken)

@@ -13,7 +13,7 @@ from typing import Any
 
 from relaxd import telemetry
 from relaxd.algorithms import Algorithm
-from relaxd.board import Board, BoardUnavailable, LedgerEntry, microseconds
+from relaxd.board import Board, BoardUnavailable, DropReason, LedgerEntry, microseconds
 from relaxd.config import RunConfig
 from services.trainer.batch.plan import OUTCOME, MicroBatchRound, StepPlan
 from services.trainer.batch.round_packer import Packer
@@ -206,7 +206,7 @@ class Training:
             # A board that is restored from the run's folder must not see this step as done.
             step_file_path(self._run_folder, plan.step).unlink(missing_ok=True)
             for taken in opened.members.values():
-                self._board.drop(taken.delivery, reason="non_finite_gradients")
+                self._board.drop(taken.delivery, reason=DropReason.NON_FINITE_GRADIENTS)
             raise
 
     def _commit(self, opened: StepBuilder, plan: StepPlan, stats: StepStats) -> None:

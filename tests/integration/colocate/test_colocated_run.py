@@ -13,7 +13,7 @@ import pytest
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local.state import StateFolder
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER, GetStatusRequest, GetStatusResponse, Role
+from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER, GetStatusRequest, ReplicaStatus, Role
 from relaxd.v1.replica_pb2_grpc import ReplicaStub
 from tests.e2e.conftest import CONFIG, REWARD, Workplace
 from tests.e2e.test_run import check_books, read_summary
@@ -61,14 +61,14 @@ class Watched:
         """Its engine, or its rank."""
         return self.service(role).children()[0]
 
-    def status(self, role: "Role.ValueType") -> GetStatusResponse:
+    def status(self, role: "Role.ValueType") -> ReplicaStatus:
         """What a replica says now."""
         stack = self._state.read()
         assert stack is not None
         with CoordinatorClient(stack.coordinator) as coordinator:
             address = next(r.registration.address for r in coordinator.replicas() if r.registration.role == role)
         with grpc.insecure_channel(address) as channel:
-            answer: GetStatusResponse = ReplicaStub(channel).GetStatus(GetStatusRequest(), timeout=5)
+            answer: ReplicaStatus = ReplicaStub(channel).GetStatus(GetStatusRequest(), timeout=5).status
         return answer
 
     def steps(self) -> int:

@@ -7,8 +7,8 @@ from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.rpc.server import start_server
 from relaxd.rpc.tls import TlsFiles
-from relaxd.v1.coordinator_pb2 import RegisterRequest
-from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, GetStatusResponse, Role
+from relaxd.v1.coordinator_pb2 import Registration
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus, Role
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
@@ -26,7 +26,7 @@ class FleetKit:
         self.store = Store(redis_url)
         self.store.take_over()
         self.registry = Registry(self.store, lease_seconds=60, heartbeat_seconds=0.1, gpu_lease_seconds=60)
-        self.peers = Peers(None, TlsFiles())
+        self.peers = Peers(None, TlsFiles(), 1)
         self.fleet = Fleet(self.registry, RUN)
         self._life = contextlib.AsyncExitStack()
 
@@ -40,13 +40,13 @@ class FleetKit:
         server = await start_server([service])  # type: ignore[list-item]
         self._life.push_async_callback(server.stop)
         await self.registry.register(
-            RegisterRequest(replica_id=name, role=role, address=f"127.0.0.1:{server.port}", protocol_version=1)
+            Registration(replica_id=name, role=role, address=f"127.0.0.1:{server.port}", protocol_version=1)
         )
         self.beat(name)
 
     def beat(self, name: str, **status: Any) -> None:
         """Send a heartbeat."""
-        self.registry.heartbeat(name, GetStatusResponse(state=REPLICA_STATE_READY, run_id=RUN, **status))
+        self.registry.heartbeat(name, ReplicaStatus(state=REPLICA_STATE_READY, run_id=RUN, **status))
 
     async def lose(self, name: str) -> None:
         """End a replica's lease."""

@@ -1,5 +1,6 @@
 """Bad requests to every RPC of the coordinator: the error names the field and the rule."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -8,10 +9,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+import redis
 from typer.testing import CliRunner
 
 from relaxd import PROTOCOL_VERSION
 from relaxd.cli.main import app
+from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
@@ -19,7 +22,7 @@ from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_IDLE,
     ROLE_COORDINATOR,
     ROLE_REWARD,
-    GetStatusResponse,
+    ReplicaStatus,
     Role,
     WeightVersion,
 )
@@ -53,7 +56,7 @@ def violations(call, request: object) -> dict[str, str]:
 
 def registration(**changes: object) -> pb.RegisterRequest:
     values = {"replica_id": "r-1", "role": ROLE_REWARD, "address": "127.0.0.1:9", "protocol_version": PROTOCOL_VERSION}
-    return pb.RegisterRequest(**(values | changes))
+    return pb.RegisterRequest(registration=pb.Registration(**(values | changes)))
 
 
 def test_start_run_names_what_is_wrong_in_the_configuration(up: Cluster) -> None:
@@ -117,6 +120,67 @@ def test_two_runs_with_one_id_and_two_runs_at_once(up: Cluster) -> None:
     assert (error.code(), "contains an earlier run" in error.details()) == (PRECONDITION, True)
 
 
+def test_a_request_starts_one_run_however_often_it_comes(up: Cluster) -> None:
+    start, request = up.stub.StartRun, pb.StartRunRequest(config_toml=up.config(), request_id="a-request")
+    hasty = [start.future(request, timeout=seconds) for seconds in (0.01, 0.03, 0.1, 0.3)]  # their callers give up
+    started = start(request, timeout=20).run
+    for call in hasty:
+        with contextlib.suppress(grpc.RpcError):
+            assert call.result().run.run_id == started.run_id
+    assert start(request, timeout=5).run.run_id == started.run_id
+    assert up.run().run_id == started.run_id
+    for other in (
+        pb.StartRunRequest(config_toml=up.config(run__steps=5), request_id="a-request"),
+        pb.StartRunRequest(config_toml=up.config(), request_id="a-request", run_id="another"),
+    ):
+        error = refused(start, other)
+        assert error.code() == grpc.StatusCode.ALREADY_EXISTS
+        assert f"'a-request' started run '{started.run_id}' with another run_id or configuration" in error.details()
+    assert set(violations(start, pb.StartRunRequest(config_toml=up.config(), request_id="a request"))) == {"request_id"}
+    # The run has ended, and the coordinator is another one.
+    up.stub.StopRun(pb.StopRunRequest(), timeout=5)
+    up.until_state(pb.RUN_STATE_STOPPED)
+    up.kill("coordinator")
+    up.coordinator()
+    up.until("up", lambda: up.run())
+    again = start(request, timeout=5).run
+    assert (again.run_id, again.state) == (started.run_id, pb.RUN_STATE_STOPPED)
+    # A deleted run is forgotten together with its request.
+    up.stub.DeleteRun(pb.DeleteRunRequest(run_id=started.run_id), timeout=5)
+    assert start(request, timeout=20).run.run_id != started.run_id
+    up.stub.StopRun(pb.StopRunRequest(), timeout=5)
+    up.until_state(pb.RUN_STATE_STOPPED)
+
+
+def test_a_start_that_was_cut_off_is_taken_up(up: Cluster) -> None:
+    folder = up.folder / "runs" / "cut"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{")  # an earlier coordinator died here: the run has no record
+    assert up.start_run("cut").run_id == "cut"
+    up.stub.StopRun(pb.StopRunRequest(), timeout=5)
+    up.until_state(pb.RUN_STATE_STOPPED)
+
+
+def test_a_start_whose_answer_is_lost_is_no_second_run(up: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CoordinatorClient(f"127.0.0.1:{up.port}") as client:
+        start, answers = client._stub.StartRun, []
+
+        def lossy(request: pb.StartRunRequest, timeout: float) -> pb.StartRunResponse:
+            answers.append(start(request, timeout=timeout))
+            if len(answers) == 1:  # nobody gets to know of it
+                up.kill("coordinator")
+                up.coordinator()
+                return start(request, timeout=0.1)
+            return answers[-1]
+
+        monkeypatch.setattr(client._stub, "StartRun", lossy)
+        run = client.start_run(up.config())
+        assert [answer.run.run_id for answer in answers] == [run.run_id] * 2
+        assert [one.state for one in client.runs()].count(pb.RUN_STATE_PENDING) == 1
+    up.stub.StopRun(pb.StopRunRequest(), timeout=5)
+    up.until_state(pb.RUN_STATE_STOPPED)
+
+
 def test_calls_about_runs(up: Cluster) -> None:
     stub = up.stub
     for call, request in (
@@ -128,8 +192,8 @@ def test_calls_about_runs(up: Cluster) -> None:
         (stub.GetWeights, pb.GetWeightsRequest(run_id="*")),
     ):
         assert set(violations(call, request)) == {"run_id"}
-    wrong = violations(stub.ListSamples, pb.ListSamplesRequest(run_id="*", limit=1001, step=-1))
-    assert set(wrong) == {"run_id", "limit", "step"}
+    wrong = violations(stub.ListSamples, pb.ListSamplesRequest(run_id="*", page_size=1001, step=-1))
+    assert set(wrong) == {"run_id", "page_size", "step"}
     wrong = violations(stub.WatchRun, pb.WatchRunRequest(run_id="*", resume_token="x", max_seconds=301))
     assert set(wrong) == {"run_id", "resume_token", "max_seconds"}
     for call, request in (
@@ -157,13 +221,37 @@ def test_a_run_is_held_and_ended_from_the_command_line(up: Cluster) -> None:
     assert up.until_state(pb.RUN_STATE_STOPPED).reason == "seen enough"
 
 
+def test_samples_come_in_pages_however_long_they_are(up: Cluster) -> None:
+    up.start_run("long")
+    with redis.Redis.from_url(up.redis_url) as client:
+        for number in range(40):
+            sample = json.dumps({"group_id": f"g{number}", "response": "x" * 100_000})
+            client.xadd("relaxd:long:samples", {"sample": sample}, id=f"{1 + number // 20}-{number % 20}")
+    for step, expected in ((0, range(39, -1, -1)), (1, range(19, -1, -1))):
+        request, found, pages = pb.ListSamplesRequest(run_id="long", step=step, page_size=1000), [], 0
+        while not found or request.page_token:
+            page = up.stub.ListSamples(request, timeout=5)
+            assert page.ByteSize() < 1.1 * (1 << 20)
+            found += [sample.group_id for sample in page.samples]
+            request.page_token, pages = page.next_page_token, pages + 1
+        assert found == [f"g{number}" for number in expected]
+        assert pages > len(found) // 11
+    with CoordinatorClient(f"127.0.0.1:{up.port}") as client:
+        assert [sample.group_id for sample in client.samples("long", limit=30)] == [f"g{n}" for n in range(39, 9, -1)]
+    for wrong in ("x", up.stub.ListSamples(pb.ListSamplesRequest(run_id="long"), timeout=5).next_page_token):
+        request = pb.ListSamplesRequest(run_id="long", step=2, page_token=wrong)
+        assert set(violations(up.stub.ListSamples, request)) == {"page_token"}
+    up.stub.StopRun(pb.StopRunRequest(), timeout=5)
+    up.until_state(pb.RUN_STATE_STOPPED)
+
+
 def test_registration_and_leases(up: Cluster) -> None:
     stub = up.stub
     wrong = violations(stub.Register, registration(replica_id="", role=Role.ROLE_UNSPECIFIED, address="nowhere"))
-    assert set(wrong) == {"replica_id", "role", "address"}
+    assert set(wrong) == {"registration.replica_id", "registration.role", "registration.address"}
     assert set(violations(stub.Register, registration(role=ROLE_COORDINATOR, engine_ranks=-1))) == {
-        "role",
-        "engine_ranks",
+        "registration.role",
+        "registration.engine_ranks",
     }
     error = refused(stub.Register, registration(protocol_version=PROTOCOL_VERSION + 1, package_version="9.9"))
     assert error.code() == PRECONDITION
@@ -171,11 +259,17 @@ def test_registration_and_leases(up: Cluster) -> None:
 
     answer = stub.Register(registration(), timeout=5)
     assert (answer.lease_seconds, answer.assignment.run_id) == (LEASE_SECONDS, "")
-    status = GetStatusResponse(replica_id="r-1", state=REPLICA_STATE_IDLE, detail="fine")
+    status = ReplicaStatus(replica_id="r-1", state=REPLICA_STATE_IDLE, detail="fine")
     stub.Heartbeat(pb.HeartbeatRequest(replica_id="r-1", status=status), timeout=5)
     (replica,) = stub.ListReplicas(pb.ListReplicasRequest(role=ROLE_REWARD), timeout=5).replicas
     assert replica.status == status
     assert list(stub.ListReplicas(pb.ListReplicasRequest(role=Role.ROLE_TRAINER), timeout=5).replicas) == []
+    stub.Register(registration(replica_id="r-2"), timeout=5)
+    (first,) = (page := stub.ListReplicas(pb.ListReplicasRequest(page_size=1), timeout=5)).replicas
+    (second,) = stub.ListReplicas(pb.ListReplicasRequest(page_token=page.next_page_token), timeout=5).replicas
+    assert [one.registration.replica_id for one in (first, second)] == ["r-1", "r-2"]
+    elsewhere = pb.ListReplicasRequest(role=ROLE_REWARD, page_token=page.next_page_token)
+    assert set(violations(stub.ListReplicas, elsewhere)) == {"page_token"}
     # It is asked to drain at its next heartbeat even when it can't be reached now.
     error = refused(stub.DrainReplica, pb.DrainReplicaRequest(replica_id="r-1"))
     assert error.code() == grpc.StatusCode.UNAVAILABLE

@@ -24,7 +24,9 @@ def register(cluster: Cluster, *replica_ids: str) -> None:
     for replica_id in replica_ids:
         cluster.stub.Register(
             pb.RegisterRequest(
-                replica_id=replica_id, role=ROLE_ROLLOUT, address="127.0.0.1:9", protocol_version=PROTOCOL_VERSION
+                registration=pb.Registration(
+                    replica_id=replica_id, role=ROLE_ROLLOUT, address="127.0.0.1:9", protocol_version=PROTOCOL_VERSION
+                )
             ),
             timeout=5,
         )

@@ -66,6 +66,8 @@ def test_a_run_from_start_to_end(cluster: Cluster) -> None:
 
     run = cluster.run("first")
     assert (run.state, run.reason, run.step) == (STOPPED, "completed", 6)
+    assert run.outcome == pb.RUN_OUTCOME_COMPLETED
+    assert run.create_time.ToNanoseconds() < run.end_time.ToNanoseconds() <= time.time_ns()
     assert (run.groups.published, run.groups.trained, run.groups.dropped, run.groups.open) == (24, 24, 0, 0)
     folder = Path(run.folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -86,7 +88,7 @@ def test_a_run_from_start_to_end(cluster: Cluster) -> None:
     assert {call["version"] for call in asked} == {0, 6}
     assert all(call["greedy"] for call in asked)
 
-    samples = cluster.stub.ListSamples(pb.ListSamplesRequest(limit=3), timeout=5).samples
+    samples = cluster.stub.ListSamples(pb.ListSamplesRequest(page_size=3), timeout=5).samples
     assert [sample.step for sample in samples] == [6, 6, 6]
     assert samples[0].prompt.startswith("What is ")
 
@@ -99,9 +101,17 @@ def test_a_run_from_start_to_end(cluster: Cluster) -> None:
     cluster.start_run("second", run__steps=1)
     assert cluster.until_state(STOPPED).run_id == "second"
     assert [run.run_id for run in cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5).runs] == ["second", "first"]
+    page = cluster.stub.ListRuns(pb.ListRunsRequest(page_size=1), timeout=5)
+    (older,) = cluster.stub.ListRuns(pb.ListRunsRequest(page_token=page.next_page_token), timeout=5).runs
+    whole = cluster.run("first")
+    assert whole.metrics
+    assert whole.config_json
+    for field in ("metrics", "config_json", "health"):
+        whole.ClearField(field)
+    assert older == whole
 
 
-def replicas(cluster: Cluster) -> list[pb.ReplicaInfo]:
+def replicas(cluster: Cluster) -> list[pb.RegisteredReplica]:
     return list(cluster.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas)
 
 
@@ -122,7 +132,7 @@ def test_pause_resume_stop_and_start_again(cluster: Cluster) -> None:
 
     cluster.stub.StopRun(pb.StopRunRequest(reason="seen enough"), timeout=5)
     run = cluster.until_state(STOPPED)
-    assert run.reason == "seen enough"
+    assert (run.reason, run.outcome) == ("seen enough", pb.RUN_OUTCOME_STOPPED)
     assert run.groups.open == 0
     assert run.groups.published == run.groups.trained + run.groups.dropped
     assert set(run.groups.dropped_by_reason) <= {"run_ended"}
@@ -160,6 +170,7 @@ def test_a_run_whose_replicas_keep_failing_fails_with_their_reason(cluster: Clus
     cluster.start_when_up("hopeless", reward__name="tests.integration.coordinator.rewards:missing")
     run = cluster.until_state(FAILED)
     assert run.reason.startswith("reward reward failed: ")
+    assert run.outcome == pb.RUN_OUTCOME_REPLICAS_FAILED
     assert "missing" in run.reason
     summary = json.loads((Path(run.folder) / "summary.json").read_text())
     assert summary["state"] == "failed"

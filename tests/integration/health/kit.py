@@ -86,10 +86,10 @@ class HealthCluster(SupervisedCluster):
                 return one
         return health_pb2.Health()
 
-    def info(self, replica_id: str) -> pb.ReplicaInfo:
+    def info(self, replica_id: str) -> pb.RegisteredReplica:
         """Return the coordinator's entry of a replica."""
         replicas = self.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas
-        return next((one for one in replicas if one.registration.replica_id == replica_id), pb.ReplicaInfo())
+        return next((one for one in replicas if one.registration.replica_id == replica_id), pb.RegisteredReplica())
 
     def events(self) -> list[health_pb2.RunEvent]:
         """Return all health events of the run."""

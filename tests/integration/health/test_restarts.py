@@ -94,7 +94,7 @@ def test_no_restart_storm(cluster: HealthCluster) -> None:
     gave_up = cluster.until_event("rollout-1", FAILED, "failed after 3 tries", 200)
     restarts = [event for event in cluster.events() if event.instance == "rollout-1" and event.state == RESTARTING]
     assert len(restarts) == 3
-    times = [event.time.ToNanoseconds() for event in restarts]
+    times = [event.create_time.ToNanoseconds() for event in restarts]
     gaps = [after - before for before, after in pairwise(times)]
     assert all(gap > 0.5e9 * 2**number for number, gap in enumerate(gaps)), gaps
     assert gave_up.time.ToNanoseconds() > restarts[-1].time.ToNanoseconds()

@@ -59,7 +59,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             folder=str(folder),
         )
         self.addresses: dict[str, str] = {}
-        self.statuses: dict[str, replica_pb2.GetStatusResponse] = {}
+        self.statuses: dict[str, replica_pb2.ReplicaStatus] = {}
         self._server = grpc.server(ThreadPoolExecutor(4))
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port("127.0.0.1:0")
@@ -67,7 +67,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def Register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterResponse:
         with self._heard:
-            self.addresses[request.replica_id] = request.address
+            self.addresses[request.registration.replica_id] = request.registration.address
             self._heard.notify_all()
         return coordinator_pb2.RegisterResponse(lease_seconds=5, heartbeat_seconds=0.05, assignment=self.assignment)
 
@@ -80,7 +80,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     def wait_for(
         self,
         replica_id: str,
-        condition: Callable[[replica_pb2.GetStatusResponse], object],
+        condition: Callable[[replica_pb2.ReplicaStatus], object],
         patience: float = PATIENCE,
     ) -> None:
         """Until a replica's heartbeat says so."""
@@ -154,16 +154,14 @@ class Replica:
     def stub(self) -> rollout_pb2_grpc.RolloutStub:
         if self._channel is None:
             self.wait_for(lambda status: status.state == READY)
-            self._channel = sync_channel(self._coordinator.addresses[self.replica_id])
+            self._channel = sync_channel(self._coordinator.addresses[self.replica_id], term=1)
         return rollout_pb2_grpc.RolloutStub(self._channel)
 
     @property
-    def status(self) -> replica_pb2.GetStatusResponse:
+    def status(self) -> replica_pb2.ReplicaStatus:
         return self._coordinator.statuses[self.replica_id]
 
-    def wait_for(
-        self, condition: Callable[[replica_pb2.GetStatusResponse], object], patience: float = PATIENCE
-    ) -> None:
+    def wait_for(self, condition: Callable[[replica_pb2.ReplicaStatus], object], patience: float = PATIENCE) -> None:
         self._coordinator.wait_for(self.replica_id, condition, patience)
 
     def engine_pid(self) -> int:

@@ -42,12 +42,13 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     def __init__(self) -> None:
         self.assignment = coordinator_pb2.Assignment()
         self.drain = False
+        self.term = 0
         self.refusal: Exception | None = None
-        self.registered: dict[str, coordinator_pb2.RegisterRequest] = {}
+        self.registered: dict[str, coordinator_pb2.Registration] = {}
         self.registrations = 0
         self.heard_before = 0
         """Heartbeats before the last registration."""
-        self.statuses: list[replica_pb2.GetStatusResponse] = []
+        self.statuses: list[replica_pb2.ReplicaStatus] = []
         self.heard = asyncio.Condition()
 
     def assign(
@@ -58,12 +59,14 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def Register(self, request, context):
         if self.refusal:
             raise self.refusal
-        self.registered[request.replica_id] = request
+        self.registered[request.registration.replica_id] = request.registration
         async with self.heard:
             self.registrations += 1
             self.heard_before = len(self.statuses)
             self.heard.notify_all()
-        return coordinator_pb2.RegisterResponse(lease_seconds=1, heartbeat_seconds=0.1, assignment=self.assignment)
+        return coordinator_pb2.RegisterResponse(
+            lease_seconds=1, heartbeat_seconds=0.1, assignment=self.assignment, term=self.term
+        )
 
     async def Heartbeat(self, request, context):
         if request.replica_id not in self.registered:
@@ -71,13 +74,13 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         async with self.heard:
             self.statuses.append(request.status)
             self.heard.notify_all()
-        return coordinator_pb2.HeartbeatResponse(assignment=self.assignment, drain=self.drain)
+        return coordinator_pb2.HeartbeatResponse(assignment=self.assignment, drain=self.drain, term=self.term)
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(20), self.heard:
             await self.heard.wait_for(condition)
 
-    async def hears(self, state: replica_pb2.ReplicaState.ValueType) -> replica_pb2.GetStatusResponse:
+    async def hears(self, state: replica_pb2.ReplicaState.ValueType) -> replica_pb2.ReplicaStatus:
         """The next heartbeat with this state."""
         await self.until(lambda: self.statuses and self.statuses[-1].state == state)
         return self.statuses[-1]
@@ -304,10 +307,10 @@ async def test_drains_when_asked_and_works_again_with_the_next_run(coordinator):
     coordinator.assign("one")
     async with serving(coordinator) as server, replica(server.port, HELD="3") as process:
         await coordinator.hears(READY)
-        async with channel(f"127.0.0.1:{process.port}") as to:
+        async with channel(f"127.0.0.1:{process.port}", term=1) as to:
             stub = replica_pb2_grpc.ReplicaStub(to)
             assert (await stub.Drain(replica_pb2.DrainRequest(), timeout=10)).held_groups == 0
-            status = await stub.GetStatus(replica_pb2.GetStatusRequest())
+            status = (await stub.GetStatus(replica_pb2.GetStatusRequest())).status
             assert (status.state, status.run_id) == (DRAINING, "one")
         await process.says("start one", "drain")
         coordinator.assign("two")
@@ -322,9 +325,37 @@ async def test_drains_when_asked_and_works_again_with_the_next_run(coordinator):
         assert coordinator.statuses[-1].state == DRAINING
 
 
+async def test_obeys_the_newest_coordinator_only(coordinator):
+    async def drain(port: int, term: int) -> None:
+        async with channel(f"127.0.0.1:{port}", term=term) as to:
+            await replica_pb2_grpc.ReplicaStub(to).Drain(replica_pb2.DrainRequest(), timeout=10)
+
+    coordinator.assign("one")
+    coordinator.term = 5
+    async with serving(coordinator) as server, replica(server.port) as process:
+        await coordinator.hears(READY)
+        # The replica knows term 5 from its registration alone.
+        for term, message in (
+            (4, "the coordinator of term 4 was replaced: the newest has 5"),
+            (0, "/relaxd.v1.Replica/Drain needs the coordinator's term"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=message) as refused:
+                await drain(process.port, term)
+            assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        await drain(process.port, 5)
+        async with channel(f"127.0.0.1:{process.port}") as to:  # looking needs no term
+            answer = await replica_pb2_grpc.ReplicaStub(to).GetStatus(replica_pb2.GetStatusRequest(), timeout=10)
+            assert answer.status.state == DRAINING
+        # A coordinator on a new Redis begins with term 1, and the replica hears of it at its next heartbeat.
+        coordinator.term = 1
+        seen = len(coordinator.statuses)
+        await coordinator.until(lambda: len(coordinator.statuses) > seen + 1)
+        await drain(process.port, 1)
+
+
 async def test_restarts_when_told_whatever_hangs(coordinator):
     async def restart(process: Process, replica_id: str) -> None:
-        async with channel(f"127.0.0.1:{process.port}") as to:
+        async with channel(f"127.0.0.1:{process.port}", term=1) as to:
             request = replica_pb2.RestartRequest(replica_id=replica_id, reason="it is stuck")
             await replica_pb2_grpc.ReplicaStub(to).Restart(request, timeout=10)
 

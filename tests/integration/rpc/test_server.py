@@ -20,6 +20,7 @@ from relaxd.rpc.client import channel, sync_channel
 from relaxd.rpc.errors import InvalidArgument, NotFound, ServerError, Violations, explain, field_violations
 from relaxd.rpc.security import ServerSecurity
 from relaxd.rpc.server import RunningServer, Service, start_server
+from relaxd.rpc.terms import NewestTerm
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tests.kit.ports import free_port
 
@@ -284,6 +285,20 @@ async def test_each_call_has_the_least_role_that_may_make_it(tmp_path):
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         code, output = await grpcurl("-H", "authorization: Bearer r-token", address, "list")
         assert (code, REWARD in output) == (0, True)
+
+
+async def test_a_term_that_is_none_is_explained():
+    async with serve(fence=NewestTerm()) as server, channel(f"127.0.0.1:{server.port}") as to:
+        await score(to, "fine")  # work needs no term
+        await score(to, "fine", metadata=[("relaxd-term", "7")])
+        for wrong in ("", "0", "-1", "7.0", "1" * 30):
+            error = await failure(score(to, "fine", metadata=[("relaxd-term", wrong)]))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert [field for field, _ in field_violations(error)] == ["relaxd-term"]
+        error = await failure(score(to, "fine", metadata=[("relaxd-term", "6")]))
+        assert "the coordinator of term 6 was replaced: the newest has 7" in error.details()
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert b"TERM_SUPERSEDED" in dict(error.trailing_metadata())["grpc-status-details-bin"]
 
 
 async def test_the_sync_channel_does_the_same():

@@ -71,7 +71,7 @@ class ScalingCluster(SupervisedCluster):
 
     # --- looking
 
-    def rollouts(self) -> dict[str, pb.ReplicaInfo]:
+    def rollouts(self) -> dict[str, pb.RegisteredReplica]:
         """Return the registered rollout replicas by id."""
         replicas = self.stub.ListReplicas(pb.ListReplicasRequest(role=ROLE_ROLLOUT), timeout=5).replicas
         return {replica.registration.replica_id: replica for replica in replicas}

@@ -86,7 +86,7 @@ def test_out_and_in_during_a_run(cluster: ScalingCluster) -> None:
     assert cluster.until_scaled(DONE, FAILED).state == DONE
     assert set(cluster.rollouts()) == {"first"}
     assert cluster.launched() == {}
-    requests = cluster.stub.ListScaleRequests(scale_pb.ListScaleRequestsRequest(limit=3), timeout=5).requests
+    requests = cluster.stub.ListScaleRequests(scale_pb.ListScaleRequestsRequest(page_size=3), timeout=5).requests
     assert [r.direction for r in requests] == [scale_pb.SCALE_DIRECTION_IN] * 2 + [scale_pb.SCALE_DIRECTION_OUT]
 
     before = cluster.run().step

@@ -44,7 +44,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def __init__(self) -> None:
         self.assignment = coordinator_pb2.Assignment()
-        self.statuses: dict[str, replica_pb2.GetStatusResponse] = {}
+        self.statuses: dict[str, replica_pb2.ReplicaStatus] = {}
         self.heard = asyncio.Condition()
 
     def assign(self, config: RunConfig, run_id: str = "run") -> None:
@@ -53,7 +53,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         )
 
     async def Register(self, request, context):
-        self.statuses[request.replica_id] = replica_pb2.GetStatusResponse()
+        self.statuses[request.registration.replica_id] = replica_pb2.ReplicaStatus()
         return coordinator_pb2.RegisterResponse(lease_seconds=1, heartbeat_seconds=0.1, assignment=self.assignment)
 
     async def Heartbeat(self, request, context):
@@ -64,7 +64,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             self.heard.notify_all()
         return coordinator_pb2.HeartbeatResponse(assignment=self.assignment)
 
-    async def hears(self, replica_id: str, state: str, held_groups: int = 0) -> replica_pb2.GetStatusResponse:
+    async def hears(self, replica_id: str, state: str, held_groups: int = 0) -> replica_pb2.ReplicaStatus:
         """Wait for a heartbeat with this state and at least so many held groups."""
         number = replica_pb2.ReplicaState.Value(f"REPLICA_STATE_{state}")
 

@@ -18,6 +18,7 @@ import redis
 from relaxd.rpc.errors import field_violations
 from relaxd.v1.advantage_pb2 import ComputeRequest
 from relaxd.v1.advantage_pb2_grpc import AdvantageStub
+from relaxd.v1.group_pb2 import DROP_REASON_UNSPECIFIED, DROP_REASON_ZERO_VARIANCE
 from relaxd.v1.reward_pb2 import ListRewardsRequest, ScoreRequest
 from relaxd.v1.reward_pb2_grpc import RewardStub
 from tests.integration.scoring.processes import ROOT, Bench, bench, run_config
@@ -105,9 +106,9 @@ async def test_the_advantage_call(here):
             [],
             pytest.approx([expected]),
         ]
-        assert response.drop_reason == ""
+        assert response.drop_reason == DROP_REASON_UNSPECIFIED
         response = await compute([0.1 + 0.2] * 7, [1] * 7)
-        assert (list(response.advantages), response.drop_reason) == ([], "zero_variance")
+        assert (list(response.advantages), response.drop_reason) == ([], DROP_REASON_ZERO_VARIANCE)
 
         assert "did you mean 'grpo'" in (await violations(compute([1, 0], [1, 1], name="gpro")))["algorithm_json"]
         found = await violations(compute([1, 0], [1, 1], clip_hihg=0.3))

@@ -27,7 +27,7 @@ PLAIN = TlsFiles()
 
 class Replica(replica_pb2_grpc.ReplicaServicer):
     async def GetStatus(self, request, context):
-        return replica_pb2.GetStatusResponse(detail="in")
+        return replica_pb2.GetStatusResponse(status=replica_pb2.ReplicaStatus(detail="in"))
 
 
 class Coordinator(CoordinatorServicer):
@@ -69,7 +69,8 @@ async def call(server: RunningServer, files: TlsFiles, token: str | None = None)
     address = f"127.0.0.1:{server.port}"
     async with channel(address, tls=files, token=token) as to:
         try:
-            return (await replica_pb2_grpc.ReplicaStub(to).GetStatus(replica_pb2.GetStatusRequest(), timeout=20)).detail
+            answer = await replica_pb2_grpc.ReplicaStub(to).GetStatus(replica_pb2.GetStatusRequest(), timeout=20)
+            return answer.status.detail
         except grpc.aio.AioRpcError as error:
             return await asyncio.to_thread(connection_hint, address, error.details(), files)
 
@@ -79,7 +80,7 @@ async def test_calls_go_over_tls(ours):
         assert await call(server, ours.files(), token="right") == "in"
         with sync_channel(f"localhost:{server.port}", tls=ours.files(), token="right") as to:
             stub = replica_pb2_grpc.ReplicaStub(to)
-            assert (await asyncio.to_thread(stub.GetStatus, replica_pb2.GetStatusRequest())).detail == "in"
+            assert (await asyncio.to_thread(stub.GetStatus, replica_pb2.GetStatusRequest())).status.detail == "in"
             del stub
 
 

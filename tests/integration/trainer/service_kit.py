@@ -138,16 +138,16 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         )
         self.address = ""
         self.announced: list[tuple[int, int]] = []
-        self.status = replica_pb2.GetStatusResponse()
+        self.status = replica_pb2.ReplicaStatus()
         self._server = grpc.server(ThreadPoolExecutor(4))
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()
 
     def Register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterResponse:
-        assert request.protocol_version == PROTOCOL_VERSION
-        assert request.role == replica_pb2.ROLE_TRAINER
-        self._hear(address=request.address)
+        assert request.registration.protocol_version == PROTOCOL_VERSION
+        assert request.registration.role == replica_pb2.ROLE_TRAINER
+        self._hear(address=request.registration.address)
         return coordinator_pb2.RegisterResponse(lease_seconds=5, heartbeat_seconds=0.1, assignment=self.assignment)
 
     def Heartbeat(self, request: coordinator_pb2.HeartbeatRequest, context: Any) -> coordinator_pb2.HeartbeatResponse:
@@ -206,7 +206,7 @@ class TrainerProcess:
     def channel(self) -> grpc.Channel:
         if self._channel is None:
             self.coordinator.wait(lambda: self.coordinator.address)
-            self._channel = sync_channel(self.coordinator.address)
+            self._channel = sync_channel(self.coordinator.address, term=1)
         return self._channel
 
     @property
@@ -219,7 +219,7 @@ class TrainerProcess:
 
     def rank_pid(self, rank: int = 0) -> int:
         """Process id of a rank."""
-        return int(self.replica.GetStatus(replica_pb2.GetStatusRequest()).gauges[f"rank{rank}_pid"])
+        return int(self.replica.GetStatus(replica_pb2.GetStatusRequest()).status.gauges[f"rank{rank}_pid"])
 
     def stop(self) -> int:
         """SIGTERM; its exit code."""

@@ -107,6 +107,11 @@ def test_a_group_goes_from_publish_to_the_ledger(redis_url, tokens):
     assert abs(entry.time - time.time()) < 60
     assert board.samples() == board.samples(1) == [{"text": "x", "step": 1}, {"text": "y", "step": 1}]
     assert (board.samples(2), board.samples(limit=1)) == ([], [{"text": "y", "step": 1}])
+    (newest,) = board.sample_page(1, limit=1)
+    assert newest == ("1-1", {"text": "y", "step": 1})
+    for step in (None, 1):
+        assert board.sample_page(step, "1-1") == [("1-0", {"text": "x", "step": 1})]
+        assert board.sample_page(step, "1-0") == []
     assert (board.counts().trained, board.counts().open, board.last_step()) == (2, 0, 1)
     assert not board._connection.client.keys(f"{board.prefix}columns:*")
     audit(board)

@@ -1,14 +1,19 @@
 """The gRPC side of a launcher: what it refuses, whatever its host is."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 
+import grpc
 import pytest
 import redis
 
 from relaxd.launcher.server import LauncherServicer
-from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
-from relaxd.rpc.terms import Terms
+from relaxd.rpc.client import channel
+from relaxd.rpc.errors import InvalidArgument, field_violations
+from relaxd.rpc.server import start_server
+from relaxd.rpc.terms import RedisTerm
 from relaxd.v1 import launcher_pb2 as pb
+from relaxd.v1.launcher_pb2_grpc import LauncherStub, add_LauncherServicer_to_server
 from services.coordinator.state.store import Store
 from tests.kit.redis_server import RedisServer
 
@@ -31,68 +36,98 @@ class Memory:
         return list(self.there.values())
 
 
-def launch(launch_id: str, term: int) -> pb.LaunchRequest:
-    return pb.LaunchRequest(launch_id=launch_id, role="rollout", term=term)
+LAUNCH_A, LAUNCH_B = (pb.LaunchRequest(launch_id=name, role="rollout") for name in "ab")
+
+
+@asynccontextmanager
+async def serving(host: Memory, redis_url: str) -> AsyncIterator[Callable[[int], LauncherStub]]:
+    """Serve a launcher; yields a function that returns the stub of the coordinator of a term."""
+    service = (add_LauncherServicer_to_server, LauncherServicer(host), "relaxd.v1.Launcher")
+    server = await start_server([service], fence=RedisTerm(redis_url))
+    async with AsyncExitStack() as channels:
+        try:
+            opened = {}
+            for term in (0, 1, 2, 5, 2**62):
+                opened[term] = await channels.enter_async_context(channel(f"127.0.0.1:{server.port}", term=term))
+            yield lambda term: LauncherStub(opened[term])
+        finally:
+            await server.stop()
+
+
+async def refusal(call: Awaitable[object]) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
 
 
 async def test_only_the_newest_coordinator_is_obeyed(redis_url: str) -> None:
     host, store = Memory(), Store(redis_url)
-    service = LauncherServicer(host, Terms(redis_url))
-    old = store.take_over()
-    await service.Launch(launch("a", old), None)
-    # Another coordinator has begun, and the launcher has not heard from it yet.
-    new = store.take_over()
-    for call in (
-        service.Launch(launch("b", old), None),
-        service.Remove(pb.RemoveRequest(launch_id="a", term=old), None),
-        service.Restart(pb.LauncherRestartRequest(instance="a", term=old), None),
-    ):
-        with pytest.raises(FailedPrecondition, match="coordinator of term 1 was replaced: the newest has 2"):
-            await call
-    assert list(host.there) == ["a"]
-    # Neither does a launcher that is restarted obey the old one.
-    with pytest.raises(FailedPrecondition):
-        await LauncherServicer(host, Terms(redis_url)).Launch(launch("b", old), None)
-    await service.Remove(pb.RemoveRequest(launch_id="a", term=new), None)
-    assert (await service.List(pb.ListRequest(), None)).instances == []
+    async with serving(host, redis_url) as coordinator:
+        old = store.take_over()
+        await coordinator(old).Launch(LAUNCH_A)
+        # Another coordinator has begun, and the launcher has not heard from it yet.
+        new = store.take_over()
+        for call in (
+            coordinator(old).Launch(LAUNCH_B),
+            coordinator(old).Remove(pb.RemoveRequest(launch_id="a")),
+            coordinator(old).Restart(pb.LauncherRestartRequest(instance="a")),
+        ):
+            error = await refusal(call)
+            assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+            assert "coordinator of term 1 was replaced: the newest has 2" in str(error.details())
+        assert list(host.there) == ["a"]
+        # Neither does a launcher that is restarted obey the old one.
+        async with serving(host, redis_url) as restarted:
+            error = await refusal(restarted(old).Launch(LAUNCH_B))
+            assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+        # Nor one that doesn't say which it is.
+        error = await refusal(coordinator(0).Launch(LAUNCH_B))
+        assert "/relaxd.v1.Launcher/Launch needs the coordinator's term" in str(error.details())
+        await coordinator(new).Remove(pb.RemoveRequest(launch_id="a"))
+        assert not (await coordinator(0).ListInstances(pb.ListInstancesRequest())).instances
 
 
 async def test_no_call_locks_the_coordinator_out(redis_url: str) -> None:
     host, store = Memory(), Store(redis_url)
-    service = LauncherServicer(host, Terms(redis_url))
-    term = store.take_over()
-    for wrong in (2**62, term + 1):
-        with pytest.raises(InvalidArgument, match=f"term is {wrong}: it must be 1, the newest") as refused:
-            await service.Launch(launch("a", wrong), None)
-        assert [field for field, _ in refused.value.violations] == ["term"]
-    await service.Launch(launch("a", term), None)
-    assert list(host.there) == ["a"]
+    async with serving(host, redis_url) as coordinator:
+        term = store.take_over()
+        for wrong in (2**62, term + 1):
+            error = await refusal(coordinator(wrong).Launch(LAUNCH_A))
+            assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert f"term is {wrong}: it must be 1, the newest" in str(error.details())
+            assert [field for field, _ in field_violations(error)] == ["relaxd-term"]
+        await coordinator(term).Launch(LAUNCH_A)
+        assert list(host.there) == ["a"]
 
 
 async def test_a_redis_that_begins_anew_is_no_lock_either(redis_url: str) -> None:
     host, store = Memory(), Store(redis_url)
-    service = LauncherServicer(host, Terms(redis_url))
-    for _ in range(5):
-        term = store.take_over()
-    await service.Launch(launch("a", term), None)
-    with redis.Redis.from_url(redis_url) as client:
-        client.flushall()
-    with pytest.raises(InvalidArgument, match=r"it must be 0, the newest .* \(0: there is none\)"):
-        await service.Launch(launch("b", term), None)
-    await service.Launch(launch("b", store.take_over()), None)
+    async with serving(host, redis_url) as coordinator:
+        for _ in range(5):
+            term = store.take_over()
+        await coordinator(term).Launch(LAUNCH_A)
+        with redis.Redis.from_url(redis_url) as client:
+            client.flushall()
+        error = await refusal(coordinator(term).Launch(LAUNCH_B))
+        assert "it must be 0, the newest" in str(error.details())
+        assert "(0: there is none)" in str(error.details())
+        await coordinator(store.take_over()).Launch(LAUNCH_B)
 
 
 async def test_without_redis_nothing_is_started(redis_server: Callable[..., RedisServer]) -> None:
     server = redis_server(append_only=False)
-    host, terms = Memory(), Terms(server.url)
+    host = Memory()
     term = Store(server.url).take_over()
-    with redis.Redis.from_url(server.url) as client:
-        client.config_set("requirepass", "unknown")
-        with pytest.raises(FailedPrecondition, match="Redis refuses the launcher's user or password"):
-            await LauncherServicer(host, Terms(server.url)).Launch(launch("a", term), None)
-    server.kill()
-    with pytest.raises(Unavailable, match="Redis, which has the coordinator's term, does not answer"):
-        await LauncherServicer(host, terms).Launch(launch("a", term), None)
+    async with serving(host, server.url) as coordinator:
+        with redis.Redis.from_url(server.url) as client:
+            client.config_set("requirepass", "unknown")
+            error = await refusal(coordinator(term).Launch(LAUNCH_A))
+            assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+            assert "Redis refuses the launcher's user or password" in str(error.details())
+        server.kill()
+        error = await refusal(coordinator(term).Launch(LAUNCH_A))
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert "Redis, which has the coordinator's term, does not answer" in str(error.details())
     assert host.there == {}
 
 
@@ -105,9 +140,9 @@ async def test_without_redis_nothing_is_started(redis_server: Callable[..., Redi
         ({"launch_id": "a" * 101, "role": "", "gpu_uuids": ["GPU-1", "all"]}, {"launch_id", "role", "gpu_uuids[1]"}),
     ],
 )
-async def test_wrong_requests_name_their_fields(redis_url: str, fields: dict, wrong: set[str]) -> None:
+async def test_wrong_requests_name_their_fields(fields: dict, wrong: set[str]) -> None:
     host = Memory()
     with pytest.raises(InvalidArgument) as refused:
-        await LauncherServicer(host, Terms(redis_url)).Launch(pb.LaunchRequest(**fields), None)
+        await LauncherServicer(host).Launch(pb.LaunchRequest(**fields), None)
     assert {field for field, _ in refused.value.violations} == wrong
     assert host.there == {}

@@ -1,0 +1,82 @@
+"""Pages of lists: limited in number and in bytes, and continued with a token."""
+
+import base64
+from typing import Generic, Protocol, TypeVar
+
+from google.protobuf.message import Message
+
+from relaxd.rpc.errors import Violations
+
+MAX_PAGE_BYTES = 1 << 20
+"""Most bytes of a page of several items. gRPC clients refuse messages above 4 MiB unless they are told otherwise."""
+Item = TypeVar("Item", bound=Message)
+
+
+class ListRequest(Protocol):
+    """The request for a page."""
+
+    page_size: int
+    page_token: str
+
+
+class Page(Generic[Item]):
+    """One page of a list whose items have unique keys; the list goes on after the last key."""
+
+    def __init__(
+        self,
+        request: ListRequest,
+        listed: str,
+        *,
+        default: int,
+        maximum: int,
+        violations: Violations | None = None,
+    ) -> None:
+        """Read a request.
+
+        Args:
+            request: page_size and page_token are checked.
+            listed: name of the list, with its filters: a token of another list is invalid.
+            default: the size of a page where page_size is 0.
+            maximum: the largest page_size.
+            violations: gets what is wrong; by default it is raised as InvalidArgument.
+        """
+        self.items: list[Item] = []
+        self.next_page_token = ""
+        """Empty if the list ends with this page."""
+        self.after = ""
+        """Key of the last item of the page before; empty for the first page."""
+        self._listed = listed
+        self._size = request.page_size or default
+        self._bytes = 0
+        self._last = ""
+        found = violations or Violations()
+        in_range = 0 <= request.page_size <= maximum
+        found.check(in_range, "page_size", f"is {request.page_size}: it must be 1 to {maximum}; 0 means {default}")
+        if request.page_token:
+            name, _, self.after = _decoded(request.page_token).partition("\n")
+            found.check(name == listed and self.after, "page_token", "must be next_page_token of the page before")
+        if violations is None:
+            found.raise_if_any()
+
+    def add(self, key: str, item: Item) -> bool:
+        """Add the next item. Returns False if it belongs to the next page."""
+        size = item.ByteSize()
+        if len(self.items) == self._size or (self.items and self._bytes + size > MAX_PAGE_BYTES):
+            self.next_page_token = base64.urlsafe_b64encode(f"{self._listed}\n{self._last}".encode()).decode()
+            return False
+        self.items.append(item)
+        self._bytes += size
+        self._last = key
+        return True
+
+
+def newest_first(seconds: float, name: str) -> str:
+    """Return the key of something that was created at a Unix time: in the order of such keys the newest comes first."""
+    return f"{10**17 - int(seconds * 1e6):018d} {name}"
+
+
+def _decoded(token: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(token.encode()).decode()
+    except ValueError:  # also UnicodeError and binascii.Error
+        return ""
