@@ -14,12 +14,12 @@ from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local import embedded_redis
 from relaxd.local.environment import python_path
-from relaxd.local.modules import REPLICA_ROLES, SCALABLE_ROLES, SERVICES
+from relaxd.local.modules import SERVICES
 from relaxd.local.ports import LOOPBACK, free_port, is_free
 from relaxd.local.redis_address import without_password, write_private
 from relaxd.local.state import StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
-from relaxd.v1.replica_pb2 import Role
+from relaxd.roles import REPLICA_ROLES, SCALABLE_ROLES
 
 COORDINATOR_PORT = 50050
 ENDING_SECONDS = 60.0
@@ -161,7 +161,7 @@ def _registered(coordinator: CoordinatorClient) -> Counter[str]:
         replicas = coordinator.replicas()
     except CliError:
         return Counter()
-    return Counter(Role.Name(replica.registration.role).removeprefix("ROLE_").lower() for replica in replicas)
+    return Counter(replica.registration.role for replica in replicas)
 
 
 def raise_if_failed(folder: StateFolder, state: StackState | None, roles: Collection[str] | None = None) -> None:

@@ -931,7 +931,7 @@ class RegisterRequest(_message.Message):
     INSTANCE_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Unique name, chosen by the replica, such as rollout-3f9a."""
-    role: _replica_pb2.Role.ValueType
+    role: _builtins.str
     """Its role."""
     address: _builtins.str
     """Address (host:port) at which the coordinator and its peers reach it."""
@@ -955,7 +955,7 @@ class RegisterRequest(_message.Message):
         self,
         *,
         replica_id: _builtins.str = ...,
-        role: _replica_pb2.Role.ValueType = ...,
+        role: _builtins.str = ...,
         address: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
         package_version: _builtins.str = ...,
@@ -1117,12 +1117,12 @@ class ListReplicasRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
-    role: _replica_pb2.Role.ValueType
-    """Only this role; unspecified means all."""
+    role: _builtins.str
+    """Only this role; empty means all."""
     def __init__(
         self,
         *,
-        role: _replica_pb2.Role.ValueType = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -4,14 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from relaxd.roles import ROLLOUT
 from relaxd.v1.coordinator_pb2 import RegisterRequest
-from relaxd.v1.replica_pb2 import (
-    REPLICA_STATE_FAILED,
-    REPLICA_STATE_STARTING,
-    ROLE_ROLLOUT,
-    GetStatusResponse,
-    ReplicaState,
-)
+from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, REPLICA_STATE_STARTING, GetStatusResponse, ReplicaState
 from services.coordinator.fleet import fleet as module
 from services.coordinator.fleet.fleet import FAILURE_LEASES, Fleet
 from services.coordinator.fleet.registry import Registry
@@ -37,7 +32,7 @@ async def test_a_role_fails_when_its_replicas_keep_failing_and_none_starts(
     now = 1000.0
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     for name in ("one", "two"):
-        await registry.register(RegisterRequest(replica_id=name, role=ROLE_ROLLOUT, address="127.0.0.1:9"))
+        await registry.register(RegisterRequest(replica_id=name, role=ROLLOUT, address="127.0.0.1:9"))
         says(registry, name, REPLICA_STATE_FAILED)
     fleet = Fleet(registry, "run")
     assert fleet.failure() is None

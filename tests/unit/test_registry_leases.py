@@ -2,9 +2,10 @@
 
 import pytest
 
+from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import NotFound, ResourceExhausted, Unavailable
 from relaxd.v1.coordinator_pb2 import RegisterRequest
-from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ROLE_ROLLOUT, GetStatusResponse
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, GetStatusResponse
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.state.store import Store
 
@@ -44,7 +45,7 @@ def beat(registry: Registry, replica_id: str) -> bool:
 
 async def register(registry: Registry, replica_id: str, instance: str = "") -> None:
     await registry.register(
-        RegisterRequest(replica_id=replica_id, role=ROLE_ROLLOUT, address="127.0.0.1:9", instance=instance)
+        RegisterRequest(replica_id=replica_id, role=ROLLOUT, address="127.0.0.1:9", instance=instance)
     )
 
 

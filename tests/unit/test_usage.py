@@ -2,8 +2,9 @@
 
 import pytest
 
+from relaxd.roles import ROLLOUT
 from relaxd.v1.coordinator_pb2 import RegisterRequest
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, GetStatusResponse
+from relaxd.v1.replica_pb2 import GetStatusResponse
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.runs.usage import Usage
 
@@ -22,7 +23,7 @@ class Engine:
         self.clock = clock
         self.counted = {"engine_busy_seconds": 50.0, "engine_paused_seconds": 7.0, "engine_state": 0.0}
         self.replica = Replica(
-            RegisterRequest(replica_id=name, role=ROLE_ROLLOUT), 1.0, seen=clock.now, status=GetStatusResponse()
+            RegisterRequest(replica_id=name, role=ROLLOUT), 1.0, seen=clock.now, status=GetStatusResponse()
         )
         self.heartbeat()
 

@@ -7,15 +7,17 @@ from typing import Any
 import grpc
 
 from relaxd import PROTOCOL_VERSION, __version__
+from relaxd.roles import REPLICA_ROLES, TRAINER
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable, Violations, explain, shortened
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer
-from relaxd.v1.replica_pb2 import ROLE_UNSPECIFIED, DrainRequest, WeightVersion
+from relaxd.v1.replica_pb2 import DrainRequest, WeightVersion
 from services.coordinator.api.validation import (
     check_announcement,
     check_gpu_request,
     check_registration,
+    check_role,
     check_status_size,
     checked_run_id,
     scale_in_spec,
@@ -154,6 +156,9 @@ class CoordinatorService(CoordinatorServicer):
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Any) -> pb.ListReplicasResponse:
         """Return the replicas whose lease holds."""
+        violations = Violations()
+        check_role(request.role or TRAINER, REPLICA_ROLES, violations)
+        violations.raise_if_any()
         now = time.monotonic()
         return pb.ListReplicasResponse(
             replicas=[
@@ -164,7 +169,7 @@ class CoordinatorService(CoordinatorServicer):
                     leased_gpu_uuids=self._registry.gpus_of(r.replica_id),
                 )
                 for r in self._registry.all()
-                if request.role in (ROLE_UNSPECIFIED, r.registration.role)
+                if request.role in ("", r.registration.role)
             ]
         )
 

@@ -2,26 +2,26 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
+from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.rpc.errors import ResourceExhausted
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER, Role
 
 SHARED = "/shared"
 """Suffix of a GPU's UUID in the holder records if an engine of a colocated run holds it: the run's trainer may then be
 a second holder."""
 
 
-def seen_by(role: "Role.ValueType", holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:
+def seen_by(role: str, holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:
     """Return the holders by UUID that exclude a replica of this role, and the GPUs that it should prefer to share.
 
     In a colocated run (`shared`) only other engines exclude an engine, and only non-engines exclude the trainer.
     """
     engines = {uuid.removesuffix(SHARED): holder for uuid, holder in holders.items() if uuid.endswith(SHARED)}
     others = {uuid: holder for uuid, holder in holders.items() if not uuid.endswith(SHARED)}
-    if shared and role == ROLE_ROLLOUT:
+    if shared and role == ROLLOUT:
         return engines, set(others)
-    if shared and role == ROLE_TRAINER:
+    if shared and role == TRAINER:
         return others, set(engines)
-    return (others | engines if role == ROLE_ROLLOUT else engines | others), set()
+    return (others | engines if role == ROLLOUT else engines | others), set()
 
 
 def choose(

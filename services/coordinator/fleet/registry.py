@@ -8,14 +8,10 @@ from dataclasses import dataclass
 
 from google.protobuf import json_format
 
+from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import NotFound, ResourceExhausted, Unavailable
 from relaxd.v1.coordinator_pb2 import RegisterRequest
-from relaxd.v1.replica_pb2 import (
-    REPLICA_STATE_READY,
-    ROLE_ROLLOUT,
-    GetStatusResponse,
-    Role,
-)
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, GetStatusResponse
 from services.coordinator.fleet.changes import Signal
 from services.coordinator.fleet.gpu_choice import SHARED, choose, could_choose, seen_by
 from services.coordinator.state.records import Member, ReplicaRecord
@@ -245,7 +241,7 @@ class Registry:
                 if could_choose(replica_id, candidates, count, holders, gone):
                     raise Unavailable(str(error)) from error
                 raise
-            suffix = SHARED if shared and role == ROLE_ROLLOUT else ""
+            suffix = SHARED if shared and role == ROLLOUT else ""
             chosen = [uuid + suffix for uuid in granted]
             before = [uuid for uuid, holder in self._gpu_holders.items() if holder == replica_id]
             freed = [uuid for uuid in before if uuid not in chosen]
@@ -277,7 +273,7 @@ class Registry:
         found = (r for r in self._replicas.values() if r.launch_id == launch_id)
         return sorted(found, key=lambda replica: replica.registered_at)
 
-    def of_role(self, role: "Role.ValueType", run_id: str | None = None) -> list[Replica]:
+    def of_role(self, role: str, run_id: str | None = None) -> list[Replica]:
         """Return the replicas of a role, oldest first; with `run_id` only those that work on that run."""
         found: Iterable[Replica] = (r for r in self._replicas.values() if r.registration.role == role)
         if run_id is not None:

@@ -5,15 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from relaxd.config import RunConfig
-from relaxd.v1.replica_pb2 import (
-    REPLICA_STATE_FAILED,
-    REPLICA_STATE_READY,
-    REPLICA_STATE_STARTING,
-    ROLE_REWARD,
-    ROLE_ROLLOUT,
-    ROLE_TRAINER,
-    Role,
-)
+from relaxd.roles import REWARD, ROLLOUT, TRAINER
+from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, REPLICA_STATE_READY, REPLICA_STATE_STARTING
 from services.coordinator.fleet.registry import Replica
 
 TRAINER_PATIENCE = 3
@@ -58,13 +51,13 @@ class Signs:
         """Restart all waits, after an outage of Redis or the coordinator."""
         self._watches.clear()
 
-    def stuck_seconds(self, role: "Role.ValueType") -> float:
+    def stuck_seconds(self, role: str) -> float:
         """Return how long a replica with groups may make no progress: longer than its own timeouts."""
         config = self._config
         own = {
-            ROLE_ROLLOUT: config.weights.timeout_seconds + config.weights.connect_timeout_seconds,
-            ROLE_REWARD: config.reward.timeout_seconds,
-            ROLE_TRAINER: config.trainer.collective_timeout_seconds,
+            ROLLOUT: config.weights.timeout_seconds + config.weights.connect_timeout_seconds,
+            REWARD: config.reward.timeout_seconds,
+            TRAINER: config.trainer.collective_timeout_seconds,
         }
         return config.health.stuck_seconds + own.get(role, 0.0)
 
@@ -92,7 +85,7 @@ class Signs:
         """Return the problem that failed weight synchronisations show."""
         failures = self._sync_failures(replica)
         limit = self._config.health.max_sync_failures
-        if replica.registration.role == ROLE_TRAINER:
+        if replica.registration.role == TRAINER:
             failures, limit = failures - 1, limit * TRAINER_PATIENCE  # one may come from its own restart
         if failures <= 0:
             return None
@@ -116,8 +109,8 @@ class Signs:
             self._watches[replica.replica_id] = watch
         # The trainer's progress counts its loop, which never stops; other roles are idle without groups, and an engine
         # without weights.
-        idle = not status.held_groups and replica.registration.role != ROLE_TRAINER
-        idle = idle or (replica.registration.role == ROLE_ROLLOUT and not status.HasField("weights"))
+        idle = not status.held_groups and replica.registration.role != TRAINER
+        idle = idle or (replica.registration.role == ROLLOUT and not status.HasField("weights"))
         if status.progress != watch.progress or idle or status.state != REPLICA_STATE_READY:
             watch.progressed_at = now
         if state_and_detail != watch.state_and_detail or status.progress != watch.progress:

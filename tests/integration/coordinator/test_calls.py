@@ -13,16 +13,10 @@ from typer.testing import CliRunner
 from relaxd import PROTOCOL_VERSION
 from relaxd.cli.main import app
 from relaxd.client.errors import CliError
+from relaxd.roles import COORDINATOR, REWARD, TRAINER
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
-from relaxd.v1.replica_pb2 import (
-    REPLICA_STATE_IDLE,
-    ROLE_COORDINATOR,
-    ROLE_REWARD,
-    GetStatusResponse,
-    Role,
-    WeightVersion,
-)
+from relaxd.v1.replica_pb2 import REPLICA_STATE_IDLE, GetStatusResponse, WeightVersion
 from tests.integration.coordinator.cluster import LEASE_SECONDS, Cluster
 
 INVALID, PRECONDITION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
@@ -52,7 +46,7 @@ def violations(call, request: object) -> dict[str, str]:
 
 
 def registration(**changes: object) -> pb.RegisterRequest:
-    values = {"replica_id": "r-1", "role": ROLE_REWARD, "address": "127.0.0.1:9", "protocol_version": PROTOCOL_VERSION}
+    values = {"replica_id": "r-1", "role": REWARD, "address": "127.0.0.1:9", "protocol_version": PROTOCOL_VERSION}
     return pb.RegisterRequest(**(values | changes))
 
 
@@ -159,9 +153,9 @@ def test_a_run_is_held_and_ended_from_the_command_line(up: Cluster) -> None:
 
 def test_registration_and_leases(up: Cluster) -> None:
     stub = up.stub
-    wrong = violations(stub.Register, registration(replica_id="", role=Role.ROLE_UNSPECIFIED, address="nowhere"))
+    wrong = violations(stub.Register, registration(replica_id="", role="", address="nowhere"))
     assert set(wrong) == {"replica_id", "role", "address"}
-    assert set(violations(stub.Register, registration(role=ROLE_COORDINATOR, engine_ranks=-1))) == {
+    assert set(violations(stub.Register, registration(role=COORDINATOR, engine_ranks=-1))) == {
         "role",
         "engine_ranks",
     }
@@ -173,9 +167,9 @@ def test_registration_and_leases(up: Cluster) -> None:
     assert (answer.lease_seconds, answer.assignment.run_id) == (LEASE_SECONDS, "")
     status = GetStatusResponse(replica_id="r-1", state=REPLICA_STATE_IDLE, detail="fine")
     stub.Heartbeat(pb.HeartbeatRequest(replica_id="r-1", status=status), timeout=5)
-    (replica,) = stub.ListReplicas(pb.ListReplicasRequest(role=ROLE_REWARD), timeout=5).replicas
+    (replica,) = stub.ListReplicas(pb.ListReplicasRequest(role=REWARD), timeout=5).replicas
     assert replica.status == status
-    assert list(stub.ListReplicas(pb.ListReplicasRequest(role=Role.ROLE_TRAINER), timeout=5).replicas) == []
+    assert list(stub.ListReplicas(pb.ListReplicasRequest(role=TRAINER), timeout=5).replicas) == []
     # It is asked to drain at its next heartbeat even when it can't be reached now.
     error = refused(stub.DrainReplica, pb.DrainReplicaRequest(replica_id="r-1"))
     assert error.code() == grpc.StatusCode.UNAVAILABLE

@@ -17,6 +17,7 @@ import numpy as np
 from relaxd import PROTOCOL_VERSION
 from relaxd.board import Board, NewGroup, stages_for
 from relaxd.config import RunConfig
+from relaxd.roles import TRAINER
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import (
     coordinator_pb2,
@@ -146,7 +147,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def Register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterResponse:
         assert request.protocol_version == PROTOCOL_VERSION
-        assert request.role == replica_pb2.ROLE_TRAINER
+        assert request.role == TRAINER
         self._hear(address=request.address)
         return coordinator_pb2.RegisterResponse(lease_seconds=5, heartbeat_seconds=0.1, assignment=self.assignment)
 
