@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from relaxd.board import schema
 from relaxd.config import RunConfig
+from relaxd.roles import ROLES
 
 PUBLISH = "publish"
 """Writer of the columns that no stage writes: the coordinator, when it publishes a prompt."""
@@ -41,6 +42,12 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
         rollout = stages["rollout"]
         stages["rollout"] = replace(rollout, writes=(*rollout.writes, schema.ROUTED_EXPERTS))
     return tuple(stages[name] for name in ("rollout", "reward", "advantage", TRAIN))
+
+
+def roles_for(config: RunConfig) -> tuple[str, ...]:
+    """Return the names of the roles that a run needs: those of its stages."""
+    stages = {stage.name for stage in stages_for(config)}
+    return tuple(role.name for role in ROLES.values() if role.stage in stages)
 
 
 def producers(stages: Sequence[Stage]) -> dict[str, str]:

@@ -1,12 +1,4 @@
-"""The services' modules, for starting them as processes. Nothing else in the library names them."""
+"""Programs of the services besides the services themselves, whose modules `relaxd.roles` names."""
 
-SERVICES = {
-    "coordinator": "services.coordinator",
-    "trainer": "services.trainer",
-    "rollout": "services.rollout",
-    "reward": "services.reward",
-    "advantage": "services.advantage",
-}
-"""Module by role, in the order in which `relaxd up` starts them."""
 EXPORT_CHECKPOINT = "services.trainer.offline.export_checkpoint"
 REPLAY = "services.trainer.offline.replay"

@@ -16,8 +16,8 @@ import redis
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local import stack
-from relaxd.local.modules import SERVICES
 from relaxd.local.state import StackState, StateFolder
+from relaxd.roles import ROLES
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
@@ -131,7 +131,7 @@ class ChaosStack:
         plan.max_restarts = 1000  # it is we who kill them
         coordinator, redis_port = _port(plan.coordinator), _port(plan.redis.rpartition("/")[0])
         for spec in plan.services:
-            if spec.role not in SERVICES:
+            if spec.role not in ROLES:
                 continue
             spec.environment |= {
                 "RELAXD_REDIS": f"redis://127.0.0.1:{self._link(spec.name, 'redis', redis_port)}/0",

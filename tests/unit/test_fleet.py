@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from relaxd.roles import ROLLOUT
+from relaxd.roles import REPLICA_ROLES, ROLLOUT
 from relaxd.v1.coordinator_pb2 import RegisterRequest
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, REPLICA_STATE_STARTING, GetStatusResponse, ReplicaState
 from services.coordinator.fleet import fleet as module
@@ -34,7 +34,7 @@ async def test_a_role_fails_when_its_replicas_keep_failing_and_none_starts(
     for name in ("one", "two"):
         await registry.register(RegisterRequest(replica_id=name, role=ROLLOUT, address="127.0.0.1:9"))
         says(registry, name, REPLICA_STATE_FAILED)
-    fleet = Fleet(registry, "run")
+    fleet = Fleet(registry, "run", REPLICA_ROLES)
     assert fleet.failure() is None
     now += FAILURE_LEASES * LEASE + 1
     says(registry, "one", REPLICA_STATE_STARTING)  # such as loading a large model, or waiting for a GPU

@@ -1,9 +1,9 @@
 """The replicas of one run and the versions that its engines serve."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from relaxd.roles import REPLICA_ROLES, REWARD, ROLLOUT, TRAINER
+from relaxd.roles import REWARD, ROLES, ROLLOUT, TRAINER
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_FAILED,
     REPLICA_STATE_QUARANTINED,
@@ -20,9 +20,11 @@ FAILURE_LEASES = 2.5
 class Fleet:
     """One run's view of the registry."""
 
-    def __init__(self, registry: Registry, run_id: str) -> None:
+    def __init__(self, registry: Registry, run_id: str, roles: Sequence[str]) -> None:
         self.registry = registry
         self.run_id = run_id
+        self.roles = tuple(roles)
+        """Names of the roles that the run needs."""
         self._failing: dict[str, float] = {}
         """Monotonic time of a role's first failure since it last worked."""
         self._set_aside: frozenset[str] = frozenset()
@@ -58,8 +60,8 @@ class Fleet:
         return [r for r in self.candidates() if r.version is not None and r.version[0] == term]
 
     def devices(self) -> list[Replica]:
-        """Return the replicas that use devices: trainer and engines, in any state."""
-        return [*self._of(TRAINER), *self._of(ROLLOUT)]
+        """Return the replicas that hold a model, in any state."""
+        return [replica for role in self.roles if ROLES[role].model for replica in self._of(role)]
 
     def oldest_version(self, term: int) -> int | None:
         """Return the oldest version on any engine that takes prompts.
@@ -75,9 +77,9 @@ class Fleet:
         """Return the names of the roles without a ready replica."""
         return [
             role
-            for role in REPLICA_ROLES
+            for role in self.roles
             if not any(r.status.state == REPLICA_STATE_READY and not r.draining for r in self._of(role))
-            and not (role == ROLLOUT and self.engines())
+            and not (ROLES[role].weights == "receives" and self.engines())
         ]
 
     def failure(self) -> str | None:
@@ -88,7 +90,7 @@ class Fleet:
         """
         now, patience = time.monotonic(), FAILURE_LEASES * self.registry.lease_seconds
         found = None
-        for role in REPLICA_ROLES:
+        for role in self.roles:
             replicas = self._of(role)
             failed = [r for r in replicas if r.status.state == REPLICA_STATE_FAILED]
             if not replicas or any(r.status.state in ABLE for r in replicas):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from relaxd import telemetry
 from relaxd.board import BoardUnavailable
-from relaxd.roles import REPLICA_ROLES, TRAINER
+from relaxd.roles import ROLES
 from relaxd.rpc.errors import RpcError
 from services.coordinator.fleet.checkpoints import save_checkpoint
 from services.coordinator.fleet.registry import Replica
@@ -116,7 +116,7 @@ class HealthManager:
         self._replicas.update(draft, live)
         if phase == Phase.RUNNING:
             signs = RoleSigns(self._context.fleet.missing(), last_step)
-            for role in REPLICA_ROLES:
+            for role in self._context.fleet.roles:
                 of_role = {instance: replica for instance, replica in live.items() if replica.registration.role == role}
                 self._roles.update(draft, role, of_role, signs)
         if (changed := draft.result()) != self.record:
@@ -138,7 +138,8 @@ class HealthManager:
 
     def _live(self) -> dict[str, Replica]:
         """Return the newest registered replica of each instance, for the roles that a run needs."""
-        replicas = (one for one in self._context.registry.all() if one.registration.role in REPLICA_ROLES)
+        roles = self._context.fleet.roles
+        replicas = (one for one in self._context.registry.all() if one.registration.role in roles)
         return {one.instance: one for one in sorted(replicas, key=lambda one: one.registered_at)}
 
     def _report(self, draft: HealthUpdate) -> None:
@@ -172,7 +173,7 @@ class HealthManager:
         elif not rebuilding and paused is not None and paused in {role.pause for role in draft.roles.values()}:
             await self._run.resume()
             logger.info("run %s is resumed: all roles are back", self._context.run_id)
-        if began and TRAINER not in {role.role for role in rebuilding}:
+        if began and not any(ROLES[role.role].weights == "sends" for role in rebuilding):
             self._start(self._checkpoint())
 
     async def _checkpoint(self) -> None:
