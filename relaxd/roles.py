@@ -16,6 +16,7 @@ TRAINER = "trainer"
 ROLLOUT = "rollout"
 REWARD = "reward"
 ADVANTAGE = "advantage"
+REFERENCE = "reference"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Role:
     """Replicas that `relaxd up` starts unless it is told otherwise."""
     scalable: bool = True
     """Whether it may have any number of replicas."""
-    model: Literal["", "policy"] = ""
+    model: Literal["", "policy", "reference"] = ""
     """The model that it holds."""
     weights: Literal["", "sends", "receives"] = ""
     """Its part in weight synchronisations. A role that receives weights works only once it has some."""
@@ -40,7 +41,7 @@ class Role:
     takes_turns: bool = False
     """Whether it shares its GPUs with the other roles that take turns, in a colocated run."""
     always_busy: bool = False
-    """Whether its progress counts even while it holds no group."""
+    """Whether its progress goes on while it holds no group: the work of its children, which take the groups."""
     timeout_seconds: Callable[[RunConfig], float] = lambda config: 0.0
     """Longest time without progress that its own timeouts allow; it is stuck only after that."""
 
@@ -78,6 +79,16 @@ ROLES: dict[str, Role] = {
             timeout_seconds=lambda config: config.reward.timeout_seconds,
         ),
         Role(name=ADVANTAGE, module="services.advantage", stage="advantage"),
+        Role(
+            name=REFERENCE,
+            module="services.trainer.reference",
+            stage="reference",
+            replicas=0,
+            model="reference",
+            gpus=lambda config: config.roles.reference.ranks,
+            always_busy=True,
+            timeout_seconds=lambda config: config.trainer.collective_timeout_seconds,
+        ),
     )
 }
 """All roles by name, in the order in which `relaxd up` starts them."""

@@ -29,6 +29,7 @@ STAGES: dict[str, Stage] = {
         ("rollout", ("prompt_tokens",)),
         ("reward", ("prompt", "text", "finish")),
         ("advantage", ("reward", "lengths")),
+        ("reference", ("prompt_tokens", "tokens", "lengths", "loss_mask")),
         (TRAIN, schema.trained_columns()),
     )
 }
@@ -37,11 +38,17 @@ STAGES: dict[str, Stage] = {
 
 def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     """Return the stages of a run."""
-    stages = dict(STAGES)  # every algorithm so far needs the same four
+    stages = dict(STAGES)
+    names: tuple[str, ...] = ("rollout", "reward", "advantage", TRAIN)
+    if config.has_reference_service:
+        reference, train = stages["reference"], stages[TRAIN]
+        stages["reference"] = replace(reference, writes=(schema.REF_LOGPROBS,))
+        stages[TRAIN] = replace(train, needs=(*train.needs, schema.REF_LOGPROBS))
+        names = ("rollout", "reference", "reward", "advantage", TRAIN)
     if config.rollout.return_routed_experts:
         rollout = stages["rollout"]
         stages["rollout"] = replace(rollout, writes=(*rollout.writes, schema.ROUTED_EXPERTS))
-    return tuple(stages[name] for name in ("rollout", "reward", "advantage", TRAIN))
+    return tuple(stages[name] for name in names)
 
 
 def roles_for(config: RunConfig) -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from relaxd.roles import ROLLOUT, TRAINER
+from relaxd.roles import REFERENCE, ROLLOUT, TRAINER
 from relaxd.rpc.errors import ResourceExhausted
-from services.coordinator.fleet.gpu_choice import SHARED, choose, seen_by
+from services.coordinator.fleet.gpu_choice import OWN, SHARED, choose, seen_by, suffix_for
 
 SEEN = ("GPU-a", "GPU-b", "GPU-c")
 
@@ -13,7 +13,7 @@ def granted(who: str, role: str, count: int, holders: dict[str, str], *, shared:
     """What a replica gets, which then holds it."""
     others, rather = seen_by(role, holders, shared=shared)
     chosen = choose(who, SEEN, count, others, rather)
-    suffix = SHARED if shared and role == ROLLOUT else ""
+    suffix = suffix_for(role, shared=shared)
     holders |= dict.fromkeys((uuid + suffix for uuid in chosen), who)
     return chosen
 
@@ -47,3 +47,15 @@ def test_without_colocation_nothing_is_shared() -> None:
     assert granted("engine-2", ROLLOUT, 1, holders, shared=False) == ["GPU-c"]
     with pytest.raises(ResourceExhausted):
         granted("trainer-2", TRAINER, 1, holders, shared=False)
+
+
+def test_a_replica_that_takes_no_turns_has_its_gpus_alone() -> None:
+    assert suffix_for(REFERENCE, shared=True) == suffix_for(REFERENCE, shared=False) == OWN
+    holders = {"GPU-a" + OWN: "reference-1"}
+    for shared in (True, False):
+        assert granted("trainer", TRAINER, 1, dict(holders), shared=shared) == ["GPU-b"]
+        with_trainer = holders | {"GPU-c": "trainer"}
+        assert granted("engine-1", ROLLOUT, 1, with_trainer, shared=shared) == (["GPU-c"] if shared else ["GPU-b"])
+        taken = holders | {"GPU-b": "trainer", "GPU-c" + SHARED: "engine-1"}
+        with pytest.raises(ResourceExhausted, match="holds GPU-b"):
+            granted("reference-2", REFERENCE, 1, taken, shared=shared)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from google.protobuf import json_format
 
-from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import NotFound, ResourceExhausted, Unavailable
 from relaxd.v1.coordinator_pb2 import RegisterRequest
 from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, GetStatusResponse
 from services.coordinator.fleet.changes import Signal
-from services.coordinator.fleet.gpu_choice import SHARED, choose, could_choose, seen_by
+from services.coordinator.fleet.gpu_choice import choose, could_choose, seen_by, suffix_for, uuid_of
 from services.coordinator.state.records import Member, ReplicaRecord
 from services.coordinator.state.store import Store, StoreUnavailable
 
@@ -241,8 +240,7 @@ class Registry:
                 if could_choose(replica_id, candidates, count, holders, gone):
                     raise Unavailable(str(error)) from error
                 raise
-            suffix = SHARED if shared and role == ROLLOUT else ""
-            chosen = [uuid + suffix for uuid in granted]
+            chosen = [uuid + suffix_for(role, shared=shared) for uuid in granted]
             before = [uuid for uuid, holder in self._gpu_holders.items() if holder == replica_id]
             freed = [uuid for uuid in before if uuid not in chosen]
             for uuid in freed:
@@ -257,7 +255,7 @@ class Registry:
 
     def gpus_of(self, replica_id: str) -> list[str]:
         """Return the UUIDs of the GPUs that a replica holds."""
-        return [uuid.removesuffix(SHARED) for uuid, holder in self._gpu_holders.items() if holder == replica_id]
+        return [uuid_of(record) for record, holder in self._gpu_holders.items() if holder == replica_id]
 
     def get(self, replica_id: str) -> Replica | None:
         """Return a replica by id."""
@@ -323,7 +321,7 @@ class Registry:
             for replica_id in free:
                 del self._free_gpus_at[replica_id]
             for uuid in gpus:
-                logger.info("GPU %s is free: %s is gone", uuid.removesuffix(SHARED), self._gpu_holders.pop(uuid))
+                logger.info("GPU %s is free: %s is gone", uuid_of(uuid), self._gpu_holders.pop(uuid))
 
     def _name(self, replica_id: str) -> str:
         """Describe a GPU holder for error messages."""

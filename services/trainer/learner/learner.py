@@ -109,6 +109,7 @@ class Learner:
         *,
         steps: int,
         seed: int = 0,
+        own_reference: bool = True,
         report: Callable[[str], None] | None = None,
     ) -> None:
         """Join the Megatron world and load the model.
@@ -119,6 +120,8 @@ class Learner:
             algorithm: the algorithm and its settings.
             steps: optimizer steps of the whole run, for the learning-rate schedule.
             seed: seed of all random generators.
+            own_reference: keep the initial model as reference if the algorithm needs one. Otherwise the micro-batches
+                bring `ref_logprobs`.
             report: called about every second with the progress of disk work (`DiskWork.report`).
 
         Raises:
@@ -135,7 +138,8 @@ class Learner:
         self._routers = routers(self._policy)
         if trainer.moe.freeze_router:
             freeze_routers(self._policy)
-        self._reference = self._forward.load().requires_grad_(False) if self._algorithm.needs_reference else None
+        needs_reference = self._algorithm.needs_reference and own_reference
+        self._reference = self._forward.load().requires_grad_(False) if needs_reference else None
         self._model = DataParallel(self._policy)
         self._optimizer = build_optimizer(self._model, trainer)
         self._schedule = build_schedule(self._optimizer, trainer, steps)
@@ -164,7 +168,7 @@ class Learner:
         if not micro_batches:
             return
         self._accumulated = True
-        if self._reference is not None:
+        if self._algorithm.needs_reference:
             micro_batches = self._with_ref_logprobs(micro_batches)
         for sums in self._forward.run(self._model, micro_batches, self._loss, forward_only=False):
             for name, value in sums.items():
@@ -343,5 +347,10 @@ class Learner:
 
     def _with_ref_logprobs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
         missing = [batch for batch in micro_batches if batch.ref_logprobs is None]
-        computed = iter(self._forward.log_probs(self._reference, missing))
+        if self._reference is not None:
+            computed = iter(self._forward.log_probs(self._reference, missing))
+        elif any(batch.loss_mask.any() for batch in missing):
+            raise ValueError("ref_logprobs is missing, and this learner keeps no reference that could compute it")
+        else:  # padding
+            computed = iter([np.zeros(len(batch.tokens), np.float32) for batch in missing])
         return [b if b.ref_logprobs is not None else replace(b, ref_logprobs=next(computed)) for b in micro_batches]
