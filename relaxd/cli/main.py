@@ -40,7 +40,7 @@ from relaxd.local.state import StateFolder
 
 HELP = """
 relaxd post-trains language models by reinforcement learning, asynchronously, as five gRPC services:
-coordinator, rollout, reward, advantage and trainer.
+coordinator, rollout, reward, advantage and trainer. (A KL term may have a sixth: reference.)
 
 Start here:
 

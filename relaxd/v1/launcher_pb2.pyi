@@ -94,7 +94,7 @@ class LaunchRequest(_message.Message):
     launch_id: _builtins.str
     """Name for it: 1 to 100 letters, digits, dots, dashes and underscores."""
     role: _builtins.str
-    """Its role: rollout, reward or advantage."""
+    """Its role, such as rollout."""
     term: _builtins.int
     """The coordinator's term. Only the newest coordinator's is obeyed: a smaller one is refused with FAILED_PRECONDITION, a
     larger one with INVALID_ARGUMENT.

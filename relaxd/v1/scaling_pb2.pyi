@@ -231,7 +231,7 @@ class ScaleOutRequest(_message.Message):
     an id that is known, and the same wishes, is answered with that request as it is now.
     """
     role: _builtins.str
-    """A role that can have any number of replicas: rollout (also when empty), reward or advantage."""
+    """A role that can have any number of replicas, such as reward; empty means rollout."""
     replicas: _builtins.int
     """How many replicas there should be in all, at most 256; the coordinator's launcher starts what is missing."""
     timeout_seconds: _builtins.float
@@ -300,7 +300,7 @@ class ScaleInRequest(_message.Message):
     request_id: _builtins.str
     """Its id, as in ScaleOutRequest."""
     role: _builtins.str
-    """A role that can have any number of replicas: rollout (also when empty), reward or advantage."""
+    """A role that can have any number of replicas, such as reward; empty means rollout."""
     replicas: _builtins.int
     """How many replicas there should be in all, at least 1; the newest go first."""
     drain_seconds: _builtins.float
