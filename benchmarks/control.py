@@ -22,6 +22,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 from benchmarks.reporting import report
 from relaxd import telemetry
+from relaxd.roles import REWARD
 from relaxd.rpc.access import Tokens
 from relaxd.rpc.client import channel
 from relaxd.rpc.security import ServerSecurity
@@ -29,7 +30,7 @@ from relaxd.rpc.server import start_server
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 
 TOKEN = "benchmark"
-STATUS = replica_pb2.ReplicaStatus(replica_id="reward-1", role=replica_pb2.ROLE_REWARD, detail="benchmarking")
+STATUS = replica_pb2.ReplicaStatus(replica_id="reward-1", role=REWARD, detail="benchmarking")
 
 
 class Echo(replica_pb2_grpc.ReplicaServicer):

@@ -31,7 +31,6 @@ from relaxd.local import stack
 from relaxd.local.state import StateFolder
 from relaxd.replica.gpus import visible_gpus
 from relaxd.v1 import coordinator_pb2 as pb
-from relaxd.v1.replica_pb2 import Role
 
 START_SECONDS = 240.0
 """Deadline for services, engines and the first steps."""
@@ -164,7 +163,7 @@ class UtilisationWatch(threading.Thread):
         self._users: dict[str, list[str]] = {}
         for replica in replicas:
             for uuid in replica.leased_gpu_uuids:
-                role = Role.Name(replica.registration.role).removeprefix("ROLE_").lower()
+                role = replica.registration.role
                 self._users.setdefault(uuid, []).append(role)
         self._busy: dict[str, list[float]] = {uuid: [] for uuid in self._users}
 

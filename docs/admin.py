@@ -215,7 +215,7 @@ def write_page(page: Page) -> None:
         "Describe the fields of a request:", f"grpcurl -plaintext {COORDINATOR} describe relaxd.v1.PauseRunRequest"
     )
     page.call("Check health, as load balancers and container probes do:", COORDINATOR, "grpc.health.v1.Health/Check")
-    page.call("List the registered replicas:", COORDINATOR, call("ListReplicas"), {"role": "ROLE_ROLLOUT"})
+    page.call("List the registered replicas:", COORDINATOR, call("ListReplicas"), {"role": "rollout"})
     page.call("Ask any process for its status:", f"127.0.0.1:{PORTS['reward']}", "relaxd.v1.Replica/GetStatus")
 
     page.call("The coordinator's status has its term:", COORDINATOR, "relaxd.v1.Replica/GetStatus", tail="grep detail")
@@ -234,7 +234,7 @@ def write_page(page: Page) -> None:
         "See who holds which GPU (`relaxd status` shows it, too):",
         COORDINATOR,
         call("ListReplicas"),
-        {"role": "ROLE_ROLLOUT"},
+        {"role": "rollout"},
         tail="grep -A2 leased_gpu_uuids",
     )
     nothing = {"replica_id": "rollout-1", "count": 0}
@@ -316,7 +316,7 @@ def write_page(page: Page) -> None:
     page.call("Ask it to join; repeating this with the same id does nothing:", COORDINATOR, call("ScaleOut"), out)
     until(lambda: scale_state("more") == "SCALE_STATE_ACTIVE")
     page.call("Get the state of the request:", COORDINATOR, call("GetScaleRequest"), {"request_id": "more"}, tail=short)
-    fewer = {"request_id": "fewer", "role": "ROLE_ROLLOUT", "replica_ids": ["rollout-2"], "drain_seconds": 5}
+    fewer = {"request_id": "fewer", "role": "rollout", "replica_ids": ["rollout-2"], "drain_seconds": 5}
     page.call("Remove one replica:", COORDINATOR, call("ScaleIn"), fewer, tail=short)
     until(lambda: scale_state("fewer") == "SCALE_STATE_DONE")
     page.call(

@@ -197,7 +197,7 @@ def write_page(page: Page, coordinator: CoordinatorClient) -> None:
         "Get the state of a request; without an id, the newest:", COORDINATOR, call("GetScaleRequest"), tail=short
     )
     page.call("Ask for as many as there are:", COORDINATOR, call("ScaleOut"), {"replicas": 3}, tail=short)
-    wrong = {"role": "ROLE_TRAINER", "replicas": 999}
+    wrong = {"role": "trainer", "replicas": 999}
     page.call("Errors name the fields:", COORDINATOR, call("ScaleOut"), wrong)
 
     less = {"replicas": 2, "drain_seconds": 10}

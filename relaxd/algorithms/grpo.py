@@ -35,7 +35,7 @@ class GRPO:
     @property
     def needs_reference(self) -> bool:
         """True if the KL term is on."""
-        return self.config.kl_coef > 0
+        return self.config.needs_reference
 
     @property
     def needs_entropy(self) -> bool:

@@ -14,9 +14,9 @@ from relaxd.board.errors import (
     RunMissing,
     StepConflict,
 )
-from relaxd.board.schema import COLUMNS, ROUTED_EXPERTS, ColumnSpec, trained_columns
+from relaxd.board.schema import COLUMNS, REF_LOGPROBS, ROUTED_EXPERTS, ColumnSpec, trained_columns
 from relaxd.board.sizes import RedisMemory, SizeProblem, size_problems, worst_bytes
-from relaxd.board.stages import STAGES, Stage, stages_for
+from relaxd.board.stages import STAGES, Stage, roles_for, stages_for
 from relaxd.board.times import GroupTimes, StageTime, microseconds
 from relaxd.board.types import (
     JSON,
@@ -36,6 +36,7 @@ from relaxd.board.worker import Drop, StageWorker
 __all__ = [
     "COLUMNS",
     "JSON",
+    "REF_LOGPROBS",
     "ROUTED_EXPERTS",
     "STAGES",
     "Admission",
@@ -70,6 +71,7 @@ __all__ = [
     "encode_columns",
     "microseconds",
     "passing",
+    "roles_for",
     "size_problems",
     "stages_for",
     "trained_columns",

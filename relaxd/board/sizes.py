@@ -6,7 +6,8 @@ from relaxd.board.gate_reasons import megabytes
 from relaxd.config import RunConfig
 
 TOKEN_BYTES = 32
-"""Upper bound per token: tokens 4, loss_mask 1, rollout_logprobs 4, versions 8, advantages 4, the rest for its text."""
+"""Upper bound per token: tokens 4, loss_mask 1, rollout_logprobs 4, versions 8, advantages 4, ref_logprobs 4, the rest
+for its text."""
 GENERATED_BYTES = 17
 """Bytes per token in the rollout stage's arrays: a lower bound."""
 GROUP_BYTES = 4096

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from relaxd.board import schema
 from relaxd.config import RunConfig
+from relaxd.roles import ROLES
 
 PUBLISH = "publish"
 """Writer of the columns that no stage writes: the coordinator, when it publishes a prompt."""
@@ -28,6 +29,7 @@ STAGES: dict[str, Stage] = {
         ("rollout", ("prompt_tokens",)),
         ("reward", ("prompt", "text", "finish")),
         ("advantage", ("reward", "lengths")),
+        ("reference", ("prompt_tokens", "tokens", "lengths", "loss_mask")),
         (TRAIN, schema.trained_columns()),
     )
 }
@@ -36,11 +38,23 @@ STAGES: dict[str, Stage] = {
 
 def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     """Return the stages of a run."""
-    stages = dict(STAGES)  # every algorithm so far needs the same four
+    stages = dict(STAGES)
+    names: tuple[str, ...] = ("rollout", "reward", "advantage", TRAIN)
+    if config.has_reference_service:
+        reference, train = stages["reference"], stages[TRAIN]
+        stages["reference"] = replace(reference, writes=(schema.REF_LOGPROBS,))
+        stages[TRAIN] = replace(train, needs=(*train.needs, schema.REF_LOGPROBS))
+        names = ("rollout", "reference", "reward", "advantage", TRAIN)
     if config.rollout.return_routed_experts:
         rollout = stages["rollout"]
         stages["rollout"] = replace(rollout, writes=(*rollout.writes, schema.ROUTED_EXPERTS))
-    return tuple(stages[name] for name in ("rollout", "reward", "advantage", TRAIN))
+    return tuple(stages[name] for name in names)
+
+
+def roles_for(config: RunConfig) -> tuple[str, ...]:
+    """Return the names of the roles that a run needs: those of its stages."""
+    stages = {stage.name for stage in stages_for(config)}
+    return tuple(role.name for role in ROLES.values() if role.stage in stages)
 
 
 def producers(stages: Sequence[Stage]) -> dict[str, str]:

@@ -48,14 +48,18 @@ def _check_sizes(config: RunConfig) -> list[Problem]:
             )
         )
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-    if longest > trainer.micro_batch_tokens:
-        problems.append(
-            Problem(
-                "trainer.micro_batch_tokens",
-                f"= {trainer.micro_batch_tokens} is too small for one sample: data.max_prompt_tokens + "
-                f"rollout.max_new_tokens = {longest}",
-            )
+    rows = {
+        "trainer.micro_batch_tokens": trainer.micro_batch_tokens,
+        "roles.reference.micro_batch_tokens": config.roles.reference.micro_batch_tokens or longest,
+    }
+    problems += [
+        Problem(
+            setting,
+            f"= {tokens} is too small for one sample: data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
         )
+        for setting, tokens in rows.items()
+        if longest > tokens
+    ]
     if config.trainer.optimizer.warmup_steps >= config.run.steps and config.trainer.optimizer.warmup_steps:
         problems.append(
             Problem(
@@ -86,12 +90,15 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
                 f"+ data.max_prompt_tokens = {longest}, but the model's context has only {context} tokens",
             )
         )
-    sizes = {
-        "num_attention_heads": ("tensor_parallel", config.trainer.tensor_parallel),
-        "num_key_value_heads": ("tensor_parallel", config.trainer.tensor_parallel),
-        "num_hidden_layers": ("pipeline_parallel", config.trainer.pipeline_parallel),
+    divided = {
+        "num_attention_heads": "tensor_parallel",
+        "num_key_value_heads": "tensor_parallel",
+        "num_hidden_layers": "pipeline_parallel",
     }
-    for key, (setting, ranks) in sizes.items():
-        if isinstance(count := model.get(key), int) and count % ranks:
-            problems.append(Problem(f"trainer.{setting}", f"= {ranks} does not divide the model's {key} = {count}"))
+    for section, sizes in (("trainer", config.trainer), ("roles.reference", config.roles.reference)):
+        for key, setting in divided.items():
+            ranks = getattr(sizes, setting)
+            if isinstance(count := model.get(key), int) and count % ranks:
+                problem = f"= {ranks} does not divide the model's {key} = {count}"
+                problems.append(Problem(f"{section}.{setting}", problem))
     return problems

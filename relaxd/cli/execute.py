@@ -4,8 +4,9 @@ import json
 import os
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from relaxd.board import roles_for
 from relaxd.cli.check import check
 from relaxd.cli.follow import follow
 from relaxd.cli.options import DEFAULT_STATE
@@ -28,6 +30,7 @@ from relaxd.local.state import StateFolder
 from relaxd.models import fetch
 from relaxd.replica.gpus import visible_gpus
 from relaxd.report.report import read_result, save_samples, write_report
+from relaxd.roles import REFERENCE, ROLLOUT
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
 REPORT_SAMPLES = 64
@@ -63,13 +66,15 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     prepare_model(config, say)
     problems = check(config)
     if where.address is None:
-        problems += check_devices(config, _engines(where), len(visible_gpus()))
+        problems += check_devices(config, _replicas(where, config), len(visible_gpus()))
     if problems:
         raise ConfigError(problems)
-    config = _with_shared_cores(_with_absolute_paths(config), _engines(where))
+    replicas = _replicas(where, config)
+    config = _with_shared_cores(_with_absolute_paths(config), replicas)
     if where.address is not None:
         with CoordinatorClient(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
+    where = replace(where, replicas=replicas)
     return _on_own_services(_starting(config, run_id), run_id, config.run.folder / run_id, where, console)
 
 
@@ -89,6 +94,8 @@ def execute_again(run_id: str, run_folder: Path, where: Where, console: Console)
             raise CliError(f"run {run_id} has ended ({known[run_id].reason})", "relaxd run starts a new one")
         return coordinator.resume_run(run_id) if known[run_id].state == RUN_STATE_PAUSED else known[run_id]
 
+    config = RunConfig.model_validate_json((run_folder / "config.json").read_bytes())
+    where = replace(where, replicas=_replicas(where, config))
     return _on_own_services(begin, run_id, run_folder, where, console)
 
 
@@ -265,20 +272,26 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     )
 
 
-def _engines(where: Where) -> int:
-    """Return the number of engines on this machine, now or once the services are started."""
-    state = where.folder.read()
-    here = [service for service in state.services if service.role == "rollout"] if state else []
-    return len(here) or where.replicas.get("rollout", 1)
+def _replicas(where: Where, config: RunConfig) -> dict[str, int]:
+    """Return the replicas of each role on this machine, now or once the services are started for a run."""
+    if state := where.folder.read():
+        return Counter(service.role for service in state.services)
+    return {**where.replicas, **{role: max(1, where.replicas.get(role, 1)) for role in roles_for(config)}}
 
 
-def _with_shared_cores(config: RunConfig, engines: int) -> RunConfig:
-    """Divide this machine's cores among the trainer's ranks and the engines, which work at the same time."""
-    ranks = config.trainer.ranks
-    threads = max(1, len(os.sched_getaffinity(0)) // (ranks + engines))
+def _with_shared_cores(config: RunConfig, replicas: Mapping[str, int]) -> RunConfig:
+    """Divide this machine's cores among the trainer's ranks, the engines and the ranks of reference replicas.
+
+    They work at the same time.
+    """
+    reference = config.roles.reference
+    ranks = config.trainer.ranks + max(1, replicas.get(ROLLOUT, 0)) + replicas.get(REFERENCE, 0) * reference.ranks
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     trainer = config.trainer.model_copy(update={"threads": config.trainer.threads or threads})
     rollout = config.rollout.model_copy(update={"threads": config.rollout.threads or threads})
-    return config.model_copy(update={"trainer": trainer, "rollout": rollout})
+    reference = reference.model_copy(update={"threads": reference.threads or threads})
+    roles = config.roles.model_copy(update={"reference": reference})
+    return config.model_copy(update={"trainer": trainer, "rollout": rollout, "roles": roles})
 
 
 def _sayer(console: Console) -> Callable[[str], None]:

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -18,15 +19,13 @@ from relaxd.cli.execute import Where, execute
 from relaxd.cli.models import model_app
 from relaxd.cli.options import (
     DEFAULT_STATE,
-    AdvantageOption,
     CoordinatorOption,
     KeepUpOption,
-    RewardOption,
-    RolloutOption,
     RunIdOption,
     StateOption,
     WordsArgument,
     new_console,
+    with_replica_options,
 )
 from relaxd.cli.report_command import report
 from relaxd.cli.scale import scale_to, wait_for
@@ -41,7 +40,7 @@ from relaxd.local.state import StateFolder
 
 HELP = """
 relaxd post-trains language models by reinforcement learning, asynchronously, as five gRPC services:
-coordinator, rollout, reward, advantage and trainer.
+coordinator, rollout, reward, advantage and trainer. (A KL term may have a sixth: reference.)
 
 Start here:
 
@@ -134,13 +133,12 @@ def demo(
 
 
 @app.command(context_settings=PASS_ON)
+@with_replica_options
 def run(
+    replicas: Mapping[str, int],
     words: WordsArgument,
     run_id: RunIdOption = "",
     keep_up: KeepUpOption = False,
-    rollout: RolloutOption = 1,
-    reward: RewardOption = 1,
-    advantage: AdvantageOption = 1,
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
@@ -149,7 +147,6 @@ def run(
     folder = StateFolder(state)
     stack_state = folder.read() or (compose.use(folder) if coordinator is None else None)
     address = coordinator or (stack_state.coordinator if stack_state else None)
-    replicas = {"rollout": rollout, "reward": reward, "advantage": advantage}
     where = Where(
         folder,
         address=address,
@@ -161,13 +158,12 @@ def run(
 
 
 @app.command()
+@with_replica_options
 def up(
+    replicas: Mapping[str, int],
     port: Annotated[int, typer.Option(min=0, max=65535, help="The coordinator's port; 0 picks a free one.")] = (
         stack.COORDINATOR_PORT
     ),
-    rollout: RolloutOption = 1,
-    reward: RewardOption = 1,
-    advantage: AdvantageOption = 1,
     grace_seconds: Annotated[
         float, typer.Option(min=0, help="Seconds that services may drain when they are stopped.")
     ] = 20.0,
@@ -182,7 +178,6 @@ def up(
         raise CliError(
             f"services are already up (in {folder.path})", "relaxd status shows them, relaxd down stops them"
         )
-    replicas = {"rollout": rollout, "reward": reward, "advantage": advantage}
     if as_containers:
         containers = compose.up(folder, port, replicas, grace_seconds, lambda text: console.print(text, style="dim"))
         console.print(f"up: the coordinator is at {containers.coordinator}, `docker compose logs` has the logs")

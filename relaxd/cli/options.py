@@ -1,11 +1,16 @@
 """Options and arguments shared by commands."""
 
+import functools
+import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+from relaxd.roles import ROLES, SCALABLE_ROLES
 
 StateOption = Annotated[
     Path, typer.Option("--state", envvar="RELAXD_STATE", help="Folder of the services' state, logs and data.")
@@ -29,9 +34,6 @@ ActiveRunArgument = Annotated[
 RunNameArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's id.", show_default=False)]
 FolderOption = Annotated[Path | None, typer.Option("--folder", help="The run's folder; default: runs/RUN.")]
 ReasonOption = Annotated[str, typer.Option("--reason", help="Reason, shown with the run.")]
-RolloutOption = Annotated[int, typer.Option("--rollout", min=1, help="Rollout replicas to start.")]
-RewardOption = Annotated[int, typer.Option("--reward", min=1, help="Reward replicas to start.")]
-AdvantageOption = Annotated[int, typer.Option("--advantage", min=1, help="Advantage replicas to start.")]
 WordsArgument = Annotated[
     list[str],
     typer.Argument(
@@ -45,3 +47,23 @@ def new_console() -> Console:
     """Make a console with colours on a terminal."""
     # A live display would flood CI logs with control characters; a model's text may look like markup.
     return Console(force_terminal=False if os.environ.get("CI") else None, highlight=False, markup=False)
+
+
+def with_replica_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's parameter `replicas`, numbers by role, with an option for each scalable role."""
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> None:
+        command(replicas={role: given.pop(role) for role in SCALABLE_ROLES}, **given)
+
+    parameters = dict(inspect.signature(command).parameters)
+    del parameters["replicas"]
+    for role in SCALABLE_ROLES:
+        least = ROLES[role].replicas
+        option = typer.Option(f"--{role}", min=least, help=f"{role.capitalize()} replicas to start.")
+        parameters[role] = inspect.Parameter(
+            role, inspect.Parameter.KEYWORD_ONLY, default=least, annotation=Annotated[int, option]
+        )
+    with_options.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    with_options.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+    return with_options

@@ -1,6 +1,7 @@
 """Commands on an existing run: watch, pause, resume, checkpoint, stop, delete, samples."""
 
 import json
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -11,16 +12,14 @@ from relaxd.cli.follow import follow
 from relaxd.cli.options import (
     DEFAULT_STATE,
     ActiveRunArgument,
-    AdvantageOption,
     CoordinatorOption,
     FolderOption,
     ReasonOption,
-    RewardOption,
-    RolloutOption,
     RunArgument,
     RunNameArgument,
     StateOption,
     new_console,
+    with_replica_options,
 )
 from relaxd.cli.view import samples_table
 from relaxd.client.coordinator import CoordinatorClient, state_name
@@ -51,12 +50,11 @@ def pause(
         print(_state_line(client.pause_run(run_id, reason)))
 
 
+@with_replica_options
 def resume(
+    replicas: Mapping[str, int],
     run_id: ActiveRunArgument = "",
     folder: FolderOption = None,
-    rollout: RolloutOption = 1,
-    reward: RewardOption = 1,
-    advantage: AdvantageOption = 1,
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
@@ -65,7 +63,6 @@ def resume(
     if coordinator is None and not state_folder.is_up():
         if not run_id:
             raise CliError("no services are up here", "relaxd resume RUN starts them again for a run")
-        replicas = {"rollout": rollout, "reward": reward, "advantage": advantage}
         where = Where(state_folder, replicas=replicas)
         execute_again(run_id, recovery.run_folder(run_id, folder), where, new_console())
         return

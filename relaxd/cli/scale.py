@@ -10,9 +10,9 @@ from rich.text import Text
 
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
-from relaxd.local.modules import SCALABLE_ROLES
+from relaxd.roles import SCALABLE_ROLES
 from relaxd.v1 import scaling_pb2 as pb
-from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING, Role
+from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING
 
 GOOD = (pb.SCALE_STATE_ACTIVE, pb.SCALE_STATE_DONE)
 ENDED = (*GOOD, pb.SCALE_STATE_PARTIAL, pb.SCALE_STATE_FAILED, pb.SCALE_STATE_CANCELLED)
@@ -29,13 +29,13 @@ def scale_to(
     coordinator: CoordinatorClient, target: str, *, drain_seconds: float, timeout_seconds: float
 ) -> pb.ScaleRequest:
     """Request a number of replicas, such as "rollout=3". Raises CliError."""
-    name, _, number = target.partition("=")
-    if name not in SCALABLE_ROLES or not number.isdigit() or int(number) < 1:
+    role, _, number = target.partition("=")
+    if role not in SCALABLE_ROLES or not number.isdigit() or int(number) < 1:
         raise CliError(
             f"{target!r} is not ROLE=COUNT: ROLE is one of {', '.join(SCALABLE_ROLES)}, COUNT at least 1",
             "relaxd scale rollout=3",
         )
-    role, wanted = Role.Value(f"ROLE_{name.upper()}"), int(number)
+    wanted = int(number)
     current = sum(
         replica.registration.role == role and replica.status.state != REPLICA_STATE_DRAINING
         for replica in coordinator.replicas()
@@ -71,13 +71,12 @@ def state_name(state: "pb.ScaleState.ValueType") -> str:
 
 def request_line(request: pb.ScaleRequest) -> Text:
     """Format a request as one line."""
-    role = Role.Name(request.role).removeprefix("ROLE_").lower()
     way = "out" if request.direction == pb.SCALE_DIRECTION_OUT else "in"
     target = f" to {request.replicas}" if request.replicas else ""
     counts = Counter(replica.state for replica in request.scaled)
     replicas = ", ".join(f"{count} {state_name(state)}" for state, count in counts.items())
     return Text.assemble(
-        f"scale request {request.request_id}: {role} {way}{target}: ",
+        f"scale request {request.request_id}: {request.role} {way}{target}: ",
         (state_name(request.state), STYLES.get(request.state, "cyan")),
         f" ({replicas})" if replicas else "",
         f" {request.reason}" if request.reason else "",

@@ -8,14 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 from relaxd.cli.scale import ENDED, request_line, scaled_table
-from relaxd.cli.view import role_name
 from relaxd.client.coordinator import CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.local.compose import Container
 from relaxd.local.state import StackState
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HealthState
-from relaxd.v1.replica_pb2 import ReplicaState, Role
+from relaxd.v1.replica_pb2 import ReplicaState
 
 SHOWN_RUNS = 20
 
@@ -92,7 +91,7 @@ def _replicas(replicas: list[pb.RegisteredReplica]) -> Table:
         status, registration = replica.status, replica.registration
         table.add_row(
             registration.replica_id,
-            Role.Name(registration.role).removeprefix("ROLE_").lower(),
+            registration.role,
             ReplicaState.Name(status.state).removeprefix("REPLICA_STATE_").lower(),
             status.run_id,
             str(status.held_groups),
@@ -132,7 +131,7 @@ def _health(run: pb.Run) -> Table:
         state = HealthState.Name(one.state).removeprefix("HEALTH_STATE_").lower()
         replica = one.instance if one.instance in ("", one.replica_id) else f"{one.instance} ({one.replica_id})"
         count = f"{one.restarts} rebuilds" if not one.instance and one.restarts else str(one.restarts or "")
-        table.add_row(role_name(one.role), replica, Text(state, styles.get(state, "yellow")), count, one.reason)
+        table.add_row(one.role, replica, Text(state, styles.get(state, "yellow")), count, one.reason)
     return table
 
 

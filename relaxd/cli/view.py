@@ -12,7 +12,6 @@ from rich.text import Text
 from relaxd.client.coordinator import state_name
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, RunEvent
-from relaxd.v1.replica_pb2 import Role
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_STEPS = 8
@@ -72,12 +71,7 @@ def evaluation_line(metrics: dict[str, float], when: str) -> str:
 
 def event_line(event: RunEvent) -> str:
     """Format a health event as one line."""
-    return f"health of {event.instance or role_name(event.role)}: {event.text}"
-
-
-def role_name(role: "Role.ValueType") -> str:
-    """Return a role's name, such as "rollout"."""
-    return Role.Name(role).removeprefix("ROLE_").lower()
+    return f"health of {event.instance or event.role}: {event.text}"
 
 
 def render(view: RunView) -> RenderableType:

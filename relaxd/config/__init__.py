@@ -4,6 +4,7 @@ from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
+from relaxd.config.roles import ReferenceConfig, RolesConfig
 from relaxd.config.run import (
     BoardConfig,
     DataConfig,
@@ -30,7 +31,9 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ReasoningGymConfig",
+    "ReferenceConfig",
     "RewardConfig",
+    "RolesConfig",
     "RolloutConfig",
     "RunConfig",
     "RunSection",

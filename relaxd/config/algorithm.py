@@ -46,6 +46,11 @@ class GRPOConfig(Section):
     constant_length: int = Field(default=1024, ge=1)
     """Divisor of loss_aggregation = "constant_length", in tokens."""
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss has a KL term."""
+        return self.kl_coef > 0
+
     @model_validator(mode="after")
     def _limits_in_order(self) -> Self:
         if self.icepop_low >= self.icepop_high:

@@ -11,6 +11,7 @@ from relaxd.config.base import Section
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
+from relaxd.config.roles import RolesConfig
 
 
 class RunSection(Section):
@@ -343,12 +344,28 @@ class RunConfig(Section):
     """The sample board."""
     weights: WeightsConfig = WeightsConfig()
     """Weight synchronisation."""
+    roles: RolesConfig = RolesConfig()
+    """Roles that only some runs need."""
     health: HealthConfig = HealthConfig()
     """Detection and recovery of dead or stuck replicas."""
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Traces and samples."""
+
+    @property
+    def has_reference_service(self) -> bool:
+        """Whether reference replicas write the column ref_logprobs."""
+        return self.roles.reference.placement == "service" and self.algorithm.needs_reference
+
+    @model_validator(mode="after")
+    def _reference_is_needed(self) -> Self:
+        if self.roles.reference.placement == "service" and not self.algorithm.needs_reference:
+            raise ValueError(
+                'roles.reference.placement is "service", but algorithm.kl_coef is 0, which needs no reference: set '
+                'kl_coef > 0, or placement = "trainer"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _can_take_turns(self) -> Self:

@@ -14,6 +14,7 @@ from relaxd.client.errors import CliError
 from relaxd.local.ports import LOOPBACK, free_port, is_free
 from relaxd.local.redis_address import write_private
 from relaxd.local.state import StateFolder
+from relaxd.roles import ROLES
 
 BUILD_SECONDS = 3600.0
 UP_SECONDS = 300
@@ -83,6 +84,8 @@ def up(
         "SECRETS": str(_make_secrets(folder)),
         "GRACE_SECONDS": f"{grace_seconds:g}",
         **{f"{role.upper()}_REPLICAS": str(count) for role, count in replicas.items()},
+        # Roles that only some runs need are in profiles of their names.
+        "COMPOSE_PROFILES": ",".join(role for role, count in replicas.items() if count and not ROLES[role].replicas),
     }
     state = ComposeState(folder=compose_folder(), coordinator=f"{LOOPBACK}:{port}", settings=settings)
     say("building the images that changed")

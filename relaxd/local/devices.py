@@ -1,15 +1,20 @@
 """Check that this machine has the GPUs that a run needs."""
 
+from collections.abc import Mapping
+
+from relaxd.board import roles_for
 from relaxd.config import RunConfig
 from relaxd.config.load import Problem
+from relaxd.roles import ROLES, ROLLOUT
 
 
-def check_devices(config: RunConfig, engines: int, visible: int) -> list[Problem]:
-    """Return the problems of a run with `engines` engines on a machine with `visible` GPUs.
+def check_devices(config: RunConfig, replicas: Mapping[str, int], visible: int) -> list[Problem]:
+    """Return the problems of a run with these replicas, by role, on a machine with `visible` GPUs.
 
-    Without GPUs, trainer and engines use the CPU. With GPUs, each of their ranks takes one; in a colocated run, a rank
-    of the trainer and one of an engine share it.
+    Without GPUs, all roles use the CPU. With GPUs, each rank of a role takes one; in a colocated run, a rank of the
+    trainer and one of an engine share it.
     """
+    engines = replicas.get(ROLLOUT, 1)
     transport = config.weights.transport
     if not visible:
         if transport != "gloo":
@@ -17,22 +22,25 @@ def check_devices(config: RunConfig, engines: int, visible: int) -> list[Problem
                 Problem("weights.transport", f'= "{transport}" needs GPUs, and this machine shows none: use "gloo"')
             ]
         return []
-    on_gpus = engines * config.rollout.tensor_parallel if config.rollout.engine == "sglang" else 0
+    on_gpus = engines * ROLES[ROLLOUT].gpus(config)
+    roles = [ROLES[name] for name in roles_for(config)]
+    own = {role.name: replicas.get(role.name, 1) * role.gpus(config) for role in roles if not role.takes_turns}
     if config.run.colocate:
-        return _check_shared(config, engines, on_gpus, visible)
-    needed = config.trainer.ranks + on_gpus
+        return _check_shared(config, engines, on_gpus, visible, sum(own.values()))
+    needed = config.trainer.ranks + on_gpus + sum(own.values())
     if needed <= visible:
         return []
-    engine_words = f" and {engines} x rollout.tensor_parallel = {on_gpus} of the engines" if on_gpus else ""
+    words = f" and {engines} x rollout.tensor_parallel = {on_gpus} of the engines" if on_gpus else ""
+    words += "".join(f" and {count} of {role} replicas" for role, count in own.items() if count)
     return [
         Problem(
             "trainer.ranks",
-            f"= {config.trainer.ranks}{engine_words} need {needed} GPUs; this machine shows {visible}",
+            f"= {config.trainer.ranks}{words} need {needed} GPUs; this machine shows {visible}",
         )
     ]
 
 
-def _check_shared(config: RunConfig, engines: int, on_gpus: int, visible: int) -> list[Problem]:
+def _check_shared(config: RunConfig, engines: int, on_gpus: int, visible: int, own: int) -> list[Problem]:
     ranks = config.trainer.ranks
     if config.weights.transport != "cuda_ipc" or config.rollout.engine != "sglang":
         return [
@@ -50,6 +58,7 @@ def _check_shared(config: RunConfig, engines: int, on_gpus: int, visible: int) -
                 "run.colocate each GPU has a rank and an engine",
             )
         ]
-    if ranks > visible:
-        return [Problem("trainer.ranks", f"= {ranks} needs {ranks} GPUs; this machine shows {visible}")]
+    if ranks + own > visible:
+        beside = f", and {own} beside them for roles that don't take turns" if own else ""
+        return [Problem("trainer.ranks", f"= {ranks} needs {ranks} GPUs{beside}; this machine shows {visible}")]
     return []

@@ -14,12 +14,11 @@ from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local import embedded_redis
 from relaxd.local.environment import python_path
-from relaxd.local.modules import REPLICA_ROLES, SCALABLE_ROLES, SERVICES
 from relaxd.local.ports import LOOPBACK, free_port, is_free
 from relaxd.local.redis_address import without_password, write_private
 from relaxd.local.state import StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
-from relaxd.v1.replica_pb2 import Role
+from relaxd.roles import COORDINATOR, REPLICA_ROLES, ROLES
 
 COORDINATOR_PORT = 50050
 ENDING_SECONDS = 60.0
@@ -37,9 +36,10 @@ def make_plan(
     stop_with_parent: bool = False,
     grace_seconds: float = 20.0,
 ) -> StackPlan:
-    """Plan Redis (unless REDIS_URL names one), the coordinator and `replicas` of each other role, by default one.
+    """Plan Redis (unless REDIS_URL names one), the coordinator and the replicas of each role.
 
-    `port` is the coordinator's; 0 picks a free one. Raises CliError: the port is taken, or there is no Redis.
+    `replicas` are the numbers of replicas that differ from `Role.replicas`. `port` is the coordinator's; 0 picks a free
+    one. Raises CliError: the port is taken, or there is no Redis.
     """
     if port and not is_free(port):
         raise CliError(
@@ -78,16 +78,19 @@ def make_plan(
             environment={**common, "RELAXD_PORT": launcher.rpartition(":")[2]},
         )
     )
-    for role, module in SERVICES.items():
-        count = 1 if role == "coordinator" else (replicas or {}).get(role, 1)
+    templates = {}
+    for role in ROLES.values():
+        count = (replicas or {}).get(role.name, role.replicas)
         environment = {**common, "RELAXD_PORT": "0"}
-        if role == "coordinator":
+        if role.name == COORDINATOR:
             environment |= {"RELAXD_PORT": coordinator.rpartition(":")[2], "RELAXD_LAUNCHER": launcher}
-        command = [sys.executable, "-m", module]
-        for number in range(1, count + 1):
-            name = role if count == 1 else f"{role}-{number}"
-            services.append(ServiceSpec(name=name, role=role, command=command, environment=environment))
-    templates = {spec.role: spec for spec in services if spec.role in SCALABLE_ROLES}
+        spec = ServiceSpec(
+            name=role.name, role=role.name, command=[sys.executable, "-m", role.module], environment=environment
+        )
+        names = [role.name] if count == 1 else [f"{role.name}-{number}" for number in range(1, count + 1)]
+        services += [spec.model_copy(update={"name": name, "environment": dict(environment)}) for name in names]
+        if role.scalable:
+            templates[role.name] = spec
     return StackPlan(
         state_folder=folder.path,
         coordinator=coordinator,
@@ -161,7 +164,7 @@ def _registered(coordinator: CoordinatorClient) -> Counter[str]:
         replicas = coordinator.replicas()
     except CliError:
         return Counter()
-    return Counter(Role.Name(replica.registration.role).removeprefix("ROLE_").lower() for replica in replicas)
+    return Counter(replica.registration.role for replica in replicas)
 
 
 def raise_if_failed(folder: StateFolder, state: StackState | None, roles: Collection[str] | None = None) -> None:

@@ -22,7 +22,7 @@ class ServiceState(BaseModel):
     name: str
     """Name, such as rollout-2."""
     role: str
-    """coordinator, trainer, rollout, reward, advantage, launcher or redis."""
+    """A role of relaxd.roles, "launcher" or "redis"."""
     phase: Phase = "starting"
     pid: int | None = None
     restarts: int = 0

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from relaxd import __version__
+from relaxd.roles import ROLES
 from relaxd.rpc.access import Tokens
 from relaxd.rpc.container_id import container_id
 from relaxd.rpc.credentials import REDIS_FILES, read_tls, read_token, read_tokens, with_certificates, with_password
@@ -29,7 +30,7 @@ class ServiceSettings:
     """Settings of one service process. Its run comes from the coordinator."""
 
     role: str
-    """coordinator, trainer, rollout, reward, advantage or launcher."""
+    """A role of relaxd.roles, or "launcher"."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 0
@@ -230,7 +231,7 @@ def parse_settings(
     """Read the settings of a service from the command line, then the environment, then the defaults.
 
     Args:
-        role: coordinator, trainer, rollout, reward, advantage or launcher.
+        role: a role of relaxd.roles, or "launcher".
         arguments: default sys.argv[1:].
         environment: default os.environ.
 
@@ -238,7 +239,7 @@ def parse_settings(
     """
     environment = os.environ if environment is None else environment
     parser = argparse.ArgumentParser(
-        prog=f"python -m services.{role}",
+        prog=f"python -m {ROLES[role].module if role in ROLES else f'services.{role}'}",
         description=f"The {role} service of relaxd {__version__}.",
         epilog="Traces and metrics are exported when OTEL_EXPORTER_OTLP_ENDPOINT is set; RELAXD_LOG_FORMAT=json writes "
         "logs as JSON; RELAXD_TOKEN may hold the token itself.",

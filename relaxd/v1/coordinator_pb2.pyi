@@ -1007,7 +1007,7 @@ class Registration(_message.Message):
     INSTANCE_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Unique name, chosen by the replica, such as rollout-3f9a."""
-    role: _replica_pb2.Role.ValueType
+    role: _builtins.str
     """Its role."""
     address: _builtins.str
     """Address (host:port) at which the coordinator and its peers reach it."""
@@ -1031,7 +1031,7 @@ class Registration(_message.Message):
         self,
         *,
         replica_id: _builtins.str = ...,
-        role: _replica_pb2.Role.ValueType = ...,
+        role: _builtins.str = ...,
         address: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
         package_version: _builtins.str = ...,
@@ -1227,8 +1227,8 @@ class ListReplicasRequest(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    role: _replica_pb2.Role.ValueType
-    """Only this role; unspecified means all."""
+    role: _builtins.str
+    """Only this role; empty means all."""
     page_size: _builtins.int
     """Most replicas of the page: at most 1000; 0 means 100. A page may have fewer, so that it stays small."""
     page_token: _builtins.str
@@ -1236,7 +1236,7 @@ class ListReplicasRequest(_message.Message):
     def __init__(
         self,
         *,
-        role: _replica_pb2.Role.ValueType = ...,
+        role: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
     ) -> None: ...

@@ -23,20 +23,19 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
-from relaxd.v1 import replica_pb2 as relaxd_dot_v1_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/health.proto\x12\trelaxd.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17relaxd/v1/replica.proto\"\x96\x01\n\x06Health\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.relaxd.v1.Role\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x12\n\nreplica_id\x18\x03 \x01(\t\x12%\n\x05state\x18\x04 \x01(\x0e\x32\x16.relaxd.v1.HealthState\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x10\n\x08restarts\x18\x06 \x01(\x05\"\xb1\x01\n\x08RunEvent\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.relaxd.v1.Role\x12\x10\n\x08instance\x18\x04 \x01(\t\x12%\n\x05state\x18\x05 \x01(\x0e\x32\x16.relaxd.v1.HealthState\x12\x0c\n\x04text\x18\x06 \x01(\t*\xb2\x01\n\x0bHealthState\x12\x1c\n\x18HEALTH_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14HEALTH_STATE_HEALTHY\x10\x01\x12\x18\n\x14HEALTH_STATE_SUSPECT\x10\x02\x12\x1b\n\x17HEALTH_STATE_RESTARTING\x10\x03\x12\x1b\n\x17HEALTH_STATE_REBUILDING\x10\x04\x12\x17\n\x13HEALTH_STATE_FAILED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16relaxd/v1/health.proto\x12\trelaxd.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x85\x01\n\x06Health\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x12\n\nreplica_id\x18\x03 \x01(\t\x12%\n\x05state\x18\x04 \x01(\x0e\x32\x16.relaxd.v1.HealthState\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x10\n\x08restarts\x18\x06 \x01(\x05\"\xa0\x01\n\x08RunEvent\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x10\n\x08instance\x18\x04 \x01(\t\x12%\n\x05state\x18\x05 \x01(\x0e\x32\x16.relaxd.v1.HealthState\x12\x0c\n\x04text\x18\x06 \x01(\t*\xb2\x01\n\x0bHealthState\x12\x1c\n\x18HEALTH_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14HEALTH_STATE_HEALTHY\x10\x01\x12\x18\n\x14HEALTH_STATE_SUSPECT\x10\x02\x12\x1b\n\x17HEALTH_STATE_RESTARTING\x10\x03\x12\x1b\n\x17HEALTH_STATE_REBUILDING\x10\x04\x12\x17\n\x13HEALTH_STATE_FAILED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.health_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HEALTHSTATE']._serialized_start=429
-  _globals['_HEALTHSTATE']._serialized_end=607
-  _globals['_HEALTH']._serialized_start=96
-  _globals['_HEALTH']._serialized_end=246
-  _globals['_RUNEVENT']._serialized_start=249
-  _globals['_RUNEVENT']._serialized_end=426
+  _globals['_HEALTHSTATE']._serialized_start=370
+  _globals['_HEALTHSTATE']._serialized_end=548
+  _globals['_HEALTH']._serialized_start=71
+  _globals['_HEALTH']._serialized_end=204
+  _globals['_RUNEVENT']._serialized_start=207
+  _globals['_RUNEVENT']._serialized_end=367
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,6 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from relaxd.v1 import replica_pb2 as _replica_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -67,7 +66,7 @@ class Health(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
-    role: _replica_pb2.Role.ValueType
+    role: _builtins.str
     """The role."""
     instance: _builtins.str
     """The replica's instance, else its id; empty for the role as a whole."""
@@ -82,7 +81,7 @@ class Health(_message.Message):
     def __init__(
         self,
         *,
-        role: _replica_pb2.Role.ValueType = ...,
+        role: _builtins.str = ...,
         instance: _builtins.str = ...,
         replica_id: _builtins.str = ...,
         state: Global___HealthState.ValueType = ...,
@@ -111,7 +110,7 @@ class RunEvent(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Counts a run's events, from 1."""
-    role: _replica_pb2.Role.ValueType
+    role: _builtins.str
     """The role."""
     instance: _builtins.str
     """The replica's instance, else its id; empty for the role as a whole."""
@@ -128,7 +127,7 @@ class RunEvent(_message.Message):
         *,
         number: _builtins.int = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
-        role: _replica_pb2.Role.ValueType = ...,
+        role: _builtins.str = ...,
         instance: _builtins.str = ...,
         state: Global___HealthState.ValueType = ...,
         text: _builtins.str = ...,

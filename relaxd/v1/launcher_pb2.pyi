@@ -93,7 +93,7 @@ class LaunchRequest(_message.Message):
     launch_id: _builtins.str
     """Name for it: 1 to 100 letters, digits, dots, dashes and underscores."""
     role: _builtins.str
-    """Its role: rollout, reward or advantage."""
+    """Its role, such as rollout."""
     @_builtins.property
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The GPUs that it shall see; empty: those that its role sees in this deployment."""

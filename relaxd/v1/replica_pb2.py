@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from relaxd.v1 import access_pb2 as relaxd_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/replica.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\".\n\rWeightVersion\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\x12\n\x10GetStatusRequest\"\xc3\x03\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.relaxd.v1.Role\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.relaxd.v1.ReplicaState\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0bheld_groups\x18\x06 \x01(\x03\x12\x13\n\x0b\x64one_groups\x18\x07 \x01(\x03\x12)\n\x07weights\x18\x08 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x16\n\x0euptime_seconds\x18\t \x01(\x01\x12\x17\n\x0fpackage_version\x18\n \x01(\t\x12\x18\n\x10protocol_version\x18\x0b \x01(\x05\x12\x34\n\x06gauges\x18\x0c \x03(\x0b\x32$.relaxd.v1.ReplicaStatus.GaugesEntry\x12\x11\n\tgpu_uuids\x18\r \x03(\t\x12\x10\n\x08progress\x18\x0e \x01(\x03\x12\r\n\x05\x61wake\x18\x0f \x01(\x08\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"=\n\x11GetStatusResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.relaxd.v1.ReplicaStatus\"\x0e\n\x0c\x44rainRequest\"$\n\rDrainResponse\x12\x13\n\x0bheld_groups\x18\x01 \x01(\x03\" \n\x0bJoinRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\"A\n\x0cJoinResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.relaxd.v1.Role\"!\n\x0cLeaveRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\"\x0f\n\rLeaveResponse\"4\n\x0eRestartRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x11\n\x0fRestartResponse*{\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10ROLE_COORDINATOR\x10\x01\x12\x10\n\x0cROLE_ROLLOUT\x10\x02\x12\x0f\n\x0bROLE_REWARD\x10\x03\x12\x12\n\x0eROLE_ADVANTAGE\x10\x04\x12\x10\n\x0cROLE_TRAINER\x10\x05*\xcf\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLICA_STATE_IDLE\x10\x01\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x02\x12\x17\n\x13REPLICA_STATE_READY\x10\x03\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x04\x12\x1d\n\x19REPLICA_STATE_QUARANTINED\x10\x05\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x06\x32\xe5\x02\n\x07Replica\x12O\n\tGetStatus\x12\x1b.relaxd.v1.GetStatusRequest\x1a\x1c.relaxd.v1.GetStatusResponse\"\x07\x90\x02\x01\x88\x80\x19\x01\x12@\n\x05\x44rain\x12\x17.relaxd.v1.DrainRequest\x1a\x18.relaxd.v1.DrainResponse\"\x04\x88\x80\x19\x02\x12=\n\x04Join\x12\x16.relaxd.v1.JoinRequest\x1a\x17.relaxd.v1.JoinResponse\"\x04\x88\x80\x19\x02\x12@\n\x05Leave\x12\x17.relaxd.v1.LeaveRequest\x1a\x18.relaxd.v1.LeaveResponse\"\x04\x88\x80\x19\x02\x12\x46\n\x07Restart\x12\x19.relaxd.v1.RestartRequest\x1a\x1a.relaxd.v1.RestartResponse\"\x04\x88\x80\x19\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/replica.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\".\n\rWeightVersion\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\x12\n\x10GetStatusRequest\"\xb2\x03\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.relaxd.v1.ReplicaState\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x13\n\x0bheld_groups\x18\x06 \x01(\x03\x12\x13\n\x0b\x64one_groups\x18\x07 \x01(\x03\x12)\n\x07weights\x18\x08 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x16\n\x0euptime_seconds\x18\t \x01(\x01\x12\x17\n\x0fpackage_version\x18\n \x01(\t\x12\x18\n\x10protocol_version\x18\x0b \x01(\x05\x12\x34\n\x06gauges\x18\x0c \x03(\x0b\x32$.relaxd.v1.ReplicaStatus.GaugesEntry\x12\x11\n\tgpu_uuids\x18\r \x03(\t\x12\x10\n\x08progress\x18\x0e \x01(\x03\x12\r\n\x05\x61wake\x18\x0f \x01(\x08\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"=\n\x11GetStatusResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.relaxd.v1.ReplicaStatus\"\x0e\n\x0c\x44rainRequest\"$\n\rDrainResponse\x12\x13\n\x0bheld_groups\x18\x01 \x01(\x03\" \n\x0bJoinRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\"0\n\x0cJoinResponse\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"!\n\x0cLeaveRequest\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\"\x0f\n\rLeaveResponse\"4\n\x0eRestartRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x11\n\x0fRestartResponse*\xcf\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLICA_STATE_IDLE\x10\x01\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x02\x12\x17\n\x13REPLICA_STATE_READY\x10\x03\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x04\x12\x1d\n\x19REPLICA_STATE_QUARANTINED\x10\x05\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x06\x32\xe5\x02\n\x07Replica\x12O\n\tGetStatus\x12\x1b.relaxd.v1.GetStatusRequest\x1a\x1c.relaxd.v1.GetStatusResponse\"\x07\x90\x02\x01\x88\x80\x19\x01\x12@\n\x05\x44rain\x12\x17.relaxd.v1.DrainRequest\x1a\x18.relaxd.v1.DrainResponse\"\x04\x88\x80\x19\x02\x12=\n\x04Join\x12\x16.relaxd.v1.JoinRequest\x1a\x17.relaxd.v1.JoinResponse\"\x04\x88\x80\x19\x02\x12@\n\x05Leave\x12\x17.relaxd.v1.LeaveRequest\x1a\x18.relaxd.v1.LeaveResponse\"\x04\x88\x80\x19\x02\x12\x46\n\x07Restart\x12\x19.relaxd.v1.RestartRequest\x1a\x1a.relaxd.v1.RestartResponse\"\x04\x88\x80\x19\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,36 +44,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLICA'].methods_by_name['Leave']._serialized_options = b'\210\200\031\002'
   _globals['_REPLICA'].methods_by_name['Restart']._loaded_options = None
   _globals['_REPLICA'].methods_by_name['Restart']._serialized_options = b'\210\200\031\002'
-  _globals['_ROLE']._serialized_start=927
-  _globals['_ROLE']._serialized_end=1050
-  _globals['_REPLICASTATE']._serialized_start=1053
-  _globals['_REPLICASTATE']._serialized_end=1260
+  _globals['_REPLICASTATE']._serialized_start=894
+  _globals['_REPLICASTATE']._serialized_end=1101
   _globals['_WEIGHTVERSION']._serialized_start=62
   _globals['_WEIGHTVERSION']._serialized_end=108
   _globals['_GETSTATUSREQUEST']._serialized_start=110
   _globals['_GETSTATUSREQUEST']._serialized_end=128
   _globals['_REPLICASTATUS']._serialized_start=131
-  _globals['_REPLICASTATUS']._serialized_end=582
-  _globals['_REPLICASTATUS_GAUGESENTRY']._serialized_start=537
-  _globals['_REPLICASTATUS_GAUGESENTRY']._serialized_end=582
-  _globals['_GETSTATUSRESPONSE']._serialized_start=584
-  _globals['_GETSTATUSRESPONSE']._serialized_end=645
-  _globals['_DRAINREQUEST']._serialized_start=647
-  _globals['_DRAINREQUEST']._serialized_end=661
-  _globals['_DRAINRESPONSE']._serialized_start=663
-  _globals['_DRAINRESPONSE']._serialized_end=699
-  _globals['_JOINREQUEST']._serialized_start=701
-  _globals['_JOINREQUEST']._serialized_end=733
-  _globals['_JOINRESPONSE']._serialized_start=735
-  _globals['_JOINRESPONSE']._serialized_end=800
-  _globals['_LEAVEREQUEST']._serialized_start=802
-  _globals['_LEAVEREQUEST']._serialized_end=835
-  _globals['_LEAVERESPONSE']._serialized_start=837
-  _globals['_LEAVERESPONSE']._serialized_end=852
-  _globals['_RESTARTREQUEST']._serialized_start=854
-  _globals['_RESTARTREQUEST']._serialized_end=906
-  _globals['_RESTARTRESPONSE']._serialized_start=908
-  _globals['_RESTARTRESPONSE']._serialized_end=925
-  _globals['_REPLICA']._serialized_start=1263
-  _globals['_REPLICA']._serialized_end=1620
+  _globals['_REPLICASTATUS']._serialized_end=565
+  _globals['_REPLICASTATUS_GAUGESENTRY']._serialized_start=520
+  _globals['_REPLICASTATUS_GAUGESENTRY']._serialized_end=565
+  _globals['_GETSTATUSRESPONSE']._serialized_start=567
+  _globals['_GETSTATUSRESPONSE']._serialized_end=628
+  _globals['_DRAINREQUEST']._serialized_start=630
+  _globals['_DRAINREQUEST']._serialized_end=644
+  _globals['_DRAINRESPONSE']._serialized_start=646
+  _globals['_DRAINRESPONSE']._serialized_end=682
+  _globals['_JOINREQUEST']._serialized_start=684
+  _globals['_JOINREQUEST']._serialized_end=716
+  _globals['_JOINRESPONSE']._serialized_start=718
+  _globals['_JOINRESPONSE']._serialized_end=766
+  _globals['_LEAVEREQUEST']._serialized_start=768
+  _globals['_LEAVEREQUEST']._serialized_end=801
+  _globals['_LEAVERESPONSE']._serialized_start=803
+  _globals['_LEAVERESPONSE']._serialized_end=818
+  _globals['_RESTARTREQUEST']._serialized_start=820
+  _globals['_RESTARTREQUEST']._serialized_end=872
+  _globals['_RESTARTRESPONSE']._serialized_start=874
+  _globals['_RESTARTRESPONSE']._serialized_end=891
+  _globals['_REPLICA']._serialized_start=1104
+  _globals['_REPLICA']._serialized_end=1461
 # @@protoc_insertion_point(module_scope)

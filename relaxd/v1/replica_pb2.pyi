@@ -19,42 +19,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _Role:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    ROLE_UNSPECIFIED: _Role.ValueType  # 0
-    """Not given: refused wherever a role is needed."""
-    ROLE_COORDINATOR: _Role.ValueType  # 1
-    """Owns runs, the registry, the admission gate and weight synchronisation."""
-    ROLE_ROLLOUT: _Role.ValueType  # 2
-    """Owns one inference engine."""
-    ROLE_REWARD: _Role.ValueType  # 3
-    """Scores groups."""
-    ROLE_ADVANTAGE: _Role.ValueType  # 4
-    """Turns rewards into advantages."""
-    ROLE_TRAINER: _Role.ValueType  # 5
-    """Owns the Megatron world that learns."""
-
-class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """The part a process plays in a run."""
-
-ROLE_UNSPECIFIED: Role.ValueType  # 0
-"""Not given: refused wherever a role is needed."""
-ROLE_COORDINATOR: Role.ValueType  # 1
-"""Owns runs, the registry, the admission gate and weight synchronisation."""
-ROLE_ROLLOUT: Role.ValueType  # 2
-"""Owns one inference engine."""
-ROLE_REWARD: Role.ValueType  # 3
-"""Scores groups."""
-ROLE_ADVANTAGE: Role.ValueType  # 4
-"""Turns rewards into advantages."""
-ROLE_TRAINER: Role.ValueType  # 5
-"""Owns the Megatron world that learns."""
-Global___Role: _TypeAlias = Role  # noqa: Y015
-
 class _ReplicaState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -181,8 +145,8 @@ class ReplicaStatus(_message.Message):
     AWAKE_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Unique name of this process, such as rollout-3f9a."""
-    role: Global___Role.ValueType
-    """Its role."""
+    role: _builtins.str
+    """Its role, such as rollout."""
     state: Global___ReplicaState.ValueType
     """How far it is."""
     run_id: _builtins.str
@@ -222,7 +186,7 @@ class ReplicaStatus(_message.Message):
         self,
         *,
         replica_id: _builtins.str = ...,
-        role: Global___Role.ValueType = ...,
+        role: _builtins.str = ...,
         state: Global___ReplicaState.ValueType = ...,
         run_id: _builtins.str = ...,
         detail: _builtins.str = ...,
@@ -340,13 +304,13 @@ class JoinResponse(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its unique name."""
-    role: Global___Role.ValueType
-    """Its role."""
+    role: _builtins.str
+    """Its role, such as rollout."""
     def __init__(
         self,
         *,
         replica_id: _builtins.str = ...,
-        role: Global___Role.ValueType = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

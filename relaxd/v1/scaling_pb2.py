@@ -23,42 +23,41 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
-from relaxd.v1 import replica_pb2 as relaxd_dot_v1_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/scaling.proto\x12\trelaxd.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17relaxd/v1/replica.proto\"\x90\x01\n\rScaledReplica\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.relaxd.v1.ScaleState\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x11\n\tgpu_uuids\x18\x06 \x03(\t\"\x84\x03\n\x0cScaleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\tdirection\x18\x02 \x01(\x0e\x32\x19.relaxd.v1.ScaleDirection\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.relaxd.v1.Role\x12\x10\n\x08replicas\x18\x04 \x01(\x05\x12$\n\x05state\x18\x05 \x01(\x0e\x32\x15.relaxd.v1.ScaleState\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12(\n\x06scaled\x18\x07 \x03(\x0b\x32\x18.relaxd.v1.ScaledReplica\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x64\x65\x61\x64line\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tcancelled\x18\x0b \x01(\x08\"\x95\x01\n\x0fScaleOutRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.relaxd.v1.Role\x12\x10\n\x08replicas\x18\x03 \x01(\x05\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x17\n\x0ftimeout_seconds\x18\x05 \x01(\x01\x12\x11\n\tgpu_uuids\x18\x06 \x03(\t\"<\n\x10ScaleOutResponse\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.ScaleRequest\"\x98\x01\n\x0eScaleInRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.relaxd.v1.Role\x12\x10\n\x08replicas\x18\x03 \x01(\x05\x12\x13\n\x0breplica_ids\x18\x04 \x03(\t\x12\x1a\n\rdrain_seconds\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_drain_seconds\";\n\x0fScaleInResponse\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.ScaleRequest\",\n\x16GetScaleRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"C\n\x17GetScaleRequestResponse\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.ScaleRequest\"A\n\x18ListScaleRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"_\n\x19ListScaleRequestsResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.relaxd.v1.ScaleRequest\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"/\n\x19\x43\x61ncelScaleRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"F\n\x1a\x43\x61ncelScaleRequestResponse\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.ScaleRequest*b\n\x0eScaleDirection\x12\x1f\n\x1bSCALE_DIRECTION_UNSPECIFIED\x10\x00\x12\x17\n\x13SCALE_DIRECTION_OUT\x10\x01\x12\x16\n\x12SCALE_DIRECTION_IN\x10\x02*\xa3\x02\n\nScaleState\x12\x1b\n\x17SCALE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13SCALE_STATE_PENDING\x10\x01\x12\x18\n\x14SCALE_STATE_CREATING\x10\x02\x12\x17\n\x13SCALE_STATE_SYNCING\x10\x03\x12\x16\n\x12SCALE_STATE_ACTIVE\x10\x04\x12\x18\n\x14SCALE_STATE_DRAINING\x10\x05\x12\x18\n\x14SCALE_STATE_REMOVING\x10\x06\x12\x14\n\x10SCALE_STATE_DONE\x10\x07\x12\x17\n\x13SCALE_STATE_PARTIAL\x10\x08\x12\x16\n\x12SCALE_STATE_FAILED\x10\t\x12\x19\n\x15SCALE_STATE_CANCELLED\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/scaling.proto\x12\trelaxd.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x90\x01\n\rScaledReplica\x12\x11\n\tlaunch_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.relaxd.v1.ScaleState\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x11\n\tgpu_uuids\x18\x06 \x03(\t\"\xf3\x02\n\x0cScaleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\tdirection\x18\x02 \x01(\x0e\x32\x19.relaxd.v1.ScaleDirection\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x10\n\x08replicas\x18\x04 \x01(\x05\x12$\n\x05state\x18\x05 \x01(\x0e\x32\x15.relaxd.v1.ScaleState\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12(\n\x06scaled\x18\x07 \x03(\x0b\x32\x18.relaxd.v1.ScaledReplica\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x64\x65\x61\x64line\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tcancelled\x18\x0b \x01(\x08\"\x84\x01\n\x0fScaleOutRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x10\n\x08replicas\x18\x03 \x01(\x05\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x17\n\x0ftimeout_seconds\x18\x05 \x01(\x01\x12\x11\n\tgpu_uuids\x18\x06 \x03(\t\"<\n\x10ScaleOutResponse\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.ScaleRequest\"\x87\x01\n\x0eScaleInRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x10\n\x08replicas\x18\x03 \x01(\x05\x12\x13\n\x0breplica_ids\x18\x04 \x03(\t\x12\x1a\n\rdrain_seconds\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_drain_seconds\";\n\x0fScaleInResponse\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.ScaleRequest\",\n\x16GetScaleRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"C\n\x17GetScaleRequestResponse\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.ScaleRequest\"A\n\x18ListScaleRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"_\n\x19ListScaleRequestsResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.relaxd.v1.ScaleRequest\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"/\n\x19\x43\x61ncelScaleRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"F\n\x1a\x43\x61ncelScaleRequestResponse\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.ScaleRequest*b\n\x0eScaleDirection\x12\x1f\n\x1bSCALE_DIRECTION_UNSPECIFIED\x10\x00\x12\x17\n\x13SCALE_DIRECTION_OUT\x10\x01\x12\x16\n\x12SCALE_DIRECTION_IN\x10\x02*\xa3\x02\n\nScaleState\x12\x1b\n\x17SCALE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13SCALE_STATE_PENDING\x10\x01\x12\x18\n\x14SCALE_STATE_CREATING\x10\x02\x12\x17\n\x13SCALE_STATE_SYNCING\x10\x03\x12\x16\n\x12SCALE_STATE_ACTIVE\x10\x04\x12\x18\n\x14SCALE_STATE_DRAINING\x10\x05\x12\x18\n\x14SCALE_STATE_REMOVING\x10\x06\x12\x14\n\x10SCALE_STATE_DONE\x10\x07\x12\x17\n\x13SCALE_STATE_PARTIAL\x10\x08\x12\x16\n\x12SCALE_STATE_FAILED\x10\t\x12\x19\n\x15SCALE_STATE_CANCELLED\x10\nb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'relaxd.v1.scaling_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SCALEDIRECTION']._serialized_start=1464
-  _globals['_SCALEDIRECTION']._serialized_end=1562
-  _globals['_SCALESTATE']._serialized_start=1565
-  _globals['_SCALESTATE']._serialized_end=1856
-  _globals['_SCALEDREPLICA']._serialized_start=97
-  _globals['_SCALEDREPLICA']._serialized_end=241
-  _globals['_SCALEREQUEST']._serialized_start=244
-  _globals['_SCALEREQUEST']._serialized_end=632
-  _globals['_SCALEOUTREQUEST']._serialized_start=635
-  _globals['_SCALEOUTREQUEST']._serialized_end=784
-  _globals['_SCALEOUTRESPONSE']._serialized_start=786
-  _globals['_SCALEOUTRESPONSE']._serialized_end=846
-  _globals['_SCALEINREQUEST']._serialized_start=849
-  _globals['_SCALEINREQUEST']._serialized_end=1001
-  _globals['_SCALEINRESPONSE']._serialized_start=1003
-  _globals['_SCALEINRESPONSE']._serialized_end=1062
-  _globals['_GETSCALEREQUESTREQUEST']._serialized_start=1064
-  _globals['_GETSCALEREQUESTREQUEST']._serialized_end=1108
-  _globals['_GETSCALEREQUESTRESPONSE']._serialized_start=1110
-  _globals['_GETSCALEREQUESTRESPONSE']._serialized_end=1177
-  _globals['_LISTSCALEREQUESTSREQUEST']._serialized_start=1179
-  _globals['_LISTSCALEREQUESTSREQUEST']._serialized_end=1244
-  _globals['_LISTSCALEREQUESTSRESPONSE']._serialized_start=1246
-  _globals['_LISTSCALEREQUESTSRESPONSE']._serialized_end=1341
-  _globals['_CANCELSCALEREQUESTREQUEST']._serialized_start=1343
-  _globals['_CANCELSCALEREQUESTREQUEST']._serialized_end=1390
-  _globals['_CANCELSCALEREQUESTRESPONSE']._serialized_start=1392
-  _globals['_CANCELSCALEREQUESTRESPONSE']._serialized_end=1462
+  _globals['_SCALEDIRECTION']._serialized_start=1388
+  _globals['_SCALEDIRECTION']._serialized_end=1486
+  _globals['_SCALESTATE']._serialized_start=1489
+  _globals['_SCALESTATE']._serialized_end=1780
+  _globals['_SCALEDREPLICA']._serialized_start=72
+  _globals['_SCALEDREPLICA']._serialized_end=216
+  _globals['_SCALEREQUEST']._serialized_start=219
+  _globals['_SCALEREQUEST']._serialized_end=590
+  _globals['_SCALEOUTREQUEST']._serialized_start=593
+  _globals['_SCALEOUTREQUEST']._serialized_end=725
+  _globals['_SCALEOUTRESPONSE']._serialized_start=727
+  _globals['_SCALEOUTRESPONSE']._serialized_end=787
+  _globals['_SCALEINREQUEST']._serialized_start=790
+  _globals['_SCALEINREQUEST']._serialized_end=925
+  _globals['_SCALEINRESPONSE']._serialized_start=927
+  _globals['_SCALEINRESPONSE']._serialized_end=986
+  _globals['_GETSCALEREQUESTREQUEST']._serialized_start=988
+  _globals['_GETSCALEREQUESTREQUEST']._serialized_end=1032
+  _globals['_GETSCALEREQUESTRESPONSE']._serialized_start=1034
+  _globals['_GETSCALEREQUESTRESPONSE']._serialized_end=1101
+  _globals['_LISTSCALEREQUESTSREQUEST']._serialized_start=1103
+  _globals['_LISTSCALEREQUESTSREQUEST']._serialized_end=1168
+  _globals['_LISTSCALEREQUESTSRESPONSE']._serialized_start=1170
+  _globals['_LISTSCALEREQUESTSRESPONSE']._serialized_end=1265
+  _globals['_CANCELSCALEREQUESTREQUEST']._serialized_start=1267
+  _globals['_CANCELSCALEREQUESTREQUEST']._serialized_end=1314
+  _globals['_CANCELSCALEREQUESTRESPONSE']._serialized_start=1316
+  _globals['_CANCELSCALEREQUESTRESPONSE']._serialized_end=1386
 # @@protoc_insertion_point(module_scope)

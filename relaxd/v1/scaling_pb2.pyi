@@ -9,7 +9,6 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from relaxd.v1 import replica_pb2 as _replica_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -166,7 +165,7 @@ class ScaleRequest(_message.Message):
     """Its id."""
     direction: Global___ScaleDirection.ValueType
     """Which way."""
-    role: _replica_pb2.Role.ValueType
+    role: _builtins.str
     """Of which role."""
     replicas: _builtins.int
     """How many there should be; 0 where addresses or replica ids were given instead."""
@@ -197,7 +196,7 @@ class ScaleRequest(_message.Message):
         *,
         request_id: _builtins.str = ...,
         direction: Global___ScaleDirection.ValueType = ...,
-        role: _replica_pb2.Role.ValueType = ...,
+        role: _builtins.str = ...,
         replicas: _builtins.int = ...,
         state: Global___ScaleState.ValueType = ...,
         reason: _builtins.str = ...,
@@ -231,8 +230,8 @@ class ScaleOutRequest(_message.Message):
     """Its id: 1 to 64 letters, digits, dots, dashes and underscores; empty lets the coordinator choose. Asking again with
     an id that is known, and the same wishes, is answered with that request as it is now.
     """
-    role: _replica_pb2.Role.ValueType
-    """ROLE_ROLLOUT (also when unspecified), ROLE_REWARD or ROLE_ADVANTAGE."""
+    role: _builtins.str
+    """A role that can have any number of replicas, such as reward; empty means rollout."""
     replicas: _builtins.int
     """How many replicas there should be in all, at most 256; the coordinator's launcher starts what is missing."""
     timeout_seconds: _builtins.float
@@ -249,7 +248,7 @@ class ScaleOutRequest(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        role: _replica_pb2.Role.ValueType = ...,
+        role: _builtins.str = ...,
         replicas: _builtins.int = ...,
         addresses: _abc.Iterable[_builtins.str] | None = ...,
         timeout_seconds: _builtins.float = ...,
@@ -300,8 +299,8 @@ class ScaleInRequest(_message.Message):
     DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id, as in ScaleOutRequest."""
-    role: _replica_pb2.Role.ValueType
-    """ROLE_ROLLOUT (also when unspecified), ROLE_REWARD or ROLE_ADVANTAGE."""
+    role: _builtins.str
+    """A role that can have any number of replicas, such as reward; empty means rollout."""
     replicas: _builtins.int
     """How many replicas there should be in all, at least 1; the newest go first."""
     drain_seconds: _builtins.float
@@ -316,7 +315,7 @@ class ScaleInRequest(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        role: _replica_pb2.Role.ValueType = ...,
+        role: _builtins.str = ...,
         replicas: _builtins.int = ...,
         replica_ids: _abc.Iterable[_builtins.str] | None = ...,
         drain_seconds: _builtins.float | None = ...,

@@ -7,7 +7,7 @@ from relaxd.board import Column, Delivery, Drop
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
 from relaxd.replica.stage_replica import StageReplica
-from relaxd.v1 import replica_pb2
+from relaxd.roles import ADVANTAGE
 
 CONCURRENCY = 8
 """Groups worked on at once. The work takes microseconds; several groups are committed in one round trip."""
@@ -16,7 +16,7 @@ CONCURRENCY = 8
 class AdvantageService(StageReplica):
     """Works on the stage "advantage" of a run."""
 
-    role = replica_pb2.ROLE_ADVANTAGE
+    role = ADVANTAGE
     stage = "advantage"
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:

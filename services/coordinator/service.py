@@ -8,12 +8,13 @@ from typing import Any
 from relaxd import PROTOCOL_VERSION, __version__, telemetry
 from relaxd.board import BoardError
 from relaxd.replica.server import ReplicaServicer
+from relaxd.roles import COORDINATOR, REPLICA_ROLES
 from relaxd.rpc.errors import Unavailable
 from relaxd.rpc.server import RunningServer, Service, start_service
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.signals import stop_signals
 from relaxd.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
-from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ROLE_COORDINATOR, ReplicaStatus, Role
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus
 from relaxd.v1.replica_pb2_grpc import add_ReplicaServicer_to_server
 from services.coordinator.api.server import CoordinatorService
 from services.coordinator.fleet.peers import Peers
@@ -109,9 +110,9 @@ class CoordinatorProcess:
             replicas = self._registry.all()
             launcher = {self._settings.launcher} - {""}
             await self._peers.forget({replica.registration.address for replica in replicas} | launcher)
-            for role in Role.values():
+            for role in REPLICA_ROLES:
                 count = sum(replica.registration.role == role for replica in replicas)
-                telemetry.record("replicas", count, {"relaxd.role": Role.Name(role).removeprefix("ROLE_").lower()})
+                telemetry.record("replicas", count, {"relaxd.role": role})
             active = self._manager.active
             if telemetry.enabled() and active is not None:
                 # The run's own loops log a Redis outage.
@@ -136,7 +137,7 @@ class CoordinatorProcess:
         active = self._manager.active
         return ReplicaStatus(
             replica_id=self._settings.replica_id,
-            role=ROLE_COORDINATOR,
+            role=COORDINATOR,
             state=REPLICA_STATE_READY,
             run_id=active.record.run_id if active else "",
             detail=f"term {self._store.term}",

@@ -10,7 +10,7 @@ import docker
 import docker.errors
 import requests
 
-from relaxd.local.modules import REPLICA_ROLES
+from relaxd.roles import REPLICA_ROLES, SCALABLE_ROLES
 from relaxd.rpc.container_id import container_id
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from relaxd.v1 import launcher_pb2 as pb
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class DockerHost:
     """Runs replicas as containers of one compose project: copies containers of its services, and removes the copies."""
 
-    roles = frozenset({"rollout", "reward", "advantage"})
+    roles = frozenset(SCALABLE_ROLES)
 
     def __init__(self, project: str = "") -> None:
         """Connect to the engine. `project` is the compose project; empty: the one of this process's own container.

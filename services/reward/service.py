@@ -13,7 +13,7 @@ from relaxd.config import RunConfig
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.rewards import RewardInput, RewardOutput, UnknownRewardError, check_name
-from relaxd.v1 import replica_pb2
+from relaxd.roles import REWARD
 from services.reward.pool import Failure, WorkerPool
 
 DEFAULT_WORKERS = 2
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 class RewardService(StageReplica):
     """Works on the stage "reward" of a run."""
 
-    role = replica_pb2.ROLE_REWARD
+    role = REWARD
     stage = "reward"
 
     def __init__(self, context: ReplicaContext) -> None:

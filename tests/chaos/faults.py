@@ -29,8 +29,8 @@ NOTICE_SECONDS = 60.0
 BUSY_SECONDS = 1.0
 """How long a service that holds something is looked for."""
 
-STAGE_ROLES = ("rollout", "reward", "advantage")
-"""Roles with a stage of the same name, and several replicas."""
+STAGE_ROLES = ("rollout", "reward", "advantage", "reference")
+"""Roles with a stage of the same name."""
 
 Act = Callable[[ChaosStack, random.Random], float]
 """Does it; returns the Unix time at which it was over (of a kill: at which it was done)."""
@@ -281,10 +281,11 @@ def kill_engine_in_join(stack: ChaosStack, rng: random.Random) -> float:
     return _await(done, second, stack)
 
 
-ENGINE, RANK, WORKER = (
+ENGINE, RANK, WORKER, REFERENCE_RANK = (
     "services.rollout.engines.transformers.process",
     "services.trainer.loop.rank",
     "services.reward.worker",
+    "services.trainer.reference.rank",
 )
 
 
@@ -295,13 +296,14 @@ def _named(name: str, act: Callable[..., float], *arguments: object) -> Fault:
 def all_faults() -> list[Fault]:
     """Every kind."""
     faults = [
-        *(_named(f"kill {role}", kill_service, role) for role in ("rollout", "reward", "advantage", "trainer")),
+        *(_named(f"kill {role}", kill_service, role) for role in (*STAGE_ROLES, "trainer")),
         _named("kill coordinator", kill_service, "coordinator"),
         _named("kill redis", kill_service, "redis"),
         _named("kill both rollouts", kill_all, "rollout"),
         _named("kill both rewards", kill_all, "reward"),
         _named("kill engine", kill_child, "rollout", ENGINE, 0),
         _named("kill reward worker", kill_child, "reward", WORKER, 0),
+        _named("kill reference rank", kill_child, "reference", REFERENCE_RANK, 0),
         _named("kill trainer rank 0", kill_child, "trainer", RANK, 0),
         _named("kill trainer rank 1", kill_child, "trainer", RANK, 1),
         _named("kill a rank: step file written", kill_rank_when, "steps/step-*.safetensors"),
@@ -312,11 +314,12 @@ def all_faults() -> list[Fault]:
         _named("restart rollout", restart, "rollout"),
         *(
             _named(f"stall {role} {length}", stall, role, seconds)
-            for role in ("rollout", "reward", "advantage", "trainer", "coordinator", "redis")
+            for role in (*STAGE_ROLES, "trainer", "coordinator", "redis")
             for length, seconds in LENGTHS.items()
         ),
         _named("stall engine long", stall_child, "rollout", ENGINE, LONG_SECONDS),
         _named("freeze engine", freeze_child, "rollout", ENGINE),
+        _named("freeze reference rank", freeze_child, "reference", REFERENCE_RANK),
         _named("stall trainer rank long", stall_child, "trainer", RANK, LONG_SECONDS),
         *(
             _named(f"{how}: {role} - {other}", network, how, role, other)
@@ -356,7 +359,15 @@ def all_faults() -> list[Fault]:
 
 
 SHORT_SUITE = (
-    *("kill rollout", "kill reward", "kill trainer rank 1", "kill coordinator", "kill redis", "stall advantage long"),
+    *(
+        "kill rollout",
+        "kill reward",
+        "kill reference",
+        "kill trainer rank 1",
+        "kill coordinator",
+        "kill redis",
+        "stall advantage long",
+    ),
     *("stall rollout short", "cut: reward - redis", "delay: trainer - redis", "drop: rollout - coordinator"),
     *("fill redis", "redis: demoted", "overflow a gradient", "sync: engine dies in broadcast"),
 )

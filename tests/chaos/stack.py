@@ -16,8 +16,8 @@ import redis
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local import stack
-from relaxd.local.modules import SERVICES
 from relaxd.local.state import StackState, StateFolder
+from relaxd.roles import ROLES
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
@@ -34,7 +34,7 @@ LEASE_SECONDS = 2.0
 REPLICA_LEASE_SECONDS = 6.0
 """Of replicas: one that is silent for longer is restarted."""
 MAX_STALENESS = 1
-REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1}
+REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1, "reference": 1}
 MARGIN_SECONDS = 0.5
 """A heartbeat that came so soon after a fault may have been written before it."""
 RELAYED = ("rollout", "trainer")
@@ -66,6 +66,11 @@ threads = 1
 [algorithm]
 drop_zero_variance = false
 normalize_std = false
+kl_coef = 0.01
+
+[roles.reference]
+placement = "service"
+threads = 1
 
 [trainer]
 ranks = 2
@@ -102,7 +107,10 @@ samples_per_step = 2
 
 
 class ChaosStack:
-    """Redis, a coordinator, a trainer of two ranks, two rollout, reward and advantage replicas. A context manager."""
+    """Redis, a coordinator, a trainer of two ranks, a reference, two rollout, reward and advantage replicas each.
+
+    A context manager.
+    """
 
     def __init__(self, folder: Path, loop: Loop, seed: int) -> None:
         self.folder = folder
@@ -131,7 +139,7 @@ class ChaosStack:
         plan.max_restarts = 1000  # it is we who kill them
         coordinator, redis_port = _port(plan.coordinator), _port(plan.redis.rpartition("/")[0])
         for spec in plan.services:
-            if spec.role not in SERVICES:
+            if spec.role not in ROLES:
                 continue
             spec.environment |= {
                 "RELAXD_REDIS": f"redis://127.0.0.1:{self._link(spec.name, 'redis', redis_port)}/0",

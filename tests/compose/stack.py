@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.v1 import coordinator_pb2 as pb
-from relaxd.v1.replica_pb2 import Role
 from tests.kit.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +100,7 @@ class Stack:
     def replicas(self, role: str) -> list[pb.RegisteredReplica]:
         """The replicas of a role that the coordinator knows."""
         with CoordinatorClient(self.address) as coordinator:
-            return [one for one in coordinator.replicas() if Role.Name(one.registration.role) == f"ROLE_{role.upper()}"]
+            return [one for one in coordinator.replicas() if one.registration.role == role]
 
     def run(self) -> pb.Run:
         """The newest run."""

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from relaxd.local.compose import STOP_MARGIN_SECONDS
+from relaxd.roles import ROLES
 from relaxd.telemetry.metrics import METRICS
 from tests.compose.stack import COMPOSE, ROOT
 
 DASHBOARDS = sorted((COMPOSE / "config" / "grafana" / "dashboards").glob("*.json"))
+SERVICES = {role.module.split(".")[1] for role in ROLES.values()}
 LAYERS = (
     "compose.yaml",
     "compose.yaml:compose.gpu.yaml",
@@ -69,7 +71,7 @@ def test_each_combination_of_files_is_valid(files: str) -> None:
         assert service.get("user") != "root" or name == "secrets"
     published = {name for name, service in services.items() if "ports" in service}
     assert published == {"coordinator"} | ({"grafana", "jaeger"} if "observability" in files else set())
-    for name in ("trainer", "rollout"):
+    for name in ("trainer", "rollout", "reference"):
         devices = services[name]["deploy"]["resources"].get("reservations", {}).get("devices", [])
         assert bool(devices) == ("gpu" in files)
         assert (services[name].get("ipc") == "host") == ("gpu" in files)
@@ -120,7 +122,7 @@ def test_docker_waits_longer_than_a_service_drains(files: str) -> None:
     drains = {
         name: (float(service["environment"]["RELAXD_GRACE_SECONDS"]), seconds(service["stop_grace_period"]))
         for name, service in services.items()
-        if name in ("coordinator", "trainer", "rollout", "reward", "advantage")
+        if name in ROLES
     }
     assert drains.pop("rollout") == ((250.5, 265.5) if "gpu" in files else (50, 65))
     assert set(drains.values()) == {(50, 50 + STOP_MARGIN_SECONDS)}
@@ -188,10 +190,19 @@ def test_no_small_image_gets_torch() -> None:
 
 
 def test_every_service_has_an_image_and_its_command() -> None:
-    for service in ("coordinator", "trainer", "rollout", "reward", "advantage"):
+    for service in SERVICES:
         text = (ROOT / "services" / service / "Dockerfile").read_text()
         assert f'ENTRYPOINT ["python", "-m", "services.{service}"]' in text
         assert "\nUSER relaxd\n" in text
         assert "# syntax=" not in text
-        others = {"coordinator", "trainer", "rollout", "reward", "advantage"} - {service}
+        others = set(SERVICES) - {service}
         assert not [other for other in others if f"COPY services/{other} " in text]
+
+
+def test_every_role_has_a_compose_service_that_runs_its_module() -> None:
+    services = compose_config("compose.yaml")["services"]
+    for role in ROLES.values():
+        service = services[role.name]
+        image = ["python", "-m", f"services.{service['image'].partition('/')[2].partition(':')[0]}"]
+        assert (service.get("entrypoint") or image)[-1] == role.module
+        assert service.get("profiles", []) == ([] if role.replicas else [role.name])

@@ -10,14 +10,14 @@ from relaxd.board import Board, stages_for
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.config import RunConfig
 from relaxd.local.state import StateFolder
+from relaxd.roles import ROLLOUT
 from relaxd.v1 import coordinator_pb2 as pb
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT
 from tests.e2e.conftest import Workplace
 from tests.kit.waiting import wait_until
 
 
 def engines(coordinator: CoordinatorClient) -> dict[str, pb.RegisteredReplica]:
-    found = [replica for replica in coordinator.replicas() if replica.registration.role == ROLE_ROLLOUT]
+    found = [replica for replica in coordinator.replicas() if replica.registration.role == ROLLOUT]
     return {replica.registration.replica_id: replica for replica in found}
 
 

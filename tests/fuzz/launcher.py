@@ -3,6 +3,7 @@
 import asyncio
 
 from relaxd.launcher.server import run_launcher
+from relaxd.roles import SCALABLE_ROLES
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import launcher_pb2 as pb
 
@@ -10,7 +11,7 @@ from relaxd.v1 import launcher_pb2 as pb
 class Memory:
     """A host that starts nothing."""
 
-    roles = frozenset({"rollout", "reward", "advantage"})
+    roles = frozenset(SCALABLE_ROLES)
 
     def __init__(self) -> None:
         self.there: dict[str, pb.Instance] = {}

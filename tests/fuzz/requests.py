@@ -6,6 +6,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from relaxd import PROTOCOL_VERSION
+from relaxd.roles import REWARD
 from relaxd.v1 import (
     advantage_pb2,
     launcher_pb2,
@@ -140,7 +141,7 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
         "/relaxd.v1.Coordinator/Register": lambda i: pb.RegisterRequest(
             registration=pb.Registration(
                 replica_id=REPLICAS[i % 3],
-                role=replica_pb2.ROLE_REWARD,
+                role=REWARD,
                 address="127.0.0.1:1",
                 protocol_version=PROTOCOL_VERSION,
                 gpu_uuids=["GPU-1"],
@@ -155,10 +156,10 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
             run_id=RUN_ID, replica_id="replica-1", weights=version
         ),
         "/relaxd.v1.Coordinator/ScaleOut": lambda i: scaling_pb2.ScaleOutRequest(
-            request_id=f"scale-{i % 5}", role=replica_pb2.ROLE_REWARD, replicas=2, timeout_seconds=1
+            request_id=f"scale-{i % 5}", role=REWARD, replicas=2, timeout_seconds=1
         ),
         "/relaxd.v1.Coordinator/ScaleIn": lambda i: scaling_pb2.ScaleInRequest(
-            request_id=f"scale-{i % 5}", role=replica_pb2.ROLE_REWARD, replicas=1, drain_seconds=0.1
+            request_id=f"scale-{i % 5}", role=REWARD, replicas=1, drain_seconds=0.1
         ),
         "/relaxd.v1.Trainer/JoinWeightGroup": lambda i: trainer_pb2.TrainerJoinWeightGroupRequest(
             sync_id=now, group=group

@@ -14,13 +14,13 @@ from relaxd.replica.context import ReplicaContext, open_context
 from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.replica import run_replica
 from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.roles import ROLLOUT
 from relaxd.rpc.settings import parse_settings
-from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 
 
 class Holder(ReplicaService):
-    role = replica_pb2.ROLE_ROLLOUT
+    role = ROLLOUT
 
     def __init__(self, context: ReplicaContext) -> None:
         self.context = context

@@ -15,7 +15,7 @@ import torch
 
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.local.state import StateFolder
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER
+from relaxd.roles import ROLLOUT, TRAINER
 from tests.e2e.conftest import REWARD, Workplace
 from tests.e2e.test_run import check_books, read_summary
 from tests.kit.models import make_tiny_model
@@ -122,9 +122,9 @@ def test_a_run_with_an_sglang_engine(workplace: Workplace, facts: Callable[[str,
     tails = "".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in sorted(logs.glob("*.log")))
     assert process.wait(timeout=60) == 0, "".join(output) + tails
 
-    trainer, engine = gpus[ROLE_TRAINER], gpus[ROLE_ROLLOUT]
+    trainer, engine = gpus[TRAINER], gpus[ROLLOUT]
     assert (len(trainer), len(engine), len({*trainer, *engine})) == (1, 1, 2), gpus
-    for role in (ROLE_TRAINER, ROLE_ROLLOUT):
+    for role in (TRAINER, ROLLOUT):
         assert gauges[role]["gpu_memory_bytes"] > 1e8, gauges
     assert not [p for p in started if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 

@@ -13,6 +13,11 @@ reward.name = "addition"
 """
 NCCL = '\nweights.transport = "nccl"\nrollout.engine = "sglang"'
 SHARED = '\nrun.colocate = true\nboard.max_staleness = 0\nrollout.engine = "sglang"'
+REFERENCE = """
+algorithm.kl_coef = 0.1
+roles.reference.placement = "service"
+roles.reference.tensor_parallel = 2
+"""
 IPC = SHARED + '\nweights.transport = "cuda_ipc"'
 
 
@@ -34,10 +39,19 @@ IPC = SHARED + '\nweights.transport = "cuda_ipc"'
         (IPC, 1, 0, 'weights.transport = "cuda_ipc" needs GPUs'),
         (SHARED, 1, 1, 'run.colocate on GPUs needs rollout.engine = "sglang" and weights.transport = "cuda_ipc"'),
         (IPC, 2, 2, "trainer.ranks = 1, but 2 x rollout.tensor_parallel = 2 GPUs are the engines'"),
+        (NCCL + REFERENCE, 1, 4, ""),
+        (
+            NCCL + REFERENCE,
+            1,
+            3,
+            "tensor_parallel = 1 of the engines and 2 of reference replicas need 4 GPUs; this machine shows 3",
+        ),
+        (IPC + REFERENCE, 1, 3, ""),
+        (IPC + REFERENCE, 1, 2, "trainer.ranks = 1 needs 1 GPUs, and 2 beside them for roles that don't take turns"),
         (IPC + "\ntrainer.ranks = 2", 2, 1, "trainer.ranks = 2 needs 2 GPUs; this machine shows 1"),
     ],
 )
 def test_too_few_gpus_are_named(settings: str, engines: int, visible: int, expected: str) -> None:
-    problems = check_devices(load(RUN + settings), engines, visible)
+    problems = check_devices(load(RUN + settings), {"rollout": engines}, visible)
     assert expected in "".join(map(str, problems))
     assert bool(problems) == bool(expected)

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from relaxd.roles import REPLICA_ROLES, ROLLOUT
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_FAILED,
     REPLICA_STATE_STARTING,
-    ROLE_ROLLOUT,
     ReplicaState,
     ReplicaStatus,
 )
@@ -37,9 +37,9 @@ async def test_a_role_fails_when_its_replicas_keep_failing_and_none_starts(
     now = 1000.0
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     for name in ("one", "two"):
-        await registry.register(Registration(replica_id=name, role=ROLE_ROLLOUT, address="127.0.0.1:9"))
+        await registry.register(Registration(replica_id=name, role=ROLLOUT, address="127.0.0.1:9"))
         says(registry, name, REPLICA_STATE_FAILED)
-    fleet = Fleet(registry, "run")
+    fleet = Fleet(registry, "run", REPLICA_ROLES)
     assert fleet.failure() is None
     now += FAILURE_LEASES * LEASE + 1
     says(registry, "one", REPLICA_STATE_STARTING)  # such as loading a large model, or waiting for a GPU

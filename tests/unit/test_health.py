@@ -5,6 +5,7 @@ import time
 import pytest
 
 from relaxd.config import DataConfig, HealthConfig, ModelConfig, RewardConfig, RunConfig, RunSection
+from relaxd.roles import REWARD, ROLLOUT, TRAINER
 from relaxd.v1 import replica_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Registration
 from services.coordinator.fleet.registry import Replica
@@ -42,7 +43,7 @@ def make_signs(failures: int = 0, **health: float) -> Signs:
     return Signs(config, 1.0, lambda replica: failures)
 
 
-def replica(clock: Clock, role: "pb.Role.ValueType", **status: object) -> Replica:
+def replica(clock: Clock, role: str, **status: object) -> Replica:
     registration = Registration(replica_id="one", role=role)
     return Replica(registration, 5.0, seen=clock.now, status=pb.ReplicaStatus(**status))
 
@@ -59,7 +60,7 @@ def after(clock: Clock, seconds: float, signs: Signs, one: Replica, **status: ob
 
 def test_a_replica_with_groups_and_no_progress_is_stuck(clock: Clock) -> None:
     signs = make_signs()
-    one = replica(clock, pb.ROLE_REWARD, state=READY, held_groups=2, progress=7)
+    one = replica(clock, REWARD, state=READY, held_groups=2, progress=7)
     assert after(clock, 0, signs, one) is None
     assert after(clock, 50, signs, one) is None
     suspect = after(clock, 10, signs, one)  # the limit is 100 s plus the reward's own timeout of 10 s
@@ -77,7 +78,7 @@ def test_a_replica_with_groups_and_no_progress_is_stuck(clock: Clock) -> None:
 
 def test_an_engine_that_fails_synchronisations_can_also_be_stuck(clock: Clock) -> None:
     signs = make_signs(failures=1)
-    one = replica(clock, pb.ROLE_ROLLOUT, state=READY, held_groups=2, progress=7)
+    one = replica(clock, ROLLOUT, state=READY, held_groups=2, progress=7)
     one.status.weights.version = 3
     failed = ("1 weight synchronisations in a row failed with it", False)
     assert after(clock, 0, signs, one) == failed
@@ -88,7 +89,7 @@ def test_an_engine_that_fails_synchronisations_can_also_be_stuck(clock: Clock) -
 
 def test_a_trainer_must_progress_even_without_groups(clock: Clock) -> None:
     signs = make_signs()
-    one = replica(clock, pb.ROLE_TRAINER, state=READY, held_groups=0, progress=7)
+    one = replica(clock, TRAINER, state=READY, held_groups=0, progress=7)
     assert after(clock, 0, signs, one) is None
     assert after(clock, 300, signs, one, progress=8) is None
     due = after(clock, 100 + 121, signs, one)  # trainer.collective_timeout_seconds = 120
@@ -98,7 +99,7 @@ def test_a_trainer_must_progress_even_without_groups(clock: Clock) -> None:
 
 def test_start_and_failure_have_time_limits(clock: Clock) -> None:
     signs = make_signs(start_seconds=60, failed_seconds=10)
-    one = replica(clock, pb.ROLE_TRAINER, state=STARTING, detail="loading")
+    one = replica(clock, TRAINER, state=STARTING, detail="loading")
     assert after(clock, 0, signs, one) is None
     assert after(clock, 29, signs, one) is None
     assert after(clock, 30, signs, one, detail="replaying step 1") is None  # progress
@@ -110,7 +111,7 @@ def test_start_and_failure_have_time_limits(clock: Clock) -> None:
 
 
 def test_late_heartbeats_and_failed_synchronisations(clock: Clock) -> None:
-    one = replica(clock, pb.ROLE_ROLLOUT, state=READY)
+    one = replica(clock, ROLLOUT, state=READY)
     assert after(clock, 0, make_signs(failures=3), one) == ("3 weight synchronisations in a row failed with it", False)
     assert after(clock, 0, make_signs(failures=4), one) == ("4 weight synchronisations in a row failed with it", True)
     clock.now += 3.5
@@ -140,7 +141,7 @@ def test_restarts_back_off() -> None:
 
 
 def test_tries_count_until_the_replica_makes_progress() -> None:
-    one = ReplicaHealth(instance="rollout-1", role="ROLLOUT", replica_id="rollout-1", seen_working=True, tries=2)
+    one = ReplicaHealth(instance="rollout-1", role="rollout", replica_id="rollout-1", seen_working=True, tries=2)
     draft = HealthUpdate(HealthRecord(replicas={"rollout-1": one}))
     draft.restart(one, "it is stuck")
     draft.restart(draft.replicas["rollout-1"], "it is stuck", RestartMode.FORCE)
@@ -149,7 +150,7 @@ def test_tries_count_until_the_replica_makes_progress() -> None:
     assert after.down_since > 0
     assert [order.mode for order in draft.restarts] == [RestartMode.REQUEST, RestartMode.FORCE]
     for _ in range(2 * KEPT_EVENTS):
-        draft.add_event("ROLLOUT", "rollout-1", Health.HEALTHY, "works")
+        draft.add_event("rollout", "rollout-1", Health.HEALTHY, "works")
     kept = draft.result().events
     assert (len(kept), kept[-1].number) == (KEPT_EVENTS, 2 * KEPT_EVENTS + 2)
     assert HealthRecord.model_validate_json(draft.result().model_dump_json()) == draft.result()
@@ -157,14 +158,14 @@ def test_tries_count_until_the_replica_makes_progress() -> None:
 
 def test_consecutive_rebuilds_share_one_pause() -> None:
     tier = RoleReconciler(HealthConfig(first_backoff_seconds=0.0, max_rebuilds=3))
-    gone = ReplicaHealth(instance="one", role="REWARD", replica_id="one", state=Health.FAILED, reason="it died")
+    gone = ReplicaHealth(instance="one", role="reward", replica_id="one", state=Health.FAILED, reason="it died")
     record = HealthRecord(replicas={"one": gone})
     seen = []
     for missing in (("reward",), ("reward",), (), ("reward",)):
         draft = HealthUpdate(record)
-        tier.update(draft, "REWARD", {}, RoleSigns(missing, last_step=3))
+        tier.update(draft, "reward", {}, RoleSigns(missing, last_step=3))
         record = draft.result()
-        role = record.roles["REWARD"]
+        role = record.roles["reward"]
         seen.append((role.state, role.rebuilds, role.pause))
     first, third = "rebuilding reward (1 of 3): it died", "rebuilding reward (3 of 3): it died"
     rebuilding = Health.REBUILDING

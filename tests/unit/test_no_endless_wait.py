@@ -95,6 +95,7 @@ WITHOUT_DEADLINE = {
         ("services/trainer/loop/rank.py", "Rank._join_group"),  # not a thread's join: it has a timeout among its params
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled
+        ("services/trainer/reference/service.py", "ReferenceService.start_run"),  # see health.start_seconds
         ("services/trainer/loop/training.py", "Training._serve_requests"),  # it was seen that there is something
         ("services/trainer/loop/training.py", "Training._export"),
     },

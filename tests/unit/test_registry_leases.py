@@ -2,9 +2,10 @@
 
 import pytest
 
+from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import NotFound, ResourceExhausted, Unavailable
 from relaxd.v1.coordinator_pb2 import Registration
-from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ROLE_ROLLOUT, ReplicaStatus
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.state.store import Store
 
@@ -43,9 +44,7 @@ def beat(registry: Registry, replica_id: str) -> bool:
 
 
 async def register(registry: Registry, replica_id: str, instance: str = "") -> None:
-    await registry.register(
-        Registration(replica_id=replica_id, role=ROLE_ROLLOUT, address="127.0.0.1:9", instance=instance)
-    )
+    await registry.register(Registration(replica_id=replica_id, role=ROLLOUT, address="127.0.0.1:9", instance=instance))
 
 
 @pytest.fixture

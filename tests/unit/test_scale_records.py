@@ -10,7 +10,7 @@ from services.coordinator.state.scale_records import Direction, ScaledReplica, S
 
 
 def record(direction: str, states: str) -> ScaleRecord:
-    spec = ScaleSpec(direction=Direction(direction), role="ROLLOUT", replicas=3, seconds=1)
+    spec = ScaleSpec(direction=Direction(direction), role="rollout", replicas=3, seconds=1)
     scaled = tuple(
         ScaledReplica(launch_id=f"r-{number}", state=ScaleState(state)) for number, state in enumerate(states.split())
     )

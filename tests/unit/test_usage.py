@@ -2,8 +2,9 @@
 
 import pytest
 
+from relaxd.roles import ROLLOUT
 from relaxd.v1.coordinator_pb2 import Registration
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ReplicaStatus
+from relaxd.v1.replica_pb2 import ReplicaStatus
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.runs.usage import Usage
 
@@ -21,9 +22,7 @@ class Engine:
     def __init__(self, clock: Clock, name: str = "rollout-1") -> None:
         self.clock = clock
         self.counted = {"engine_busy_seconds": 50.0, "engine_paused_seconds": 7.0, "engine_state": 0.0}
-        self.replica = Replica(
-            Registration(replica_id=name, role=ROLE_ROLLOUT), 1.0, seen=clock.now, status=ReplicaStatus()
-        )
+        self.replica = Replica(Registration(replica_id=name, role=ROLLOUT), 1.0, seen=clock.now, status=ReplicaStatus())
         self.heartbeat()
 
     def spend(self, seconds: float, state: str) -> None:

@@ -8,16 +8,18 @@ from typing import Any
 import grpc
 
 from relaxd import PROTOCOL_VERSION, __version__
+from relaxd.roles import REPLICA_ROLES, TRAINER
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable, Violations, explain, shortened
 from relaxd.rpc.paging import Page, newest_first
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer
-from relaxd.v1.replica_pb2 import ROLE_UNSPECIFIED, DrainRequest, WeightVersion
+from relaxd.v1.replica_pb2 import DrainRequest, WeightVersion
 from services.coordinator.api.validation import (
     check_announcement,
     check_gpu_request,
     check_registration,
+    check_role,
     check_status_size,
     checked_run_id,
     scale_in_spec,
@@ -172,11 +174,14 @@ class CoordinatorService(CoordinatorServicer):
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Any) -> pb.ListReplicasResponse:
         """Return a page of the replicas whose lease holds."""
+        violations = Violations()
+        check_role(request.role or TRAINER, REPLICA_ROLES, violations)
+        violations.raise_if_any()
         now = time.monotonic()
         page = Page[pb.RegisteredReplica](request, f"replicas {request.role}", default=100, maximum=MAX_PAGE)
         for r in self._registry.all():
-            key = f"{r.registration.role:03d} {r.replica_id}"
-            if request.role not in (ROLE_UNSPECIFIED, r.registration.role) or key <= page.after:
+            key = f"{r.registration.role} {r.replica_id}"
+            if request.role not in ("", r.registration.role) or key <= page.after:
                 continue
             replica = pb.RegisteredReplica(
                 registration=r.registration,

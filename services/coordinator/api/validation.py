@@ -4,25 +4,17 @@ import re
 from collections.abc import Sequence
 
 from relaxd.board.core import RUN_ID, RUN_ID_RULE
+from relaxd.roles import REPLICA_ROLES, ROLLOUT, SCALABLE_ROLES, unknown_role
 from relaxd.rpc.errors import InvalidArgument, Violations
 from relaxd.rpc.gpu_uuids import GPU_UUID, GPU_UUID_RULE, MAX_GPUS, check_gpu_uuids
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
-from relaxd.v1.replica_pb2 import (
-    ROLE_ADVANTAGE,
-    ROLE_COORDINATOR,
-    ROLE_REWARD,
-    ROLE_ROLLOUT,
-    ROLE_UNSPECIFIED,
-    Role,
-)
 from services.coordinator.runs.starting import check_run_id
 from services.coordinator.state.scale_records import Direction, ScaleSpec
 
 REPLICA_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ADDRESS = re.compile(r"[A-Za-z0-9.\[\]:_-]{1,200}:[0-9]{1,5}")
 ANY_ID = re.compile(r".{1,128}")
-SCALABLE_ROLES = (ROLE_ROLLOUT, ROLE_REWARD, ROLE_ADVANTAGE)
 MAX_LAUNCH_ID = 300
 MAX_NAME = 300
 MAX_STATUS_BYTES = 1 << 18
@@ -42,6 +34,11 @@ def checked_run_id(run_id: str, *, optional: bool = True) -> str:
     return run_id
 
 
+def check_role(role: str, known: Sequence[str], violations: Violations) -> None:
+    """Add a violation unless a role is one of the known ones."""
+    violations.check(role in known, "role", unknown_role(role, known))
+
+
 def check_registration(registration: pb.Registration) -> None:
     """Check a Register request."""
     violations = Violations()
@@ -54,8 +51,7 @@ def check_registration(registration: pb.Registration) -> None:
         "replica_id",
         "must be 1 to 128 letters, digits, dots, dashes and underscores, the first one a letter or digit",
     )
-    known = registration.role in Role.values() and registration.role not in (ROLE_UNSPECIFIED, ROLE_COORDINATOR)
-    check(known, "role", "must be rollout, reward, advantage or trainer")
+    check(registration.role in REPLICA_ROLES, "role", unknown_role(registration.role, REPLICA_ROLES))
     check(ADDRESS.fullmatch(registration.address), "address", "must be host:port")
     check(0 <= registration.engine_ranks <= MAX_RANKS, "engine_ranks", f"must be 0 to {MAX_RANKS}")
     check(len(registration.gpu_uuids) <= MAX_GPUS, "gpu_uuids", f"must be at most {MAX_GPUS}")
@@ -110,7 +106,7 @@ def scale_out_spec(request: scaling_pb2.ScaleOutRequest) -> ScaleSpec:
     violations.raise_if_any()
     return ScaleSpec(
         direction=Direction.OUT,
-        role=_role_name(request.role),
+        role=request.role or ROLLOUT,
         replicas=request.replicas,
         addresses=tuple(request.addresses),
         gpu_uuids=tuple(request.gpu_uuids),
@@ -128,17 +124,16 @@ def scale_in_spec(request: scaling_pb2.ScaleInRequest) -> ScaleSpec:
     violations.raise_if_any()
     return ScaleSpec(
         direction=Direction.IN,
-        role=_role_name(request.role),
+        role=request.role or ROLLOUT,
         replicas=request.replicas,
         replica_ids=tuple(request.replica_ids),
         seconds=request.drain_seconds if request.HasField("drain_seconds") else DRAIN_SECONDS,
     )
 
 
-def _check_common(request_id: str, role: "Role.ValueType", replicas: int, violations: Violations) -> None:
+def _check_common(request_id: str, role: str, replicas: int, violations: Violations) -> None:
     violations.check(not request_id or RUN_ID.fullmatch(request_id), "request_id", RUN_ID_RULE)
-    known = role in (ROLE_UNSPECIFIED, *SCALABLE_ROLES)
-    violations.check(known, "role", "must be ROLE_ROLLOUT, ROLE_REWARD or ROLE_ADVANTAGE: no other can be scaled")
+    check_role(role or ROLLOUT, SCALABLE_ROLES, violations)
     violations.check(0 <= replicas <= MAX_REPLICAS, "replicas", f"is {replicas}: it must be 1 to {MAX_REPLICAS}")
 
 
@@ -156,7 +151,3 @@ def _check_list(name: str, values: Sequence[str], pattern: re.Pattern[str], rule
 
 def _check_seconds(name: str, seconds: float, maximum: float, violations: Violations) -> None:
     violations.check(0 <= seconds <= maximum, name, f"is {seconds:g}: it must be 0 to {maximum:g}")
-
-
-def _role_name(role: "Role.ValueType") -> str:
-    return Role.Name(role or ROLE_ROLLOUT).removeprefix("ROLE_")

@@ -1,22 +1,16 @@
 """The replicas of one run and the versions that its engines serve."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from relaxd.roles import REWARD, ROLES, ROLLOUT, TRAINER
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_FAILED,
     REPLICA_STATE_QUARANTINED,
     REPLICA_STATE_READY,
     REPLICA_STATE_STARTING,
-    ROLE_ADVANTAGE,
-    ROLE_REWARD,
-    ROLE_ROLLOUT,
-    ROLE_TRAINER,
-    Role,
 )
 from services.coordinator.fleet.registry import Registry, Replica
-
-NEEDED = {"trainer": ROLE_TRAINER, "rollout": ROLE_ROLLOUT, "reward": ROLE_REWARD, "advantage": ROLE_ADVANTAGE}
 
 ABLE = (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED)
 FAILURE_LEASES = 2.5
@@ -26,9 +20,11 @@ FAILURE_LEASES = 2.5
 class Fleet:
     """One run's view of the registry."""
 
-    def __init__(self, registry: Registry, run_id: str) -> None:
+    def __init__(self, registry: Registry, run_id: str, roles: Sequence[str]) -> None:
         self.registry = registry
         self.run_id = run_id
+        self.roles = tuple(roles)
+        """Names of the roles that the run needs."""
         self._failing: dict[str, float] = {}
         """Monotonic time of a role's first failure since it last worked."""
         self._set_aside: frozenset[str] = frozenset()
@@ -36,16 +32,16 @@ class Fleet:
 
     def trainer(self) -> Replica | None:
         """Return the newest trainer that is ready."""
-        ready = [r for r in self._of(ROLE_TRAINER) if r.status.state == REPLICA_STATE_READY]
+        ready = [r for r in self._of(TRAINER) if r.status.state == REPLICA_STATE_READY]
         return ready[-1] if ready else None
 
-    def has(self, *roles: "Role.ValueType") -> bool:
+    def has(self, *roles: str) -> bool:
         """Return whether each role has a replica that works on the run, ready or not."""
         return all(self._of(role) for role in roles)
 
     def engines(self) -> list[Replica]:
         """Return the engines that can receive weights."""
-        return [r for r in self._of(ROLE_ROLLOUT) if r.status.state in ABLE and not r.draining]
+        return [r for r in self._of(ROLLOUT) if r.status.state in ABLE and not r.draining]
 
     def candidates(self) -> list[Replica]:
         """Return the engines that can receive weights and are not set aside."""
@@ -57,15 +53,15 @@ class Fleet:
 
     def rewards(self) -> list[Replica]:
         """Return the reward replicas that can score."""
-        return [r for r in self._of(ROLE_REWARD) if r.status.state == REPLICA_STATE_READY and not r.draining]
+        return [r for r in self._of(REWARD) if r.status.state == REPLICA_STATE_READY and not r.draining]
 
     def serving(self, term: int) -> list[Replica]:
         """Return the engines that take prompts under a trainer's term."""
         return [r for r in self.candidates() if r.version is not None and r.version[0] == term]
 
     def devices(self) -> list[Replica]:
-        """Return the replicas that use devices: trainer and engines, in any state."""
-        return [*self._of(ROLE_TRAINER), *self._of(ROLE_ROLLOUT)]
+        """Return the replicas that hold a model, in any state."""
+        return [replica for role in self.roles if ROLES[role].model for replica in self._of(role)]
 
     def oldest_version(self, term: int) -> int | None:
         """Return the oldest version on any engine that takes prompts.
@@ -73,17 +69,17 @@ class Fleet:
         None without such an engine, and while an engine of an earlier coordinator has sent no heartbeat: it may take
         prompts at any version, and its samples would be too stale to train on.
         """
-        if any(replica.unheard for replica in self.registry.of_role(ROLE_ROLLOUT)):
+        if any(replica.unheard for replica in self.registry.of_role(ROLLOUT)):
             return None
         return min((r.version[1] for r in self.serving(term) if r.version is not None), default=None)
 
     def missing(self) -> list[str]:
         """Return the names of the roles without a ready replica."""
         return [
-            name
-            for name, role in NEEDED.items()
+            role
+            for role in self.roles
             if not any(r.status.state == REPLICA_STATE_READY and not r.draining for r in self._of(role))
-            and not (role == ROLE_ROLLOUT and self.engines())
+            and not (ROLES[role].weights == "receives" and self.engines())
         ]
 
     def failure(self) -> str | None:
@@ -94,16 +90,16 @@ class Fleet:
         """
         now, patience = time.monotonic(), FAILURE_LEASES * self.registry.lease_seconds
         found = None
-        for name, role in NEEDED.items():
+        for role in self.roles:
             replicas = self._of(role)
             failed = [r for r in replicas if r.status.state == REPLICA_STATE_FAILED]
             if not replicas or any(r.status.state in ABLE for r in replicas):
-                self._failing.pop(name, None)
+                self._failing.pop(role, None)
             elif failed and not any(r.status.state == REPLICA_STATE_STARTING for r in replicas):
-                reason = f"{name} {failed[-1].replica_id} failed: {failed[-1].status.detail or 'no reason given'}"
-                since = self._failing.setdefault(name, now)
+                reason = f"{role} {failed[-1].replica_id} failed: {failed[-1].status.detail or 'no reason given'}"
+                since = self._failing.setdefault(role, now)
                 found = reason if now - since > patience else found
         return found
 
-    def _of(self, role: "Role.ValueType") -> list[Replica]:
+    def _of(self, role: str) -> list[Replica]:
         return self.registry.of_role(role, self.run_id)

@@ -2,26 +2,42 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
+from relaxd.roles import ROLES, ROLLOUT, TRAINER
 from relaxd.rpc.errors import ResourceExhausted
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER, Role
 
+OWN = "/own"
+"""Suffix of a GPU's UUID in the holder records if a replica holds it that never takes turns."""
 SHARED = "/shared"
 """Suffix of a GPU's UUID in the holder records if an engine of a colocated run holds it: the run's trainer may then be
 a second holder."""
 
 
-def seen_by(role: "Role.ValueType", holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:
+def uuid_of(record: str) -> str:
+    """Return the UUID in a holder record's key."""
+    return record.removesuffix(OWN).removesuffix(SHARED)
+
+
+def suffix_for(role: str, *, shared: bool) -> str:
+    """Return the suffix of the GPUs that a replica of this role leases."""
+    if not ROLES[role].takes_turns:
+        return OWN
+    return SHARED if shared and role == ROLLOUT else ""
+
+
+def seen_by(role: str, holders: Mapping[str, str], *, shared: bool) -> tuple[dict[str, str], set[str]]:
     """Return the holders by UUID that exclude a replica of this role, and the GPUs that it should prefer to share.
 
-    In a colocated run (`shared`) only other engines exclude an engine, and only non-engines exclude the trainer.
+    Replicas that don't take turns exclude all others. In a colocated run (`shared`), else only engines exclude an
+    engine, and only non-engines exclude the trainer.
     """
-    engines = {uuid.removesuffix(SHARED): holder for uuid, holder in holders.items() if uuid.endswith(SHARED)}
-    others = {uuid: holder for uuid, holder in holders.items() if not uuid.endswith(SHARED)}
-    if shared and role == ROLE_ROLLOUT:
-        return engines, set(others)
-    if shared and role == ROLE_TRAINER:
-        return others, set(engines)
-    return (others | engines if role == ROLE_ROLLOUT else engines | others), set()
+    own = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(OWN)}
+    engines = {uuid_of(record): holder for record, holder in holders.items() if record.endswith(SHARED)}
+    others = {record: holder for record, holder in holders.items() if not record.endswith((OWN, SHARED))}
+    if shared and role == ROLLOUT:
+        return engines | own, set(others)
+    if shared and role == TRAINER:
+        return others | own, set(engines)
+    return (others | engines if role == ROLLOUT else engines | others) | own, set()
 
 
 def choose(

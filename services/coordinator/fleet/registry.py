@@ -12,12 +12,10 @@ from relaxd.rpc.errors import NotFound, ResourceExhausted, Unavailable
 from relaxd.v1.coordinator_pb2 import Registration
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_READY,
-    ROLE_ROLLOUT,
     ReplicaStatus,
-    Role,
 )
 from services.coordinator.fleet.changes import Signal
-from services.coordinator.fleet.gpu_choice import SHARED, choose, could_choose, seen_by
+from services.coordinator.fleet.gpu_choice import choose, could_choose, seen_by, suffix_for, uuid_of
 from services.coordinator.state.records import Member, ReplicaRecord
 from services.coordinator.state.store import Store, StoreUnavailable
 
@@ -250,8 +248,7 @@ class Registry:
                 if could_choose(replica_id, candidates, count, holders, gone):
                     raise Unavailable(str(error)) from error
                 raise
-            suffix = SHARED if shared and role == ROLE_ROLLOUT else ""
-            chosen = [uuid + suffix for uuid in granted]
+            chosen = [uuid + suffix_for(role, shared=shared) for uuid in granted]
             before = [uuid for uuid, holder in self._gpu_holders.items() if holder == replica_id]
             freed = [uuid for uuid in before if uuid not in chosen]
             for uuid in freed:
@@ -266,7 +263,7 @@ class Registry:
 
     def gpus_of(self, replica_id: str) -> list[str]:
         """Return the UUIDs of the GPUs that a replica holds."""
-        return [uuid.removesuffix(SHARED) for uuid, holder in self._gpu_holders.items() if holder == replica_id]
+        return [uuid_of(record) for record, holder in self._gpu_holders.items() if holder == replica_id]
 
     def get(self, replica_id: str) -> Replica | None:
         """Return a replica by id."""
@@ -282,7 +279,7 @@ class Registry:
         found = (r for r in self._replicas.values() if r.launch_id == launch_id)
         return sorted(found, key=lambda replica: replica.registered_at)
 
-    def of_role(self, role: "Role.ValueType", run_id: str | None = None) -> list[Replica]:
+    def of_role(self, role: str, run_id: str | None = None) -> list[Replica]:
         """Return the replicas of a role, oldest first; with `run_id` only those that work on that run."""
         found: Iterable[Replica] = (r for r in self._replicas.values() if r.registration.role == role)
         if run_id is not None:
@@ -332,7 +329,7 @@ class Registry:
             for replica_id in free:
                 del self._free_gpus_at[replica_id]
             for uuid in gpus:
-                logger.info("GPU %s is free: %s is gone", uuid.removesuffix(SHARED), self._gpu_holders.pop(uuid))
+                logger.info("GPU %s is free: %s is gone", uuid_of(uuid), self._gpu_holders.pop(uuid))
 
     def _name(self, replica_id: str) -> str:
         """Describe a GPU holder for error messages."""

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from relaxd import telemetry
 from relaxd.board import BoardUnavailable
+from relaxd.roles import ROLES
 from relaxd.rpc.errors import RpcError
 from services.coordinator.fleet.checkpoints import save_checkpoint
-from services.coordinator.fleet.fleet import NEEDED
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.health.health_update import HealthUpdate, RestartOrder
@@ -116,9 +116,9 @@ class HealthManager:
         self._replicas.update(draft, live)
         if phase == Phase.RUNNING:
             signs = RoleSigns(self._context.fleet.missing(), last_step)
-            for name, role in NEEDED.items():
+            for role in self._context.fleet.roles:
                 of_role = {instance: replica for instance, replica in live.items() if replica.registration.role == role}
-                self._roles.update(draft, name.upper(), of_role, signs)
+                self._roles.update(draft, role, of_role, signs)
         if (changed := draft.result()) != self.record:
             await asyncio.to_thread(self._context.store.save_health, self._context.run_id, changed)
             self.record = changed
@@ -138,23 +138,24 @@ class HealthManager:
 
     def _live(self) -> dict[str, Replica]:
         """Return the newest registered replica of each instance, for the roles that a run needs."""
-        replicas = (one for one in self._context.registry.all() if one.registration.role in NEEDED.values())
+        roles = self._context.fleet.roles
+        replicas = (one for one in self._context.registry.all() if one.registration.role in roles)
         return {one.instance: one for one in sorted(replicas, key=lambda one: one.registered_at)}
 
     def _report(self, draft: HealthUpdate) -> None:
         """Log the decisions and record their metrics."""
         for event in draft.new_events:
             level = LEVELS.get(event.state, logging.WARNING)
-            logger.log(level, "health of %s: %s", event.instance or event.role.lower(), event.text)
+            logger.log(level, "health of %s: %s", event.instance or event.role, event.text)
             if not event.instance and event.state == Health.REBUILDING:
-                labels = {"relaxd.run_id": self._context.run_id, "relaxd.role": event.role.lower()}
+                labels = {"relaxd.run_id": self._context.run_id, "relaxd.role": event.role}
                 telemetry.record("health.rebuilds", 1, labels)
         for order in draft.restarts:
-            labels = {"relaxd.run_id": self._context.run_id, "relaxd.role": order.role.lower()}
+            labels = {"relaxd.run_id": self._context.run_id, "relaxd.role": order.role}
             telemetry.record("health.restarts", 1, labels)
         for role in draft.roles:
             unwell = sum(one.state != Health.HEALTHY for one in draft.replicas.values() if one.role == role)
-            labels = {"relaxd.run_id": self._context.run_id, "relaxd.role": role.lower()}
+            labels = {"relaxd.run_id": self._context.run_id, "relaxd.role": role}
             telemetry.record("health.unwell", unwell, labels)
 
     async def _restart(self, order: RestartOrder) -> None:
@@ -172,7 +173,7 @@ class HealthManager:
         elif not rebuilding and paused is not None and paused in {role.pause for role in draft.roles.values()}:
             await self._run.resume()
             logger.info("run %s is resumed: all roles are back", self._context.run_id)
-        if began and "TRAINER" not in {role.role for role in rebuilding}:
+        if began and not any(ROLES[role.role].weights == "sends" for role in rebuilding):
             self._start(self._checkpoint())
 
     async def _checkpoint(self) -> None:

@@ -8,12 +8,7 @@ from typing import Any
 from relaxd import telemetry
 from relaxd.config import HealthConfig
 from relaxd.retry import Backoff
-from relaxd.v1.replica_pb2 import (
-    REPLICA_STATE_DRAINING,
-    REPLICA_STATE_QUARANTINED,
-    REPLICA_STATE_READY,
-    Role,
-)
+from relaxd.v1.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_QUARANTINED, REPLICA_STATE_READY
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.health.health_update import DOWN, HealthUpdate, RestartMode, next_restart
 from services.coordinator.health.signs import HealthIssue, Signs
@@ -62,7 +57,7 @@ class ReplicaReconciler:
         registration = replica.registration
         one = ReplicaHealth(
             instance=replica.instance,
-            role=Role.Name(registration.role).removeprefix("ROLE_"),
+            role=registration.role,
             replica_id=replica.replica_id,
             address=registration.address,
             supervised=bool(registration.instance),
@@ -107,7 +102,7 @@ class ReplicaReconciler:
 
     def _record_recovery(self, draft: HealthUpdate, one: ReplicaHealth, text: str) -> None:
         draft.add_event(one.role, one.instance, Health.HEALTHY, text)
-        labels = {"relaxd.run_id": self._run_id, "relaxd.role": one.role.lower()}
+        labels = {"relaxd.run_id": self._run_id, "relaxd.role": one.role}
         telemetry.record("health.recovery_seconds", time.time() - one.down_since, labels)
         draft.set_replica(one, state=Health.HEALTHY, reason="", stopped_id="")
 

@@ -39,7 +39,7 @@ class RoleReconciler:
         """Update the draft for a role; `live`: its registered replicas, by instance."""
         one = draft.roles.get(role) or draft.set_role(RoleHealth(role=role, since=time.time()))
         places = [replica for replica in draft.replicas.values() if replica.role == role]
-        if role.lower() not in signs.missing:
+        if role not in signs.missing:
             self._last_hope[role] = time.monotonic()
             self._record_recovery(draft, one, signs)
             return
@@ -52,7 +52,7 @@ class RoleReconciler:
             self._last_hope[role] = time.monotonic()
         absent = time.monotonic() - self._last_hope.setdefault(role, time.monotonic())
         exhausted = bool(places) and all(place.state == Health.FAILED for place in places)
-        why = places[-1].reason if exhausted else f"no {role.lower()} replica for {absent:.0f} s"
+        why = places[-1].reason if exhausted else f"no {role} replica for {absent:.0f} s"
         if one.state == Health.HEALTHY:
             one = draft.set_role(one, state=Health.SUSPECT, reason="it has no working replica")
         if one.state == Health.FAILED:
@@ -70,7 +70,7 @@ class RoleReconciler:
             draft.set_role(one, rebuilds=0)
 
     def _rebuild_or_fail(self, draft: HealthUpdate, one: RoleHealth, why: str, signs: RoleSigns) -> None:
-        config, name = self._config, one.role.lower()
+        config, name = self._config, one.role
         if one.rebuilds >= config.max_rebuilds:
             self.failure = f"{name} could not be rebuilt: {why} ({one.rebuilds} attempts)"
             draft.add_event(one.role, "", Health.FAILED, self.failure)

@@ -5,19 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from relaxd.config import RunConfig
-from relaxd.v1.replica_pb2 import (
-    REPLICA_STATE_FAILED,
-    REPLICA_STATE_READY,
-    REPLICA_STATE_STARTING,
-    ROLE_REWARD,
-    ROLE_ROLLOUT,
-    ROLE_TRAINER,
-    Role,
-)
+from relaxd.roles import ROLES
+from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, REPLICA_STATE_READY, REPLICA_STATE_STARTING
 from services.coordinator.fleet.registry import Replica
 
-TRAINER_PATIENCE = 3
-"""Factor on max_sync_failures for a trainer, which is mostly not to blame."""
+SENDER_PATIENCE = 3
+"""Factor on max_sync_failures for the sender of weights, which is mostly not to blame."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +51,9 @@ class Signs:
         """Restart all waits, after an outage of Redis or the coordinator."""
         self._watches.clear()
 
-    def stuck_seconds(self, role: "Role.ValueType") -> float:
+    def stuck_seconds(self, role: str) -> float:
         """Return how long a replica with groups may make no progress: longer than its own timeouts."""
-        config = self._config
-        own = {
-            ROLE_ROLLOUT: config.weights.timeout_seconds + config.weights.connect_timeout_seconds,
-            ROLE_REWARD: config.reward.timeout_seconds,
-            ROLE_TRAINER: config.trainer.collective_timeout_seconds,
-        }
-        return config.health.stuck_seconds + own.get(role, 0.0)
+        return self._config.health.stuck_seconds + ROLES[role].timeout_seconds(self._config)
 
     def issue(self, replica: Replica) -> HealthIssue | None:
         """Return a replica's problem, if it has one. Call it at every tick."""
@@ -92,8 +79,8 @@ class Signs:
         """Return the problem that failed weight synchronisations show."""
         failures = self._sync_failures(replica)
         limit = self._config.health.max_sync_failures
-        if replica.registration.role == ROLE_TRAINER:
-            failures, limit = failures - 1, limit * TRAINER_PATIENCE  # one may come from its own restart
+        if ROLES[replica.registration.role].weights == "sends":
+            failures, limit = failures - 1, limit * SENDER_PATIENCE  # one may come from its own restart
         if failures <= 0:
             return None
         return HealthIssue(f"{failures} weight synchronisations in a row failed with it", due=failures >= limit)
@@ -114,10 +101,9 @@ class Signs:
         if watch is None or watch.registered_at != replica.registered_at:
             watch = _Watch(replica.registered_at, status.progress, state_and_detail, progressed_at=now, changed_at=now)
             self._watches[replica.replica_id] = watch
-        # The trainer's progress counts its loop, which never stops; other roles are idle without groups, and an engine
-        # without weights.
-        idle = not status.held_groups and replica.registration.role != ROLE_TRAINER
-        idle = idle or (replica.registration.role == ROLE_ROLLOUT and not status.HasField("weights"))
+        role = ROLES[replica.registration.role]
+        idle = not status.held_groups and not role.always_busy
+        idle = idle or (role.weights == "receives" and not status.HasField("weights"))
         if status.progress != watch.progress or idle or status.state != REPLICA_STATE_READY:
             watch.progressed_at = now
         if state_and_detail != watch.state_and_detail or status.progress != watch.progress:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from relaxd.config import HealthConfig
 from relaxd.v1 import health_pb2
-from relaxd.v1.replica_pb2 import Role
 from services.coordinator.health.health_update import recent
 from services.coordinator.state.health_records import Event, HealthRecord
 
@@ -12,15 +11,13 @@ from services.coordinator.state.health_records import Event, HealthRecord
 def health_messages(record: HealthRecord, config: HealthConfig) -> list[health_pb2.Health]:
     """Convert a health record: every role, each followed by its replicas."""
     messages = []
-    for role in sorted(record.roles.values(), key=lambda one: _role(one.role)):
+    for role in record.roles.values():
         state = health_pb2.HealthState.Value(f"HEALTH_STATE_{role.state}")
-        messages.append(
-            health_pb2.Health(role=_role(role.role), state=state, reason=role.reason, restarts=role.rebuilds)
-        )
+        messages.append(health_pb2.Health(role=role.role, state=state, reason=role.reason, restarts=role.rebuilds))
     for one in record.replicas.values():
         messages.append(
             health_pb2.Health(
-                role=_role(one.role),
+                role=one.role,
                 instance=one.instance,
                 replica_id=one.replica_id,
                 state=health_pb2.HealthState.Value(f"HEALTH_STATE_{one.state}"),
@@ -38,12 +35,8 @@ def event_messages(events: Sequence[Event], after: int) -> list[health_pb2.RunEv
         if event.number > after:
             state = health_pb2.HealthState.Value(f"HEALTH_STATE_{event.state}")
             message = health_pb2.RunEvent(
-                number=event.number, role=_role(event.role), instance=event.instance, state=state, text=event.text
+                number=event.number, role=event.role, instance=event.instance, state=state, text=event.text
             )
             message.create_time.FromDatetime(event.time)
             messages.append(message)
     return messages
-
-
-def _role(name: str) -> "Role.ValueType":
-    return Role.Value(f"ROLE_{name}")

@@ -11,7 +11,7 @@ from relaxd import telemetry
 from relaxd.board import Counts, DropReason
 from relaxd.config import RunConfig
 from relaxd.data.dataset import RunData
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER
+from relaxd.roles import ROLLOUT, TRAINER
 from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.health.health_manager import HealthManager
@@ -316,7 +316,7 @@ class ActiveRun:
             announced, now = self.sync.announced, time.monotonic()
             if announced is not None and announced.version == version and self.sync.up_to_date():
                 return True
-            if self.fleet.has(ROLE_TRAINER, ROLE_ROLLOUT):
+            if self.fleet.has(TRAINER, ROLLOUT):
                 seen = now
             if self.fleet.trainer() is None or not self.fleet.engines():
                 unable = now

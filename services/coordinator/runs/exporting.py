@@ -4,8 +4,8 @@ import time
 
 import grpc
 
+from relaxd.roles import TRAINER
 from relaxd.rpc.errors import explain
-from relaxd.v1.replica_pb2 import ROLE_TRAINER
 from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.patience import LONG_CALL_SECONDS, NoAnswer, answer
@@ -29,7 +29,7 @@ async def export_model(fleet: Fleet, peers: Peers, *, away_seconds: float) -> st
     problem = "no trainer is registered"
     seen = time.monotonic()
     while (failure := fleet.failure()) is None and time.monotonic() - seen <= away_seconds:
-        if fleet.has(ROLE_TRAINER):
+        if fleet.has(TRAINER):
             seen = time.monotonic()
         trainer = fleet.trainer()
         if trainer is not None:

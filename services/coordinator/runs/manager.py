@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from relaxd.board import Board, BoardUnavailable, stages_for
+from relaxd.board import Board, BoardUnavailable, roles_for, stages_for
 from relaxd.config import BoardConfig, RunConfig
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
@@ -226,7 +226,7 @@ class RunManager:
             config=config,
             board=Board(self._settings.redis, record.run_id, stages_for(config), config.board),
             store=self._store,
-            fleet=Fleet(self._registry, record.run_id),
+            fleet=Fleet(self._registry, record.run_id, roles_for(config)),
             peers=self._peers,
             launcher=self._settings.launcher,
         )

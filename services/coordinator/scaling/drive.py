@@ -9,12 +9,8 @@ import logging
 import time
 from typing import Any
 
-from relaxd.v1.replica_pb2 import (
-    REPLICA_STATE_FAILED,
-    REPLICA_STATE_IDLE,
-    REPLICA_STATE_READY,
-    ROLE_ROLLOUT,
-)
+from relaxd.roles import ROLES
+from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, REPLICA_STATE_IDLE, REPLICA_STATE_READY
 from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.runs.manager import RunManager
 from services.coordinator.scaling.launchers import LauncherError, Launchers, external_address
@@ -142,7 +138,7 @@ class ReplicaDrive:
             return (ScaleState.ACTIVE, "") if idle else (ScaleState.CREATING, "it has not reported yet")
         if status.run_id != active.record.run_id or status.state == REPLICA_STATE_IDLE:
             return ScaleState.CREATING, "it has not started the run yet"
-        if replica.registration.role != ROLE_ROLLOUT:
+        if ROLES[replica.registration.role].weights != "receives":
             ready = status.state == REPLICA_STATE_READY
             return (ScaleState.ACTIVE, "") if ready else (ScaleState.CREATING, status.detail)
         announced = active.sync.announced

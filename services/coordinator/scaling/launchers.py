@@ -9,7 +9,7 @@ from relaxd.v1.launcher_pb2 import (
     ListInstancesRequest,
     RemoveRequest,
 )
-from relaxd.v1.replica_pb2 import DrainRequest, JoinRequest, LeaveRequest, Role
+from relaxd.v1.replica_pb2 import DrainRequest, JoinRequest, LeaveRequest
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.state.scale_records import ScaledReplica
@@ -53,7 +53,7 @@ class Launchers:
                 await self._join(replica.launch_id, address, role)
             else:
                 self._require_launcher()
-                request = LaunchRequest(launch_id=replica.launch_id, role=role.lower(), gpu_uuids=replica.gpu_uuids)
+                request = LaunchRequest(launch_id=replica.launch_id, role=role, gpu_uuids=replica.gpu_uuids)
                 await self._peers.launcher(self.address).Launch(request, timeout=LAUNCH_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise self._launcher_error("could not be started", replica, error) from error
@@ -99,10 +99,9 @@ class Launchers:
     async def _join(self, launch_id: str, address: str, role: str) -> None:
         stub = self._peers.replica(address)
         answer = await stub.Join(JoinRequest(launch_id=launch_id), timeout=JOIN_SECONDS)
-        if answer.role != Role.Value(f"ROLE_{role}"):
+        if answer.role != role:
             await stub.Leave(LeaveRequest(launch_id=launch_id), timeout=JOIN_SECONDS)
-            other = Role.Name(answer.role).removeprefix("ROLE_").lower()
-            raise LauncherError(f"{address} is {answer.replica_id}, of role {other}, not {role.lower()}", passing=False)
+            raise LauncherError(f"{address} is {answer.replica_id}, of role {answer.role}, not {role}", passing=False)
 
     def _require_launcher(self) -> None:
         if not self.address:

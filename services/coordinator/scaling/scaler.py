@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound
-from relaxd.v1.replica_pb2 import Role
 from services.coordinator.fleet.registry import Registry, Replica
 from services.coordinator.runs.manager import RunManager
 from services.coordinator.scaling.drive import ReplicaDrive
@@ -103,7 +102,7 @@ class Scaler:
             names = [EXTERNAL + address for address in spec.addresses if address not in there]
         else:
             missing = max(0, spec.replicas - len(live))
-            names = [f"{spec.role.lower()}-{request_id}-{number}" for number in range(1, missing + 1)]
+            names = [f"{spec.role}-{request_id}-{number}" for number in range(1, missing + 1)]
             if names and not self._launchers.address:
                 raise FailedPrecondition(f"{NO_LAUNCHER}, or give the addresses of services that wait to join")
         if not names:
@@ -130,7 +129,7 @@ class Scaler:
             if surplus > len(scaled_out):
                 stay = len(live) - len(scaled_out)
                 raise FailedPrecondition(
-                    f"replicas: {stay} of the {len(live)} {spec.role.lower()} replicas were not scaled out and "
+                    f"replicas: {stay} of the {len(live)} {spec.role} replicas were not scaled out and "
                     f"can't be removed: there can't be only {spec.replicas}"
                 )
             removed = scaled_out[: max(0, surplus)]
@@ -141,15 +140,15 @@ class Scaler:
 
     def _removable(self, replica_id: str, role: str) -> Replica:
         replica = self._registry.get(replica_id)
-        if replica is None or replica.registration.role != Role.Value(f"ROLE_{role}"):
-            raise NotFound(f"no {role.lower()} replica {replica_id!r} is registered")
+        if replica is None or replica.registration.role != role:
+            raise NotFound(f"no {role} replica {replica_id!r} is registered")
         if not replica.launch_id:
             raise FailedPrecondition(f"{replica_id} was not scaled out: stop it where it was started")
         return replica
 
     def _live(self, role: str) -> list[Replica]:
         """Return the replicas of a role that are not draining, oldest first; only the newest per launch id."""
-        replicas = [r for r in self._registry.of_role(Role.Value(f"ROLE_{role}")) if not r.draining]
+        replicas = [r for r in self._registry.of_role(role) if not r.draining]
         newest = {replica.launch_id or replica.replica_id: replica for replica in replicas}
         return sorted(newest.values(), key=lambda replica: replica.registered_at)
 

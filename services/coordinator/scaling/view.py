@@ -1,7 +1,6 @@
 """Scale requests as protobuf."""
 
 from relaxd.v1 import scaling_pb2 as pb
-from relaxd.v1.replica_pb2 import Role
 from services.coordinator.state.scale_records import ScaleRecord
 
 
@@ -10,7 +9,7 @@ def scale_message(record: ScaleRecord) -> pb.ScaleRequest:
     message = pb.ScaleRequest(
         request_id=record.request_id,
         direction=pb.ScaleDirection.Value(f"SCALE_DIRECTION_{record.spec.direction.value}"),
-        role=Role.Value(f"ROLE_{record.spec.role}"),
+        role=record.spec.role,
         replicas=record.spec.replicas,
         state=pb.ScaleState.Value(f"SCALE_STATE_{record.state.value}"),
         reason=record.reason or "; ".join(f"{r.launch_id}: {r.detail}" for r in record.scaled if r.detail),

@@ -25,7 +25,6 @@ class ReplicaHealth(Record):
 
     instance: str
     role: str
-    """Name of a Role without its prefix, such as ROLLOUT."""
     replica_id: str
     """Its newest process."""
     address: str = ""

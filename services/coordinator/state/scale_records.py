@@ -52,7 +52,6 @@ class ScaleSpec(Record):
 
     direction: Direction
     role: str
-    """Name of a Role without its prefix, such as ROLLOUT."""
     replicas: int = 0
     """Target number; 0 if `addresses` or `replica_ids` name the replicas."""
     addresses: tuple[str, ...] = ()

@@ -19,8 +19,8 @@ from typing import Any
 import grpc
 
 from relaxd.board import BoardUnavailable
+from relaxd.roles import ROLLOUT, TRAINER
 from relaxd.rpc.errors import explain
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER
 from relaxd.v1.rollout_pb2 import (
     MEMORY_PART_KEY_VALUE_CACHE,
     MEMORY_PART_WEIGHTS,
@@ -79,7 +79,7 @@ class GpuHandoff:
     def request_gpu(self, replica: Replica) -> str:
         """Request the GPU for a replica that has no engine or ranks yet; returns "" if granted, else the reason."""
         replica.request_gpu()
-        other_role = ROLE_ROLLOUT if replica.registration.role == ROLE_TRAINER else ROLE_TRAINER
+        other_role = ROLLOUT if replica.registration.role == TRAINER else TRAINER
         if self._moving is not None:
             return f"a handoff is in progress ({self._moving})"
         for other in self._registry.of_role(other_role):
@@ -125,7 +125,7 @@ class GpuHandoff:
 
     async def _next_move(self) -> Move:
         """Derive the next move from the replicas and the board."""
-        trainers, rollouts = self._registry.of_role(ROLE_TRAINER), self._registry.of_role(ROLE_ROLLOUT)
+        trainers, rollouts = self._registry.of_role(TRAINER), self._registry.of_role(ROLLOUT)
         if any(replica.awake is None for replica in (*trainers, *rollouts)):
             return Move.WAIT  # not reported yet since this coordinator started
         counts = await asyncio.to_thread(self._context.board.counts)
@@ -193,7 +193,7 @@ class GpuHandoff:
             raise HandoffFailed(f"no weight synchronisation: {self._sync.last_failure}")
 
     async def _sleep_engines(self) -> None:
-        awake = [replica for replica in self._registry.of_role(ROLE_ROLLOUT) if replica.awake]
+        awake = [replica for replica in self._registry.of_role(ROLLOUT) if replica.awake]
         if not awake:
             return
         for engine in awake:

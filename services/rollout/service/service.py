@@ -18,6 +18,7 @@ from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import Gpu, gpu_environment, memory_used, wait_until_steady
 from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.retry import Backoff
+from relaxd.roles import ROLLOUT
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 class RolloutService(ReplicaService):
     """Owns the engine. Takes groups while the engine serves a committed version and the run is not paused."""
 
-    role = replica_pb2.ROLE_ROLLOUT
+    role = ROLLOUT
     engine_ranks = 1
 
     def __init__(self, context: ReplicaContext) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm
-from relaxd.board import COLUMNS, trained_columns
+from relaxd.board import COLUMNS, REF_LOGPROBS
 from services.trainer.batch.row_packing import TrainSample
 
-TRAIN_COLUMNS = {name: COLUMNS[name] for name in trained_columns()}
-"""All columns that the trainer reads and keeps in step files."""
+TRAIN_COLUMNS = {name: column for name, column in COLUMNS.items() if column.trained}
+"""All columns that the trainer reads and keeps in step files, those of only some runs included."""
 
 
 class MalformedGroup(ValueError):
@@ -26,7 +26,7 @@ class TrainGroup:
     group_id: str
     """Its id."""
     columns: Mapping[str, Any]
-    """The columns of `TRAIN_COLUMNS`."""
+    """Those of `TRAIN_COLUMNS` that the run has."""
 
     @property
     def lengths(self) -> NDArray[np.int32]:
@@ -82,6 +82,7 @@ class TrainGroup:
                     loss_mask=columns["loss_mask"][own],
                     rollout_logprobs=columns["rollout_logprobs"][own],
                     advantages=columns["advantages"][own],
+                    ref_logprobs=columns[REF_LOGPROBS][own] if REF_LOGPROBS in columns else None,
                     weight=weights[own],
                     logprobs_comparable=(columns["versions"][own] == version)
                     & (columns["spans_weight_update"][index] == 0),
@@ -97,9 +98,10 @@ def check_group(group_id: str, columns: Mapping[str, Any]) -> TrainGroup:
     Raises:
         MalformedGroup: a column is missing, has a wrong kind or size, or is NaN or infinite at a trained token.
     """
-    for name in TRAIN_COLUMNS:
-        if name not in columns:
+    for name, column in TRAIN_COLUMNS.items():
+        if name not in columns and not column.optional:
             raise MalformedGroup(f"column {name} is missing")
+    present = {name: column for name, column in TRAIN_COLUMNS.items() if name in columns}
     if _array(columns, "prompt_tokens").size == 0:
         raise MalformedGroup(
             "prompt_tokens is empty: it must have a token, from which the first response token is predicted"
@@ -108,7 +110,7 @@ def check_group(group_id: str, columns: Mapping[str, Any]) -> TrainGroup:
     if lengths.size == 0 or (lengths < 0).any():
         raise MalformedGroup(f"lengths is {lengths.tolist()}: it must have a length for each sample, none negative")
     samples, tokens = lengths.size, int(lengths.sum())
-    for name, column in TRAIN_COLUMNS.items():
+    for name, column in present.items():
         if column.dtype == "json":
             if column.shape == "n" and (not isinstance(columns[name], list) or len(columns[name]) != samples):
                 raise MalformedGroup(f"{name} must be a list of {samples} values, one for each sample")
@@ -117,10 +119,10 @@ def check_group(group_id: str, columns: Mapping[str, Any]) -> TrainGroup:
         elif column.shape == "T" and _array(columns, name).size != tokens:
             raise MalformedGroup(f"{name} has {columns[name].size} values for {tokens} response tokens")
     masked = columns["loss_mask"] != 0
-    for name in ("rollout_logprobs", "advantages"):
-        if not np.isfinite(columns[name][masked]).all():
+    for name in ("rollout_logprobs", "advantages", REF_LOGPROBS):
+        if name in present and not np.isfinite(columns[name][masked]).all():
             raise MalformedGroup(f"{name} is NaN or infinite at a trained token")
-    return TrainGroup(group_id, {name: columns[name] for name in TRAIN_COLUMNS})
+    return TrainGroup(group_id, {name: columns[name] for name in present})
 
 
 def _array(columns: Mapping[str, Any], name: str) -> np.ndarray:

@@ -32,6 +32,8 @@ class TrainSample:
     """Sampling temperature."""
     prompt_length: int = 0
     """Number of prompt tokens, which `pack` stores once for neighbours that share them; 0: no prompt."""
+    ref_logprobs: NDArray[np.float32] | None = None
+    """float32 [L]: log-probs under the reference, if they are known."""
 
     @classmethod
     def from_response(
@@ -45,6 +47,7 @@ class TrainSample:
         weight: NDArray[np.float32],
         logprobs_comparable: NDArray[np.bool_] | bool = True,
         temperature: float = 1.0,
+        ref_logprobs: NDArray[np.float32] | None = None,
     ) -> Self:
         """Make a sample from columns without the prompt, as on the board.
 
@@ -58,6 +61,7 @@ class TrainSample:
             logprobs_comparable: [R] or one value: whether the log-prob is comparable with the engine's, because the
                 engine had the same weights and a cache written by them.
             temperature: sampling temperature, > 0.
+            ref_logprobs: float32 [R].
 
         Raises:
             PackingError: lengths differ, the prompt is empty, or the temperature isn't positive.
@@ -75,6 +79,8 @@ class TrainSample:
             "weight": (weight, np.float32),
             "logprobs_comparable": (loss_mask * np.broadcast_to(logprobs_comparable, len(response)), np.uint8),
         }
+        if ref_logprobs is not None:
+            columns["ref_logprobs"] = (ref_logprobs, np.float32)
         padded: dict[str, NDArray[Any]] = {}
         for name, (column, dtype) in columns.items():
             if len(column) != len(response):
@@ -156,7 +162,7 @@ def pack(samples: Sequence[TrainSample], *, share_prompts: bool = True) -> Packe
             [getattr(sample, field.name)[skipped:] for sample, (_, skipped) in zip(samples, prefixes, strict=True)]
         )
         for field in fields(TrainSample)
-        if field.name not in ("temperature", "prompt_length")
+        if field.name not in ("temperature", "prompt_length") and getattr(samples[0], field.name) is not None
     }
     return PackedMicroBatch(
         positions=np.concatenate(positions),

@@ -23,7 +23,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +31,18 @@ import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 # isort: split
 import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
 from relaxd.algorithms import create
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from services.trainer.attention.attention_kernels import attention_kernel
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner import mismatch
 from services.trainer.learner.checkpoint import Snapshot, Stateful, load_snapshot
 from services.trainer.learner.checkpoint_copies import HostCopies
 from services.trainer.learner.data_parallel import DataParallel
-from services.trainer.learner.device_batch import DeviceBatch, to_device_batch
-from services.trainer.learner.logprobs import VocabShard
+from services.trainer.learner.forward import Forward
 from services.trainer.learner.offload import Offload, gradient_tensors, memory_in_use, state_tensors
 from services.trainer.learner.optimizer import (
     NonFiniteGradients,
@@ -57,31 +51,18 @@ from services.trainer.learner.optimizer import (
     clip_and_step,
     gradient_norm,
 )
-from services.trainer.learner.policy_loss import PolicyLoss, StageOutput
+from services.trainer.learner.policy_loss import PolicyLoss
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
 from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
-from services.trainer.megatron.parallel import World, initialize
 from services.trainer.mlp import expert_load
-from services.trainer.model.architecture import read_architecture
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
     exported_parameters,
     gather_hf_tensors,
     hf_tensor_specs,
-    load_hf,
     save_hf,
 )
-from services.trainer.model.model import (
-    PolicyModel,
-    build_model,
-    freeze_routers,
-    padded_vocab,
-    routers,
-    transformer_config,
-)
-
-OutputFunction = Callable[[Tensor, DeviceBatch, Tensor], StageOutput]
-"""Computes the last stage's output from the output layer's weight, the micro-batch and the hidden states."""
+from services.trainer.model.model import freeze_routers, routers
 
 
 @dataclass(frozen=True)
@@ -128,6 +109,7 @@ class Learner:
         *,
         steps: int,
         seed: int = 0,
+        own_reference: bool = True,
         report: Callable[[str], None] | None = None,
     ) -> None:
         """Join the Megatron world and load the model.
@@ -138,32 +120,26 @@ class Learner:
             algorithm: the algorithm and its settings.
             steps: optimizer steps of the whole run, for the learning-rate schedule.
             seed: seed of all random generators.
+            own_reference: keep the initial model as reference if the algorithm needs one. Otherwise the micro-batches
+                bring `ref_logprobs`.
             report: called about every second with the progress of disk work (`DiskWork.report`).
 
         Raises:
             ModelError: the model isn't supported, or can't be divided among the ranks.
             ValueError: the number of processes or the optimizer's settings are wrong.
         """
-        self._folder = model_folder
         self._config = trainer
-        self._architecture = read_architecture(model_folder)
-        self._megatron_config = transformer_config(self._architecture, trainer)
-        self.world = initialize(trainer, seed)
-        if report is not None:
-            self.world.disk.report = report
+        self._forward = Forward(model_folder, trainer, seed=seed, report=report)
+        self._architecture = self._forward.architecture
+        self.world = self._forward.world
         self._algorithm = create(algorithm)
-        self._kernel = attention_kernel(
-            self.world.device, self._megatron_config.params_dtype, self._architecture.head_size, trainer.attention
-        )
-        self._inverse_frequencies = self._architecture.inverse_frequencies().to(self.world.device)
-        self._vocab = _vocab_shard(self._architecture.vocab_size, self.world)
-        self._loss = PolicyLoss(self._algorithm, self._vocab, sequence_parallel=self._megatron_config.sequence_parallel)
-        self._policy = build_model(self._architecture, self._megatron_config, self.world)
-        load_hf(self._policy, model_folder, self._architecture, self.world)
+        self._loss = PolicyLoss(self._algorithm, self._forward.token_logprobs)
+        self._policy = self._forward.load()
         self._routers = routers(self._policy)
         if trainer.moe.freeze_router:
             freeze_routers(self._policy)
-        self._reference = self._load_reference() if self._algorithm.needs_reference else None
+        needs_reference = self._algorithm.needs_reference and own_reference
+        self._reference = self._forward.load().requires_grad_(False) if needs_reference else None
         self._model = DataParallel(self._policy)
         self._optimizer = build_optimizer(self._model, trainer)
         self._schedule = build_schedule(self._optimizer, trainer, steps)
@@ -192,9 +168,9 @@ class Learner:
         if not micro_batches:
             return
         self._accumulated = True
-        if self._reference is not None:
+        if self._algorithm.needs_reference:
             micro_batches = self._with_ref_logprobs(micro_batches)
-        for sums in self._run(self._model, micro_batches, self._loss.loss, forward_only=False):
+        for sums in self._forward.run(self._model, micro_batches, self._loss, forward_only=False):
             for name, value in sums.items():
                 # Tensors, not floats: converting would wait for the GPU.
                 self._sums[name] = merge(name, self._sums[name], value) if name in self._sums else value
@@ -251,11 +227,11 @@ class Learner:
         Returns:
             For each micro-batch float32 [T], 0 where loss_mask is 0; on all ranks.
         """
-        return self._log_probs(self._model, micro_batches)
+        return self._forward.log_probs(self._model, micro_batches)
 
     def hf_tensor_specs(self) -> list[HFTensorSpec]:
         """Return the specs of all stages' tensors, in the order of `iter_hf_tensors`. Doesn't gather."""
-        dtype = self._megatron_config.params_dtype
+        dtype = self._forward.megatron_config.params_dtype
         return hf_tensor_specs(self._architecture, dtype, self.world.pp_size, self.world.ep_size)
 
     def iter_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -269,7 +245,7 @@ class Learner:
 
     def save_hf(self, folder: Path) -> None:
         """Write the current weights as a Hugging Face folder. All ranks call it together."""
-        save_hf(self._policy, folder, self._folder, self._architecture, self.world)
+        save_hf(self._policy, folder, self._forward.folder, self._architecture, self.world)
 
     def checksum(self) -> int:
         """Return the `bit_sum` of this rank's weights.
@@ -369,72 +345,12 @@ class Learner:
         if self._changed is not None:
             self._changed.record(torch.cuda.current_stream(self.world.device))
 
-    def _load_reference(self) -> PolicyModel:
-        """Load the initial model as reference of the KL term."""
-        reference = build_model(self._architecture, self._megatron_config, self.world)
-        load_hf(reference, self._folder, self._architecture, self.world)
-        return reference.requires_grad_(False)
-
     def _with_ref_logprobs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
         missing = [batch for batch in micro_batches if batch.ref_logprobs is None]
-        computed = iter(self._log_probs(self._reference, missing) if missing else [])
+        if self._reference is not None:
+            computed = iter(self._forward.log_probs(self._reference, missing))
+        elif any(batch.loss_mask.any() for batch in missing):
+            raise ValueError("ref_logprobs is missing, and this learner keeps no reference that could compute it")
+        else:  # padding
+            computed = iter([np.zeros(len(batch.tokens), np.float32) for batch in missing])
         return [b if b.ref_logprobs is not None else replace(b, ref_logprobs=next(computed)) for b in micro_batches]
-
-    def _log_probs(self, model: Any, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
-        results = [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
-        if not micro_batches:
-            return results
-        flat = torch.zeros(sum(int(b.loss_mask.sum()) for b in micro_batches), device=self.world.device)
-        with torch.no_grad():
-            outputs = self._run(model, micro_batches, self._loss.evaluate, forward_only=True)
-        begin = 0
-        for batch, output in zip(micro_batches, outputs, strict=False):
-            flat[begin + output["indices"]] = output["logprobs"]
-            begin += int(batch.loss_mask.sum())
-        if outputs and self.world.cp_size > 1:
-            dist.all_reduce(flat, group=parallel_state.get_context_parallel_group())
-        if self.world.pp_size > 1:
-            group = parallel_state.get_pipeline_model_parallel_group()
-            dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        values, begin = flat.cpu().numpy(), 0
-        for batch, result in zip(micro_batches, results, strict=True):
-            places = np.flatnonzero(batch.loss_mask)
-            result[places] = values[begin : begin + len(places)]
-            begin += len(places)
-        return results
-
-    def _run(
-        self, model: Any, micro_batches: Sequence[PackedMicroBatch], output: OutputFunction, *, forward_only: bool
-    ) -> list[dict[str, Tensor]]:
-        """Run Megatron's schedule over micro-batches, with a backward pass unless `forward_only`.
-
-        Returns:
-            The values that `output` reports for each micro-batch; nothing on stages other than the last.
-        """
-        policy: PolicyModel = getattr(model, "module", model)
-
-        def forward(batches: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Any]:
-            batch = next(batches)
-            hidden = model(batch.tokens, batch.rotary, batch.layout)
-            return hidden, partial(output, policy.output_weight(), batch) if self.world.last_stage else None
-
-        reported: list[dict[str, Tensor]] = get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=map(self._to_device, micro_batches),
-            model=[model],
-            num_microbatches=len(micro_batches),
-            seq_length=0,  # unused: stages exchange the shapes
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-        return reported
-
-    def _to_device(self, batch: PackedMicroBatch) -> DeviceBatch:
-        return to_device_batch(batch, self.world, self._kernel, self._inverse_frequencies)
-
-
-def _vocab_shard(vocab_size: int, world: World) -> VocabShard:
-    rows = padded_vocab(vocab_size, world.tp_size) // world.tp_size
-    start = rows * world.tp_rank
-    group = parallel_state.get_tensor_model_parallel_group() if world.tp_size > 1 else None
-    return VocabShard(start=start, size=min(rows, vocab_size - start), group=group)

@@ -1,34 +1,27 @@
-"""The last pipeline stage's output: log-probs of the trained tokens, and the algorithm's loss."""
+"""The algorithm's loss as output of the last pipeline stage."""
 
-import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+from collections.abc import Callable
 
-# isort: split
 import torch
-from megatron.core import tensor_parallel
 from torch import Tensor
 
 from relaxd.algorithms import Algorithm, LossInputs
 from services.trainer.learner import mismatch
 from services.trainer.learner.device_batch import DeviceBatch
-from services.trainer.learner.logprobs import VocabShard, token_logprobs
+from services.trainer.learner.forward import StageOutput, no_tokens
 
-StageOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
-"""The result of a micro-batch in Megatron's schedule: loss, an unused token count, and values to report."""
+TokenLogprobs = Callable[[Tensor, DeviceBatch, Tensor], tuple[Tensor, Tensor]]
+"""`Forward.token_logprobs`."""
 
 
 class PolicyLoss:
-    """Computes loss or log-probs from the hidden states of a micro-batch.
+    """Computes the loss from the hidden states of a micro-batch; an `OutputFunction`."""
 
-    Both methods take the output layer's weight, the micro-batch, and hidden states [T / cp_size, 1, hidden] (T over the
-    tensor-parallel ranks under sequence parallelism).
-    """
-
-    def __init__(self, algorithm: Algorithm, vocab: VocabShard, *, sequence_parallel: bool) -> None:
+    def __init__(self, algorithm: Algorithm, token_logprobs: TokenLogprobs) -> None:
         self._algorithm = algorithm
-        self._vocab = vocab
-        self._sequence_parallel = sequence_parallel
+        self._token_logprobs = token_logprobs
 
-    def loss(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
+    def __call__(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
         """Return the summed loss of the trained tokens; report its sums, their number and the mismatch measure."""
         logprobs, entropy = self._token_logprobs(weight, batch, hidden)
         columns = batch.columns
@@ -47,22 +40,4 @@ class PolicyLoss:
         reported = {name: value.double() for name, value in sums.items()}
         reported["tokens"] = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
         reported["mismatch"] = mismatch.measure(logprobs, columns["rollout_logprobs"], columns["logprobs_comparable"])
-        return output.loss, _no_tokens(), reported
-
-    def evaluate(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
-        """Report the log-probs of the trained tokens, with their indices; the loss is 0."""
-        logprobs, _ = self._token_logprobs(weight, batch, hidden)
-        return hidden.new_zeros(()), _no_tokens(), {"logprobs": logprobs, "indices": batch.trained_indices}
-
-    def _token_logprobs(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of the trained tokens. No other position's logits are computed."""
-        if self._sequence_parallel:
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        rows = hidden.squeeze(1).index_select(0, batch.predicting)
-        if self._vocab.group is not None and not self._sequence_parallel:
-            rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
-        return token_logprobs(rows, weight, batch.targets, batch.columns["temperature"], self._vocab)
-
-
-def _no_tokens() -> Tensor:
-    return torch.zeros((), dtype=torch.int)
+        return output.loss, no_tokens(), reported

@@ -4,11 +4,12 @@ import time
 from pathlib import Path
 
 from relaxd.board import Board, BoardUnavailable, Delivery
-from services.trainer.batch.groups import TRAIN_COLUMNS, TrainGroup, check_group
+from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.plan import MicroBatchRound
 from services.trainer.batch.step_file import read_step_file, step_file_path
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
+from services.trainer.loop.intake import STAGE
 from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 
@@ -90,7 +91,7 @@ def _load(board: Board, deliveries: list[Delivery], board_timeout_seconds: float
     deadline = time.monotonic() + board_timeout_seconds
     while True:
         try:
-            loaded = board.load(deliveries, tuple(TRAIN_COLUMNS))
+            loaded = board.load(deliveries, board.needs(STAGE))
         except BoardUnavailable:
             if time.monotonic() > deadline:
                 raise

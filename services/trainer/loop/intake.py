@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from relaxd.board import Board, BoardUnavailable, Delivery, DropReason
-from services.trainer.batch.groups import TRAIN_COLUMNS, MalformedGroup, TrainGroup, check_group
+from services.trainer.batch.groups import MalformedGroup, TrainGroup, check_group
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Intake:
         deliveries = self._board.take(STAGE, self._consumer, count=MAX_GROUPS_PER_READ, block_seconds=block_seconds)
         if not deliveries:
             return False
-        for delivery, columns in zip(deliveries, self._board.load(deliveries, tuple(TRAIN_COLUMNS)), strict=True):
+        for delivery, columns in zip(deliveries, self._board.load(deliveries, self._board.needs(STAGE)), strict=True):
             if columns is None:  # closed since it was taken
                 continue
             try:

@@ -97,6 +97,7 @@ class Rank:
             config.algorithm,
             steps=config.run.steps,
             seed=config.run.seed,
+            own_reference=not config.has_reference_service,
             report=self._report_loading if self._number == 0 else None,
         )
         freeze_objects()

@@ -59,7 +59,12 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
                 '(trainer.checkpoint.keep_step_files = "always" keeps all)'
             )
     learner = Learner(
-        resolve_model(config.model.path), config.trainer, config.algorithm, steps=config.run.steps, seed=config.run.seed
+        resolve_model(config.model.path),
+        config.trainer,
+        config.algorithm,
+        steps=config.run.steps,
+        seed=config.run.seed,
+        own_reference=not config.has_reference_service,
     )
     disk = learner.world.disk
     channel = RankChannel(config.trainer.collective_timeout_seconds, disk)

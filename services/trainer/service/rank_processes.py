@@ -24,9 +24,15 @@ class RankProcesses:
     """One set of rank processes. It isn't reused: if a rank dies, all are killed and a new set is started."""
 
     def __init__(
-        self, count: int, on_event: RankEvent, environment: Mapping[str, str], gpu_lease: GpuLease | None
+        self,
+        count: int,
+        on_event: RankEvent,
+        environment: Mapping[str, str],
+        gpu_lease: GpuLease | None,
+        module: str = "services.trainer.loop.rank",
     ) -> None:
         self._count = count
+        self._module = module
         self._on_event = on_event
         self._environment = environment
         self._gpu_lease = gpu_lease
@@ -51,7 +57,7 @@ class RankProcesses:
         for rank in range(self._count):
             self._children.append(
                 await Child.start(
-                    "services.trainer.loop.rank",
+                    self._module,
                     env={**self._environment, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     name=f"rank {rank}",
                     on_event=lambda event, values, rank=rank: self._on_child_event(rank, event, values),  # type: ignore[misc]

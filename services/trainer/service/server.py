@@ -18,6 +18,7 @@ from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.replica import advertised_address
 from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.replica.sync_ids import SyncIds
+from relaxd.roles import TRAINER
 from relaxd.rpc.errors import (
     Aborted,
     DeadlineExceeded,
@@ -45,7 +46,7 @@ HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 class TrainerService(ReplicaService):
     """The trainer as a replica."""
 
-    role = replica_pb2.ROLE_TRAINER
+    role = TRAINER
 
     def __init__(self, context: ReplicaContext) -> None:
         self._context = context

@@ -13,7 +13,8 @@ import pytest
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local.state import StateFolder
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT, ROLE_TRAINER, GetStatusRequest, ReplicaStatus, Role
+from relaxd.roles import ROLLOUT, TRAINER
+from relaxd.v1.replica_pb2 import GetStatusRequest, ReplicaStatus
 from relaxd.v1.replica_pb2_grpc import ReplicaStub
 from tests.e2e.conftest import CONFIG, REWARD, Workplace
 from tests.e2e.test_run import check_books, read_summary
@@ -61,7 +62,7 @@ class Watched:
         """Its engine, or its rank."""
         return self.service(role).children()[0]
 
-    def status(self, role: "Role.ValueType") -> ReplicaStatus:
+    def status(self, role: str) -> ReplicaStatus:
         """What a replica says now."""
         stack = self._state.read()
         assert stack is not None
@@ -86,12 +87,12 @@ class Watched:
 
 
 def generating(watched: Watched) -> bool:
-    status = watched.status(ROLE_ROLLOUT)
+    status = watched.status(ROLLOUT)
     return status.awake and status.weights.term > 0 and status.held_groups > 0
 
 
 def training(watched: Watched) -> bool:
-    return watched.status(ROLE_TRAINER).awake and not watched.status(ROLE_ROLLOUT).awake
+    return watched.status(TRAINER).awake and not watched.status(ROLLOUT).awake
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from relaxd.config import RunConfig
 from relaxd.rpc.server import start_server
 from relaxd.rpc.tls import TlsFiles
 from relaxd.v1.coordinator_pb2 import Registration
-from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus, Role
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaStatus
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry
@@ -35,7 +35,7 @@ class FleetKit:
         self._life.callback(board.close)
         return RunContext(RUN, config, board, self.store, self.fleet, self.peers)
 
-    async def serve(self, name: str, role: "Role.ValueType", *service: Any) -> None:
+    async def serve(self, name: str, role: str, *service: Any) -> None:
         """Start a server with one service: add function, servicer, full name. Its replica is ready."""
         server = await start_server([service])  # type: ignore[list-item]
         self._life.push_async_callback(server.stop)

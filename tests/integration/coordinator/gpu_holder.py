@@ -17,15 +17,15 @@ from relaxd.replica.context import ReplicaContext, open_context
 from relaxd.replica.gpus import Gpu, gpu_environment
 from relaxd.replica.replica import run_replica
 from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.roles import ROLLOUT
 from relaxd.rpc.settings import parse_settings
-from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 
 GPU = Gpu("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 0)
 
 
 class Holder(ReplicaService):
-    role = replica_pb2.ROLE_ROLLOUT
+    role = ROLLOUT
 
     def __init__(self, context: ReplicaContext) -> None:
         self.context = context

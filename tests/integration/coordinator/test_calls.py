@@ -16,14 +16,12 @@ from relaxd import PROTOCOL_VERSION
 from relaxd.cli.main import app
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
+from relaxd.roles import COORDINATOR, REWARD, TRAINER
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_IDLE,
-    ROLE_COORDINATOR,
-    ROLE_REWARD,
     ReplicaStatus,
-    Role,
     WeightVersion,
 )
 from tests.integration.coordinator.cluster import LEASE_SECONDS, Cluster
@@ -55,7 +53,7 @@ def violations(call, request: object) -> dict[str, str]:
 
 
 def registration(**changes: object) -> pb.RegisterRequest:
-    values = {"replica_id": "r-1", "role": ROLE_REWARD, "address": "127.0.0.1:9", "protocol_version": PROTOCOL_VERSION}
+    values = {"replica_id": "r-1", "role": REWARD, "address": "127.0.0.1:9", "protocol_version": PROTOCOL_VERSION}
     return pb.RegisterRequest(registration=pb.Registration(**(values | changes)))
 
 
@@ -247,9 +245,9 @@ def test_samples_come_in_pages_however_long_they_are(up: Cluster) -> None:
 
 def test_registration_and_leases(up: Cluster) -> None:
     stub = up.stub
-    wrong = violations(stub.Register, registration(replica_id="", role=Role.ROLE_UNSPECIFIED, address="nowhere"))
+    wrong = violations(stub.Register, registration(replica_id="", role="", address="nowhere"))
     assert set(wrong) == {"registration.replica_id", "registration.role", "registration.address"}
-    assert set(violations(stub.Register, registration(role=ROLE_COORDINATOR, engine_ranks=-1))) == {
+    assert set(violations(stub.Register, registration(role=COORDINATOR, engine_ranks=-1))) == {
         "registration.role",
         "registration.engine_ranks",
     }
@@ -261,14 +259,14 @@ def test_registration_and_leases(up: Cluster) -> None:
     assert (answer.lease_seconds, answer.assignment.run_id) == (LEASE_SECONDS, "")
     status = ReplicaStatus(replica_id="r-1", state=REPLICA_STATE_IDLE, detail="fine")
     stub.Heartbeat(pb.HeartbeatRequest(replica_id="r-1", status=status), timeout=5)
-    (replica,) = stub.ListReplicas(pb.ListReplicasRequest(role=ROLE_REWARD), timeout=5).replicas
+    (replica,) = stub.ListReplicas(pb.ListReplicasRequest(role=REWARD), timeout=5).replicas
     assert replica.status == status
-    assert list(stub.ListReplicas(pb.ListReplicasRequest(role=Role.ROLE_TRAINER), timeout=5).replicas) == []
+    assert list(stub.ListReplicas(pb.ListReplicasRequest(role=TRAINER), timeout=5).replicas) == []
     stub.Register(registration(replica_id="r-2"), timeout=5)
     (first,) = (page := stub.ListReplicas(pb.ListReplicasRequest(page_size=1), timeout=5)).replicas
     (second,) = stub.ListReplicas(pb.ListReplicasRequest(page_token=page.next_page_token), timeout=5).replicas
     assert [one.registration.replica_id for one in (first, second)] == ["r-1", "r-2"]
-    elsewhere = pb.ListReplicasRequest(role=ROLE_REWARD, page_token=page.next_page_token)
+    elsewhere = pb.ListReplicasRequest(role=REWARD, page_token=page.next_page_token)
     assert set(violations(stub.ListReplicas, elsewhere)) == {"page_token"}
     # It is asked to drain at its next heartbeat even when it can't be reached now.
     error = refused(stub.DrainReplica, pb.DrainReplicaRequest(replica_id="r-1"))

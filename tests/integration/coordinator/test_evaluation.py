@@ -10,8 +10,9 @@ import pytest
 
 from relaxd.config import RunConfig
 from relaxd.data.dataset import load_data
+from relaxd.roles import REWARD, ROLLOUT
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from relaxd.v1.replica_pb2 import ROLE_REWARD, ROLE_ROLLOUT, WeightVersion
+from relaxd.v1.replica_pb2 import WeightVersion
 from services.coordinator.runs import evaluation
 from services.coordinator.runs.evaluation import EvaluationFailed, Evaluator
 from tests.integration.coordinator.fleet_kit import FleetKit
@@ -78,7 +79,7 @@ class Kit(FleetKit):
     async def engine(self, name: str, seconds: float = 0.0, term: int = 1) -> Engine:
         engine = Engine(seconds)
         add = rollout_pb2_grpc.add_RolloutServicer_to_server
-        await self.serve(name, ROLE_ROLLOUT, add, engine, "relaxd.v1.Rollout")
+        await self.serve(name, ROLLOUT, add, engine, "relaxd.v1.Rollout")
         self.generated(name, 0, term)
         return engine
 
@@ -95,7 +96,7 @@ class Kit(FleetKit):
 async def kit(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kit]:
     monkeypatch.setattr(evaluation, "RETRY_SECONDS", 0.1)
     kit = Kit(tmp_path, redis_url)
-    await kit.serve("judge", ROLE_REWARD, reward_pb2_grpc.add_RewardServicer_to_server, Reward(), "relaxd.v1.Reward")
+    await kit.serve("judge", REWARD, reward_pb2_grpc.add_RewardServicer_to_server, Reward(), "relaxd.v1.Reward")
     yield kit
     await kit.close()
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from relaxd.roles import TRAINER
 from relaxd.v1 import trainer_pb2, trainer_pb2_grpc
-from relaxd.v1.replica_pb2 import ROLE_TRAINER
 from services.coordinator.runs import exporting
 from services.coordinator.runs.exporting import ExportFailed, export_model
 from tests.integration.coordinator.fleet_kit import FleetKit
@@ -45,7 +45,7 @@ async def kit(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 async def start(kit: FleetKit, name: str) -> Trainer:
     trainer = Trainer()
     add = trainer_pb2_grpc.add_TrainerServicer_to_server
-    await kit.serve(name, ROLE_TRAINER, add, trainer, "relaxd.v1.Trainer")
+    await kit.serve(name, TRAINER, add, trainer, "relaxd.v1.Trainer")
     return trainer
 
 

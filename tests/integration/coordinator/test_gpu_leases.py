@@ -12,9 +12,9 @@ from rich.console import Console
 from relaxd import PROTOCOL_VERSION
 from relaxd.cli.status import print_status
 from relaxd.client.coordinator import CoordinatorClient
+from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT
 from tests.integration.coordinator.cluster import LEASE_SECONDS, Cluster
 
 GPUS = [f"GPU-{number}2345678-d72c-4106-c12f-20bd9faed9f6" for number in range(4)]
@@ -25,7 +25,7 @@ def register(cluster: Cluster, *replica_ids: str) -> None:
         cluster.stub.Register(
             pb.RegisterRequest(
                 registration=pb.Registration(
-                    replica_id=replica_id, role=ROLE_ROLLOUT, address="127.0.0.1:9", protocol_version=PROTOCOL_VERSION
+                    replica_id=replica_id, role=ROLLOUT, address="127.0.0.1:9", protocol_version=PROTOCOL_VERSION
                 )
             ),
             timeout=5,

@@ -12,7 +12,6 @@ from relaxd.local.state import ServiceState
 from relaxd.local.supervisor import ServiceSpec
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import health_pb2
-from relaxd.v1.replica_pb2 import Role
 from tests.integration.coordinator.supervised import SupervisedCluster
 
 HEALTHY, SUSPECT = health_pb2.HEALTH_STATE_HEALTHY, health_pb2.HEALTH_STATE_SUSPECT
@@ -82,7 +81,7 @@ class HealthCluster(SupervisedCluster):
     def health(self, name: str) -> health_pb2.Health:
         """Return the health of a replica (by instance) or a role (by name)."""
         for one in self.run().health:
-            if name == (one.instance or Role.Name(one.role).removeprefix("ROLE_").lower()):
+            if name == (one.instance or one.role):
                 return one
         return health_pb2.Health()
 
@@ -101,7 +100,7 @@ class HealthCluster(SupervisedCluster):
 
         def look() -> health_pb2.RunEvent | None:
             for event in self.events():
-                subject = event.instance or Role.Name(event.role).removeprefix("ROLE_").lower()
+                subject = event.instance or event.role
                 if subject == instance and event.state == state and text in event.text:
                     return event
             return None

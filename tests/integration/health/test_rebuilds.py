@@ -3,8 +3,8 @@
 import signal
 import time
 
+from relaxd.roles import ROLLOUT
 from relaxd.v1 import coordinator_pb2 as pb
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT
 from tests.integration.health.kit import FAILED, HEALTHY, REBUILDING, HealthCluster
 
 SHORT = {
@@ -27,7 +27,7 @@ def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: Hea
     assert run.reason.startswith("rollout could not be rebuilt: ")
     assert run.reason.endswith("(2 attempts)")
     events = cluster.events()
-    kinds = [event.state for event in events if event.role == ROLE_ROLLOUT and not event.instance]
+    kinds = [event.state for event in events if event.role == ROLLOUT and not event.instance]
     assert kinds == [REBUILDING, REBUILDING, FAILED], events
     tries = [event for event in events if event.instance == "rollout-1"]
     assert len(tries) < 20  # no storm

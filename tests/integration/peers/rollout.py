@@ -15,9 +15,10 @@ from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import Aborted, DeadlineExceeded, FailedPrecondition
 from relaxd.v1 import coordinator_pb2, rollout_pb2, rollout_pb2_grpc
-from relaxd.v1.replica_pb2 import REPLICA_STATE_QUARANTINED, ROLE_ROLLOUT, WeightVersion
+from relaxd.v1.replica_pb2 import REPLICA_STATE_QUARANTINED, WeightVersion
 from tests.integration.peers.faults import Calls, SyncIds, misbehave
 from tests.integration.peers.meeting import CHECKSUM, CHUNK, CHUNKS
 
@@ -29,7 +30,7 @@ CONCURRENCY = int(os.environ.get("PEER_CONCURRENCY", "4"))
 class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
     """Answers sums: the higher the version, the more of them right."""
 
-    role = ROLE_ROLLOUT
+    role = ROLLOUT
 
     def __init__(self, context: ReplicaContext) -> None:
         self.context = context

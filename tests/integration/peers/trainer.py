@@ -14,11 +14,12 @@ from relaxd.board import Board, Delivery, Fenced, StepConflict, stages_for
 from relaxd.config import RunConfig
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.roles import TRAINER
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition
 from relaxd.v1 import coordinator_pb2, trainer_pb2, trainer_pb2_grpc
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
-from relaxd.v1.replica_pb2 import ROLE_TRAINER, WeightVersion
+from relaxd.v1.replica_pb2 import WeightVersion
 from relaxd.v1.weights_pb2 import WeightManifest
 from tests.integration.peers.faults import Calls, SyncIds, misbehave
 from tests.integration.peers.meeting import CHECKSUM, CHUNK, CHUNKS, Meeting
@@ -29,7 +30,7 @@ STEP_SECONDS = float(os.environ.get("PEER_STEP_SECONDS", "0.05"))
 class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
     """Commits a step whenever a step's groups are there, without training."""
 
-    role = ROLE_TRAINER
+    role = TRAINER
 
     def __init__(self, context: ReplicaContext) -> None:
         self.context = context

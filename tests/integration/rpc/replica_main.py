@@ -14,8 +14,8 @@ from relaxd.config import RunConfig
 from relaxd.replica.context import open_context
 from relaxd.replica.replica import run_replica
 from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.roles import REWARD
 from relaxd.rpc.settings import parse_settings
-from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 
 
@@ -24,7 +24,7 @@ def say(*words: object) -> None:
 
 
 class Talkative(ReplicaService):
-    role = replica_pb2.ROLE_REWARD
+    role = REWARD
 
     def __init__(self) -> None:
         self.failures = int(os.environ.get("FAIL_STARTS", "0"))

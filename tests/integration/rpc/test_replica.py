@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from relaxd.config import DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
 from relaxd.replica.exit_codes import RESTART
+from relaxd.roles import REWARD
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import FailedPrecondition, NotFound
 from relaxd.rpc.server import RunningServer, start_server
@@ -160,7 +161,7 @@ async def test_follows_its_assignment(coordinator):
     async with serving(coordinator) as server, replica(server.port) as process:
         await coordinator.hears(IDLE)
         registration = coordinator.registered["reward-1"]
-        assert registration.role == replica_pb2.ROLE_REWARD
+        assert registration.role == REWARD
         assert registration.address == f"127.0.0.1:{process.port}"
         assert registration.protocol_version == 1
         assert await health(process.port) == SERVING

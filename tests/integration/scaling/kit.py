@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.local.supervisor import ServiceSpec
+from relaxd.roles import ROLLOUT
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2 as scale_pb
-from relaxd.v1.replica_pb2 import ROLE_ROLLOUT
 from tests.integration.coordinator.supervised import SupervisedCluster
 
 PENDING, CREATING, SYNCING = (
@@ -73,7 +73,7 @@ class ScalingCluster(SupervisedCluster):
 
     def rollouts(self) -> dict[str, pb.RegisteredReplica]:
         """Return the registered rollout replicas by id."""
-        replicas = self.stub.ListReplicas(pb.ListReplicasRequest(role=ROLE_ROLLOUT), timeout=5).replicas
+        replicas = self.stub.ListReplicas(pb.ListReplicasRequest(role=ROLLOUT), timeout=5).replicas
         return {replica.registration.replica_id: replica for replica in replicas}
 
     def launched(self) -> dict[str, int]:

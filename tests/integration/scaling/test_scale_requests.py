@@ -5,10 +5,10 @@ import signal
 
 import grpc
 
+from relaxd.roles import TRAINER
 from relaxd.rpc.errors import field_violations
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2 as scale_pb
-from relaxd.v1.replica_pb2 import ROLE_TRAINER
 from tests.integration.scaling.kit import (
     ACTIVE,
     CANCELLED,
@@ -104,7 +104,7 @@ def test_wrong_requests_name_their_fields(cluster: ScalingCluster) -> None:
 
     assert fields(cluster.out, 0) == {"replicas"}
     assert fields(cluster.out, 257) == fields(cluster.out, -1) == {"replicas"}
-    assert fields(cluster.out, 2, role=ROLE_TRAINER, request_id="a b", timeout_seconds=-1) == {
+    assert fields(cluster.out, 2, role=TRAINER, request_id="a b", timeout_seconds=-1) == {
         *("role", "request_id", "timeout_seconds")
     }
     assert fields(cluster.out, 2, addresses=["host:1"]) == {"addresses"}

@@ -17,6 +17,7 @@ import numpy as np
 from relaxd import PROTOCOL_VERSION
 from relaxd.board import Board, NewGroup, stages_for
 from relaxd.config import RunConfig
+from relaxd.roles import TRAINER
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import (
     coordinator_pb2,
@@ -128,7 +129,8 @@ class Feeder:
 class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     """A real gRPC server that assigns one run and writes down what it hears."""
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
+    def __init__(self, config: RunConfig, folder: Path, role: str = TRAINER) -> None:
+        self._role = role
         self._condition = threading.Condition()
         self.assignment = coordinator_pb2.Assignment(
             run_id=RUN_ID,
@@ -146,7 +148,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def Register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterResponse:
         assert request.registration.protocol_version == PROTOCOL_VERSION
-        assert request.registration.role == replica_pb2.ROLE_TRAINER
+        assert request.registration.role == TRAINER
         self._hear(address=request.registration.address)
         return coordinator_pb2.RegisterResponse(lease_seconds=5, heartbeat_seconds=0.1, assignment=self.assignment)
 
@@ -187,16 +189,20 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
 
 class TrainerProcess:
-    """The trainer service as a process."""
+    """The trainer service, or another one with ranks, as a process."""
 
     def __init__(
-        self, coordinator: ScriptedCoordinator, redis_url: str, environment: Mapping[str, str] | None = None
+        self,
+        coordinator: ScriptedCoordinator,
+        redis_url: str,
+        environment: Mapping[str, str] | None = None,
+        module: str = "services.trainer",
     ) -> None:
         """`environment` is set on top of this process's."""
         self.coordinator = coordinator
         flags = ("--coordinator", f"127.0.0.1:{coordinator.port}", "--redis", redis_url, "--replica-id", "trainer-test")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "services.trainer", *flags, "--grace-seconds", "5"],
+            [sys.executable, "-m", module, *flags, "--grace-seconds", "5"],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
         )

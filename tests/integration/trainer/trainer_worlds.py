@@ -141,12 +141,12 @@ def full_logits(learner: Any, batch: Any) -> np.ndarray:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
         mine = hidden.squeeze(1) @ weight.t()
         shards = [torch.empty_like(mine) for _ in range(learner.world.tp_size)]
-        dist.all_gather(shards, mine, group=learner._vocab.group) if len(shards) > 1 else shards[0].copy_(mine)
+        dist.all_gather(shards, mine, group=learner._forward.vocab.group) if len(shards) > 1 else shards[0].copy_(mine)
         logits = torch.cat(shards, -1)[: len(batch.tokens), :VOCAB]
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {"logits": logits}
 
     with torch.no_grad():
-        outputs = learner._run(learner._model, [batch], last, forward_only=True)
+        outputs = learner._forward.run(learner._model, [batch], last, forward_only=True)
     return outputs[0]["logits"].numpy() if outputs else np.zeros(0, np.float32)
 
 

@@ -1,0 +1,49 @@
+"""Placement and sizes of roles that only some runs need."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from relaxd.config.base import Section
+
+
+class ReferenceConfig(Section):
+    """The reference model of the KL term: the initial model, frozen. It has the trainer's dtype and kernels."""
+
+    placement: Literal["trainer", "service"] = "trainer"
+    """trainer: in the trainer's ranks, beside the model that they train. service: in reference replicas of their own,
+    which write the column ref_logprobs; the trainer then keeps no reference."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """service: ranks of a replica that share each layer's matrices."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """service: ranks of a replica that share the layers."""
+    context_parallel: int = Field(default=1, ge=1)
+    """service: ranks of a replica that share each micro-batch's tokens, and its heads within attention."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """service: ranks of a replica that share the experts."""
+    micro_batch_tokens: int = Field(default=0, ge=0)
+    """service: maximum tokens of a packed micro-batch; 0 means trainer.micro_batch_tokens."""
+    threads: int = Field(default=0, ge=0)
+    """service: CPU threads of each rank; 0 divides all cores among the ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a replica. More replicas, not more ranks, work on different groups."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @model_validator(mode="after")
+    def _experts_divide(self) -> Self:
+        sharing = self.tensor_parallel * self.context_parallel
+        if sharing % self.expert_parallel:
+            raise ValueError(
+                f"roles.reference.expert_parallel is {self.expert_parallel}: it must divide tensor_parallel x "
+                f"context_parallel = {sharing}"
+            )
+        return self
+
+
+class RolesConfig(Section):
+    """Settings of roles that only some runs need."""
+
+    reference: ReferenceConfig = ReferenceConfig()
+    """The reference model of the KL term."""

@@ -1,0 +1,107 @@
+"""The roles of a run's processes, declared once. On the wire a role is its name.
+
+What `relaxd up` starts, what the launcher and the scaling calls accept, which roles a run needs (`roles_for` of
+relaxd.board), and how the coordinator treats a replica follow from this table.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from relaxd.config import RunConfig
+
+COORDINATOR = "coordinator"
+TRAINER = "trainer"
+ROLLOUT = "rollout"
+REWARD = "reward"
+ADVANTAGE = "advantage"
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """The declaration of one role."""
+
+    name: str
+    module: str
+    """Module of its service. Nothing else in the library names the services' modules."""
+    stage: str = ""
+    """Stage of the board that it works on; a run needs the roles of its stages."""
+    replicas: int = 1
+    """Replicas that `relaxd up` starts unless it is told otherwise."""
+    scalable: bool = True
+    """Whether it may have any number of replicas."""
+    model: Literal["", "policy", "reference"] = ""
+    """The model that it holds."""
+    weights: Literal["", "sends", "receives"] = ""
+    """Its part in weight synchronisations. A role that receives weights works only once it has some."""
+    gpus: Callable[[RunConfig], int] = lambda config: 0
+    """GPUs that a replica leases for a run."""
+    takes_turns: bool = False
+    """Whether it shares its GPUs with the other roles that take turns, in a colocated run."""
+    always_busy: bool = False
+    """Whether its progress goes on while it holds no group: the work of its children, which take the groups."""
+    timeout_seconds: Callable[[RunConfig], float] = lambda config: 0.0
+    """Longest time without progress that its own timeouts allow; it is stuck only after that."""
+
+
+ROLES: dict[str, Role] = {
+    role.name: role
+    for role in (
+        Role(name=COORDINATOR, module="services.coordinator", scalable=False),
+        Role(
+            name=TRAINER,
+            module="services.trainer",
+            stage="train",
+            scalable=False,
+            model="policy",
+            weights="sends",
+            gpus=lambda config: config.trainer.ranks,
+            takes_turns=True,
+            always_busy=True,
+            timeout_seconds=lambda config: config.trainer.collective_timeout_seconds,
+        ),
+        Role(
+            name=ROLLOUT,
+            module="services.rollout",
+            stage="rollout",
+            model="policy",
+            weights="receives",
+            gpus=lambda config: config.rollout.tensor_parallel if config.rollout.engine == "sglang" else 0,
+            takes_turns=True,
+            timeout_seconds=lambda config: config.weights.timeout_seconds + config.weights.connect_timeout_seconds,
+        ),
+        Role(
+            name=REWARD,
+            module="services.reward",
+            stage="reward",
+            timeout_seconds=lambda config: config.reward.timeout_seconds,
+        ),
+        Role(name=ADVANTAGE, module="services.advantage", stage="advantage"),
+        Role(
+            name=REFERENCE,
+            module="services.trainer.reference",
+            stage="reference",
+            replicas=0,
+            model="reference",
+            gpus=lambda config: config.roles.reference.ranks,
+            always_busy=True,
+            timeout_seconds=lambda config: config.trainer.collective_timeout_seconds,
+        ),
+    )
+}
+"""All roles by name, in the order in which `relaxd up` starts them."""
+
+REPLICA_ROLES = tuple(role for role in ROLES if role != COORDINATOR)
+"""Roles whose processes register with the coordinator."""
+SCALABLE_ROLES = tuple(role.name for role in ROLES.values() if role.scalable)
+"""Roles that may have any number of replicas."""
+
+
+def unknown_role(role: str, known: Iterable[str]) -> str:
+    """Say that a role is none of the known ones, and which of them is the nearest."""
+    names = sorted(known)
+    close = difflib.get_close_matches(role.lower().removeprefix("role_"), names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"is {role!r}: it must be one of {', '.join(names)}{hint}"

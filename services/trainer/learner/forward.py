@@ -1,0 +1,160 @@
+"""This rank's place in a Megatron world: loads a model's weights and runs micro-batches through it.
+
+The learner trains the model that it loads here; a reference service only computes log-probs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relaxd.config import TrainerConfig
+from services.trainer.attention.attention_kernels import attention_kernel
+from services.trainer.batch.row_packing import PackedMicroBatch
+from services.trainer.learner.device_batch import DeviceBatch, to_device_batch
+from services.trainer.learner.logprobs import VocabShard, token_logprobs
+from services.trainer.megatron.parallel import World, initialize
+from services.trainer.model.architecture import read_architecture
+from services.trainer.model.hf_weights import load_hf
+from services.trainer.model.model import PolicyModel, build_model, padded_vocab, transformer_config
+
+StageOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
+"""The result of a micro-batch in Megatron's schedule: loss, an unused token count, and values to report."""
+OutputFunction = Callable[[Tensor, DeviceBatch, Tensor], StageOutput]
+"""Computes the last stage's output from the output layer's weight, the micro-batch and the hidden states
+[T / cp_size, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism)."""
+
+
+class Forward:
+    """Forward and backward passes on this rank. All ranks make the same calls in the same order."""
+
+    def __init__(
+        self, folder: Path, trainer: TrainerConfig, *, seed: int = 0, report: Callable[[str], None] | None = None
+    ) -> None:
+        """Join the Megatron world.
+
+        Args:
+            folder: a Hugging Face folder.
+            trainer: parallel sizes, dtype, attention, deadlines.
+            seed: seed of all random generators.
+            report: called about every second with the progress of disk work (`DiskWork.report`).
+
+        Raises:
+            ModelError: the model isn't supported, or can't be divided among the ranks.
+            ValueError: the number of processes is wrong.
+        """
+        self.folder = folder
+        self.architecture = read_architecture(folder)
+        self.megatron_config = transformer_config(self.architecture, trainer)
+        self.world = initialize(trainer, seed)
+        if report is not None:
+            self.world.disk.report = report
+        self.vocab = _vocab_shard(self.architecture.vocab_size, self.world)
+        self._kernel = attention_kernel(
+            self.world.device, self.megatron_config.params_dtype, self.architecture.head_size, trainer.attention
+        )
+        self._inverse_frequencies = self.architecture.inverse_frequencies().to(self.world.device)
+
+    def load(self) -> PolicyModel:
+        """Build this rank's part of the model and load its weights."""
+        model = build_model(self.architecture, self.megatron_config, self.world)
+        load_hf(model, self.folder, self.architecture, self.world)
+        return model
+
+    def log_probs(self, model: Any, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
+        """Compute the log-probs of the tokens with loss_mask 1 under a model and the sampling temperature.
+
+        Returns:
+            For each micro-batch float32 [T], 0 where loss_mask is 0; on all ranks.
+        """
+        results = [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
+        if not micro_batches:
+            return results
+        flat = torch.zeros(sum(int(b.loss_mask.sum()) for b in micro_batches), device=self.world.device)
+        with torch.no_grad():
+            outputs = self.run(model, micro_batches, self._evaluate, forward_only=True)
+        begin = 0
+        for batch, output in zip(micro_batches, outputs, strict=False):
+            flat[begin + output["indices"]] = output["logprobs"]
+            begin += int(batch.loss_mask.sum())
+        if outputs and self.world.cp_size > 1:
+            dist.all_reduce(flat, group=parallel_state.get_context_parallel_group())
+        if self.world.pp_size > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        values, begin = flat.cpu().numpy(), 0
+        for batch, result in zip(micro_batches, results, strict=True):
+            places = np.flatnonzero(batch.loss_mask)
+            result[places] = values[begin : begin + len(places)]
+            begin += len(places)
+        return results
+
+    def run(
+        self, model: Any, micro_batches: Sequence[PackedMicroBatch], output: OutputFunction, *, forward_only: bool
+    ) -> list[dict[str, Tensor]]:
+        """Run Megatron's schedule over micro-batches, with a backward pass unless `forward_only`.
+
+        Returns:
+            The values that `output` reports for each micro-batch; nothing on stages other than the last.
+        """
+        policy: PolicyModel = getattr(model, "module", model)
+
+        def forward(batches: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Any]:
+            batch = next(batches)
+            hidden = model(batch.tokens, batch.rotary, batch.layout)
+            return hidden, partial(output, policy.output_weight(), batch) if self.world.last_stage else None
+
+        reported: list[dict[str, Tensor]] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=map(self._to_device, micro_batches),
+            model=[model],
+            num_microbatches=len(micro_batches),
+            seq_length=0,  # unused: stages exchange the shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return reported
+
+    def token_logprobs(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of the trained tokens. No other position's logits are computed.
+
+        See `OutputFunction` for the arguments.
+        """
+        sequence_parallel = self.megatron_config.sequence_parallel
+        if sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        rows = hidden.squeeze(1).index_select(0, batch.predicting)
+        if self.vocab.group is not None and not sequence_parallel:
+            rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
+        return token_logprobs(rows, weight, batch.targets, batch.columns["temperature"], self.vocab)
+
+    def _evaluate(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
+        """Report the log-probs of the trained tokens, with their indices; the loss is 0."""
+        logprobs, _ = self.token_logprobs(weight, batch, hidden)
+        return hidden.new_zeros(()), no_tokens(), {"logprobs": logprobs, "indices": batch.trained_indices}
+
+    def _to_device(self, batch: PackedMicroBatch) -> DeviceBatch:
+        return to_device_batch(batch, self.world, self._kernel, self._inverse_frequencies)
+
+
+def no_tokens() -> Tensor:
+    """Return the unused token count of a `StageOutput`."""
+    return torch.zeros((), dtype=torch.int)
+
+
+def _vocab_shard(vocab_size: int, world: World) -> VocabShard:
+    rows = padded_vocab(vocab_size, world.tp_size) // world.tp_size
+    start = rows * world.tp_rank
+    group = parallel_state.get_tensor_model_parallel_group() if world.tp_size > 1 else None
+    return VocabShard(start=start, size=min(rows, vocab_size - start), group=group)

@@ -1,0 +1,137 @@
+"""The reference service as a replica: starts the ranks of its model, and ends when one of them does."""
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+from relaxd.board import roles_for
+from relaxd.config import RunConfig
+from relaxd.process.child import ChildError
+from relaxd.replica.context import ReplicaContext
+from relaxd.replica.gpus import gpu_environment
+from relaxd.replica.service import ReplicaService, ServiceStatus
+from relaxd.roles import REFERENCE
+from relaxd.v1.coordinator_pb2 import Assignment
+from relaxd.weights.environment import NCCL_ENVIRONMENT
+from services.trainer.service.rank_processes import RankProcesses
+
+RANK_MODULE = "services.trainer.reference.rank"
+REQUEST_SECONDS = 10.0
+"""Deadline of a request that rank 0 answers at once."""
+DRAIN_MARGIN_SECONDS = 2.0
+"""Extra time for the answer to a drain."""
+
+logger = logging.getLogger(__name__)
+
+
+class ReferenceService(ReplicaService):
+    """Works on the stage "reference" of runs that have one.
+
+    A replica whose ranks fail ends, and its supervisor starts another: others get its groups at once, because the
+    coordinator sees that the process is gone.
+    """
+
+    role = REFERENCE
+
+    def __init__(self, context: ReplicaContext) -> None:
+        self._context = context
+        self._settings = context.settings
+        self._ranks: RankProcesses | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._loaded = asyncio.Event()
+        self._detail = ""
+        self._held = self._done = self._turns = 0
+        self._done_before = 0
+
+    async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
+        """See ReplicaService. Returns once the model is loaded."""
+        if self.role not in roles_for(config):
+            self._detail = "this run needs no reference service"
+            return
+        sizes = config.roles.reference
+        gpus = await self._context.gpus.lease(sizes.ranks)
+        self._detail = "starting the ranks"
+        environment = gpu_environment(gpus) | NCCL_ENVIRONMENT
+        gpu_lease = self._context.gpus.child_lease if gpus else None
+        self._loaded.clear()
+        self._ranks = ranks = RankProcesses(sizes.ranks, self._on_event, environment, gpu_lease, RANK_MODULE)
+        await ranks.start(
+            {
+                "config": config.model_dump_json(),
+                "run_id": assignment.run_id,
+                "redis": self._settings.redis,
+                "replica_id": self._settings.replica_id,
+                "log_level": self._settings.log_level,
+            }
+        )
+        failed, loaded = asyncio.create_task(ranks.failed()), asyncio.create_task(self._loaded.wait())
+        try:
+            await asyncio.wait({failed, loaded}, return_when=asyncio.FIRST_COMPLETED)
+            if not loaded.done():
+                raise ChildError(await failed)
+        finally:
+            failed.cancel()
+            loaded.cancel()
+        self._detail = ""
+        self._watching = asyncio.create_task(self._give_up_with(ranks), name="watch the ranks")
+
+    async def stop_run(self) -> None:
+        """See ReplicaService."""
+        ranks, watching = self._ranks, self._watching
+        if self._loaded.is_set():
+            await self.drain(0.0)
+        self._ranks = self._watching = None
+        if watching is not None:
+            watching.cancel()
+        if ranks is not None:
+            await ranks.kill()
+        self._detail = ""
+        self._loaded.clear()
+        self._done_before += self._done
+        self._held = self._done = self._turns = 0
+
+    async def pause_run(self) -> None:
+        """See ReplicaService."""
+        await self._request("pause")
+
+    async def resume_run(self) -> None:
+        """See ReplicaService."""
+        await self._request("resume")
+
+    async def drain(self, seconds: float) -> int:
+        """See ReplicaService. Groups not finished in time return to the board."""
+        held = await self._request("drain", seconds, seconds=max(0.0, seconds - DRAIN_MARGIN_SECONDS))
+        self._held = self._held if held is None else held
+        return self._held
+
+    def status(self) -> ServiceStatus:
+        """See ReplicaService."""
+        pids = self._ranks.pids if self._ranks is not None else []
+        return ServiceStatus(
+            held_groups=self._held,
+            done_groups=self._done_before + self._done,
+            progress=self._turns,
+            detail=self._detail,
+            gauges={"ranks": float(len(pids)), **{f"rank{i}_pid": float(pid) for i, pid in enumerate(pids)}},
+        )
+
+    async def _request(self, method: str, timeout: float = 0.0, **params: Any) -> Any:
+        """Send a request to rank 0; returns None if there is none, or it fails, which ends this replica."""
+        if self._ranks is None:
+            return None
+        with contextlib.suppress(ChildError):
+            return await self._ranks.request(0, method, params, timeout + REQUEST_SECONDS)
+        return None
+
+    async def _give_up_with(self, ranks: RankProcesses) -> None:
+        self._context.give_up(await ranks.failed())
+
+    def _on_event(self, rank: int, event: str, values: dict[str, Any]) -> None:
+        match event:
+            case "loading":
+                self._detail = values["detail"]
+            case "loaded":
+                self._loaded.set()
+            case "progress":
+                self._held, self._done, self._turns = values["held"], values["done"], values["turns"]

@@ -1,0 +1,61 @@
+"""The reference model of a KL term, in the trainer and as a service whose replica is killed: the same run."""
+
+import json
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from relaxd.local.state import StateFolder
+from tests.e2e.conftest import Workplace
+from tests.e2e.test_run import check_books, read_summary
+
+STEPS = 6
+SETTINGS = (
+    *("--run.steps", str(STEPS), "--eval.prompts", "0", "--board.max_staleness", "0"),
+    *("--algorithm.kl_coef", "0.5", "--algorithm.drop_zero_variance", "false", "--trainer.optimizer.lr", "1e-2"),
+)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_killed_reference_replica_loses_nothing_and_changes_no_loss(workplace: Workplace) -> None:
+    words = ("run", "tiny.toml", *SETTINGS)
+    code, output = workplace.relaxd(*words, "--run-id", "inside", timeout=180)
+    assert code == 0, output
+
+    run = workplace.start(*words, "--roles.reference.placement", "service", "--run-id", "apart")
+    state = StateFolder(workplace.folder / ".relaxd")
+    assert run.stdout is not None
+    killed, lines = 0, []
+    for line in run.stdout:
+        lines.append(line)
+        if re.match(r"step +2/", line):
+            (reference,) = [service for service in state.read().services if service.role == "reference"]
+            psutil.Process(reference.pid).send_signal(signal.SIGKILL)
+            killed += 1
+    assert run.wait(timeout=60) == 0, "".join(lines)
+    assert killed == 1
+
+    runs = workplace.folder / "runs"
+    check_books(read_summary(runs / "apart"), STEPS)
+    inside, apart = metrics(runs / "inside"), metrics(runs / "apart")
+    assert [step["step"] for step in apart] == [step["step"] for step in inside] == list(range(1, STEPS + 1))
+    assert inside[-1]["kl"] > 1e-3  # else it would not matter where the reference is
+    for one, other in zip(inside, apart, strict=True):
+        for name in ("loss", "kl", "grad_norm", "reward_mean"):
+            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), (one["step"], name)
+    ledger = [json.loads(line) for line in (runs / "apart" / "ledger.jsonl").read_text().splitlines()]
+    trained = Counter(group for entry in ledger for group in entry["plan"]["groups"])
+    assert set(trained.values()) == {1}
+    assert "queue_reference_seconds" in apart[-1]
+    log = (runs / "apart" / "logs" / "trainer.log").read_text()
+    assert "reference" not in log  # it loaded none

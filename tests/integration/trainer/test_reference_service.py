@@ -1,0 +1,120 @@
+"""The reference service as a process, on a real board, with the trainer's own way of running a model."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from relaxd.board import REF_LOGPROBS
+from relaxd.config import RunConfig
+from relaxd.roles import REFERENCE
+from relaxd.v1 import coordinator_pb2, replica_pb2
+from tests.integration.trainer.service_kit import PATIENCE, Feeder, ScriptedCoordinator, TrainerProcess, make_config
+from tests.integration.trainer.trainer_worlds import make_model
+
+TEMPERATURE = 0.8
+MODULE = "services.trainer.reference"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", tied=True)
+
+
+def reference_config(model: Path, **sizes: int) -> RunConfig:
+    return make_config(
+        model,
+        algorithm={"kl_coef": 0.1},
+        rollout={"samples_per_prompt": 3, "temperature": TEMPERATURE},
+        roles={"reference": {"placement": "service", "threads": 1, **sizes}},
+    )
+
+
+@contextmanager
+def reference_service(
+    config: RunConfig, redis_url: str, folder: Path
+) -> Iterator[tuple[ScriptedCoordinator, Feeder, TrainerProcess]]:
+    feeder, coordinator = Feeder(redis_url, config), ScriptedCoordinator(config, folder, REFERENCE)
+    process = TrainerProcess(coordinator, redis_url, module=MODULE)
+    try:
+        yield coordinator, feeder, process
+    finally:
+        process.close()
+        coordinator.close()
+        feeder.board.close()
+
+
+def wait_until_ready(coordinator: ScriptedCoordinator) -> None:
+    coordinator.wait(lambda: coordinator.status.state == replica_pb2.REPLICA_STATE_READY)
+
+
+def trained_columns(feeder: Feeder, count: int) -> dict[str, dict[str, Any]]:
+    """What the trainer gets of the next groups, by group id."""
+    board, found = feeder.board, {}
+    while len(found) < count:
+        deliveries = board.take("train", "trainer", count=count, block_seconds=PATIENCE)
+        assert deliveries
+        loaded = board.load(deliveries, board.needs("train"))
+        found |= {delivery.group_id: columns for delivery, columns in zip(deliveries, loaded, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor_parallel": 2}])
+def test_log_probs_are_those_of_transformers(
+    model: Path, redis_url: str, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    config = reference_config(model, **sizes)
+    mask = np.tile(np.array([1, 1, 0, 1, 1, 1], np.uint8), 3)
+    with reference_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
+        groups = feeder.feed(5, 0, loss_mask=mask)
+        wait_until_ready(coordinator)
+        found = trained_columns(feeder, 5)
+        coordinator.wait(lambda: coordinator.status.done_groups == 5 and not coordinator.status.held_groups)
+        assert coordinator.status.gauges["ranks"] == sizes.get("tensor_parallel", 1)
+        assert process.stop() == 0
+    exact = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    assert found.keys() == set(groups)
+    for columns in found.values():
+        logprobs = columns[REF_LOGPROBS]
+        assert (logprobs.dtype, logprobs.shape) == (np.float32, columns["tokens"].shape)
+        prompt = torch.from_numpy(columns["prompt_tokens"].astype(np.int64))
+        for sample in np.split(np.arange(18), 3):
+            answer = torch.from_numpy(columns["tokens"][sample].astype(np.int64))
+            with torch.no_grad():
+                logits = exact(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+            expected = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0].numpy() * mask[sample]
+            np.testing.assert_allclose(logprobs[sample], expected, atol=1e-4)
+
+
+def test_a_rank_that_dies_ends_the_replica_and_its_groups_go_to_the_next(
+    model: Path, redis_url: str, tmp_path: Path
+) -> None:
+    config = reference_config(model)
+    with reference_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
+        wait_until_ready(coordinator)
+        os.kill(process.rank_pid(), signal.SIGKILL)
+        assert process.process.wait(30) == 1  # a supervisor starts the next
+        groups = feeder.feed(3, 0)
+        following = TrainerProcess(coordinator, redis_url, module=MODULE)
+        try:
+            assert trained_columns(feeder, 3).keys() == set(groups)
+            # A run that is over frees the model; one that needs no reference loads none.
+            coordinator.set_state(coordinator_pb2.RUN_STATE_STOPPED)
+            coordinator.wait(lambda: coordinator.status.state == replica_pb2.REPLICA_STATE_IDLE)
+            other = make_config(model)
+            coordinator.assignment = coordinator_pb2.Assignment(
+                run_id="run-2", config_json=other.model_dump_json(), state=coordinator_pb2.RUN_STATE_RUNNING
+            )
+            wait_until_ready(coordinator)
+            assert coordinator.status.detail == "this run needs no reference service"
+            assert coordinator.status.gauges["ranks"] == 0
+            assert following.stop() == 0
+        finally:
+            following.close()

@@ -1,0 +1,110 @@
+"""The table of roles, and roles on the wire: names, of which an unknown one is refused with the nearest."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from relaxd import PROTOCOL_VERSION
+from relaxd.board import STAGES, roles_for, stages_for
+from relaxd.cli.check import check
+from relaxd.config.load import ConfigError, load
+from relaxd.local.stack import make_plan
+from relaxd.local.state import StateFolder
+from relaxd.roles import REPLICA_ROLES, ROLES, SCALABLE_ROLES
+from relaxd.rpc.errors import InvalidArgument
+from relaxd.v1.coordinator_pb2 import Registration
+from relaxd.v1.scaling_pb2 import ScaleOutRequest
+from services.coordinator.api.validation import check_registration, scale_out_spec
+
+
+def registration(role: str) -> Registration:
+    return Registration(replica_id="r-1", role=role, address="host:1", protocol_version=PROTOCOL_VERSION)
+
+
+def test_an_unknown_role_is_refused_with_the_nearest() -> None:
+    check_registration(registration("rollout"))
+    for wrong in ("rolout", "ROLE_ROLLOUT"):
+        with pytest.raises(InvalidArgument, match="did you mean 'rollout'") as refused:
+            check_registration(registration(wrong))
+        assert [field for field, _ in refused.value.violations] == ["registration.role"]
+    with pytest.raises(InvalidArgument, match="must be one of advantage, re"):
+        check_registration(registration("coordinator"))
+
+
+def test_a_role_without_replicas_to_add_is_not_scaled() -> None:
+    assert scale_out_spec(ScaleOutRequest(replicas=2)).role == "rollout"
+    with pytest.raises(InvalidArgument, match="did you mean 'reward'"):
+        scale_out_spec(ScaleOutRequest(role="rewards", replicas=2))
+    with pytest.raises(InvalidArgument, match="is 'trainer': it must be one of advantage, re"):
+        scale_out_spec(ScaleOutRequest(role="trainer", replicas=2))
+
+
+RUN = """
+run.steps = 1
+model.path = "model"
+data.source = "addition"
+reward.name = "addition"
+"""
+SERVICE = '\nalgorithm.kl_coef = 0.1\nroles.reference.placement = "service"'
+
+
+def test_every_role_has_a_module_and_a_stage() -> None:
+    for role in ROLES.values():
+        assert importlib.util.find_spec(f"{role.module}.__main__"), role
+    assert {ROLES[name].stage for name in REPLICA_ROLES} == set(STAGES)
+
+
+def test_a_run_needs_the_roles_of_its_stages() -> None:
+    usual = ("trainer", "rollout", "reward", "advantage")
+    assert roles_for(load(RUN)) == roles_for(load(RUN + "\nalgorithm.kl_coef = 0.1")) == usual
+    assert roles_for(load(RUN + SERVICE)) == (*usual, "reference")
+    needs = {stage.name: stage.needs for stage in stages_for(load(RUN + SERVICE))}
+    assert "ref_logprobs" in needs["train"]
+    assert "ref_logprobs" not in {column for stage in stages_for(load(RUN)) for column in stage.needs}
+
+
+def test_what_is_started_follows_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    plan = make_plan(StateFolder(tmp_path), port=0, replicas={"rollout": 2})
+    names = [spec.name for spec in plan.services if spec.role in ROLES]
+    assert names == ["coordinator", "trainer", "rollout-1", "rollout-2", "reward", "advantage"]
+    assert plan.templates.keys() == set(SCALABLE_ROLES)  # also of roles of which none is started
+    assert plan.templates["reference"].command[-1] == "services.trainer.reference"
+    plan = make_plan(StateFolder(tmp_path), port=0, replicas={"reference": 1})
+    assert "reference" in [spec.name for spec in plan.services]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ('roles.reference.placement = "service"', "algorithm.kl_coef is 0"),
+        ("roles.reference.expert_parallel = 2", "must divide tensor_parallel x context_parallel = 1"),
+        ("roles.referense.threads = 1", "did you mean roles.reference"),
+    ],
+)
+def test_a_reference_that_makes_no_sense_is_refused(settings: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load(f"{RUN}\n{settings}")
+
+
+def test_the_check_of_a_configuration_knows_the_sizes_of_the_reference(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 4}'
+    )
+    settings = (
+        SERVICE
+        + """
+roles.reference.tensor_parallel = 4
+roles.reference.pipeline_parallel = 3
+roles.reference.micro_batch_tokens = 100
+"""
+    )
+    found = {str(one) for one in check(load(RUN.replace('"model"', f'"{tmp_path}"') + settings))}
+    for problem in (
+        "roles.reference.tensor_parallel = 4 does not divide the model's num_attention_heads = 6",
+        "roles.reference.tensor_parallel = 4 does not divide the model's num_key_value_heads = 2",
+        "roles.reference.pipeline_parallel = 3 does not divide the model's num_hidden_layers = 4",
+        "roles.reference.micro_batch_tokens = 100 is too small for one sample",
+    ):
+        assert any(problem in one for one in found), (problem, found)

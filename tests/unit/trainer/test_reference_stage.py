@@ -1,0 +1,146 @@
+"""The stage of reference replicas on a real board, with a model that only knows its tokens."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from relaxd.board import REF_LOGPROBS, Board, NewGroup, stages_for
+from relaxd.config import RunConfig
+from services.trainer.batch.row_packing import PackedMicroBatch
+from services.trainer.reference.stage import ReferenceStage
+from tests.kit.waiting import wait_until
+
+BUDGET = 64
+
+
+@pytest.fixture
+def board(redis_url: str) -> Iterator[Board]:
+    config = RunConfig.model_validate(
+        {
+            "run": {"steps": 1},
+            "model": {"path": "model"},
+            "data": {"source": "addition"},
+            "reward": {"name": "addition"},
+            "algorithm": {"kl_coef": 0.1},
+            "roles": {"reference": {"placement": "service"}},
+        }
+    )
+    board = Board(redis_url, "run", stages_for(config), config.board)
+    board.create(term=1, groups_per_step=32, steps=1)
+    board.set_gate(term=1, oldest_version=0, open=True)
+    yield board
+    board.close()
+
+
+class Model:
+    """The log-prob of a token is minus the token, divided by the position; remembers the rows that it got."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[int]] = []
+
+    def __call__(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
+        self.passes.append([len(batch.tokens) for batch in micro_batches])
+        return [(-batch.tokens / (1 + batch.positions) * batch.loss_mask).astype(np.float32) for batch in micro_batches]
+
+
+def answer(board: Board, group_id: str, lengths: Sequence[int], prompt: int = 5, **changes: Any) -> dict[str, Any]:
+    """Publish a prompt and commit its answers. Returns them."""
+    columns = {"prompt_tokens": np.arange(prompt, dtype=np.int32), "prompt": {"text": group_id}}
+    board.publish(term=1, groups=[NewGroup(group_id, columns, {})])
+    (delivery,) = board.take("rollout", "engine", count=1, block_seconds=1.0)
+    assert board.begin(delivery, 0)
+    total = sum(lengths)
+    generator = np.random.default_rng(total)
+    columns = {
+        "tokens": generator.integers(1, 250, total).astype(np.int32),
+        "lengths": np.array(lengths, np.int32),
+        "loss_mask": generator.integers(0, 2, total).astype(np.uint8),
+        "rollout_logprobs": np.zeros(total, np.float32),
+        "versions": np.zeros(total, np.int64),
+        "finish": ["stop"] * len(lengths),
+        "text": [""] * len(lengths),
+        "spans_weight_update": np.zeros(len(lengths), np.uint8),
+    } | changes
+    scored = {"reward": {"reward": np.ones(1), "reward_parts": {}}, "advantage": {"advantages": np.ones(total)}}
+    assert board.commit([(delivery, columns)]) == [True]
+    for stage, written in scored.items():
+        (delivery,) = board.take(stage, "tester", count=1, block_seconds=1.0)
+        assert board.commit([(delivery, written)]) == [True]
+    return columns
+
+
+def expected(columns: dict[str, Any], prompt: int = 5) -> NDArray[np.float32]:
+    positions = np.concatenate([prompt + np.arange(length) for length in columns["lengths"]])
+    return (-columns["tokens"] / (1 + positions) * columns["loss_mask"]).astype(np.float32)
+
+
+def trained_columns(board: Board, count: int) -> dict[str, dict[str, Any]]:
+    """The columns that a trainer gets of the next groups, by group id."""
+    found = {}
+    while len(found) < count:
+        deliveries = board.take("train", "trainer", count=count, block_seconds=5.0)
+        assert deliveries
+        for delivery, columns in zip(deliveries, board.load(deliveries, board.needs("train")), strict=True):
+            assert columns is not None
+            found[delivery.group_id] = columns
+    return found
+
+
+def work(board: Board, model: Model, groups: int) -> ReferenceStage:
+    """Have a replica work until it has finished so many groups."""
+    stage = ReferenceStage(board, "reference-1", model, temperature=1.0, micro_batch_tokens=BUDGET)
+    stage.worker.start()
+    deadline = time.monotonic() + 30
+    while stage.worker.done < groups and time.monotonic() < deadline:
+        stage.run(0.05)
+    stage.worker.stop()
+    assert stage.worker.done == groups
+    return stage
+
+
+def test_every_token_gets_its_log_prob_whatever_shares_a_row_with_it(board: Board) -> None:
+    groups = {
+        ("small", 5): answer(board, "small", [3, 0, 4]),
+        ("tiny", 5): answer(board, "tiny", [2]),
+        ("large", 7): answer(board, "large", [50, 50, 40, 9, 1], prompt=7),
+    }
+    model = Model()
+    stage = work(board, model, 3)
+    found = trained_columns(board, 3)
+    for (name, prompt), columns in groups.items():
+        logprobs = found[name][REF_LOGPROBS]
+        assert logprobs.dtype == np.float32
+        np.testing.assert_array_equal(logprobs, expected(columns, prompt))
+    # Several groups in one row, and no row or pass above the budget, however large the group.
+    assert len(model.passes[0]) == 1
+    assert sum(len(rows) for rows in model.passes) <= 6
+    assert max(tokens for rows in model.passes for tokens in rows) <= BUDGET
+    assert stage.turns >= len(model.passes)
+
+
+def test_what_cannot_be_computed_is_dropped_and_the_rest_is_not_lost(board: Board) -> None:
+    answer(board, "long", [BUDGET])
+    answer(board, "malformed", [4], loss_mask=np.ones(3, np.uint8))
+    good = answer(board, "good", [4])
+    work(board, Model(), 3)
+    assert {one.group_id: one.reason for one in board.dropped()} == {"long": "too_long", "malformed": "malformed"}
+    np.testing.assert_array_equal(trained_columns(board, 1)["good"][REF_LOGPROBS], expected(good))
+    assert board.counts().open == 1
+
+
+def test_a_replica_holds_two_passes_worth_and_leaves_the_rest_to_others(board: Board) -> None:
+    for number in range(20):
+        answer(board, f"g{number}", [BUDGET // 2])
+    stage = ReferenceStage(board, "reference-1", Model(), temperature=1.0, micro_batch_tokens=BUDGET)
+    stage.worker.start()
+    wait_until(lambda: stage.worker.held >= 2)
+    assert stage.run(1.0)  # now it knows how large a group is
+    wait_until(lambda: stage.worker.done and stage.worker.held >= 3)
+    assert stage.worker.held <= 4
+    done = stage.worker.done
+    assert stage.worker.drain(0.1) > 0
+    assert len(board.take("reference", "other", count=20, block_seconds=1.0)) == 20 - done
