@@ -14,7 +14,7 @@ from relaxd.board.errors import (
     RunMissing,
     StepConflict,
 )
-from relaxd.board.schema import COLUMNS, ROUTED_EXPERTS, ColumnSpec, trained_columns
+from relaxd.board.schema import COLUMNS, REF_LOGPROBS, ROUTED_EXPERTS, ColumnSpec, trained_columns
 from relaxd.board.sizes import RedisMemory, SizeProblem, size_problems, worst_bytes
 from relaxd.board.stages import STAGES, Stage, stages_for
 from relaxd.board.times import GroupTimes, StageTime, microseconds
@@ -35,6 +35,7 @@ from relaxd.board.worker import Drop, StageWorker
 __all__ = [
     "COLUMNS",
     "JSON",
+    "REF_LOGPROBS",
     "ROUTED_EXPERTS",
     "STAGES",
     "Admission",

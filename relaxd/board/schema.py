@@ -35,6 +35,8 @@ class ColumnSpec:
 
 ROUTED_EXPERTS = "routed_experts"
 """The column that a run has where rollout.return_routed_experts asks for it."""
+REF_LOGPROBS = "ref_logprobs"
+"""The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 VERSIONS = "versions"
 """The column with the weight version of every token."""
 
@@ -72,6 +74,14 @@ COLUMNS: dict[str, ColumnSpec] = {
             trained=False,
             optional=True,
         ),
+        ColumnSpec(
+            REF_LOGPROBS,
+            "reference",
+            "float32",
+            "T",
+            "Log-prob of each token under the reference model, under the sampling temperature.",
+            optional=True,
+        ),
         ColumnSpec("reward", "reward", "float64", "n", "Reward of each answer."),
         ColumnSpec("reward_parts", "reward", "json", "", "The parts that all rewards have: {name: [n values]}."),
         ColumnSpec("advantages", "advantage", "float32", "T", "Advantage of each token."),
@@ -86,5 +96,5 @@ def written_by(stage: str) -> tuple[str, ...]:
 
 
 def trained_columns() -> tuple[str, ...]:
-    """Return the columns that the trainer takes in."""
-    return tuple(column.name for column in COLUMNS.values() if column.trained)
+    """Return the columns that the trainer takes in, in every run."""
+    return tuple(column.name for column in COLUMNS.values() if column.trained and not column.optional)
