@@ -112,6 +112,10 @@ class BoardCore:
             depths.append(QueueDepth(stage.name, waiting=length - pending["pending"], held=pending["pending"]))
         return depths
 
+    def needs(self, stage: str) -> tuple[str, ...]:
+        """Return the columns that a stage of the run needs."""
+        return self._by_name[stage].needs
+
     def close(self) -> None:
         """Close the connections to Redis."""
         self._connection.close()

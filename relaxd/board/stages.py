@@ -1,8 +1,9 @@
 """The stages of the dataflow, with the columns that each needs and writes."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+from relaxd.algorithms import create
 from relaxd.board import schema
 from relaxd.config import RunConfig
 
@@ -22,25 +23,41 @@ class Stage:
     writes: tuple[str, ...]
 
 
-STAGES: dict[str, Stage] = {
-    name: Stage(name, needs, schema.written_by(name))
-    for name, needs in (
-        ("rollout", ("prompt_tokens",)),
-        ("reward", ("prompt", "text", "finish")),
-        ("advantage", ("reward", "lengths")),
-        (TRAIN, schema.trained_columns()),
-    )
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "rollout": ("prompt_tokens",),
+    "reward": ("prompt", "sample_of_sequence", "text", "finish"),
+    "advantage": ("reward", "sample_of_sequence", "lengths"),
 }
-"""All stages by name. docs/columns.md says what a column holds."""
+"""Columns that the stages before the trainer need in every run."""
+
+
+def _stage(name: str, optional: Collection[str], needs: Sequence[str] = ()) -> Stage:
+    """Return a stage of a run with these optional columns; `needs` are columns that only this run's stage needs."""
+    common = schema.trained_columns(optional) if name == TRAIN else _NEEDS[name]
+    return Stage(name, tuple(dict.fromkeys((*common, *needs))), schema.written_by(name, optional))
+
+
+STAGES: dict[str, Stage] = {name: _stage(name, ()) for name in (*_NEEDS, TRAIN)}
+"""All stages by name, without optional columns. docs/columns.md says what a column holds."""
 
 
 def stages_for(config: RunConfig) -> tuple[Stage, ...]:
-    """Return the stages of a run."""
-    stages = dict(STAGES)  # every algorithm so far needs the same four
+    """Return the stages of a run, which follow from what its algorithm needs.
+
+    Raises ValueError when the algorithm needs a column that nobody writes, or its loss one without a value per token.
+    """
+    names, needs = (*_NEEDS, TRAIN), create(config.algorithm).needs
+    asked = {*needs.advantages, *needs.loss}
     if config.rollout.return_routed_experts:
-        rollout = stages["rollout"]
-        stages["rollout"] = replace(rollout, writes=(*rollout.writes, schema.ROUTED_EXPERTS))
-    return tuple(stages[name] for name in ("rollout", "reward", "advantage", TRAIN))
+        asked.add(schema.ROUTED_EXPERTS)
+    written = {column.name for column in schema.COLUMNS.values() if column.writer in (PUBLISH, *names)}
+    for name in {*needs.advantages, *needs.loss} - written - {schema.REF_LOGPROBS}:
+        raise ValueError(f'algorithm.name = "{config.algorithm.name}" needs column {name!r}, which no stage writes')
+    for name in needs.loss:
+        if schema.COLUMNS[name].shape != "T":
+            raise ValueError(f"the loss of {config.algorithm.name!r} needs column {name!r}, which isn't one of tokens")
+    optional = asked & written
+    return tuple(_stage(name, optional, needs.advantages if name == "advantage" else ()) for name in names)
 
 
 def producers(stages: Sequence[Stage]) -> dict[str, str]:

@@ -81,7 +81,7 @@ class StageWorker:
         self._consumer = consumer
         self._process = process
         self._concurrency = concurrency if callable(concurrency) else lambda: concurrency
-        self._columns = tuple(columns or next(s for s in board.stages if s.name == stage).needs)
+        self._columns = tuple(columns or board.needs(stage))
         self._held: dict[str, Delivery] = {}
         self._unfinished: set[str] = set()
         self._finished: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()

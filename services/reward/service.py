@@ -89,13 +89,19 @@ class RewardService(StageReplica):
 
 
 def samples_of(columns: dict[str, Column]) -> list[RewardInput]:
-    """Return the samples of a group, from its columns prompt, text and finish.
+    """Return the samples of a group, from its columns prompt, sample_of_sequence, text and finish.
+
+    The response of a sample with several sequences is the text of the last one.
 
     Raises ValueError when a column has another form than the coordinator or the rollout stage writes.
     """
     prompt, texts, finish = columns["prompt"], columns["text"], columns["finish"]
+    samples = np.asarray(columns["sample_of_sequence"])
     if not isinstance(prompt, dict) or not isinstance(texts, list) or not isinstance(finish, list):
         raise ValueError("prompt must be an object, text and finish lists")
+    if not len(texts) == len(finish) == len(samples):
+        raise ValueError(f"{len(texts)} texts, {len(finish)} finish and {len(samples)} sample_of_sequence differ")
+    last = dict(zip(samples.tolist(), zip(texts, finish, strict=True), strict=True))
     return [
         RewardInput(
             prompt=prompt["text"],
@@ -104,7 +110,7 @@ def samples_of(columns: dict[str, Column]) -> list[RewardInput]:
             metadata=prompt.get("metadata", {}),
             finish_reason=reason,
         )
-        for text, reason in zip(texts, finish, strict=True)
+        for text, reason in last.values()
     ]
 
 

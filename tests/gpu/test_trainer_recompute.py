@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batch.row_packing import PackedMicroBatch, TrainSample, pack
+from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.trainer_worlds import VOCAB, Job, make_learner, make_model
@@ -56,7 +56,7 @@ def make_batch() -> PackedMicroBatch:
             columns = {"loss_mask": np.ones(length, np.uint8), "rollout_logprobs": -6 * ones, "weight": ones}
             advantages = rng.normal(0, 1, length).astype(np.float32)
             samples.append(
-                TrainSample.from_response(prompt, rng.integers(0, VOCAB, length), advantages=advantages, **columns)
+                TrainSequence.from_response(prompt, rng.integers(0, VOCAB, length), advantages=advantages, **columns)
             )
     return pack(samples)
 

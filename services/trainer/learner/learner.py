@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relaxd.algorithms import create
+from relaxd.board import REF_LOGPROBS
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer.attention.attention_kernels import attention_kernel
 from services.trainer.batch.row_packing import PackedMicroBatch
@@ -157,13 +158,18 @@ class Learner:
         )
         self._inverse_frequencies = self._architecture.inverse_frequencies().to(self.world.device)
         self._vocab = _vocab_shard(self._architecture.vocab_size, self.world)
-        self._loss = PolicyLoss(self._algorithm, self._vocab, sequence_parallel=self._megatron_config.sequence_parallel)
+        self._loss = PolicyLoss(
+            self._algorithm,
+            self._vocab,
+            sequence_parallel=self._megatron_config.sequence_parallel,
+            context_parallel=self.world.cp_size > 1,
+        )
         self._policy = build_model(self._architecture, self._megatron_config, self.world)
         load_hf(self._policy, model_folder, self._architecture, self.world)
         self._routers = routers(self._policy)
         if trainer.moe.freeze_router:
             freeze_routers(self._policy)
-        self._reference = self._load_reference() if self._algorithm.needs_reference else None
+        self._reference = self._load_reference() if REF_LOGPROBS in self._algorithm.needs.loss else None
         self._model = DataParallel(self._policy)
         self._optimizer = build_optimizer(self._model, trainer)
         self._schedule = build_schedule(self._optimizer, trainer, steps)
@@ -376,9 +382,15 @@ class Learner:
         return reference.requires_grad_(False)
 
     def _with_ref_logprobs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
-        missing = [batch for batch in micro_batches if batch.ref_logprobs is None]
+        """Add the reference's log-probs to the micro-batches whose groups don't have them."""
+        missing = [batch for batch in micro_batches if REF_LOGPROBS not in batch.columns]
         computed = iter(self._log_probs(self._reference, missing) if missing else [])
-        return [b if b.ref_logprobs is not None else replace(b, ref_logprobs=next(computed)) for b in micro_batches]
+        return [
+            batch
+            if REF_LOGPROBS in batch.columns
+            else replace(batch, columns={**batch.columns, REF_LOGPROBS: next(computed)})
+            for batch in micro_batches
+        ]
 
     def _log_probs(self, model: Any, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
         results = [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]

@@ -4,8 +4,9 @@ import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 
 from relaxd.algorithms import Algorithm, LossInputs
 from services.trainer.learner import mismatch
@@ -23,30 +24,33 @@ class PolicyLoss:
     tensor-parallel ranks under sequence parallelism).
     """
 
-    def __init__(self, algorithm: Algorithm, vocab: VocabShard, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self, algorithm: Algorithm, vocab: VocabShard, *, sequence_parallel: bool, context_parallel: bool
+    ) -> None:
         self._algorithm = algorithm
         self._vocab = vocab
         self._sequence_parallel = sequence_parallel
+        self._context_parallel = context_parallel
 
     def loss(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
         """Return the summed loss of the trained tokens; report its sums, their number and the mismatch measure."""
         logprobs, entropy = self._token_logprobs(weight, batch, hidden)
-        columns = batch.columns
         output = self._algorithm.loss(
             LossInputs(
                 logprobs=logprobs,
-                rollout_logprobs=columns["rollout_logprobs"],
-                advantages=columns["advantages"],
+                columns=batch.columns,
                 mask=torch.ones_like(logprobs),
-                weight=columns["weight"],
-                ref_logprobs=columns.get("ref_logprobs"),
+                weight=batch.weight,
+                sequence=batch.sequence,
+                sequences=batch.sequences,
                 entropy=entropy if self._algorithm.needs_entropy else entropy.detach(),
+                sum_over_ranks=_sum_over_context_ranks if self._context_parallel else None,
             )
         )
         sums = {"loss": output.loss.detach(), **output.sums}
         reported = {name: value.double() for name, value in sums.items()}
         reported["tokens"] = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
-        reported["mismatch"] = mismatch.measure(logprobs, columns["rollout_logprobs"], columns["logprobs_comparable"])
+        reported["mismatch"] = mismatch.measure(logprobs, batch.columns["rollout_logprobs"], batch.logprobs_comparable)
         return output.loss, _no_tokens(), reported
 
     def evaluate(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
@@ -61,8 +65,14 @@ class PolicyLoss:
         rows = hidden.squeeze(1).index_select(0, batch.predicting)
         if self._vocab.group is not None and not self._sequence_parallel:
             rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
-        return token_logprobs(rows, weight, batch.targets, batch.columns["temperature"], self._vocab)
+        return token_logprobs(rows, weight, batch.targets, batch.temperature, self._vocab)
 
 
 def _no_tokens() -> Tensor:
     return torch.zeros((), dtype=torch.int)
+
+
+def _sum_over_context_ranks(values: Tensor) -> Tensor:
+    """Sum over the context-parallel ranks; so is the gradient, because every rank's loss depends on the sum."""
+    total: Tensor = all_reduce(values, group=parallel_state.get_context_parallel_group())
+    return total

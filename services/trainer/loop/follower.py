@@ -3,8 +3,8 @@
 import time
 from pathlib import Path
 
-from relaxd.board import Board, BoardUnavailable, Delivery
-from services.trainer.batch.groups import TRAIN_COLUMNS, TrainGroup, check_group
+from relaxd.board import TRAIN, Board, BoardUnavailable, Delivery
+from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.plan import MicroBatchRound
 from services.trainer.batch.step_file import read_step_file, step_file_path
 from services.trainer.checkpoints.part import CheckpointPart
@@ -87,10 +87,11 @@ def follow(
 def _load(board: Board, deliveries: list[Delivery], board_timeout_seconds: float) -> dict[str, TrainGroup]:
     if not deliveries:
         return {}
+    names = board.needs(TRAIN)
     deadline = time.monotonic() + board_timeout_seconds
     while True:
         try:
-            loaded = board.load(deliveries, tuple(TRAIN_COLUMNS))
+            loaded = board.load(deliveries, names)
         except BoardUnavailable:
             if time.monotonic() > deadline:
                 raise
@@ -98,7 +99,7 @@ def _load(board: Board, deliveries: list[Delivery], board_timeout_seconds: float
             continue
         # Leave out a group that was closed meanwhile: rank 0 notices before the step closes, and discards the step.
         return {
-            delivery.group_id: check_group(delivery.group_id, columns)
+            delivery.group_id: check_group(delivery.group_id, columns, names)
             for delivery, columns in zip(deliveries, loaded, strict=True)
             if columns is not None
         }

@@ -14,11 +14,19 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from services.trainer.batch.row_packing import PackedMicroBatch, TrainSample, assign, empty_micro_batch, pack
+from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.model.architecture import ModelError
-from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples, run_world
+from tests.integration.trainer.trainer_worlds import (
+    COLUMNS,
+    Job,
+    make_learner,
+    make_model,
+    make_samples,
+    micro_batches,
+    run_world,
+)
 from tests.kit.ports import free_port
 
 MakeLearner = Callable[..., Learner]
@@ -40,7 +48,7 @@ def learner(model: Path) -> Iterator[MakeLearner]:
     shut_down()
 
 
-def cut(samples: list[TrainSample], pieces: int) -> list[PackedMicroBatch]:
+def cut(samples: list[TrainSequence], pieces: int) -> list[PackedMicroBatch]:
     return [pack([samples[i] for i in part]) for part in np.array_split(np.arange(len(samples)), pieces)]
 
 
@@ -60,7 +68,7 @@ def test_gradients_do_not_depend_on_the_cut(learner: MakeLearner) -> None:
     for pieces in (2, 7):
         assert (found[pieces] - found[1]).norm() / found[1].norm() <= 1e-6
     # And not on the order of a stream, nor on empty micro-batches in it.
-    for batch in [*reversed(cut(samples, 7)), empty_micro_batch()]:
+    for batch in [*reversed(cut(samples, 7)), empty_micro_batch(COLUMNS)]:
         made.accumulate([batch])
     assert (gradients(made) - found[1]).norm() / found[1].norm() <= 1e-6
 
@@ -92,7 +100,7 @@ def test_gradient_equals_transformers_with_a_float64_loss(learner: MakeLearner, 
     for sample in samples:
         logits = reference(torch.from_numpy(sample.tokens)[None]).logits[0] / sample.temperature
         logprobs = logits.log_softmax(-1)[:-1].gather(-1, torch.from_numpy(sample.tokens)[1:, None])[:, 0]
-        factor = torch.from_numpy(sample.advantages * sample.loss_mask)[1:].double()
+        factor = torch.from_numpy(sample.columns["advantages"] * sample.loss_mask)[1:].double()
         loss = loss - (logprobs * factor).sum()  # the gradient of PPO's objective where the ratio is 1
     loss.backward()
     pairs = {
@@ -109,7 +117,7 @@ def test_gradient_equals_transformers_with_a_float64_loss(learner: MakeLearner, 
 
 def test_packed_log_probs_equal_unpacked_ones_and_transformers(learner: MakeLearner, model: Path) -> None:
     samples = [*make_samples(9), *make_samples(1, seed=5)]
-    long = TrainSample.from_response(
+    long = TrainSequence.from_response(
         np.arange(60),
         np.arange(40),
         loss_mask=np.ones(40, np.uint8),
@@ -229,7 +237,7 @@ def test_discarded_gradients_leave_no_trace(learner: MakeLearner) -> None:
 
 def test_a_step_without_a_trained_token_changes_nothing_but_decay(learner: MakeLearner) -> None:
     made = learner()
-    made.accumulate([empty_micro_batch()])
+    made.accumulate([empty_micro_batch(COLUMNS)])
     stats = made.finish(1.0)
     assert (stats.loss, stats.grad_norm, stats.tokens) == (0.0, 0.0, 0)
     with pytest.raises(ValueError, match="normalizer is 0: it must be positive"):
@@ -285,4 +293,6 @@ def test_folders_and_divisions_that_do_not_fit_are_refused(learner: MakeLearner,
 
 
 def test_the_demos_batch_fits_the_budget() -> None:
-    assert len(assign([38] * 32, 4096)) == 1
+    ones = {"loss_mask": np.ones(8, np.uint8)} | dict.fromkeys((*COLUMNS, "weight"), np.ones(8, np.float32))
+    (share,) = micro_batches([TrainSequence.from_response(np.arange(30), np.arange(8), **ones)] * 32, 4096)
+    assert len(share) == 1
