@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaxd.algorithms import Advantages, Filtered, LossInputs, create
+from relaxd.algorithms import Advantages, Filtered, LossInputs, create, sample_lengths
 from relaxd.algorithms.correction import correction_weights
 from relaxd.config import GRPOConfig
 
@@ -130,6 +130,37 @@ def test_token_weights_and_normalizers():
         assert algorithm.normalizer(trained_tokens=0, samples=0) == 1.0
     with pytest.raises(ValueError, match="add up to 6, but mask has 7"):
         algorithm.token_weights(mask, np.array([4, 2], dtype=np.int32))
+
+
+def test_a_samples_sequences_count_together():
+    """Samples of one, three and two sequences: advantage, weights and normaliser, beside the mean written out."""
+    lengths, of_sequence = np.array([3, 2, 4, 1, 2, 2], dtype=np.int32), np.array([0, 1, 1, 1, 2, 2], dtype=np.int32)
+    mask = np.array([1, 1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 1], dtype=np.uint8)
+    rewards = np.array([0.0, 1.0, 5.0])
+    algorithm = create(GRPOConfig(loss_aggregation="sample_mean"))
+    tokens = sample_lengths(lengths, of_sequence, 3)
+    assert tokens.tolist() == [3, 7, 4]
+    result = algorithm.advantages(rewards, tokens)
+    assert isinstance(result, Advantages)
+    per_sample = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+    sample_of_token = [int(of_sequence[i]) for i, length in enumerate(lengths) for _ in range(length)]
+    np.testing.assert_allclose(result.values, per_sample[sample_of_token], rtol=1e-6)
+    values = RANDOM.normal(0, 1, mask.size)
+    found = float(algorithm.token_weights(mask, tokens) @ values) / algorithm.normalizer(int(mask.sum()), 3)
+    of_sample = [[v for v, m, s in zip(values, mask, sample_of_token, strict=True) if m and s == k] for k in range(3)]
+    assert found == pytest.approx(np.mean([np.mean(one) for one in of_sample]), rel=1e-6)
+
+
+def test_sums_of_sequences_match_the_formula_and_carry_the_gradient():
+    inputs = make_inputs(6)
+    sequence = torch.tensor([2, 0, 0, 2, 2, 0])
+    inputs = replace(inputs, sequence=sequence, sequences=4)
+    sums = inputs.segment_sum(inputs.logprobs)
+    expected = [sum(v for v, s in zip(inputs.logprobs.tolist(), sequence, strict=True) if s == k) for k in range(4)]
+    assert sums.tolist() == pytest.approx(expected)
+    factors = torch.tensor([1.0, 10.0, 100.0, 1000.0], dtype=torch.float64)
+    (sums * factors).sum().backward()
+    assert inputs.logprobs.grad.tolist() == factors[sequence].tolist()
 
 
 # --- loss ---------------------------------------------------------------------------------------------------------

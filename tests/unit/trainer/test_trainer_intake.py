@@ -182,6 +182,25 @@ def test_a_group_knows_its_sizes_and_versions() -> None:
     assert check_group("g", columns() | {"loss_mask": np.zeros(5, np.uint8)}, NAMES).oldest_version is None
 
 
+def test_a_group_of_more_sequences_than_samples_knows_its_sizes() -> None:
+    changes = {
+        "sample_of_sequence": np.zeros(2, np.int32),
+        "shares_prompt": np.array([1, 0], np.uint8),
+        "reward": np.zeros(1),
+    }
+    group = check_group("g", columns() | changes, NAMES)
+    assert (group.samples, group.sample_lengths.tolist(), group.sequence_tokens) == (1, [5], [5, 3])
+
+
+def test_optional_columns_are_checked_where_the_run_has_them() -> None:
+    names = (*NAMES, "ref_logprobs")
+    with pytest.raises(MalformedGroup, match="column ref_logprobs is missing"):
+        check_group("g", columns(), names)
+    with pytest.raises(MalformedGroup, match="ref_logprobs is NaN or infinite at a trained token"):
+        check_group("g", columns() | {"ref_logprobs": np.full(5, np.nan, np.float32)}, names)
+    assert "ref_logprobs" not in check_group("g", columns() | {"ref_logprobs": None}, NAMES).columns
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -193,6 +212,17 @@ def test_a_group_knows_its_sizes_and_versions() -> None:
         ("advantages", np.array([0, 0, 0, np.inf, 0], np.float32), "advantages is NaN or infinite"),
         ("versions", np.zeros(5, np.float32), "versions is float32"),
         ("finish", ["stop"], "finish must be a list of 2"),
+        (
+            "sample_of_sequence",
+            np.array([1, 0], np.int32),
+            r"sample_of_sequence is \[1, 0\]: it must ascend",
+        ),
+        ("sample_of_sequence", np.array([0, 0], np.int32), "at least one sequence for each of the 2 samples"),
+        ("sample_of_sequence", np.array([0, 2], np.int32), "sample_of_sequence is"),
+        ("sample_of_sequence", np.array([0, 0, 1], np.int32), "sample_of_sequence has 3 values for 2 sequences"),
+        ("shares_prompt", np.array([1], np.uint8), "shares_prompt has 1 values for 2 sequences"),
+        ("shares_prompt", np.array([0, 1], np.uint8), "sequence 0 has shares_prompt 0, so it must begin with a prompt"),
+        ("reward", np.zeros(3), "it must ascend from 0 to 2"),
     ],
 )
 def test_columns_that_do_not_fit_are_named(name: str, value: Any, message: str) -> None:

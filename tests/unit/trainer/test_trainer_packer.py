@@ -70,6 +70,21 @@ def test_every_sample_is_packed_once_within_the_budget(step: Step, budget: int, 
     assert rounds == packed(step, budget, ranks, per_rank)
 
 
+@given(st.lists(st.tuples(st.integers(1, 20), st.booleans()), min_size=1, max_size=20), st.integers(40, 60))
+def test_only_sequences_that_share_the_prompt_count_on_it(sizes: list[tuple[int, bool]], budget: int) -> None:
+    packer = Packer(budget, 1)
+    packer.add("a", 15, [length for length, _ in sizes], [shares for _, shares in sizes])
+    rest = packer.rest()
+    assert rest is not None
+    seen = []
+    for micro_batch in micro_batches([rest]):
+        (indices,) = [piece.sequences for piece in micro_batch]
+        prompt = 15 if any(sizes[i][1] for i in indices) else 0
+        assert prompt + sum(sizes[i][0] for i in indices) <= budget
+        seen += indices
+    assert sorted(seen) == list(range(len(sizes)))
+
+
 @pytest.mark.parametrize(("ranks", "per_rank"), [(1, 1), (8, 1), (2, 4)])
 def test_micro_batches_of_a_long_tailed_step_are_97_percent_full(ranks: int, per_rank: int) -> None:
     step, budget = long_tailed(128, 16, prompt=300), 32_768

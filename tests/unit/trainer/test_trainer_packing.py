@@ -55,6 +55,21 @@ def test_neighbours_share_a_prompt() -> None:
     assert len(pack(samples, share_prompts=False).tokens) == sum(len(one.tokens) for one in samples)
 
 
+def test_a_sequence_with_a_prompt_of_its_own_may_be_among_those_that_share_one() -> None:
+    own = sample(0, 3, loss_mask=np.array([0, 0, 1], np.uint8))
+    batch = pack([sample(3, 2), own, sample(3, 1)])
+    assert batch.tokens.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 0]
+    assert batch.prefixes.tolist() == [[0, 0], [0, 0], [0, 3]]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    assert batch.previous.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6, 2]
+    assert batch.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert batch.sequence_of_token.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2]
+    with pytest.raises(PackingError, match="prompt is empty"):
+        sample(0, 3)
+    with pytest.raises(PackingError, match=r"sequence 1 has columns \['values'\], but the first has"):
+        pack([own, replace(own, columns={"values": np.zeros(3, np.float32)})])
+
+
 def test_padding_is_a_sequence_of_its_own_without_effect() -> None:
     batch = with_padding(pack([sample(3, 2)]), 4)
     assert batch.cu_seqlens.tolist() == [0, 5, 8]
