@@ -197,8 +197,7 @@ def train_step(learner: Learner, algorithm: AlgorithmConfig, groups: list[Answer
                     group.prompt,
                     tokens,
                     loss_mask=np.ones(len(tokens), np.uint8),
-                    rollout_logprobs=logprobs,
-                    advantages=advantages.values[own],
+                    columns={"rollout_logprobs": logprobs, "advantages": advantages.values[own]},
                     weight=weights[own],
                     logprobs_comparable=group.version == learner.step,
                 )

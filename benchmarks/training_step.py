@@ -45,8 +45,10 @@ def make_samples(vocab: int, groups: int, samples: int, seed: int) -> list[Train
                     prompt,
                     rng.integers(0, vocab, length),
                     loss_mask=np.ones(length, np.uint8),
-                    rollout_logprobs=np.full(length, -10.0, np.float32),
-                    advantages=np.full(length, rng.normal(), np.float32),
+                    columns={
+                        "rollout_logprobs": np.full(length, -10.0, np.float32),
+                        "advantages": np.full(length, rng.normal(), np.float32),
+                    },
                     weight=np.ones(length, np.float32),
                 )
             )

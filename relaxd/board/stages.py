@@ -44,18 +44,20 @@ STAGES: dict[str, Stage] = {name: _stage(name, ()) for name in (*_NEEDS, TRAIN)}
 def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     """Return the stages of a run, which follow from what its algorithm needs.
 
-    Raises ValueError when the algorithm needs a column that nobody writes, or its loss one without a value per token.
+    Raises ValueError when the algorithm needs a column that isn't written by then, or its loss one without tokens.
     """
     names, needs = (*_NEEDS, TRAIN), create(config.algorithm).needs
-    asked = {*needs.advantages, *needs.loss}
+    written = {c.name for c in schema.COLUMNS.values() if c.writer in (PUBLISH, *names)}
+    who = f"algorithm.name = {config.algorithm.name!r}"
+    for name in needs.loss:
+        if name not in {*written, schema.REF_LOGPROBS} or schema.COLUMNS[name].shape != "T":
+            raise ValueError(f"{who}: its loss needs {name!r}, which isn't a column of tokens that the run has")
+    for name in needs.advantages:
+        if name not in written or schema.COLUMNS[name].writer == "advantage":
+            raise ValueError(f"{who}: its advantages need {name!r}, which isn't a column that is there before them")
+    asked = {*needs.loss, *needs.advantages}
     if config.rollout.return_routed_experts:
         asked.add(schema.ROUTED_EXPERTS)
-    written = {column.name for column in schema.COLUMNS.values() if column.writer in (PUBLISH, *names)}
-    for name in {*needs.advantages, *needs.loss} - written - {schema.REF_LOGPROBS}:
-        raise ValueError(f'algorithm.name = "{config.algorithm.name}" needs column {name!r}, which no stage writes')
-    for name in needs.loss:
-        if schema.COLUMNS[name].shape != "T":
-            raise ValueError(f"the loss of {config.algorithm.name!r} needs column {name!r}, which isn't one of tokens")
     optional = asked & written
     return tuple(_stage(name, optional, needs.advantages if name == "advantage" else ()) for name in names)
 

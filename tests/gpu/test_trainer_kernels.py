@@ -118,8 +118,12 @@ def test_gradients_of_shared_prompts() -> None:
     prompt = np.arange(40)
     mask = np.ones(20, np.uint8)
     ones = np.ones(20, np.float32)
-    columns = {"loss_mask": mask, "rollout_logprobs": ones, "advantages": ones, "weight": ones}
-    batch = pack([TrainSequence.from_response(prompt, np.arange(20) + i, **columns) for i in range(5)])
+    batch = pack(
+        [
+            TrainSequence.from_response(prompt, np.arange(20) + i, loss_mask=mask, columns={}, weight=ones)
+            for i in range(5)
+        ]
+    )
     layout = sequence_layout(batch, torch.device("cuda"), "varlen")
     assert layout.shared
     x = leaf(len(batch.tokens), 3, 100)

@@ -87,11 +87,11 @@ class TrainGroup:
                     columns["prompt_tokens"] if columns["shares_prompt"][index] else nothing,
                     columns["tokens"][own],
                     loss_mask=columns["loss_mask"][own],
+                    columns={name: columns[name][own] for name in packed},
                     weight=weights[own],
                     logprobs_comparable=(columns["versions"][own] == version)
                     & (columns["spans_weight_update"][index] == 0),
                     temperature=temperature,
-                    **{name: columns[name][own] for name in packed},
                 )
             )
         return chosen

@@ -38,10 +38,10 @@ class TrainSequence:
         response: NDArray[np.integer],
         *,
         loss_mask: NDArray[np.uint8],
+        columns: Mapping[str, NDArray[Any]],
         weight: NDArray[np.float32],
         logprobs_comparable: NDArray[np.bool_] | bool = True,
         temperature: float = 1.0,
-        **columns: NDArray[Any],
     ) -> Self:
         """Make a sequence from columns without the shared prompt, as on the board.
 
@@ -49,11 +49,11 @@ class TrainSequence:
             prompt: [P] token ids; empty for a sequence whose response begins with its own prompt.
             response: [R] token ids.
             loss_mask: uint8 [R].
+            columns: [R] each; they become float32.
             weight: float32 [R].
             logprobs_comparable: [R] or one value: whether the log-prob is comparable with the engine's, because the
                 engine had the same weights and a cache written by them.
             temperature: sampling temperature, > 0.
-            columns: [R] each.
 
         Raises:
             PackingError: lengths differ, nothing predicts the first trained token, or the temperature isn't positive.

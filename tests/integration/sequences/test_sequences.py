@@ -117,10 +117,13 @@ def test_columns_that_nobody_writes_or_that_have_no_tokens_are_refused(monkeypat
         needs = Needs(loss=("reward",))  # type: ignore[assignment]
 
     monkeypatch.setitem(relaxd.algorithms.ALGORITHMS, "grpo", Greedy)
-    with pytest.raises(ValueError, match="the loss of 'grpo' needs column 'reward', which isn't one of tokens"):
+    with pytest.raises(ValueError, match="its loss needs 'reward', which isn't a column of tokens that the run has"):
         stages_for(make_config(Path("model")))
     monkeypatch.setattr(Greedy, "needs", Needs(loss=("advantages", "values")))
-    with pytest.raises(ValueError, match=r'algorithm.name = "grpo" needs column \'values\', which no stage writes'):
+    with pytest.raises(ValueError, match=r"algorithm\.name = 'grpo': its loss needs 'values'"):
+        stages_for(make_config(Path("model")))
+    monkeypatch.setattr(Greedy, "needs", Needs(loss=(), advantages=("advantages",)))
+    with pytest.raises(ValueError, match="its advantages need 'advantages', which isn't a column that is there before"):
         stages_for(make_config(Path("model")))
 
 

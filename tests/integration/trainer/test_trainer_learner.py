@@ -115,13 +115,25 @@ def test_gradient_equals_transformers_with_a_float64_loss(learner: MakeLearner, 
         assert (ours[megatron].double() - expected).norm() / expected.norm() < 1e-5, megatron
 
 
+def test_log_probs_of_the_reference_that_groups_have_are_used(learner: MakeLearner) -> None:
+    made = learner(algorithm={"kl_coef": 0.1, "kl_estimator": "k2"})
+    batch = pack(make_samples(6))
+    (initial,) = made.log_probs([batch])  # those of the reference, too
+    made.accumulate([batch])
+    assert made.finish(10.0).metrics["kl"] == pytest.approx(0, abs=1e-9)
+    made = learner(algorithm={"kl_coef": 0.1, "kl_estimator": "k2"})
+    made.accumulate([replace(batch, columns={**batch.columns, "ref_logprobs": initial - 0.5})])
+    assert made.finish(10.0).metrics["kl"] == pytest.approx(0.125, rel=1e-4)
+
+
 def test_packed_log_probs_equal_unpacked_ones_and_transformers(learner: MakeLearner, model: Path) -> None:
     samples = [*make_samples(9), *make_samples(1, seed=5)]
     long = TrainSequence.from_response(
         np.arange(60),
         np.arange(40),
         loss_mask=np.ones(40, np.uint8),
-        **{name: np.zeros(40, np.float32) for name in ("rollout_logprobs", "advantages", "weight")},
+        columns=dict.fromkeys(COLUMNS, np.zeros(40, np.float32)),
+        weight=np.zeros(40, np.float32),
     )
     samples.insert(2, long)  # so that attention needs several blocks
     made = learner()
@@ -293,6 +305,10 @@ def test_folders_and_divisions_that_do_not_fit_are_refused(learner: MakeLearner,
 
 
 def test_the_demos_batch_fits_the_budget() -> None:
-    ones = {"loss_mask": np.ones(8, np.uint8)} | dict.fromkeys((*COLUMNS, "weight"), np.ones(8, np.float32))
-    (share,) = micro_batches([TrainSequence.from_response(np.arange(30), np.arange(8), **ones)] * 32, 4096)
+    ones = np.ones(8, np.float32)
+    columns = dict.fromkeys(COLUMNS, ones)
+    one = TrainSequence.from_response(
+        np.arange(30), np.arange(8), loss_mask=np.ones(8, np.uint8), columns=columns, weight=ones
+    )
+    (share,) = micro_batches([one] * 32, 4096)
     assert len(share) == 1

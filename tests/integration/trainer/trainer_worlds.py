@@ -81,8 +81,10 @@ def make_samples(count: int = 7, seed: int = 0, temperature: float = 1.3) -> lis
                 prompt,
                 rng.integers(0, VOCAB, length),
                 loss_mask=mask,
-                rollout_logprobs=rng.normal(-5, 0.5, length).astype(np.float32),
-                advantages=rng.normal(0, 1, length).astype(np.float32),
+                columns={
+                    "rollout_logprobs": rng.normal(-5, 0.5, length).astype(np.float32),
+                    "advantages": rng.normal(0, 1, length).astype(np.float32),
+                },
                 weight=mask.astype(np.float32),
                 temperature=temperature,
             )

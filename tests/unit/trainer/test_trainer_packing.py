@@ -16,13 +16,11 @@ from services.trainer.batch.row_packing import (
 
 def sample(prompt: int, response: int, **changes: object) -> TrainSequence:
     columns = {
-        "loss_mask": np.ones(response, np.uint8),
         "rollout_logprobs": np.arange(response, dtype=np.float32),
-        "advantages": np.full(response, 2.0, np.float32),
-        "weight": np.full(response, 0.5, np.float32),
-        **changes,
+        "advantages": changes.pop("advantages", np.full(response, 2.0, np.float32)),
     }
-    return TrainSequence.from_response(np.arange(prompt), np.arange(response), **columns)
+    values = {"loss_mask": np.ones(response, np.uint8), "weight": np.full(response, 0.5, np.float32), **changes}
+    return TrainSequence.from_response(np.arange(prompt), np.arange(response), columns=columns, **values)
 
 
 def test_pack_aligns_columns_with_the_tokens_they_are_about() -> None:
