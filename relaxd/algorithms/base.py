@@ -176,7 +176,14 @@ def sample_lengths(
 
     Returns:
         int32 [n].
+
+    Raises:
+        ValueError: a sequence is of no sample, or the arrays differ in length.
     """
+    if sample_of_sequence.size and not 0 <= sample_of_sequence.min() <= sample_of_sequence.max() < samples:
+        raise ValueError(
+            f"sample_of_sequence is {sample_of_sequence.tolist()}: each must be the index of one of {samples} samples"
+        )
     return np.bincount(sample_of_sequence, weights=lengths, minlength=samples).astype(np.int32)
 
 

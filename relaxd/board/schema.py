@@ -47,7 +47,9 @@ ROUTED_EXPERTS = "routed_experts"
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 VERSIONS = "versions"
-"""The column with the weight version of every token."""
+"""The column with the weight version of every token that the model wrote."""
+LOSS_MASK = "loss_mask"
+"""The column that tells the model's tokens from others."""
 
 COLUMNS: dict[str, ColumnSpec] = {
     column.name: column
@@ -64,7 +66,7 @@ COLUMNS: dict[str, ColumnSpec] = {
             "S",
             "1 for sequences that continue prompt_tokens, 0 for those that begin with a prompt of their own.",
         ),
-        ColumnSpec("loss_mask", "rollout", "uint8", "T", "1 for tokens that the model wrote, 0 for all others."),
+        ColumnSpec(LOSS_MASK, "rollout", "uint8", "T", "1 for tokens that the model wrote, 0 for all others."),
         ColumnSpec(
             "rollout_logprobs",
             "rollout",
@@ -72,7 +74,9 @@ COLUMNS: dict[str, ColumnSpec] = {
             "T",
             "The engine's log-prob of each token, under the sampling temperature.",
         ),
-        ColumnSpec(VERSIONS, "rollout", "int64", "T", "Version of the weights that wrote each token."),
+        ColumnSpec(
+            VERSIONS, "rollout", "int64", "T", "Version of the weights that wrote each token; any for others' tokens."
+        ),
         ColumnSpec("finish", "rollout", "json", "S", 'Why each sequence ended: "stop" or "length".'),
         ColumnSpec("text", "rollout", "json", "S", "Text of each sequence's last answer, without its end token."),
         ColumnSpec(

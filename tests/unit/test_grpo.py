@@ -140,6 +140,8 @@ def test_a_samples_sequences_count_together():
     algorithm = create(GRPOConfig(loss_aggregation="sample_mean"))
     tokens = sample_lengths(lengths, of_sequence, 3)
     assert tokens.tolist() == [3, 7, 4]
+    with pytest.raises(ValueError, match="each must be the index of one of 2 samples"):
+        sample_lengths(lengths, of_sequence, 2)
     result = algorithm.advantages(rewards, tokens)
     assert isinstance(result, Advantages)
     per_sample = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)

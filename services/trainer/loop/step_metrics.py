@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relaxd import telemetry
 from services.trainer.batch.groups import TrainGroup, bounds_of
@@ -46,9 +47,9 @@ def record_samples(run_id: str, groups: Sequence[TrainGroup], step: int) -> None
         for index, length in enumerate(lengths):
             telemetry.record("reward", float(group.columns["reward"][index]), attributes)
             telemetry.record("response_length", int(length), attributes)
-            if length:
-                oldest = int(group.columns["versions"][bounds[index] : bounds[index + 1]].min())
-                telemetry.record("staleness", step - 1 - oldest, attributes)
+            versions = _trained_versions(group, slice(bounds[index], bounds[index + 1]))
+            if versions.size:
+                telemetry.record("staleness", step - 1 - int(versions.min()), attributes)
 
 
 def shown_samples(groups: Sequence[TrainGroup], step: int, limit: int) -> list[dict[str, Any]]:
@@ -71,6 +72,7 @@ def _shown(group: TrainGroup, index: int, step: int) -> dict[str, Any]:
     columns, bounds = group.columns, bounds_of(group.sample_lengths)
     own = slice(int(bounds[index]), int(bounds[index + 1]))
     length = own.stop - own.start
+    versions = _trained_versions(group, own)
     last = int(np.searchsorted(columns["sample_of_sequence"], index, side="right")) - 1
     prompt = columns["prompt"] or {}
     return {
@@ -81,7 +83,12 @@ def _shown(group: TrainGroup, index: int, step: int) -> dict[str, Any]:
         "response": str(columns["text"][last]),
         "reward": float(columns["reward"][index]),
         "advantage": float(columns["advantages"][own].mean()) if length else 0.0,
-        "version": int(columns["versions"][own].min()) if length else 0,
+        "version": int(versions.min()) if versions.size else 0,
         "length": length,
         "finish_reason": str(columns["finish"][last]),
     }
+
+
+def _trained_versions(group: TrainGroup, own: slice) -> NDArray[np.int64]:
+    """Return the versions of the tokens within `own` whose mask is 1."""
+    return group.columns["versions"][own][group.columns["loss_mask"][own] != 0]

@@ -175,7 +175,7 @@ def conversations(group_id: str, samples: int, version: int) -> dict[str, Any]:
         "shares_prompt": np.array([1, 0] * samples, np.uint8),
         "loss_mask": mask,
         "rollout_logprobs": logprobs,
-        "versions": np.full(len(mask), version, np.int64),
+        "versions": np.where(mask == 1, version, -1),
         "finish": ["stop"] * (2 * samples),
         "text": [f"{part} of {sample}" for sample in range(samples) for part in ("first", "last")],
         "spans_weight_update": np.zeros(2 * samples, np.uint8),
@@ -190,6 +190,7 @@ def feed_conversations(feeder: Feeder, config: RunConfig, count: int) -> list[di
     for delivery in feeder.begin(count, 0):
         columns = conversations(delivery.group_id, samples, 0)
         assert feeder.board.commit([(delivery, columns)]) == [True]
+        assert feeder.board.open_versions()[delivery.group_id] == 0, "tokens of others have no version"
         (prompt,) = feeder.board.load([delivery], ["prompt_tokens"])
         assert prompt is not None
         reward = {"reward": np.arange(samples, dtype=np.float64) ** 2, "reward_parts": {}}
@@ -255,8 +256,8 @@ def test_two_sequences_a_sample_are_trained_committed_and_replayed(
         assert entry.metrics["response_length_mean"] == np.mean([len(one["tokens"]) for one in groups]) / 2
         assert entry.metrics["loss"] == pytest.approx(exact_loss(tiny_qwen3, groups, config), rel=1e-5)
         shown = feeder.board.samples(1, 100)
-        assert [(one["group_id"], one["response"]) for one in shown] == [
-            (group_id, f"last of {sample}") for sample in (0, 1) for group_id in ("g1", "g2")
+        assert [(one["group_id"], one["response"], one["version"]) for one in shown] == [
+            (group_id, f"last of {sample}", 0) for sample in (0, 1) for group_id in ("g1", "g2")
         ]
         assert process.stop() == 0
     (tmp_path / "config.json").write_text(config.model_dump_json())
