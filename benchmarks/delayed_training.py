@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.training_step import divide
 from relaxd.algorithms import Filtered, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from relaxd.data.addition import addition
@@ -23,7 +24,7 @@ from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.rewards.addition import addition as score_addition
 from relaxd.rewards.base import RewardInput
 from services.rollout.engines.transformers.weights import named_parameters
-from services.trainer.batch.row_packing import TrainSample, assign, pack
+from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 
@@ -192,18 +193,17 @@ def train_step(learner: Learner, algorithm: AlgorithmConfig, groups: list[Answer
             own = slice(begin, begin + len(tokens))
             begin += len(tokens)
             samples.append(
-                TrainSample.from_response(
+                TrainSequence.from_response(
                     group.prompt,
                     tokens,
                     loss_mask=np.ones(len(tokens), np.uint8),
-                    rollout_logprobs=logprobs,
-                    advantages=advantages.values[own],
+                    columns={"rollout_logprobs": logprobs, "advantages": advantages.values[own]},
                     weight=weights[own],
                     logprobs_comparable=group.version == learner.step,
                 )
             )
-    for batch in assign([len(sample.tokens) for sample in samples], 16384):
-        learner.accumulate([pack([samples[i] for i in batch])])
+    for batch in divide(samples, 16384):
+        learner.accumulate([pack(batch)])
     trained = sum(int(sample.loss_mask.sum()) for sample in samples)
     stats = learner.finish(made.normalizer(trained, len(samples)))
     return {"grad_norm": stats.grad_norm, "loss": stats.loss, **stats.metrics}

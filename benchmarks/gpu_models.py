@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from services.trainer.batch.row_packing import PackedMicroBatch, TrainSample, pack
+from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
 from services.trainer.learner.learner import Learner
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
@@ -98,11 +98,10 @@ def make_batch(vocabulary: int, tokens: int, sequences: int, seed: int = 0, prom
     shared = rng.integers(0, vocabulary, prompt)
     return pack(
         [
-            TrainSample(
+            TrainSequence(
                 np.concatenate([shared, rng.integers(0, vocabulary, length - prompt)]),
                 mask,
-                -12 * ones,
-                ones,
+                {"rollout_logprobs": -12 * ones, "advantages": ones},
                 ones * mask,
                 mask,
                 prompt_length=prompt,

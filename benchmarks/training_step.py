@@ -15,7 +15,7 @@ import json
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +25,14 @@ import transformers
 from benchmarks.reporting import report
 from relaxd.algorithms import LossInputs, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
-from services.trainer.batch.row_packing import TrainSample, assign, pack
+from services.trainer.batch.round_packer import SequenceSize, pack_bins
+from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.learner.learner import Learner
 
 LR = 1e-5
 
 
-def make_samples(vocab: int, groups: int, samples: int, seed: int) -> list[TrainSample]:
+def make_samples(vocab: int, groups: int, samples: int, seed: int) -> list[TrainSequence]:
     """Make random samples of the demo's lengths; a group's samples share a prompt and differ in length."""
     rng = np.random.default_rng(seed)
     made = []
@@ -40,31 +41,49 @@ def make_samples(vocab: int, groups: int, samples: int, seed: int) -> list[Train
         for _ in range(samples):
             length = int(rng.integers(5, 12))
             made.append(
-                TrainSample.from_response(
+                TrainSequence.from_response(
                     prompt,
                     rng.integers(0, vocab, length),
                     loss_mask=np.ones(length, np.uint8),
-                    rollout_logprobs=np.full(length, -10.0, np.float32),
-                    advantages=np.full(length, rng.normal(), np.float32),
+                    columns={
+                        "rollout_logprobs": np.full(length, -10.0, np.float32),
+                        "advantages": np.full(length, rng.normal(), np.float32),
+                    },
                     weight=np.ones(length, np.float32),
                 )
             )
     return made
 
 
+def divide(samples: Sequence[TrainSequence], budget: int) -> list[list[TrainSequence]]:
+    """Divide samples among micro-batches of at most `budget` tokens, as the trainer does, each in the given order."""
+    sizes = [
+        SequenceSize(f"{index:06}", index, sample.prompt_length, len(sample.tokens) - sample.prompt_length)
+        for index, sample in enumerate(samples)
+    ]
+    bins = pack_bins(sizes, budget)
+    return [[samples[index] for index in sorted(one.index for one in each.sequences)] for each in bins]
+
+
 def plain_step(
     folder: Path, algorithm: AlgorithmConfig, *, response_logits: bool
-) -> Callable[[list[TrainSample]], float]:
+) -> Callable[[list[TrainSequence]], float]:
     """Return the step with transformers and torch alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     loss_of = create(algorithm).loss
 
-    def step(samples: list[TrainSample]) -> float:
+    def step(samples: list[TrainSequence]) -> float:
         width = max(len(sample.tokens) for sample in samples)
 
         def padded(name: str) -> torch.Tensor:
-            rows = [np.pad(getattr(sample, name), (0, width - len(sample.tokens))) for sample in samples]
+            rows = [
+                np.pad(
+                    sample.columns[name] if name in sample.columns else getattr(sample, name),
+                    (0, width - len(sample.tokens)),
+                )
+                for sample in samples
+            ]
             return torch.from_numpy(np.stack(rows))
 
         tokens = padded("tokens")
@@ -78,10 +97,11 @@ def plain_step(
         logprobs = logits.float().log_softmax(-1).gather(-1, tokens[:, 1:][mask][:, None])[:, 0]
         inputs = LossInputs(
             logprobs=logprobs,
-            rollout_logprobs=padded("rollout_logprobs")[:, 1:][mask],
-            advantages=padded("advantages")[:, 1:][mask],
+            columns={name: padded(name)[:, 1:][mask] for name in samples[0].columns},
             mask=torch.ones_like(logprobs),
             weight=padded("weight")[:, 1:][mask],
+            sequence=mask.nonzero()[:, 0],
+            sequences=len(samples),
         )
         loss = loss_of(inputs).loss / int(mask.sum())
         loss.backward()
@@ -95,14 +115,14 @@ def plain_step(
 
 def our_step(
     folder: Path, algorithm: AlgorithmConfig, threads: int, budget: int, *, share_prompts: bool
-) -> Callable[[list[TrainSample]], float]:
+) -> Callable[[list[TrainSequence]], float]:
     """Return the trainer's step, including packing."""
     config = TrainerConfig.model_validate({"threads": threads, "micro_batch_tokens": budget, "optimizer": {"lr": LR}})
     learner = Learner(folder, config, algorithm, steps=1000)
 
-    def step(samples: list[TrainSample]) -> float:
-        for batch in assign([len(sample.tokens) for sample in samples], budget):
-            learner.accumulate([pack([samples[i] for i in batch], share_prompts=share_prompts)])
+    def step(samples: list[TrainSequence]) -> float:
+        for batch in divide(samples, budget):
+            learner.accumulate([pack(batch, share_prompts=share_prompts)])
         return learner.finish(float(sum(int(sample.loss_mask.sum()) for sample in samples))).loss
 
     return step

@@ -298,7 +298,9 @@ def write_page(page: Page) -> None:
     prompt = {"prompt_tokens": [52, 14, 53], "n": 1, "sampling": {"max_new_tokens": 3, "temperature": 1, "seed": 7}}
     page.call("Generate: tokens in, tokens out:", rollout, "relaxd.v1.Rollout/Generate", prompt)
     page.call("List the rewards that the reward service knows:", reward, "relaxd.v1.Reward/ListRewards")
-    score = {"reward": "addition", "prompt": "What is 1 + 2?", "answer": "3", "responses": ["3", "It is 4."]}
+    said = [[{"content": [{"text": text}]}] for text in ("What is 1 + 2?", "3", "It is 4.")]
+    responses = [{"messages": messages} for messages in said[1:]]
+    score = {"reward": "addition", "prompt": said[0], "answer": said[1], "responses": responses}
     page.call("Score a group:", reward, "relaxd.v1.Reward/Score", score)
     compute = {"algorithm_json": '{"name": "grpo"}', "rewards": [1, 0], "lengths": [2, 1]}
     advantage = f"127.0.0.1:{PORTS['advantage']}"

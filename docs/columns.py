@@ -9,8 +9,14 @@ HEAD = """\
 # Columns
 
 What a group has on the board, in the order in which it comes about, written from
-[`relaxd/board/schema.py`](../relaxd/board/schema.py). P is the number of prompt tokens, n of samples, T of response
-tokens of all samples, one after the other.
+[`relaxd/board/schema.py`](../relaxd/board/schema.py). P is the number of prompt tokens, n of samples, S of sequences, T
+of tokens of all sequences, one after the other.
+
+A plain answer, or a conversation with one history, is one sequence. A conversation that was branched or compacted is
+several, which are neighbours and share the sample's reward. A sequence with `shares_prompt` 1 continues
+`prompt_tokens`, which its tokens leave out. Any other begins with a prompt of its own, with `loss_mask` 0.
+
+A token column that the algorithm's loss needs (`Algorithm.needs`) reaches `LossInputs.columns` by itself.
 
 | column | written by | dtype | shape | trainer | meaning |
 | --- | --- | --- | --- | --- | --- |

@@ -99,7 +99,7 @@ def train(folder: Path, redis_url: str) -> float:
         # Advantage: how much better than the rest of its group an answer was, for each token.
         deliveries = board.take("advantage", "me", count=GROUPS, block_seconds=5)
         for delivery, read in zip(deliveries, board.load(deliveries, ["reward", "lengths"]), strict=True):
-            found = algorithm.advantages(read["reward"], read["lengths"])
+            found = algorithm.advantages(read["reward"], read["lengths"])  # here each sample is one sequence
             if isinstance(found, Filtered):  # such as a group whose answers are all equally good
                 board.drop(delivery, reason=found.reason, counts="filtered")
             else:
@@ -107,9 +107,13 @@ def train(folder: Path, redis_url: str) -> float:
 
         # Train: pack each group into a micro-batch, add up gradients, step, and write the step into the ledger.
         deliveries = board.take("train", "me", count=GROUPS, block_seconds=5)
-        loaded = board.load(deliveries, STAGES["train"].needs)
-        groups = [check_group(delivery.group_id, read) for delivery, read in zip(deliveries, loaded, strict=True)]
-        learner.accumulate([pack(group.samples(range(SAMPLES), algorithm, 1.0, version)) for group in groups])
+        needs = board.needs("train")
+        groups = [
+            check_group(delivery.group_id, read, needs)
+            for delivery, read in zip(deliveries, board.load(deliveries, needs), strict=True)
+        ]
+        packed = [group.sequences(range(SAMPLES), algorithm.needs.loss, algorithm, 1.0, version) for group in groups]
+        learner.accumulate([pack(sequences) for sequences in packed])
         tokens, answers = sum(group.trained_tokens for group in groups), len(groups) * SAMPLES
         stats = learner.finish(algorithm.normalizer(tokens, answers))
         reward = float(np.mean([group.columns["reward"] for group in groups]))

@@ -6,17 +6,21 @@ tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.board import DropReason
 from relaxd.config import AlgorithmConfig
+from relaxd.drop_reasons import DropReason
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+NO_COLUMNS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Advantages:
     """The advantages of one group."""
 
     values: NDArray[np.float32]
-    """float32 [T]: one value per response token, the group's samples one after the other."""
+    """float32 [T]: one value per token of the group's sequences, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +39,59 @@ class Filtered:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """The columns of the board that an algorithm reads.
+
+    Stages, intake, packing and `LossInputs.columns` follow from it. relaxd/board/schema.py says what a column holds.
+    """
+
+    loss: tuple[str, ...]
+    """Columns that `Algorithm.loss` reads, each with a value per token. The trainer computes "ref_logprobs" itself in a
+    run without a reference service."""
+    advantages: tuple[str, ...] = ()
+    """Columns that `Algorithm.advantages` reads besides rewards and lengths."""
+
+
+@dataclass(frozen=True)
 class LossInputs:
-    """The predicted tokens of one micro-batch, flat: each field is float32 [T] on one device.
+    """The predicted tokens of one micro-batch, flat: tensors on one device, float32 [T] unless stated otherwise.
 
     Without prompt tokens; tokens of the environment have mask 0. Where mask is 0, other fields are ignored, even NaN.
+    Sequences are whole, but a context-parallel rank has only some of their tokens.
     """
 
     logprobs: Tensor
     """Log-probs of the tokens under the weights being trained (and the sampling temperature). Carries the gradient."""
-    rollout_logprobs: Tensor
-    """Log-probs that the engine reported."""
-    advantages: Tensor
-    """Advantage of each token."""
+    columns: Mapping[str, Tensor]
+    """The columns of `Needs.loss`, by name."""
     mask: Tensor
     """1 where the token is trained on, else 0."""
     weight: Tensor
     """Aggregation weight of each token, from `Algorithm.token_weights`."""
-    ref_logprobs: Tensor | None = None
-    """Log-probs under the reference model; given iff `Algorithm.needs_reference`."""
+    sequence: Tensor
+    """int64 [T]: index of each token's sequence in the micro-batch."""
+    sequences: int
+    """Number of sequences in the micro-batch, some of which may have no token here."""
     entropy: Tensor | None = None
     """Entropy in nats of the distribution that each token was drawn from, with gradient if
     `Algorithm.needs_entropy`; may also be given for reporting."""
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Differentiable sum over the context-parallel ranks; None if this rank has all tokens."""
+
+    def segment_sum(self, values: Tensor) -> Tensor:
+        """Sum values over the tokens of each sequence, on whichever rank they are.
+
+        Differentiable. All context-parallel ranks call it together and get the same sums, so a loss must use the result
+        per token, as `result[inputs.sequence]`, and not add it up over sequences.
+
+        Args:
+            values: [T], already 0 where the mask is 0.
+
+        Returns:
+            [sequences].
+        """
+        sums = values.new_zeros(self.sequences).index_add(0, self.sequence, values)
+        return sums if self.sum_over_ranks is None else self.sum_over_ranks(sums)
 
 
 @dataclass(frozen=True)
@@ -78,34 +114,35 @@ class Algorithm(Protocol):
         """The configuration's [algorithm] section."""
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """Columns of the board for the loss, besides the tokens."""
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if `loss` needs `ref_logprobs`."""
+    def needs(self) -> Needs:
+        """Columns of the board for the loss and the advantages."""
 
     @property
     def needs_entropy(self) -> bool:
         """True if `loss` needs `entropy` with its gradient."""
 
-    def advantages(self, rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Advantages | Filtered:
+    def advantages(
+        self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS
+    ) -> Advantages | Filtered:
         """Advantages of one group.
 
         Args:
             rewards: float64 [n], finite, one per sample.
-            lengths: int32 [n], response tokens of each sample.
+            lengths: int32 [n], tokens of each sample: of all its sequences (see `sample_lengths`).
+            columns: the columns of `Needs.advantages`, by name.
 
         Raises:
             ValueError: the arrays differ in length, or have values without an advantage.
         """
 
     def token_weights(self, mask: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Aggregation weight of each response token of some samples.
+        """Aggregation weight of each token of some samples.
+
+        A sample's sequences count together, so that a conversation of several sequences weighs no more than an answer.
 
         Args:
             mask: uint8 [T], 1 where the token is trained on, the samples one after the other.
-            lengths: int32 [n], response tokens of each sample; they add up to T.
+            lengths: int32 [n], tokens of each sample, of all its sequences; they add up to T.
 
         Returns:
             float32 [T], 0 where mask is 0.
@@ -125,6 +162,29 @@ class Algorithm(Protocol):
         Raises:
             ValueError: an input that the algorithm needs is missing, or shapes differ.
         """
+
+
+def sample_lengths(
+    lengths: NDArray[np.integer], sample_of_sequence: NDArray[np.integer], samples: int
+) -> NDArray[np.int32]:
+    """Return the tokens of each sample, of all its sequences.
+
+    Args:
+        lengths: [S], tokens of each sequence.
+        sample_of_sequence: [S], index of each sequence's sample.
+        samples: number of samples, n.
+
+    Returns:
+        int32 [n].
+
+    Raises:
+        ValueError: a sequence is of no sample, or the arrays differ in length.
+    """
+    if sample_of_sequence.size and not 0 <= sample_of_sequence.min() <= sample_of_sequence.max() < samples:
+        raise ValueError(
+            f"sample_of_sequence is {sample_of_sequence.tolist()}: each must be the index of one of {samples} samples"
+        )
+    return np.bincount(sample_of_sequence, weights=lengths, minlength=samples).astype(np.int32)
 
 
 def check_group(rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> None:

@@ -6,16 +6,26 @@ advantage and constant divisor (arXiv 2503.20783).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.algorithms.base import Advantages, Filtered, LossInputs, LossOutput, check_group, rewards_equal
+from relaxd.algorithms.base import (
+    NO_COLUMNS,
+    Advantages,
+    Filtered,
+    LossInputs,
+    LossOutput,
+    Needs,
+    check_group,
+    rewards_equal,
+)
 from relaxd.algorithms.correction import MAX_LOG_RATIO, correction_weights
 from relaxd.algorithms.kl import kl_divergence
-from relaxd.board import DropReason
 from relaxd.config import GRPOConfig
+from relaxd.drop_reasons import DropReason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,21 +38,19 @@ class GRPO:
         self.config = config
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """Columns of the board for the loss, besides the tokens."""
-        return ("loss_mask", "rollout_logprobs", "advantages")
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the KL term is on."""
-        return self.config.needs_reference
+    def needs(self) -> Needs:
+        """Columns of the board for the loss: "ref_logprobs" if the KL term is on."""
+        reference = ("ref_logprobs",) if self.config.needs_reference else ()
+        return Needs(loss=("rollout_logprobs", "advantages", *reference))
 
     @property
     def needs_entropy(self) -> bool:
         """True if the entropy bonus is on."""
         return self.config.entropy_coef > 0
 
-    def advantages(self, rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Advantages | Filtered:
+    def advantages(
+        self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS
+    ) -> Advantages | Filtered:
         """A_i = (R_i - mean(R)) / (std(R) + std_epsilon), the same for each token of sample i.
 
         std uses the divisor n - 1, as in verl and slime. The advantage of a group of one sample is its reward (mean 0,
@@ -51,6 +59,7 @@ class GRPO:
         Args:
             rewards: float64 [n], finite.
             lengths: int32 [n].
+            columns: unused.
 
         Raises:
             ValueError: see `check_group`; or advantages overflow float32.
@@ -122,16 +131,17 @@ class GRPO:
             inputs: the micro-batch's tokens.
 
         Raises:
-            ValueError: ref_logprobs or entropy is needed and missing, or shapes differ.
+            ValueError: a column or entropy is needed and missing, or shapes differ.
         """
-        _check(inputs, self.needs_reference, self.needs_entropy)
+        _check(inputs, self.needs, self.needs_entropy)
+        columns = inputs.columns
         trained = inputs.mask != 0
         # Masked before exp, because 0 x inf and its gradient are NaN.
         logprobs = inputs.logprobs.masked_fill(~trained, 0.0)
-        old = logprobs.detach() if self.config.old_logprobs == "current" else inputs.rollout_logprobs
+        old = logprobs.detach() if self.config.old_logprobs == "current" else columns["rollout_logprobs"]
         log_ratio = (logprobs - old.masked_fill(~trained, 0.0)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.exp()
-        advantages = inputs.advantages.masked_fill(~trained, 0.0)
+        advantages = columns["advantages"].masked_fill(~trained, 0.0)
         unclipped = -ratio * advantages
         clipped = -ratio.clamp(1.0 - self.config.clip_low, 1.0 + self.config.clip_high) * advantages
         per_token = unclipped.maximum(clipped)
@@ -140,16 +150,16 @@ class GRPO:
             "clip_fraction": _sum((clipped > unclipped).to(ratio.dtype), trained),
         }
         if self.config.correction != "none":
-            rollout_logprobs = inputs.rollout_logprobs.masked_fill(~trained, 0.0)
+            rollout_logprobs = columns["rollout_logprobs"].masked_fill(~trained, 0.0)
             correction, limited = correction_weights(logprobs, rollout_logprobs, self.config)
             per_token = per_token * correction
             sums["correction_weight"] = _sum(correction, trained)
             sums["correction_fraction"] = _sum(limited, trained)
-        if inputs.ref_logprobs is not None:
-            reference = inputs.ref_logprobs.masked_fill(~trained, 0.0)
+        if "ref_logprobs" in columns:
+            reference = columns["ref_logprobs"].masked_fill(~trained, 0.0)
             kl = kl_divergence(logprobs, reference, self.config.kl_estimator)
             sums["kl"] = _sum(kl, trained)
-            if self.needs_reference:
+            if self.config.kl_coef > 0:
                 per_token = per_token + self.config.kl_coef * kl
         if inputs.entropy is not None:
             entropy = inputs.entropy.masked_fill(~trained, 0.0)
@@ -165,12 +175,14 @@ def _sum(values: Tensor, trained: Tensor) -> Tensor:
     return values.detach().masked_fill(~trained, 0.0).sum()
 
 
-def _check(inputs: LossInputs, needs_reference: bool, needs_entropy: bool) -> None:
+def _check(inputs: LossInputs, needs: Needs, needs_entropy: bool) -> None:
     """Raise ValueError if a needed input is missing or shapes differ."""
-    if needs_reference and inputs.ref_logprobs is None:
-        raise ValueError("ref_logprobs is missing: algorithm.kl_coef > 0 needs the reference's log-probs")
+    for name in needs.loss:
+        if name not in inputs.columns:
+            raise ValueError(f"{name} is missing: the loss needs this column")
     if needs_entropy and inputs.entropy is None:
         raise ValueError("entropy is missing: algorithm.entropy_coef > 0 needs it")
-    for name, tensor in vars(inputs).items():
+    own = {name: getattr(inputs, name) for name in ("mask", "weight", "sequence", "entropy")}
+    for name, tensor in {**own, **inputs.columns}.items():
         if tensor is not None and tensor.shape != inputs.logprobs.shape:
             raise ValueError(f"{name} is {list(tensor.shape)}, but logprobs is {list(inputs.logprobs.shape)}")

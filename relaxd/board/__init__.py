@@ -16,7 +16,7 @@ from relaxd.board.errors import (
 )
 from relaxd.board.schema import COLUMNS, REF_LOGPROBS, ROUTED_EXPERTS, ColumnSpec, trained_columns
 from relaxd.board.sizes import RedisMemory, SizeProblem, size_problems, worst_bytes
-from relaxd.board.stages import STAGES, Stage, roles_for, stages_for
+from relaxd.board.stages import STAGES, TRAIN, Stage, roles_for, stages_for
 from relaxd.board.times import GroupTimes, StageTime, microseconds
 from relaxd.board.types import (
     JSON,
@@ -39,6 +39,7 @@ __all__ = [
     "REF_LOGPROBS",
     "ROUTED_EXPERTS",
     "STAGES",
+    "TRAIN",
     "Admission",
     "Board",
     "BoardError",

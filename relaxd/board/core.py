@@ -113,7 +113,7 @@ class BoardCore:
         return depths
 
     def needs(self, stage: str) -> tuple[str, ...]:
-        """Return the columns that a stage of this run needs."""
+        """Return the columns that a stage of the run needs."""
         return self._by_name[stage].needs
 
     def close(self) -> None:

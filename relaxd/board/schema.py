@@ -1,14 +1,23 @@
 """The columns of a group, declared once.
 
-The stages of a run, what the trainer takes in and keeps in step files, and docs/columns.md follow from this table.
+The stages of a run, what the trainer takes in, packs and keeps in step files, what losses see, the room that the gate
+reserves, and docs/columns.md follow from this table.
+
+A group has n samples, and S >= n sequences of tokens: one for each sample, or several for a conversation that was
+branched or compacted. The sequences of a sample are neighbours, in the order of the samples. A sequence that shares the
+prompt continues `prompt_tokens`, which its tokens leave out. Any other has its own prompt at the beginning of its
+tokens, with loss_mask 0.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-Shape = Literal["", "P", "n", "T", "rows, layers, top_k"]
-"""A column's shape, in words: P prompt tokens, n samples, T response tokens of all samples, one after the other; "" for
-a value that belongs to the group."""
+import numpy as np
+
+Shape = Literal["", "P", "n", "S", "T", "rows, layers, top_k"]
+"""A column's shape, in words: P prompt tokens, n samples, S sequences, T tokens of all sequences, one after the other;
+"" for a value that belongs to the group."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +47,26 @@ ROUTED_EXPERTS = "routed_experts"
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 VERSIONS = "versions"
-"""The column with the weight version of every token."""
+"""The column with the weight version of every token that the model wrote."""
+LOSS_MASK = "loss_mask"
+"""The column that tells the model's tokens from others."""
 
 COLUMNS: dict[str, ColumnSpec] = {
     column.name: column
     for column in (
         ColumnSpec("prompt_tokens", "publish", "int32", "P", "Token ids of the prompt."),
         ColumnSpec("prompt", "publish", "json", "", "The example: text, messages, answer, and what a reward may want."),
-        ColumnSpec("tokens", "rollout", "int32", "T", "Token ids of the answers, their end tokens included."),
-        ColumnSpec("lengths", "rollout", "int32", "n", "Tokens of each answer."),
-        ColumnSpec("loss_mask", "rollout", "uint8", "T", "1 for tokens that the model wrote, 0 for all others."),
+        ColumnSpec("tokens", "rollout", "int32", "T", "Token ids of the sequences, end tokens included."),
+        ColumnSpec("sample_of_sequence", "rollout", "int32", "S", "Index of each sequence's sample, ascending."),
+        ColumnSpec("lengths", "rollout", "int32", "S", "Tokens of each sequence, without a shared prompt."),
+        ColumnSpec(
+            "shares_prompt",
+            "rollout",
+            "uint8",
+            "S",
+            "1 for sequences that continue prompt_tokens, 0 for those that begin with a prompt of their own.",
+        ),
+        ColumnSpec(LOSS_MASK, "rollout", "uint8", "T", "1 for tokens that the model wrote, 0 for all others."),
         ColumnSpec(
             "rollout_logprobs",
             "rollout",
@@ -55,22 +74,24 @@ COLUMNS: dict[str, ColumnSpec] = {
             "T",
             "The engine's log-prob of each token, under the sampling temperature.",
         ),
-        ColumnSpec(VERSIONS, "rollout", "int64", "T", "Version of the weights that wrote each token."),
-        ColumnSpec("finish", "rollout", "json", "n", 'Why each answer ended: "stop" or "length".'),
-        ColumnSpec("text", "rollout", "json", "n", "Text of each answer, without its end token."),
+        ColumnSpec(
+            VERSIONS, "rollout", "int64", "T", "Version of the weights that wrote each token; any for others' tokens."
+        ),
+        ColumnSpec("finish", "rollout", "json", "S", 'Why each sequence ended: "stop" or "length".'),
+        ColumnSpec("text", "rollout", "json", "S", "Text of each sequence's last answer, without its end token."),
         ColumnSpec(
             "spans_weight_update",
             "rollout",
             "uint8",
-            "n",
-            "1 for answers that went on, with the keys and values that they had, after the weights changed.",
+            "S",
+            "1 for sequences that went on, with the keys and values that they had, after the weights changed.",
         ),
         ColumnSpec(
             ROUTED_EXPERTS,
             "rollout",
             "int32",
             "rows, layers, top_k",
-            "Experts that each token was sent to: of prompt and answer but the last token, sample by sample.",
+            "Experts that each token was sent to: of prompt and answer but the last token, sequence by sequence.",
             trained=False,
             optional=True,
         ),
@@ -82,7 +103,7 @@ COLUMNS: dict[str, ColumnSpec] = {
             "Log-prob of each token under the reference model, under the sampling temperature.",
             optional=True,
         ),
-        ColumnSpec("reward", "reward", "float64", "n", "Reward of each answer."),
+        ColumnSpec("reward", "reward", "float64", "n", "Reward of each sample."),
         ColumnSpec("reward_parts", "reward", "json", "", "The parts that all rewards have: {name: [n values]}."),
         ColumnSpec("advantages", "advantage", "float32", "T", "Advantage of each token."),
     )
@@ -90,11 +111,16 @@ COLUMNS: dict[str, ColumnSpec] = {
 """Every column there is, in the order in which they come about."""
 
 
-def written_by(stage: str) -> tuple[str, ...]:
-    """Return the columns that a stage writes in every run."""
-    return tuple(column.name for column in COLUMNS.values() if column.writer == stage and not column.optional)
+def written_by(stage: str, optional: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the columns that a stage writes in a run with these optional columns."""
+    return tuple(c.name for c in COLUMNS.values() if c.writer == stage and (not c.optional or c.name in optional))
 
 
-def trained_columns() -> tuple[str, ...]:
-    """Return the columns that the trainer takes in, in every run."""
-    return tuple(column.name for column in COLUMNS.values() if column.trained and not column.optional)
+def trained_columns(optional: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the columns that the trainer takes in, in a run with these optional columns."""
+    return tuple(c.name for c in COLUMNS.values() if c.trained and (not c.optional or c.name in optional))
+
+
+def token_bytes(columns: Collection[str]) -> int:
+    """Return the bytes that a token takes in those of the columns that have a value for each token."""
+    return sum(np.dtype(COLUMNS[name].dtype).itemsize for name in columns if COLUMNS[name].shape == "T")

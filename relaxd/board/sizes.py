@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 
 from relaxd.board.gate_reasons import megabytes
+from relaxd.board.schema import token_bytes
+from relaxd.board.stages import stages_for
 from relaxd.config import RunConfig
 
-TOKEN_BYTES = 32
-"""Upper bound per token: tokens 4, loss_mask 1, rollout_logprobs 4, versions 8, advantages 4, ref_logprobs 4, the rest
-for its text."""
-GENERATED_BYTES = 17
-"""Bytes per token in the rollout stage's arrays: a lower bound."""
+TEXT_BYTES = 11
+"""Upper bound of a token's text."""
 GROUP_BYTES = 4096
 """Bytes of a group besides its tokens."""
 EXPECTED_SHARE = 0.25
@@ -42,7 +41,7 @@ class SizeProblem:
 def worst_bytes(config: RunConfig, prompt_tokens: int, *, expert_bytes: int = 0) -> int:
     """Return the bytes of a group whose answers have maximal length. `expert_bytes` are a token's routed experts."""
     tokens = prompt_tokens + config.rollout.samples_per_prompt * config.rollout.max_new_tokens
-    return GROUP_BYTES + (TOKEN_BYTES + expert_bytes) * tokens
+    return GROUP_BYTES + (_stored_bytes(config) + expert_bytes) * tokens
 
 
 def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemory | None = None) -> list[SizeProblem]:
@@ -50,14 +49,15 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
     rollout, board, trainer = config.rollout, config.board, config.trainer
     problems = []
     answers = rollout.samples_per_prompt * rollout.max_new_tokens
-    generated = (GENERATED_BYTES + expert_bytes) * answers
+    generated_bytes = token_bytes(stages_for(config)[0].writes) + expert_bytes
+    generated = generated_bytes * answers
     if generated > board.max_group_bytes:
         problems.append(
             SizeProblem(
                 "board.max_group_bytes",
                 f"= {board.max_group_bytes}, but a group's answers take up to {generated} bytes "
                 f"({rollout.samples_per_prompt} samples x {rollout.max_new_tokens} tokens x "
-                f"{GENERATED_BYTES + expert_bytes} bytes): groups of long answers would all be dropped. Raise it, or "
+                f"{generated_bytes} bytes): groups of long answers would all be dropped. Raise it, or "
                 "lower rollout.max_new_tokens or rollout.samples_per_prompt",
             )
         )
@@ -90,9 +90,14 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
                 "trainer.groups_per_step",
                 f"= {trainer.groups_per_step}: a step takes up to {megabytes(worst)} in Redis "
                 f"({trainer.groups_per_step} groups x {rollout.samples_per_prompt} samples x {rollout.max_new_tokens} "
-                f"tokens x {TOKEN_BYTES + expert_bytes} bytes), which has room for {megabytes(memory.max_bytes)}. "
-                f"{advice}",
+                f"tokens x {_stored_bytes(config) + expert_bytes} bytes), which has room for "
+                f"{megabytes(memory.max_bytes)}. {advice}",
                 fatal=expected > memory.max_bytes,
             )
         )
     return problems
+
+
+def _stored_bytes(config: RunConfig) -> int:
+    """Return the upper bound of the bytes per token in the columns of all stages."""
+    return TEXT_BYTES + sum(token_bytes(stage.writes) for stage in stages_for(config))

@@ -13,7 +13,7 @@ from relaxd.board import payloads
 from relaxd.board.columns import decode_columns
 from relaxd.board.core import WORKERS, BoardCore
 from relaxd.board.errors import BoardError
-from relaxd.board.schema import VERSIONS
+from relaxd.board.schema import LOSS_MASK, VERSIONS
 from relaxd.board.stages import PUBLISH
 from relaxd.board.types import Column, Delivery, DropKind, DropReason
 
@@ -120,7 +120,9 @@ class StageSide(BoardCore):
             attempt = payloads.Attempt(self.prefix, name, columns)
             self._check_size(delivery.group_id, f"the output of stage {delivery.stage!r}", attempt)
             attempts.append(attempt)
-            versions = columns.get(VERSIONS)
+            versions, mask = columns.get(VERSIONS), columns.get(LOSS_MASK)
+            if isinstance(versions, np.ndarray) and isinstance(mask, np.ndarray) and versions.shape == mask.shape:
+                versions = versions[mask != 0]
             version = int(versions.min()) if isinstance(versions, np.ndarray) and versions.size else ""
             arguments += [
                 delivery.group_id,

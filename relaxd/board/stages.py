@@ -1,8 +1,9 @@
 """The stages of the dataflow, with the columns that each needs and writes."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+from relaxd.algorithms import create
 from relaxd.board import schema
 from relaxd.config import RunConfig
 from relaxd.roles import ROLES
@@ -23,32 +24,45 @@ class Stage:
     writes: tuple[str, ...]
 
 
-STAGES: dict[str, Stage] = {
-    name: Stage(name, needs, schema.written_by(name))
-    for name, needs in (
-        ("rollout", ("prompt_tokens",)),
-        ("reward", ("prompt", "text", "finish")),
-        ("advantage", ("reward", "lengths")),
-        ("reference", ("prompt_tokens", "tokens", "lengths", "loss_mask")),
-        (TRAIN, schema.trained_columns()),
-    )
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "rollout": ("prompt_tokens",),
+    "reward": ("prompt", "sample_of_sequence", "text", "finish"),
+    "reference": ("prompt_tokens", "tokens", "lengths", "loss_mask", "shares_prompt"),
+    "advantage": ("reward", "sample_of_sequence", "lengths"),
 }
-"""All stages by name. docs/columns.md says what a column holds."""
+"""Columns that the stages before the trainer need in every run."""
+
+
+def _stage(name: str, optional: Collection[str], needs: Sequence[str] = ()) -> Stage:
+    """Return a stage of a run with these optional columns; `needs` are columns that only this run's stage needs."""
+    common = schema.trained_columns(optional) if name == TRAIN else _NEEDS[name]
+    return Stage(name, tuple(dict.fromkeys((*common, *needs))), schema.written_by(name, optional))
+
+
+STAGES: dict[str, Stage] = {name: _stage(name, ()) for name in (*_NEEDS, TRAIN)}
+"""All stages by name, without optional columns. docs/columns.md says what a column holds."""
 
 
 def stages_for(config: RunConfig) -> tuple[Stage, ...]:
-    """Return the stages of a run."""
-    stages = dict(STAGES)
-    names: tuple[str, ...] = ("rollout", "reward", "advantage", TRAIN)
-    if config.has_reference_service:
-        reference, train = stages["reference"], stages[TRAIN]
-        stages["reference"] = replace(reference, writes=(schema.REF_LOGPROBS,))
-        stages[TRAIN] = replace(train, needs=(*train.needs, schema.REF_LOGPROBS))
-        names = ("rollout", "reference", "reward", "advantage", TRAIN)
+    """Return the stages of a run, which follow from what its algorithm needs.
+
+    Raises ValueError when the algorithm needs a column that isn't written by then, or its loss one without tokens.
+    """
+    names = [name for name in (*_NEEDS, TRAIN) if name != "reference" or config.has_reference_service]
+    needs = create(config.algorithm).needs
+    written = {c.name for c in schema.COLUMNS.values() if c.writer in (PUBLISH, *names)}
+    who = f"algorithm.name = {config.algorithm.name!r}"
+    for name in needs.loss:
+        if name not in {*written, schema.REF_LOGPROBS} or schema.COLUMNS[name].shape != "T":
+            raise ValueError(f"{who}: its loss needs {name!r}, which isn't a column of tokens that the run has")
+    for name in needs.advantages:
+        if name not in written or schema.COLUMNS[name].writer == "advantage":
+            raise ValueError(f"{who}: its advantages need {name!r}, which isn't a column that is there before them")
+    asked = {*needs.loss, *needs.advantages}
     if config.rollout.return_routed_experts:
-        rollout = stages["rollout"]
-        stages["rollout"] = replace(rollout, writes=(*rollout.writes, schema.ROUTED_EXPERTS))
-    return tuple(stages[name] for name in names)
+        asked.add(schema.ROUTED_EXPERTS)
+    optional = asked & written
+    return tuple(_stage(name, optional, needs.advantages if name == "advantage" else ()) for name in names)
 
 
 def roles_for(config: RunConfig) -> tuple[str, ...]:

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+
+from relaxd.drop_reasons import DropReason as DropReason
 
 JSON: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
 """A value that JSON can express."""
@@ -15,25 +16,6 @@ Column: TypeAlias = np.ndarray | JSON
 
 DropKind: TypeAlias = Literal["failed", "filtered", ""]
 """The count of consecutive drops that a drop adds to: failures, groups filtered by the algorithm, or neither."""
-
-
-class DropReason(StrEnum):
-    """Why a group was dropped; names and meanings are those of the DropReason enum in group.proto."""
-
-    ZERO_VARIANCE = "zero_variance"
-    BAD_PROMPT = "bad_prompt"
-    PROMPT_TOO_LONG = "prompt_too_long"
-    TOO_LARGE = "too_large"
-    REWARD_FAILED = "reward_failed"
-    MALFORMED = "malformed"
-    TOO_LONG = "too_long"
-    STALE = "stale"
-    NON_FINITE_GRADIENTS = "non_finite_gradients"
-    POISON = "poison"
-    DAMAGED = "damaged"
-    MEMORY = "memory"
-    RUN_ENDED = "run_ended"
-    RUN_FAILED = "run_failed"
 
 
 @dataclass(frozen=True)

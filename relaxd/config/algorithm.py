@@ -42,7 +42,8 @@ class GRPOConfig(Section):
     """Weight of the entropy bonus."""
     loss_aggregation: Literal["sample_mean", "token_mean", "constant_length"] = "token_mean"
     """sample_mean: mean over each sample's tokens, then over samples (GRPO). token_mean: mean over all tokens of the
-    step (DAPO). constant_length: sum over tokens divided by samples times constant_length (Dr. GRPO)."""
+    step (DAPO). constant_length: sum over tokens divided by samples times constant_length (Dr. GRPO). The tokens of a
+    sample are those of all its sequences, so that a conversation that was branched counts once."""
     constant_length: int = Field(default=1024, ge=1)
     """Divisor of loss_aggregation = "constant_length", in tokens."""
 

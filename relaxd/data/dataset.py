@@ -1,7 +1,7 @@
 """A prompt data set that can be read from any cursor."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from relaxd.config import RunConfig
 from relaxd.data.addition import addition
 from relaxd.data.errors import DataError
-from relaxd.data.examples import Example
+from relaxd.data.examples import Example, Message
 from relaxd.data.jsonl import read_jsonl
 from relaxd.data.models import resolve_model, routed_expert_bytes
 from relaxd.data.reasoning_gym import reasoning_gym
@@ -69,10 +69,13 @@ class Prompt:
     """Other fields of the line."""
     index: int
     """Index in the data set, the same in every epoch."""
+    messages: list[Message] = field(default_factory=list)
+    """The conversation, unless it is one message of the user with that text."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the board's `prompt` column."""
-        return {"text": self.text, "answer": self.answer, "metadata": self.metadata, "index": self.index}
+        messages = {"messages": self.messages} if self.messages else {}
+        return {"text": self.text, **messages, "answer": self.answer, "metadata": self.metadata, "index": self.index}
 
 
 class PromptDataset:
@@ -92,7 +95,8 @@ class PromptDataset:
         """Return the prompt at an index."""
         example = self._examples[index]
         (tokens,) = self._tokenizer.encode([example])
-        return Prompt(tokens, example.text, example.answer, example.metadata, index)
+        messages = [] if isinstance(example.prompt, str) else example.prompt
+        return Prompt(tokens, example.text, example.answer, example.metadata, index, messages)
 
     def at(self, cursor: Cursor) -> Prompt:
         """Return the next prompt."""

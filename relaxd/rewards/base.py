@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+Message = dict[str, Any]
+"""A message: {"role": "user", "content": [part, ...]}. A part is {"type": "text", "text": ...}, or media by reference:
+{"type": "image" | "audio" | "video", "uri": ..., "media_type": "image/png", "sha256": hexadecimal digits or ""}."""
+
+
+def text_message(role: str, text: str) -> Message:
+    """Return a message of one text."""
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
 
 @dataclass(frozen=True)
 class RewardInput:
-    """The sample that a reward gets."""
+    """The sample that a reward gets. `messages` has all of it; the fields are enough where everything is text."""
 
     prompt: str
-    """The prompt as text."""
+    """The text of the prompt's last message."""
     response: str
-    """The model's answer as text, without end tokens."""
+    """The text of the model's last message, without end tokens."""
     answer: str = ""
-    """The reference answer; "" if the data has none."""
+    """The reference answer as text; "" if the data has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the prompt's line in the data."""
     finish_reason: str = ""
     """End of the answer: "stop", "length" or "abort"; "" if unknown."""
+    prompt_messages: Sequence[Message] = ()
+    """The prompt's messages, unless they are one of the user with the text `prompt`."""
+    response_messages: Sequence[Message] = ()
+    """The messages after the prompt, unless they are one of the model with the text `response`."""
+    answer_messages: Sequence[Message] = ()
+    """The reference answer's messages, unless they are one with the text `answer`."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole conversation: the prompt's messages and those that followed."""
+        prompt = self.prompt_messages or [text_message("user", self.prompt)]
+        return [*prompt, *(self.response_messages or [text_message("assistant", self.response)])]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class ComputeRequest(_message.Message):
 
     @_builtins.property
     def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Number of response tokens of each sample, parallel to rewards."""
+        """Number of response tokens of each sample, over all its sequences, parallel to rewards."""
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from relaxd.v1 import content_pb2 as _content_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -32,15 +33,19 @@ class ScoreRequest(_message.Message):
     FINISH_REASONS_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """Name of the reward, such as "addition", or "package.module:function"."""
-    prompt: _builtins.str
-    """The prompt as text."""
-    answer: _builtins.str
-    """The reference answer; may be empty where the reward needs none."""
     metadata_json: _builtins.str
     """The data set's other fields of this prompt, as a JSON object; empty means {}."""
     @_builtins.property
-    def responses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The responses, one per sample."""
+    def prompt(self) -> _containers.RepeatedCompositeFieldContainer[_content_pb2.Message]:
+        """The prompt's messages."""
+
+    @_builtins.property
+    def answer(self) -> _containers.RepeatedCompositeFieldContainer[_content_pb2.Message]:
+        """The reference answer; may be empty where the reward needs none."""
+
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[_content_pb2.Conversation]:
+        """The responses, one per sample: the messages that followed the prompt."""
 
     @_builtins.property
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -50,10 +55,10 @@ class ScoreRequest(_message.Message):
         self,
         *,
         reward: _builtins.str = ...,
-        prompt: _builtins.str = ...,
-        answer: _builtins.str = ...,
+        prompt: _abc.Iterable[_content_pb2.Message] | None = ...,
+        answer: _abc.Iterable[_content_pb2.Message] | None = ...,
         metadata_json: _builtins.str = ...,
-        responses: _abc.Iterable[_builtins.str] | None = ...,
+        responses: _abc.Iterable[_content_pb2.Conversation] | None = ...,
         finish_reasons: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015

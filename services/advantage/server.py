@@ -25,6 +25,9 @@ class AdvantageServicer(advantage_pb2_grpc.AdvantageServicer):
     async def Compute(self, request: advantage_pb2.ComputeRequest, context: Any) -> advantage_pb2.ComputeResponse:
         """See the proto."""
         algorithm, rewards, lengths = parse_compute_request(request)
+        if algorithm.needs.advantages:
+            needs = ", ".join(algorithm.needs.advantages)
+            raise InvalidArgument(f"algorithm_json: the algorithm needs columns that this call doesn't have: {needs}")
         try:
             result = algorithm.advantages(rewards, lengths)
         except ValueError as error:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from relaxd.algorithms import Filtered, create
+from relaxd.algorithms import Filtered, create, sample_lengths
 from relaxd.board import Column, Delivery, Drop
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
@@ -24,7 +24,11 @@ class AdvantageService(StageReplica):
         algorithm = create(config.algorithm)
 
         def process(delivery: Delivery, columns: dict[str, Column]) -> Result:
-            result = algorithm.advantages(np.asarray(columns["reward"]), np.asarray(columns["lengths"]))
+            rewards = np.asarray(columns["reward"])
+            lengths = sample_lengths(
+                np.asarray(columns["lengths"]), np.asarray(columns["sample_of_sequence"]), rewards.size
+            )
+            result = algorithm.advantages(rewards, lengths, columns)
             if isinstance(result, Filtered):
                 return Drop(result.reason, filtered=True)
             return {"advantages": result.values}

@@ -1,12 +1,13 @@
 """relaxd.v1.Reward: scores by call."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from relaxd.rewards import REWARDS, RewardInput, RewardOutput, UnknownRewardError, check_name, describe
+from relaxd.rewards.messages import text_and_media
 from relaxd.rpc.errors import InvalidArgument, PermissionDenied, Unavailable, Violations
-from relaxd.v1 import reward_pb2, reward_pb2_grpc
+from relaxd.v1 import content_pb2, reward_pb2, reward_pb2_grpc
 from services.reward.pool import Failure, PoolClosedError
 from services.reward.service import RewardService
 
@@ -86,11 +87,32 @@ def parse_score_request(request: reward_pb2.ScoreRequest) -> list[RewardInput]:
     violations.check(
         _nesting(metadata) <= MAX_NESTING, "metadata_json", f"is nested too deeply: at most {MAX_NESTING} levels"
     )
+    _check_messages(violations, "prompt", request.prompt)
+    _check_messages(violations, "answer", request.answer)
+    for number, response in enumerate(request.responses):
+        _check_messages(violations, f"responses[{number}].messages", response.messages)
     violations.raise_if_any()
-    return [
-        RewardInput(request.prompt, response, request.answer, metadata, reason)
-        for response, reason in zip(request.responses, reasons, strict=True)
-    ]
+    prompt, prompt_messages = text_and_media(request.prompt, "user")
+    answer, answer_messages = text_and_media(request.answer, "assistant")
+    samples = []
+    for response, reason in zip(request.responses, reasons, strict=True):
+        text, messages = text_and_media(response.messages, "assistant")
+        samples.append(RewardInput(prompt, text, answer, metadata, reason, prompt_messages, messages, answer_messages))
+    return samples
+
+
+def _check_messages(violations: Violations, field: str, messages: Iterable[content_pb2.Message]) -> None:
+    """Add what is wrong with messages to `violations`."""
+    for number, message in enumerate(messages):
+        for place, part in enumerate(message.content):
+            name, kind = f"{field}[{number}].content[{place}]", part.WhichOneof("part")
+            if kind is None:
+                violations.add(name, "is empty: give text, image, audio or video")
+            elif kind != "text":
+                media: content_pb2.Media = getattr(part, kind)
+                violations.check(media.uri, f"{name}.{kind}.uri", "is empty: media are given by reference")
+                length = len(media.sha256)
+                violations.check(length in (0, 32), f"{name}.{kind}.sha256", f"has {length} bytes: give 32, or none")
 
 
 def _nesting(value: Any) -> int:

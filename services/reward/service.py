@@ -13,6 +13,8 @@ from relaxd.config import RunConfig
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.rewards import RewardInput, RewardOutput, UnknownRewardError, check_name
+from relaxd.rewards.base import text_message
+from relaxd.rewards.messages import with_parts
 from relaxd.roles import REWARD
 from services.reward.pool import Failure, WorkerPool
 
@@ -89,22 +91,33 @@ class RewardService(StageReplica):
 
 
 def samples_of(columns: dict[str, Column]) -> list[RewardInput]:
-    """Return the samples of a group, from its columns prompt, text and finish.
+    """Return the samples of a group, from its columns prompt, sample_of_sequence, text and finish.
+
+    The response of a sample with several sequences is the text of the last one; its messages have all of them.
 
     Raises ValueError when a column has another form than the coordinator or the rollout stage writes.
     """
     prompt, texts, finish = columns["prompt"], columns["text"], columns["finish"]
+    samples = np.asarray(columns["sample_of_sequence"])
     if not isinstance(prompt, dict) or not isinstance(texts, list) or not isinstance(finish, list):
         raise ValueError("prompt must be an object, text and finish lists")
+    if not len(texts) == len(finish) == len(samples):
+        raise ValueError(f"{len(texts)} texts, {len(finish)} finish and {len(samples)} sample_of_sequence differ")
+    answers: dict[int, list[str]] = {}
+    for sample, text in zip(samples.tolist(), texts, strict=True):
+        answers.setdefault(sample, []).append(text)
+    reasons = dict(zip(samples.tolist(), finish, strict=True))
     return [
         RewardInput(
             prompt=prompt["text"],
-            response=text,
+            response=said[-1],
             answer=prompt.get("answer", ""),
             metadata=prompt.get("metadata", {}),
-            finish_reason=reason,
+            finish_reason=reasons[sample],
+            prompt_messages=with_parts(prompt.get("messages", ())),
+            response_messages=[text_message("assistant", text) for text in said] if len(said) > 1 else (),
         )
-        for text, reason in zip(texts, finish, strict=True)
+        for sample, said in answers.items()
     ]
 
 

@@ -9,6 +9,7 @@ from relaxd import PROTOCOL_VERSION
 from relaxd.roles import REWARD
 from relaxd.v1 import (
     advantage_pb2,
+    content_pb2,
     launcher_pb2,
     replica_pb2,
     reward_pb2,
@@ -105,6 +106,10 @@ def hints(fleet: Fleet) -> dict[str, tuple[Any, ...]]:
     }
 
 
+def message(text: str) -> content_pb2.Message:
+    return content_pb2.Message(role="user", content=[content_pb2.ContentPart(text=text)])
+
+
 def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]:
     """A good request by method, as "/package.Service/Method"; each gets a number of its own. `now` as in `tame`."""
     version = replica_pb2.WeightVersion(term=1, version=1)
@@ -182,7 +187,11 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
             sync_id=now, group_name="group-1", weights=version, timeout_seconds=0.2
         ),
         "/relaxd.v1.Reward/Score": lambda i: reward_pb2.ScoreRequest(
-            reward="addition", prompt="1+1", answer="2", metadata_json="{}", responses=["2", "3"]
+            reward="addition",
+            prompt=[message("1+1")],
+            answer=[message("2")],
+            metadata_json="{}",
+            responses=[content_pb2.Conversation(messages=[message(text)]) for text in ("2", "3")],
         ),
         "/relaxd.v1.Advantage/Compute": lambda i: advantage_pb2.ComputeRequest(
             algorithm_json='{"name": "grpo"}', rewards=[0.0, 1.0], lengths=[2, 3]

@@ -9,7 +9,7 @@ from torch import Tensor
 from services.trainer.attention.attention_kernels import attention_kernel, varlen_attention
 from services.trainer.attention.heads import rotary_table, rotate, split_heads
 from services.trainer.attention.sequence_layout import cudnn_batches, scatter_to_sequences, sequence_layout
-from services.trainer.batch.row_packing import TrainSample, pack
+from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.kernels.grouped_products import grouped_kernels
 from services.trainer.kernels.swiglu import swiglu
 from services.trainer.learner.logprobs import VocabShard, token_logprobs
@@ -118,8 +118,12 @@ def test_gradients_of_shared_prompts() -> None:
     prompt = np.arange(40)
     mask = np.ones(20, np.uint8)
     ones = np.ones(20, np.float32)
-    columns = {"loss_mask": mask, "rollout_logprobs": ones, "advantages": ones, "weight": ones}
-    batch = pack([TrainSample.from_response(prompt, np.arange(20) + i, **columns) for i in range(5)])
+    batch = pack(
+        [
+            TrainSequence.from_response(prompt, np.arange(20) + i, loss_mask=mask, columns={}, weight=ones)
+            for i in range(5)
+        ]
+    )
     layout = sequence_layout(batch, torch.device("cuda"), "varlen")
     assert layout.shared
     x = leaf(len(batch.tokens), 3, 100)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batch.row_packing import PackedMicroBatch, TrainSample, pack
+from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.trainer_worlds import VOCAB, Job, make_learner, make_model
@@ -53,11 +53,10 @@ def make_batch() -> PackedMicroBatch:
         prompt = rng.integers(0, VOCAB, prompt_length)
         for length in lengths:
             ones = np.ones(length, np.float32)
-            columns = {"loss_mask": np.ones(length, np.uint8), "rollout_logprobs": -6 * ones, "weight": ones}
-            advantages = rng.normal(0, 1, length).astype(np.float32)
-            samples.append(
-                TrainSample.from_response(prompt, rng.integers(0, VOCAB, length), advantages=advantages, **columns)
-            )
+            columns = {"rollout_logprobs": -6 * ones, "advantages": rng.normal(0, 1, length).astype(np.float32)}
+            mask = np.ones(length, np.uint8)
+            response = rng.integers(0, VOCAB, length)
+            samples.append(TrainSequence.from_response(prompt, response, loss_mask=mask, columns=columns, weight=ones))
     return pack(samples)
 
 

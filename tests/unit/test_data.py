@@ -88,6 +88,17 @@ def test_tokens_are_what_transformers_makes_of_the_same_messages(model_folder: P
             assert tokens.tolist() == list(expected)
 
 
+def test_a_prompt_of_several_messages_keeps_them(model_folder: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    examples = [Example(chat), Example("hi")]
+    dataset = PromptDataset(examples, PromptTokenizer(model_folder, CHATML), shuffle=False, seed=0)
+    common = {"text": "hi", "answer": "", "metadata": {}}
+    assert [dataset.prompt(index).to_json() for index in (0, 1)] == [
+        {**common, "messages": chat, "index": 0},
+        {**common, "index": 1},
+    ]
+
+
 def test_a_model_without_template_gets_the_plain_prompt(model_folder: Path, tmp_path: Path) -> None:
     shutil.copy(model_folder / "tokenizer.json", tmp_path)
     tokenizer = PromptTokenizer(tmp_path)

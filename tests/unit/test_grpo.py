@@ -4,7 +4,8 @@ import itertools
 import math
 import subprocess
 import sys
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaxd.algorithms import Advantages, Filtered, LossInputs, create
+from relaxd.algorithms import Advantages, Filtered, LossInputs, create, sample_lengths
 from relaxd.algorithms.correction import correction_weights
 from relaxd.config import GRPOConfig
 
@@ -131,6 +132,39 @@ def test_token_weights_and_normalizers():
         algorithm.token_weights(mask, np.array([4, 2], dtype=np.int32))
 
 
+def test_a_samples_sequences_count_together():
+    """Samples of one, three and two sequences: advantage, weights and normaliser, beside the mean written out."""
+    lengths, of_sequence = np.array([3, 2, 4, 1, 2, 2], dtype=np.int32), np.array([0, 1, 1, 1, 2, 2], dtype=np.int32)
+    mask = np.array([1, 1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 1], dtype=np.uint8)
+    rewards = np.array([0.0, 1.0, 5.0])
+    algorithm = create(GRPOConfig(loss_aggregation="sample_mean"))
+    tokens = sample_lengths(lengths, of_sequence, 3)
+    assert tokens.tolist() == [3, 7, 4]
+    with pytest.raises(ValueError, match="each must be the index of one of 2 samples"):
+        sample_lengths(lengths, of_sequence, 2)
+    result = algorithm.advantages(rewards, tokens)
+    assert isinstance(result, Advantages)
+    per_sample = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+    sample_of_token = [int(of_sequence[i]) for i, length in enumerate(lengths) for _ in range(length)]
+    np.testing.assert_allclose(result.values, per_sample[sample_of_token], rtol=1e-6)
+    values = RANDOM.normal(0, 1, mask.size)
+    found = float(algorithm.token_weights(mask, tokens) @ values) / algorithm.normalizer(int(mask.sum()), 3)
+    of_sample = [[v for v, m, s in zip(values, mask, sample_of_token, strict=True) if m and s == k] for k in range(3)]
+    assert found == pytest.approx(np.mean([np.mean(one) for one in of_sample]), rel=1e-6)
+
+
+def test_sums_of_sequences_match_the_formula_and_carry_the_gradient():
+    inputs = make_inputs(6)
+    sequence = torch.tensor([2, 0, 0, 2, 2, 0])
+    inputs = replace(inputs, sequence=sequence, sequences=4)
+    sums = inputs.segment_sum(inputs.logprobs)
+    expected = [sum(v for v, s in zip(inputs.logprobs.tolist(), sequence, strict=True) if s == k) for k in range(4)]
+    assert sums.tolist() == pytest.approx(expected)
+    factors = torch.tensor([1.0, 10.0, 100.0, 1000.0], dtype=torch.float64)
+    (sums * factors).sum().backward()
+    assert inputs.logprobs.grad.tolist() == factors[sequence].tolist()
+
+
 # --- loss ---------------------------------------------------------------------------------------------------------
 
 
@@ -139,23 +173,53 @@ def make_inputs(tokens: int, dtype: torch.dtype = torch.float64, spread: float =
         return torch.tensor(RANDOM.normal(0, scale, tokens), dtype=dtype)
 
     rollout = -normal(1).abs() - 1.5
-    return LossInputs(
-        logprobs=(rollout + normal(spread)).requires_grad_(),
-        rollout_logprobs=rollout,
-        advantages=normal(1),
-        mask=torch.tensor(RANDOM.random(tokens) < 0.8, dtype=dtype),
-        weight=torch.tensor(RANDOM.random(tokens), dtype=dtype),
+    return loss_inputs(
+        (rollout + normal(spread)).requires_grad_(),
+        rollout,
+        normal(1),
+        torch.tensor(RANDOM.random(tokens) < 0.8, dtype=dtype),
+        torch.tensor(RANDOM.random(tokens), dtype=dtype),
         ref_logprobs=rollout + normal(spread),
         entropy=(normal(1).abs() + 0.1).requires_grad_(),
     )
+
+
+def loss_inputs(
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    ref_logprobs: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+) -> LossInputs:
+    """Inputs of tokens that are all of one sequence."""
+    columns = {"rollout_logprobs": rollout_logprobs, "advantages": advantages}
+    if ref_logprobs is not None:
+        columns["ref_logprobs"] = ref_logprobs
+    return LossInputs(logprobs, columns, mask, weight, torch.zeros(len(logprobs), dtype=torch.int64), 1, entropy)
+
+
+def changed(inputs: LossInputs, change: Callable[[str, torch.Tensor], torch.Tensor]) -> LossInputs:
+    """The inputs with every tensor of a token's values replaced by `change(name, tensor)`."""
+    own = {name: change(name, getattr(inputs, name)) for name in ("logprobs", "mask", "weight", "sequence", "entropy")}
+    columns = {name: change(name, tensor) for name, tensor in inputs.columns.items()}
+    return replace(inputs, **own, columns=columns)
+
+
+def without(inputs: LossInputs, name: str) -> LossInputs:
+    """The inputs without one column."""
+    return replace(inputs, columns={other: tensor for other, tensor in inputs.columns.items() if other != name})
 
 
 def formula(config: GRPOConfig, inputs: LossInputs, logprobs: list[float]) -> tuple[float, dict[str, float]]:
     """The loss, token by token, in Python's floats."""
     loss = 0.0
     sums = {"ratio": 0.0, "clip_fraction": 0.0, "kl": 0.0, "entropy": 0.0}
-    columns = [getattr(inputs, f.name).tolist() for f in fields(inputs) if f.name != "logprobs"]
-    for new, old, advantage, mask, weight, ref, entropy in zip(logprobs, *columns, strict=True):
+    columns = [inputs.columns[name].tolist() for name in ("rollout_logprobs", "advantages", "ref_logprobs")]
+    columns += [inputs.mask.tolist(), inputs.weight.tolist(), inputs.entropy.tolist()]
+    for new, old, advantage, ref, mask, weight, entropy in zip(logprobs, *columns, strict=True):
         if mask == 0:
             continue
         ratio = 1.0 if config.old_logprobs == "current" else math.exp(max(-20.0, min(20.0, new - old)))
@@ -229,7 +293,7 @@ def test_with_current_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce():
     output.loss.backward()
     assert output.sums["ratio"].item() == inputs.mask.sum().item()
     assert output.sums["clip_fraction"].item() == 0
-    torch.testing.assert_close(inputs.logprobs.grad, -inputs.weight * inputs.advantages * inputs.mask)
+    torch.testing.assert_close(inputs.logprobs.grad, -inputs.weight * inputs.columns["advantages"] * inputs.mask)
 
 
 CORRECTIONS = [
@@ -254,9 +318,11 @@ def test_corrected_losses_sums_and_gradients_match_the_formula(correction, dtype
     assert {name: value.item() for name, value in output.sums.items()} == pytest.approx(sums, rel=tolerance)
     assert 0 < sums["correction_fraction"] < inputs.mask.sum()
     # d/dlogprob of -w A r + kl_coef (logprob - ref)² / 2 with r = 1 and w held fixed.
-    weights = [correct(config, *pair)[0] for pair in zip(logprobs, inputs.rollout_logprobs.tolist(), strict=True)]
-    policy = -torch.tensor(weights, dtype=dtype) * inputs.advantages
-    kl = 0.3 * (inputs.logprobs.detach() - inputs.ref_logprobs)
+    weights = [
+        correct(config, *pair)[0] for pair in zip(logprobs, inputs.columns["rollout_logprobs"].tolist(), strict=True)
+    ]
+    policy = -torch.tensor(weights, dtype=dtype) * inputs.columns["advantages"]
+    kl = 0.3 * (inputs.logprobs.detach() - inputs.columns["ref_logprobs"])
     torch.testing.assert_close(inputs.logprobs.grad, inputs.weight * inputs.mask * (policy + kl))
 
 
@@ -292,7 +358,7 @@ def test_a_corrected_gradient_is_the_policy_gradient_of_the_trainers_policy(corr
     config = GRPOConfig(old_logprobs="current", **{**correction, **limits})
     ones = torch.ones(12, dtype=torch.float64)
     # Each possible token once, weighted by the engine's probability of drawing it: the exact expectation.
-    inputs = LossInputs(trainer.log_softmax(-1), engine, advantages, ones, engine.exp())
+    inputs = loss_inputs(trainer.log_softmax(-1), engine, advantages, ones, engine.exp())
     create(config).loss(inputs).loss.backward()
     policy = trainer.detach().softmax(-1)
     torch.testing.assert_close(trainer.grad, -policy * (advantages - (policy * advantages).sum()))
@@ -309,7 +375,7 @@ def one_token(log_ratio: float, advantage: float, **settings_) -> tuple[float, f
     """Loss, gradient and clip fraction of one token."""
     one = torch.ones(1, dtype=torch.float64)
     logprobs = (log_ratio * one).requires_grad_()
-    inputs = LossInputs(logprobs, 0 * one, advantage * one, one, one)
+    inputs = loss_inputs(logprobs, 0 * one, advantage * one, one, one)
     output = create(GRPOConfig(**settings_)).loss(inputs)
     output.loss.backward()
     return output.loss.item(), logprobs.grad.item(), output.sums["clip_fraction"].item()
@@ -349,7 +415,7 @@ def test_a_token_left_far_behind_gives_a_finite_loss_and_no_gradient(log_ratio, 
 )
 def test_low_var_kl_is_clamped(difference, expected):
     one = torch.ones(1, dtype=torch.float32)
-    inputs = LossInputs(difference * one, difference * one, one, one, one, ref_logprobs=0 * one)
+    inputs = loss_inputs(difference * one, difference * one, one, one, one, ref_logprobs=0 * one)
     output = create(GRPOConfig(kl_coef=0.1)).loss(inputs)
     assert output.sums["kl"].item() == pytest.approx(expected, rel=1e-2, abs=1e-12)
 
@@ -368,8 +434,8 @@ def test_the_loss_does_not_depend_on_how_tokens_are_cut(tokens, cuts, correction
     sums = dict.fromkeys(output.sums, 0.0)
     pieces = whole.logprobs.detach().clone().requires_grad_()
     for start, end in itertools.pairwise(edges):
-        cut = {f.name: getattr(whole, f.name)[start:end] for f in fields(whole)}
-        piece = algorithm.loss(LossInputs(**{**cut, "logprobs": pieces[start:end]}))
+        cut = changed(whole, lambda name, tensor, start=start, end=end: tensor[start:end])
+        piece = algorithm.loss(replace(cut, logprobs=pieces[start:end]))
         loss = loss + piece.loss
         sums = {name: total + piece.sums[name].item() for name, total in sums.items()}
     loss.backward()
@@ -384,15 +450,14 @@ def test_what_stands_where_the_mask_is_0_does_not_matter(correction):
     algorithm = create(GRPOConfig(kl_coef=0.3, entropy_coef=0.2, old_logprobs=old, **correction))
     clean = make_inputs(50)
     masked = clean.mask == 0
-    values = {f.name: getattr(clean, f.name).detach() for f in fields(clean)}
-    dirty = LossInputs(
-        **{
-            name: (value if name == "mask" else value.masked_fill(masked, math.nan))
-            .clone()
-            .requires_grad_(name in ("logprobs", "entropy"))
-            for name, value in values.items()
-        }
-    )
+
+    def dirtied(name: str, value: torch.Tensor) -> torch.Tensor:
+        if name in ("mask", "sequence"):
+            return value
+        value = value.detach().masked_fill(masked, math.nan).clone()
+        return value.requires_grad_(name in ("logprobs", "entropy"))
+
+    dirty = changed(clean, dirtied)
     for inputs in (clean, dirty):
         algorithm.loss(inputs).loss.backward()
     torch.testing.assert_close(algorithm.loss(dirty).loss, algorithm.loss(clean).loss, rtol=0, atol=0)
@@ -403,19 +468,20 @@ def test_what_stands_where_the_mask_is_0_does_not_matter(correction):
 def test_missing_and_misshapen_inputs_are_named():
     inputs = make_inputs(5)
     with pytest.raises(ValueError, match="ref_logprobs is missing"):
-        create(GRPOConfig(kl_coef=0.1)).loss(replace(inputs, ref_logprobs=None))
+        create(GRPOConfig(kl_coef=0.1)).loss(without(inputs, "ref_logprobs"))
     with pytest.raises(ValueError, match="entropy is missing"):
         create(GRPOConfig(entropy_coef=0.1)).loss(replace(inputs, entropy=None))
+    short = {**inputs.columns, "advantages": inputs.columns["advantages"][:4]}
     with pytest.raises(ValueError, match=r"advantages is \[4\], but logprobs is \[5\]"):
-        create(GRPOConfig()).loss(replace(inputs, advantages=inputs.advantages[:4]))
+        create(GRPOConfig()).loss(replace(inputs, columns=short))
 
 
 def test_the_reference_and_entropy_are_asked_for_only_where_they_count():
     plain = create(GRPOConfig())
-    assert (plain.needs_reference, plain.needs_entropy) == (False, False)
-    assert "kl" not in plain.loss(replace(make_inputs(5), ref_logprobs=None, entropy=None)).sums
+    assert ("ref_logprobs" in plain.needs.loss, plain.needs_entropy) == (False, False)
+    assert "kl" not in plain.loss(replace(without(make_inputs(5), "ref_logprobs"), entropy=None)).sums
     full = create(GRPOConfig(kl_coef=0.1, entropy_coef=0.1))
-    assert (full.needs_reference, full.needs_entropy) == (True, True)
+    assert ("ref_logprobs" in full.needs.loss, full.needs_entropy) == (True, True)
 
 
 @pytest.mark.parametrize("aggregation", ["sample_mean", "token_mean", "constant_length"])
@@ -427,7 +493,7 @@ def test_a_whole_step_is_the_textbook_mean(aggregation):
     result = algorithm.advantages(np.array([0.0, 1.0]), lengths)
     assert isinstance(result, Advantages)
     logprobs = torch.zeros(6, dtype=torch.float64, requires_grad=True)
-    inputs = LossInputs(
+    inputs = loss_inputs(
         logprobs,
         logprobs.detach(),
         torch.from_numpy(result.values).double(),

@@ -18,6 +18,9 @@ from relaxd.rewards import (
     describe,
     resolve,
 )
+from relaxd.rewards.base import text_message
+from relaxd.rewards.messages import text_and_media, to_proto, with_parts
+from services.reward.service import samples_of
 
 
 def score(name: str, response: str, answer: str) -> dict[str, float]:
@@ -173,3 +176,50 @@ def test_every_bundled_reward_describes_itself():
     for name, reward in REWARDS.items():
         assert describe(name).endswith(".") or ":" in describe(name) or "," in describe(name), name
         assert reward.__name__ == name
+
+
+# --- messages -----------------------------------------------------------------------------------------------------
+
+
+def test_text_alone_is_a_question_and_an_answer_and_costs_nothing_more():
+    sample = RewardInput(prompt="1 + 2?", response="3")
+    assert sample.messages == [text_message("user", "1 + 2?"), text_message("assistant", "3")]
+    assert (sample.prompt_messages, sample.response_messages) == ((), ())
+    request = to_proto([text_message("user", "1 + 2?")])
+    assert text_and_media(request, "user") == ("1 + 2?", ())
+    assert request[0].ByteSize() == len("1 + 2?") + 10
+
+
+def test_messages_with_media_survive_the_wire():
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "audio", "uri": "s3://a.wav", "media_type": "", "sha256": "0f" * 32}]},
+        {"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "text", "text": "is this?"}]},
+    ]
+    text, found = text_and_media(to_proto(messages), "user")
+    assert text == "What\nis this?"
+    assert found == (text_message("system", "Be kind."), *messages[1:]) == with_parts(messages)
+
+
+def test_a_sample_of_several_sequences_is_scored_by_its_last_answer():
+    columns = {
+        "prompt": {
+            "text": "go on",
+            "messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": "go on"}],
+        },
+        "sample_of_sequence": np.array([0, 0, 1], np.int32),
+        "text": ["first", "last", "other"],
+        "finish": ["stop", "length", "stop"],
+    }
+    first, other = samples_of(columns)
+    assert (first.response, first.finish_reason, other.response, other.finish_reason) == (
+        "last",
+        "length",
+        "other",
+        "stop",
+    )
+    asked = [text_message("user", "hi"), text_message("user", "go on")]
+    assert first.messages == [*asked, text_message("assistant", "first"), text_message("assistant", "last")]
+    assert other.messages == [*asked, text_message("assistant", "other")]
+    with pytest.raises(ValueError, match="3 texts, 2 finish and 3 sample_of_sequence differ"):
+        samples_of(columns | {"finish": ["stop", "stop"]})

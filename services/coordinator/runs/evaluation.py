@@ -12,7 +12,10 @@ from typing import TypeVar
 import grpc
 
 from relaxd.data.dataset import Prompt, RunData
+from relaxd.rewards.base import text_message
+from relaxd.rewards.messages import to_proto
 from relaxd.rpc.errors import explain
+from relaxd.v1.content_pb2 import Conversation
 from relaxd.v1.reward_pb2 import Score, ScoreRequest
 from relaxd.v1.rollout_pb2 import GenerateRequest, GenerateResponse
 from relaxd.v1.sample_pb2 import SamplingParams
@@ -182,10 +185,10 @@ class _Evaluation:
     async def _score(self, prompt: Prompt, final: GenerateResponse) -> Score:
         request = ScoreRequest(
             reward=self._context.config.reward.name,
-            prompt=prompt.text,
-            answer=prompt.answer,
+            prompt=to_proto(prompt.messages or [text_message("user", prompt.text)]),
+            answer=to_proto([text_message("assistant", prompt.answer)]),
             metadata_json=json.dumps(prompt.metadata),
-            responses=[final.text],
+            responses=[Conversation(messages=to_proto([text_message("assistant", final.text)]))],
             finish_reasons=[final.finish_reason],
         )
         rewards = await self._await_any(self._context.fleet.rewards, "reward replica is ready")

@@ -125,7 +125,9 @@ def group_columns(samples: Sequence[Output], *, routed_experts: bool = False) ->
     tokens = np.concatenate([np.array(sample.tokens, dtype=np.int32) for sample in samples])
     return columns | {
         "tokens": tokens,
+        "sample_of_sequence": np.arange(len(samples), dtype=np.int32),
         "lengths": np.array([len(sample.tokens) for sample in samples], dtype=np.int32),
+        "shares_prompt": np.ones(len(samples), dtype=np.uint8),
         "loss_mask": np.ones(len(tokens), dtype=np.uint8),
         "rollout_logprobs": np.concatenate([np.array(sample.logprobs, dtype=np.float32) for sample in samples]),
         "versions": np.concatenate([np.array(sample.versions, dtype=np.int64) for sample in samples]),

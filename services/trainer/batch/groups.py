@@ -1,18 +1,15 @@
-"""Groups for training: validated columns, divided into samples."""
+"""Groups for training: validated columns, divided into sequences."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.algorithms import Algorithm
-from relaxd.board import COLUMNS, REF_LOGPROBS
-from services.trainer.batch.row_packing import TrainSample
-
-TRAIN_COLUMNS = {name: column for name, column in COLUMNS.items() if column.trained}
-"""All columns that the trainer reads and keeps in step files, those of only some runs included."""
+from relaxd.algorithms import Algorithm, sample_lengths
+from relaxd.board import COLUMNS
+from services.trainer.batch.row_packing import TrainSequence
 
 
 class MalformedGroup(ValueError):
@@ -26,17 +23,29 @@ class TrainGroup:
     group_id: str
     """Its id."""
     columns: Mapping[str, Any]
-    """Those of `TRAIN_COLUMNS` that the run has."""
+    """The columns that the trainer takes in; relaxd/board/schema.py describes them."""
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Response tokens of each sample, [n]."""
+        """Tokens of each sequence without a shared prompt, [S]."""
         return self.columns["lengths"]
 
     @property
-    def sample_tokens(self) -> list[int]:
-        """Tokens of each sample with its prompt."""
-        return [len(self.columns["prompt_tokens"]) + int(length) for length in self.lengths]
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(self.columns["reward"])
+
+    @property
+    def sample_lengths(self) -> NDArray[np.int32]:
+        """Tokens of each sample's sequences without a shared prompt, [n]."""
+        return sample_lengths(self.lengths, self.columns["sample_of_sequence"], self.samples)
+
+    @property
+    def sequence_tokens(self) -> list[int]:
+        """Tokens of each sequence with its prompt."""
+        shared = len(self.columns["prompt_tokens"]) * (self.columns["shares_prompt"] != 0)
+        tokens: list[int] = (self.lengths + shared).tolist()
+        return tokens
 
     @property
     def trained_tokens(self) -> int:
@@ -54,35 +63,31 @@ class TrainGroup:
         versions = self.trained_versions
         return int(versions.min()) if versions.size else None
 
-    def bounds(self) -> NDArray[np.int64]:
-        """Return the begin of each sample in the per-token columns, and their end: [n + 1]."""
-        return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
-
-    def samples(
-        self, indices: Sequence[int], algorithm: Algorithm, temperature: float, version: int
-    ) -> list[TrainSample]:
-        """Return samples, ready for packing.
+    def sequences(
+        self, indices: Sequence[int], packed: Collection[str], algorithm: Algorithm, temperature: float, version: int
+    ) -> list[TrainSequence]:
+        """Return sequences, ready for packing.
 
         Args:
-            indices: indices of the samples.
+            indices: indices of the sequences.
+            packed: the group's columns that they carry.
             algorithm: source of the token weights.
             temperature: sampling temperature.
             version: version of the weights that will compute the log-probs. Log-probs of tokens of this version are
-                comparable with the engine's, unless the sample spans a weight update with a stale cache.
+                comparable with the engine's, unless the sequence spans a weight update with a stale cache.
         """
-        columns, bounds = self.columns, self.bounds()
-        weights = algorithm.token_weights(columns["loss_mask"], self.lengths)
+        columns, bounds = self.columns, bounds_of(self.lengths)
+        weights = algorithm.token_weights(columns["loss_mask"], self.sample_lengths)
+        nothing = columns["prompt_tokens"][:0]
         chosen = []
         for index in indices:
             own = slice(int(bounds[index]), int(bounds[index + 1]))
             chosen.append(
-                TrainSample.from_response(
-                    columns["prompt_tokens"],
+                TrainSequence.from_response(
+                    columns["prompt_tokens"] if columns["shares_prompt"][index] else nothing,
                     columns["tokens"][own],
                     loss_mask=columns["loss_mask"][own],
-                    rollout_logprobs=columns["rollout_logprobs"][own],
-                    advantages=columns["advantages"][own],
-                    ref_logprobs=columns[REF_LOGPROBS][own] if REF_LOGPROBS in columns else None,
+                    columns={name: columns[name][own] for name in packed},
                     weight=weights[own],
                     logprobs_comparable=(columns["versions"][own] == version)
                     & (columns["spans_weight_update"][index] == 0),
@@ -92,41 +97,76 @@ class TrainGroup:
         return chosen
 
 
-def check_group(group_id: str, columns: Mapping[str, Any]) -> TrainGroup:
+def bounds_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the begin of each of some neighbours in the per-token columns, and their end: [len(lengths) + 1]."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+def check_group(group_id: str, columns: Mapping[str, Any], names: Collection[str]) -> TrainGroup:
     """Validate a group's columns.
 
+    Args:
+        group_id: the group.
+        columns: its columns.
+        names: the columns that the run's train stage needs.
+
     Raises:
-        MalformedGroup: a column is missing, has a wrong kind or size, or is NaN or infinite at a trained token.
+        MalformedGroup: a column is missing, has a wrong kind or size, or is NaN or infinite at a trained token; or its
+            sequences don't fit the samples or the prompt.
     """
-    for name, column in TRAIN_COLUMNS.items():
-        if name not in columns and not column.optional:
+    for name in names:
+        if name not in columns:
             raise MalformedGroup(f"column {name} is missing")
-    present = {name: column for name, column in TRAIN_COLUMNS.items() if name in columns}
     if _array(columns, "prompt_tokens").size == 0:
         raise MalformedGroup(
             "prompt_tokens is empty: it must have a token, from which the first response token is predicted"
         )
     lengths = _array(columns, "lengths")
     if lengths.size == 0 or (lengths < 0).any():
-        raise MalformedGroup(f"lengths is {lengths.tolist()}: it must have a length for each sample, none negative")
-    samples, tokens = lengths.size, int(lengths.sum())
-    for name, column in present.items():
+        raise MalformedGroup(f"lengths is {lengths.tolist()}: it must have a length for each sequence, none negative")
+    sizes = {
+        "n": (_array(columns, "reward").size, "samples"),
+        "S": (lengths.size, "sequences"),
+        "T": (int(lengths.sum()), "response tokens"),
+    }
+    for name in names:
+        column = COLUMNS[name]
+        if column.shape not in sizes:
+            continue
+        count, what = sizes[column.shape]
         if column.dtype == "json":
-            if column.shape == "n" and (not isinstance(columns[name], list) or len(columns[name]) != samples):
-                raise MalformedGroup(f"{name} must be a list of {samples} values, one for each sample")
-        elif column.shape == "n" and _array(columns, name).size != samples:
-            raise MalformedGroup(f"{name} has {columns[name].size} values for {samples} samples")
-        elif column.shape == "T" and _array(columns, name).size != tokens:
-            raise MalformedGroup(f"{name} has {columns[name].size} values for {tokens} response tokens")
+            if not isinstance(columns[name], list) or len(columns[name]) != count:
+                raise MalformedGroup(f"{name} must be a list of {count} values, one for each of the {what}")
+        elif _array(columns, name).size != count:
+            raise MalformedGroup(f"{name} has {columns[name].size} values for {count} {what}")
+    _check_sequences(columns)
     masked = columns["loss_mask"] != 0
-    for name in ("rollout_logprobs", "advantages", REF_LOGPROBS):
-        if name in present and not np.isfinite(columns[name][masked]).all():
+    for name in names:
+        column = COLUMNS[name]
+        if column.shape == "T" and column.kinds == "f" and not np.isfinite(columns[name][masked]).all():
             raise MalformedGroup(f"{name} is NaN or infinite at a trained token")
-    return TrainGroup(group_id, {name: columns[name] for name in present})
+    return TrainGroup(group_id, {name: columns[name] for name in names})
+
+
+def _check_sequences(columns: Mapping[str, Any]) -> None:
+    """Check that every sample has its sequences side by side, and that something predicts every trained token."""
+    samples, of_sequence = columns["reward"].size, columns["sample_of_sequence"]
+    if of_sequence[0] != 0 or of_sequence[-1] != samples - 1 or not np.isin(np.diff(of_sequence), (0, 1)).all():
+        raise MalformedGroup(
+            f"sample_of_sequence is {of_sequence.tolist()}: it must ascend from 0 to {samples - 1}, with at least one "
+            f"sequence for each of the {samples} samples"
+        )
+    lengths, begins = columns["lengths"], bounds_of(columns["lengths"])
+    for index in np.flatnonzero(columns["shares_prompt"] == 0):
+        if lengths[index] == 0 or columns["loss_mask"][begins[index]]:
+            raise MalformedGroup(
+                f"sequence {index} has shares_prompt 0, so it must begin with a prompt of its own: a token with "
+                "loss_mask 0"
+            )
 
 
 def _array(columns: Mapping[str, Any], name: str) -> np.ndarray:
-    value, kinds = columns[name], TRAIN_COLUMNS[name].kinds
+    value, kinds = columns[name], COLUMNS[name].kinds
     if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in kinds:
         what = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
         raise MalformedGroup(f"{name} is {what}: it must be an array [values] of kind {' or '.join(kinds)}")

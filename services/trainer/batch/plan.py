@@ -17,17 +17,17 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class SampleSlice:
-    """Some samples of one group, in one micro-batch."""
+class SequenceSlice:
+    """Some sequences of one group, in one micro-batch."""
 
     group_id: str
     """The group."""
-    samples: tuple[int, ...]
-    """Which of its samples, in order."""
+    sequences: tuple[int, ...]
+    """Which of its sequences, in order. None is in two slices."""
 
 
-MicroBatchSlices = tuple[SampleSlice, ...]
-"""Samples packed into one micro-batch."""
+MicroBatchSlices = tuple[SequenceSlice, ...]
+"""Sequences packed into one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class MicroBatchRound:
     """By data-parallel rank. Every rank has the same number of them; some may be empty."""
 
     def to_json(self) -> list[Any]:
-        """The round as lists: rank, micro-batch, [group id, [samples]]."""
+        """The round as lists: rank, micro-batch, [group id, [sequences]]."""
         return [
-            [[[piece.group_id, list(piece.samples)] for piece in micro_batch] for micro_batch in rank]
+            [[[piece.group_id, list(piece.sequences)] for piece in micro_batch] for micro_batch in rank]
             for rank in self.micro_batches
         ]
 
@@ -50,7 +50,8 @@ class MicroBatchRound:
         return cls(
             tuple(
                 tuple(
-                    tuple(SampleSlice(group, tuple(samples)) for group, samples in micro_batch) for micro_batch in rank
+                    tuple(SequenceSlice(group, tuple(sequences)) for group, sequences in micro_batch)
+                    for micro_batch in rank
                 )
                 for rank in value
             )

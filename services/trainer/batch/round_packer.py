@@ -1,15 +1,15 @@
-"""Packing a step's samples into micro-batches of a token budget, as they come."""
+"""Packing a step's sequences into micro-batches of a token budget, as they come."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.trainer.batch.plan import MicroBatchRound, MicroBatchSlices, SampleSlice
+from services.trainer.batch.plan import MicroBatchRound, MicroBatchSlices, SequenceSlice
 
 LOOKAHEAD = 2
 """Rounds' worth of tokens that are packed together, of which the fullest micro-batches become the next round: with one
 round alone the last micro-batches would stay half empty."""
 MAX_REPEAT = 2
-"""Tokens that attention sees, over those of the budget. It repeats a prompt for each sample that shares it, and its
+"""Tokens that attention sees, over those of the budget. It repeats a prompt for each sequence that shares it, and its
 memory grows with that."""
 ATTENTION_LENGTH = 32_768
 """Tokens before a token at which attending to them costs as much as everything else that is computed for it. It is 12
@@ -17,13 +17,13 @@ times the hidden size, halved: 24 k to 49 k for 4 k to 8 k channels."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One sample of a group, as large as it is."""
+class SequenceSize:
+    """One sequence of a group, as large as it is."""
 
     group_id: str
     index: int
     prompt: int
-    """Tokens of the prompt, which neighbours in a micro-batch share."""
+    """Tokens of the shared prompt, which a micro-batch stores once for a group; 0 if the sequence doesn't share it."""
     response: int
 
     @property
@@ -41,39 +41,40 @@ class Sample:
 class _Bin:
     """A micro-batch that is being filled."""
 
-    samples: list[Sample] = field(default_factory=list)
+    sequences: list[SequenceSize] = field(default_factory=list)
     groups: set[str] = field(default_factory=set)
+    """Groups whose prompt is stored."""
     tokens: int = 0
     """Of the row: a shared prompt counts once."""
     attended: int = 0
-    """A shared prompt counts for each sample."""
+    """A shared prompt counts for each sequence."""
 
-    def cost(self, sample: Sample) -> int:
-        """Tokens that the row grows by when the sample is added."""
-        return sample.response if sample.group_id in self.groups else sample.tokens
+    def cost(self, sequence: SequenceSize) -> int:
+        """Tokens that the row grows by when the sequence is added."""
+        return sequence.response if sequence.group_id in self.groups else sequence.tokens
 
-    def fits(self, sample: Sample, budget: int) -> bool:
-        """Return whether the sample fits. Any sample fits into an empty micro-batch."""
-        if not self.samples:
+    def fits(self, sequence: SequenceSize, budget: int) -> bool:
+        """Return whether the sequence fits. Any sequence fits into an empty micro-batch."""
+        if not self.sequences:
             return True
-        within = self.attended + sample.tokens <= MAX_REPEAT * budget
-        return within and self.tokens + self.cost(sample) <= budget
+        within = self.attended + sequence.tokens <= MAX_REPEAT * budget
+        return within and self.tokens + self.cost(sequence) <= budget
 
-    def add(self, sample: Sample) -> None:
-        self.tokens += self.cost(sample)
-        self.attended += sample.tokens
-        self.groups.add(sample.group_id)
-        self.samples.append(sample)
+    def add(self, sequence: SequenceSize) -> None:
+        self.tokens += self.cost(sequence)
+        self.attended += sequence.tokens
+        if sequence.prompt:
+            self.groups.add(sequence.group_id)
+        self.sequences.append(sequence)
 
     @property
     def work(self) -> float:
-        """Cost of the samples, with each shared prompt once."""
-        prompts = {sample.group_id: sample.prompt for sample in self.samples}
-        return sum(sample.work for sample in self.samples) + sum(prompts.values())
+        """Cost of the sequences, with each shared prompt once."""
+        return sum(sequence.work for sequence in self.sequences) + _prompt_tokens(self.sequences)
 
 
 class Packer:
-    """Packs samples into rounds: for each data-parallel rank the same number of micro-batches.
+    """Packs sequences into rounds: for each data-parallel rank the same number of micro-batches.
 
     While groups arrive, a round is taken as soon as LOOKAHEAD rounds' worth of tokens is there. What is left when the
     step's last group is in is divided so that all ranks have about the same work.
@@ -84,32 +85,45 @@ class Packer:
         self._budget = budget_tokens
         self._dp_size = dp_size
         self._per_rank = per_rank
-        self._samples: list[Sample] = []
+        self._sequences: list[SequenceSize] = []
 
-    def add(self, group_id: str, prompt_tokens: int, response_tokens: Sequence[int]) -> None:
-        """Add a group's samples, none of which is above the budget with its prompt."""
-        self._samples += [Sample(group_id, i, prompt_tokens, count) for i, count in enumerate(response_tokens)]
+    def add(
+        self, group_id: str, prompt_tokens: int, lengths: Sequence[int], shares_prompt: Sequence[int] | None = None
+    ) -> None:
+        """Add a group's sequences, none of which is above the budget with its prompt.
+
+        Args:
+            group_id: the group.
+            prompt_tokens: tokens of its prompt.
+            lengths: tokens of each sequence, without the shared prompt.
+            shares_prompt: for each sequence whether it shares the prompt; None: all do.
+        """
+        sharing = shares_prompt if shares_prompt is not None else [1] * len(lengths)
+        self._sequences += [
+            SequenceSize(group_id, i, prompt_tokens if shares else 0, length)
+            for i, (length, shares) in enumerate(zip(lengths, sharing, strict=True))
+        ]
 
     def full_round(self) -> MicroBatchRound | None:
-        """Return a round of the fullest micro-batches, if enough samples are there."""
+        """Return a round of the fullest micro-batches, if enough sequences are there."""
         count = self._dp_size * self._per_rank
-        if _row_tokens(self._samples) < LOOKAHEAD * count * self._budget:
+        if _row_tokens(self._sequences) < LOOKAHEAD * count * self._budget:
             return None
-        bins = pack_bins(self._samples, self._budget)
+        bins = pack_bins(self._sequences, self._budget)
         bins.sort(key=lambda each: -each.tokens)
         chosen = bins[:count]
-        taken = {(sample.group_id, sample.index) for each in chosen for sample in each.samples}
-        self._samples = [s for s in self._samples if (s.group_id, s.index) not in taken]
+        taken = {(sequence.group_id, sequence.index) for each in chosen for sequence in each.sequences}
+        self._sequences = [s for s in self._sequences if (s.group_id, s.index) not in taken]
         return self._round(chosen, self._per_rank)
 
     def rest(self) -> MicroBatchRound | None:
         """Return what is left, as one round; None if nothing is."""
-        samples, self._samples = self._samples, []
-        if not samples:
+        sequences, self._sequences = self._sequences, []
+        if not sequences:
             return None
-        bins = pack_bins(samples, self._budget)
+        bins = pack_bins(sequences, self._budget)
         per_rank = -(-len(bins) // self._dp_size)
-        even = spread_bins(samples, self._budget, per_rank * self._dp_size)
+        even = spread_bins(sequences, self._budget, per_rank * self._dp_size)
         return self._round(even if even is not None else bins, per_rank)
 
     def _round(self, bins: Sequence[_Bin], per_rank: int) -> MicroBatchRound:
@@ -121,49 +135,55 @@ class Packer:
             shares[rank].append(each)
             loads[rank] += each.work
         return MicroBatchRound(
-            tuple(tuple(_slices(each.samples) for each in share) + ((),) * (per_rank - len(share)) for share in shares)
+            tuple(
+                tuple(_slices(each.sequences) for each in share) + ((),) * (per_rank - len(share)) for share in shares
+            )
         )
 
 
-def pack_bins(samples: Sequence[Sample], budget: int) -> list[_Bin]:
-    """Pack samples into few micro-batches: best fit, longest first; a group's samples together where that saves room.
+def pack_bins(sequences: Sequence[SequenceSize], budget: int) -> list[_Bin]:
+    """Pack sequences into few micro-batches: best fit, longest first; a group's together where that saves room.
 
-    The same samples give the same micro-batches, in whatever order they came.
+    The same sequences give the same micro-batches, in whatever order they came.
     """
     bins: list[_Bin] = []
-    for sample in _longest_first(samples):
-        fitting = [each for each in bins if each.fits(sample, budget)]
+    for sequence in _longest_first(sequences):
+        fitting = [each for each in bins if each.fits(sequence, budget)]
         if not fitting:
             bins.append(_Bin())
             fitting = bins[-1:]
-        best = min(fitting, key=lambda each: (each.cost(sample), budget - each.tokens))
-        best.add(sample)
+        best = min(fitting, key=lambda each: (each.cost(sequence), budget - each.tokens))
+        best.add(sequence)
     return bins
 
 
-def spread_bins(samples: Sequence[Sample], budget: int, count: int) -> list[_Bin] | None:
-    """Pack samples into exactly `count` micro-batches of about the same work; None if they don't fit like that."""
+def spread_bins(sequences: Sequence[SequenceSize], budget: int, count: int) -> list[_Bin] | None:
+    """Pack sequences into exactly `count` micro-batches of about the same work; None if they don't fit like that."""
     bins = [_Bin() for _ in range(count)]
-    for sample in _longest_first(samples):
-        fitting = [each for each in bins if each.fits(sample, budget)]
+    for sequence in _longest_first(sequences):
+        fitting = [each for each in bins if each.fits(sequence, budget)]
         if not fitting:
             return None
-        min(fitting, key=lambda each: (each.work, each.cost(sample))).add(sample)
+        min(fitting, key=lambda each: (each.work, each.cost(sequence))).add(sequence)
     return bins
 
 
-def _longest_first(samples: Sequence[Sample]) -> list[Sample]:
-    return sorted(samples, key=lambda sample: (-sample.tokens, sample.group_id, sample.index))
+def _longest_first(sequences: Sequence[SequenceSize]) -> list[SequenceSize]:
+    return sorted(sequences, key=lambda sequence: (-sequence.tokens, sequence.group_id, sequence.index))
 
 
-def _row_tokens(samples: Sequence[Sample]) -> int:
-    prompts = {sample.group_id: sample.prompt for sample in samples}
-    return sum(sample.response for sample in samples) + sum(prompts.values())
+def _row_tokens(sequences: Sequence[SequenceSize]) -> int:
+    return sum(sequence.response for sequence in sequences) + _prompt_tokens(sequences)
 
 
-def _slices(samples: Sequence[Sample]) -> MicroBatchSlices:
-    """Return samples as slices, one per group, so that neighbours share their prompt."""
+def _prompt_tokens(sequences: Sequence[SequenceSize]) -> int:
+    """Return the tokens of the prompts, each of which counts once."""
+    return sum({sequence.group_id: sequence.prompt for sequence in sequences if sequence.prompt}.values())
+
+
+def _slices(sequences: Sequence[SequenceSize]) -> MicroBatchSlices:
+    """Return sequences as slices, one per group, so that neighbours share their prompt."""
     groups: dict[str, list[int]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_id, []).append(sample.index)
-    return tuple(SampleSlice(group_id, tuple(sorted(indices))) for group_id, indices in groups.items())
+    for sequence in sequences:
+        groups.setdefault(sequence.group_id, []).append(sequence.index)
+    return tuple(SequenceSlice(group_id, tuple(sorted(indices))) for group_id, indices in groups.items())

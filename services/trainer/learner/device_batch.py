@@ -1,8 +1,10 @@
 """A micro-batch as tensors on this rank's device."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.trainer.attention.heads import rotary_table
@@ -10,9 +12,6 @@ from services.trainer.attention.sequence_layout import AttentionKernel, Sequence
 from services.trainer.batch.row_packing import PackedMicroBatch, with_padding
 from services.trainer.megatron.parallel import World
 from services.trainer.mlp.routing import RouterInputs
-
-COLUMNS = ("rollout_logprobs", "advantages", "weight", "logprobs_comparable", "temperature", "ref_logprobs")
-"""Per-token inputs of the loss."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,17 @@ class DeviceBatch:
     predicting: Tensor
     """int64 [N]: index in the slice of the token that predicts each of them."""
     columns: dict[str, Tensor]
-    """float32 [N]: those of `COLUMNS` that the micro-batch has."""
+    """float32 [N] each: the micro-batch's columns."""
+    weight: Tensor
+    """float32 [N]: aggregation weight."""
+    logprobs_comparable: Tensor
+    """float32 [N]: 1 where the log-prob is comparable with the engine's, else 0."""
+    temperature: Tensor
+    """float32 [N]: sampling temperature."""
+    sequence: Tensor
+    """int64 [N]: index of each token's sequence in the micro-batch."""
+    sequences: int
+    """Number of sequences in the micro-batch."""
 
 
 def to_device_batch(
@@ -53,8 +62,16 @@ def to_device_batch(
     predicting = batch.previous[trained]
     own = np.flatnonzero((predicting >= begin) & (predicting < begin + slice_tokens))
     trained, predicting = trained[own], predicting[own] - begin
-    names = [name for name in COLUMNS if getattr(batch, name) is not None]
-    columns = np.stack([getattr(batch, name)[trained].astype(np.float32) for name in names])
+    given: tuple[NDArray[Any], ...] = (
+        *batch.columns.values(),
+        batch.weight,
+        batch.logprobs_comparable,
+        batch.temperature,
+    )
+    # One copy to the device.
+    *columns, weight, comparable, temperature = to_device(
+        np.stack([column[trained].astype(np.float32) for column in given]), world.device
+    )
     router = RouterInputs(weight=float(batch.weight[batch.loss_mask == 1].sum()))
     return DeviceBatch(
         tokens=to_device(batch.tokens[begin : begin + slice_tokens], world.device).unsqueeze(0),
@@ -63,5 +80,10 @@ def to_device_batch(
         trained_indices=to_device(own, world.device),
         targets=to_device(batch.tokens[trained], world.device),
         predicting=to_device(predicting, world.device),
-        columns=dict(zip(names, to_device(columns, world.device), strict=True)),
+        columns=dict(zip(batch.columns, columns, strict=True)),
+        weight=weight,
+        logprobs_comparable=comparable,
+        temperature=temperature,
+        sequence=to_device(batch.sequence_of_token[trained], world.device),
+        sequences=batch.sequences,
     )

@@ -137,7 +137,7 @@ class Forward:
         rows = hidden.squeeze(1).index_select(0, batch.predicting)
         if self.vocab.group is not None and not sequence_parallel:
             rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
-        return token_logprobs(rows, weight, batch.targets, batch.columns["temperature"], self.vocab)
+        return token_logprobs(rows, weight, batch.targets, batch.temperature, self.vocab)
 
     def _evaluate(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
         """Report the log-probs of the trained tokens, with their indices; the loss is 0."""

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relaxd.algorithms import create
+from relaxd.board import REF_LOGPROBS
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner import mismatch
@@ -133,13 +134,14 @@ class Learner:
         self._architecture = self._forward.architecture
         self.world = self._forward.world
         self._algorithm = create(algorithm)
-        self._loss = PolicyLoss(self._algorithm, self._forward.token_logprobs)
+        self._loss = PolicyLoss(self._algorithm, self._forward.token_logprobs, context_parallel=self.world.cp_size > 1)
         self._policy = self._forward.load()
         self._routers = routers(self._policy)
         if trainer.moe.freeze_router:
             freeze_routers(self._policy)
-        needs_reference = self._algorithm.needs_reference and own_reference
-        self._reference = self._forward.load().requires_grad_(False) if needs_reference else None
+        self._needs_reference = REF_LOGPROBS in self._algorithm.needs.loss
+        keeps = self._needs_reference and own_reference
+        self._reference = self._forward.load().requires_grad_(False) if keeps else None
         self._model = DataParallel(self._policy)
         self._optimizer = build_optimizer(self._model, trainer)
         self._schedule = build_schedule(self._optimizer, trainer, steps)
@@ -168,7 +170,7 @@ class Learner:
         if not micro_batches:
             return
         self._accumulated = True
-        if self._algorithm.needs_reference:
+        if self._needs_reference:
             micro_batches = self._with_ref_logprobs(micro_batches)
         for sums in self._forward.run(self._model, micro_batches, self._loss, forward_only=False):
             for name, value in sums.items():
@@ -346,11 +348,17 @@ class Learner:
             self._changed.record(torch.cuda.current_stream(self.world.device))
 
     def _with_ref_logprobs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
-        missing = [batch for batch in micro_batches if batch.ref_logprobs is None]
+        """Add the reference's log-probs to the micro-batches whose groups don't have them."""
+        missing = [batch for batch in micro_batches if REF_LOGPROBS not in batch.columns]
         if self._reference is not None:
             computed = iter(self._forward.log_probs(self._reference, missing))
         elif any(batch.loss_mask.any() for batch in missing):
             raise ValueError("ref_logprobs is missing, and this learner keeps no reference that could compute it")
         else:  # padding
             computed = iter([np.zeros(len(batch.tokens), np.float32) for batch in missing])
-        return [b if b.ref_logprobs is not None else replace(b, ref_logprobs=next(computed)) for b in micro_batches]
+        return [
+            batch
+            if REF_LOGPROBS in batch.columns
+            else replace(batch, columns={**batch.columns, REF_LOGPROBS: next(computed)})
+            for batch in micro_batches
+        ]

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 
 from relaxd.algorithms import Algorithm, LossInputs
 from services.trainer.learner import mismatch
@@ -17,27 +19,34 @@ TokenLogprobs = Callable[[Tensor, DeviceBatch, Tensor], tuple[Tensor, Tensor]]
 class PolicyLoss:
     """Computes the loss from the hidden states of a micro-batch; an `OutputFunction`."""
 
-    def __init__(self, algorithm: Algorithm, token_logprobs: TokenLogprobs) -> None:
+    def __init__(self, algorithm: Algorithm, token_logprobs: TokenLogprobs, *, context_parallel: bool) -> None:
         self._algorithm = algorithm
         self._token_logprobs = token_logprobs
+        self._context_parallel = context_parallel
 
     def __call__(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
         """Return the summed loss of the trained tokens; report its sums, their number and the mismatch measure."""
         logprobs, entropy = self._token_logprobs(weight, batch, hidden)
-        columns = batch.columns
         output = self._algorithm.loss(
             LossInputs(
                 logprobs=logprobs,
-                rollout_logprobs=columns["rollout_logprobs"],
-                advantages=columns["advantages"],
+                columns=batch.columns,
                 mask=torch.ones_like(logprobs),
-                weight=columns["weight"],
-                ref_logprobs=columns.get("ref_logprobs"),
+                weight=batch.weight,
+                sequence=batch.sequence,
+                sequences=batch.sequences,
                 entropy=entropy if self._algorithm.needs_entropy else entropy.detach(),
+                sum_over_ranks=_sum_over_context_ranks if self._context_parallel else None,
             )
         )
         sums = {"loss": output.loss.detach(), **output.sums}
         reported = {name: value.double() for name, value in sums.items()}
         reported["tokens"] = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
-        reported["mismatch"] = mismatch.measure(logprobs, columns["rollout_logprobs"], columns["logprobs_comparable"])
+        reported["mismatch"] = mismatch.measure(logprobs, batch.columns["rollout_logprobs"], batch.logprobs_comparable)
         return output.loss, no_tokens(), reported
+
+
+def _sum_over_context_ranks(values: Tensor) -> Tensor:
+    """Sum over the context-parallel ranks; so is the gradient, because every rank's loss depends on the sum."""
+    total: Tensor = all_reduce(values, group=parallel_state.get_context_parallel_group())
+    return total

@@ -3,13 +3,12 @@
 import time
 from pathlib import Path
 
-from relaxd.board import Board, BoardUnavailable, Delivery
+from relaxd.board import TRAIN, Board, BoardUnavailable, Delivery
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.plan import MicroBatchRound
 from services.trainer.batch.step_file import read_step_file, step_file_path
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
-from services.trainer.loop.intake import STAGE
 from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 
@@ -88,10 +87,11 @@ def follow(
 def _load(board: Board, deliveries: list[Delivery], board_timeout_seconds: float) -> dict[str, TrainGroup]:
     if not deliveries:
         return {}
+    names = board.needs(TRAIN)
     deadline = time.monotonic() + board_timeout_seconds
     while True:
         try:
-            loaded = board.load(deliveries, board.needs(STAGE))
+            loaded = board.load(deliveries, names)
         except BoardUnavailable:
             if time.monotonic() > deadline:
                 raise
@@ -99,7 +99,7 @@ def _load(board: Board, deliveries: list[Delivery], board_timeout_seconds: float
             continue
         # Leave out a group that was closed meanwhile: rank 0 notices before the step closes, and discards the step.
         return {
-            delivery.group_id: check_group(delivery.group_id, columns)
+            delivery.group_id: check_group(delivery.group_id, columns, names)
             for delivery, columns in zip(deliveries, loaded, strict=True)
             if columns is not None
         }

@@ -98,15 +98,16 @@ class Intake:
         *,
         groups_per_step: int,
         max_staleness: int,
-        max_sample_tokens: int,
+        max_sequence_tokens: int,
         lease_seconds: float,
     ) -> None:
-        """Take groups as `consumer`; drop groups with a sample longer than `max_sample_tokens`."""
+        """Take groups as `consumer`; drop groups with a sequence longer than `max_sequence_tokens`."""
         self._board = board
+        self._columns = board.needs(STAGE)
         self._consumer = consumer
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
-        self._max_sample_tokens = max_sample_tokens
+        self._max_sequence_tokens = max_sequence_tokens
         self._lock = threading.Lock()
         self._held: dict[str, HeldGroup] = {}
         self._arrivals = 0
@@ -129,23 +130,23 @@ class Intake:
         deliveries = self._board.take(STAGE, self._consumer, count=MAX_GROUPS_PER_READ, block_seconds=block_seconds)
         if not deliveries:
             return False
-        for delivery, columns in zip(deliveries, self._board.load(deliveries, self._board.needs(STAGE)), strict=True):
+        for delivery, columns in zip(deliveries, self._board.load(deliveries, self._columns), strict=True):
             if columns is None:  # closed since it was taken
                 continue
             try:
-                group = check_group(delivery.group_id, columns)
+                group = check_group(delivery.group_id, columns, self._columns)
             except MalformedGroup as error:
                 logger.error("group %s is dropped: %s", delivery.group_id, error)
                 self._board.drop(delivery, reason=DropReason.MALFORMED)
                 continue
-            longest = max(group.sample_tokens)
-            if longest > self._max_sample_tokens:
+            longest = max(group.sequence_tokens)
+            if longest > self._max_sequence_tokens:
                 logger.error(
-                    "group %s is dropped: a sample has %d tokens with its prompt, but trainer.micro_batch_tokens is "
+                    "group %s is dropped: a sequence has %d tokens with its prompt, but trainer.micro_batch_tokens is "
                     "%d: raise it, or limit prompts and answers to fewer tokens",
                     delivery.group_id,
                     longest,
-                    self._max_sample_tokens,
+                    self._max_sequence_tokens,
                 )
                 self._board.drop(delivery, reason=DropReason.TOO_LONG)
                 continue

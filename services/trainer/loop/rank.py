@@ -110,7 +110,7 @@ class Rank:
         gathers = gather.dense is not None or gather.experts is not None
         self._server.emit("loaded", {"source": gather.source, "stage": learner.world.pp_rank, "gathers": gathers})
         if self._number != 0:
-            runner = RoundRunner(learner, algorithm, config.rollout.temperature)
+            runner = RoundRunner(learner, config)
             follow(
                 channel=channel,
                 learner=learner,
@@ -132,7 +132,7 @@ class Rank:
             params["replica_id"],
             groups_per_step=config.trainer.groups_per_step,
             max_staleness=config.board.max_staleness,
-            max_sample_tokens=config.trainer.micro_batch_tokens,
+            max_sequence_tokens=config.trainer.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
         )
         Training(

@@ -2,22 +2,29 @@
 
 from collections.abc import Collection, Mapping
 
-from relaxd.algorithms import Algorithm
+from relaxd.algorithms import create
+from relaxd.board import stages_for
+from relaxd.config import RunConfig
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.plan import MicroBatchRound, MicroBatchSlices
 from services.trainer.batch.row_packing import PackedMicroBatch, empty_micro_batch, pack
 from services.trainer.batch.step_file import StepFile
 from services.trainer.learner.learner import Learner, StepStats
 
+ROLLOUT_LOGPROBS = "rollout_logprobs"
+"""The column that the learner compares with its own log-probs, whatever the algorithm needs."""
+
 
 class RoundRunner:
     """Accumulates gradients from plans and columns."""
 
-    def __init__(self, learner: Learner, algorithm: Algorithm, temperature: float) -> None:
-        """`temperature` is the sampling temperature."""
+    def __init__(self, learner: Learner, config: RunConfig) -> None:
         self._learner = learner
-        self._algorithm = algorithm
-        self._temperature = temperature
+        self._algorithm = create(config.algorithm)
+        self._temperature = config.rollout.temperature
+        self._columns = stages_for(config)[-1].needs
+        needed = dict.fromkeys((ROLLOUT_LOGPROBS, *self._algorithm.needs.loss))
+        self._packed_columns = [name for name in needed if name in self._columns]
 
     def own_groups(self, entry: MicroBatchRound) -> list[str]:
         """Return the ids of the groups whose columns this rank needs in a round, in order."""
@@ -40,7 +47,9 @@ class RoundRunner:
         Raises:
             NonFiniteGradients: an update that was applied before isn't finite now.
         """
-        groups = {group_id: check_group(group_id, file.groups[group_id]) for group_id in file.plan.groups}
+        groups = {
+            group_id: check_group(group_id, file.groups[group_id], self._columns) for group_id in file.plan.groups
+        }
         for entry in file.plan.rounds:
             self.run(entry, groups)
         return self._learner.finish(
@@ -48,12 +57,12 @@ class RoundRunner:
         )
 
     def _packed(self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup]) -> PackedMicroBatch:
-        samples = [
-            sample
+        sequences = [
+            sequence
             for piece in micro_batch
             if piece.group_id in groups
-            for sample in groups[piece.group_id].samples(
-                piece.samples, self._algorithm, self._temperature, self._learner.step
+            for sequence in groups[piece.group_id].sequences(
+                piece.sequences, self._packed_columns, self._algorithm, self._temperature, self._learner.step
             )
         ]
-        return pack(samples) if samples else empty_micro_batch()
+        return pack(sequences) if sequences else empty_micro_batch(self._packed_columns)

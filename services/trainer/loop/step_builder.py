@@ -51,7 +51,12 @@ class StepBuilder:
             self.members[taken.group.group_id] = taken
             self.started_at[taken.group.group_id] = now
             group = taken.group
-            self.packer.add(group.group_id, len(group.columns["prompt_tokens"]), group.lengths.tolist())
+            self.packer.add(
+                group.group_id,
+                len(group.columns["prompt_tokens"]),
+                group.lengths.tolist(),
+                group.columns["shares_prompt"].tolist(),
+            )
             self._spans.append(
                 telemetry.open_stage_span(
                     STAGE,
@@ -66,7 +71,7 @@ class StepBuilder:
     def plan(self, term: int, seed: int, algorithm: Algorithm) -> StepPlan:
         """Return the plan. Call it once all rounds are complete."""
         groups = list(self.groups.values())
-        samples = sum(len(group.lengths) for group in groups)
+        samples = sum(group.samples for group in groups)
         trained_tokens = sum(group.trained_tokens for group in groups)
         return StepPlan(
             step=self.number,

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relaxd import telemetry
-from services.trainer.batch.groups import TrainGroup
+from services.trainer.batch.groups import TrainGroup, bounds_of
 
 
 def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
@@ -17,14 +18,14 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
         step: the step; the staleness of a token is (step - 1) - its version.
     """
     rewards = np.concatenate([group.columns["reward"] for group in groups])
-    lengths = np.concatenate([group.lengths for group in groups])
+    lengths = np.concatenate([group.sample_lengths for group in groups])
     staleness = step - 1 - np.concatenate([group.trained_versions for group in groups])
     metrics = {
         "reward_mean": float(rewards.mean()),
         "response_length_mean": float(lengths.mean()),
         "staleness_mean": float(staleness.mean()) if staleness.size else 0.0,
         "staleness_max": float(staleness.max()) if staleness.size else 0.0,
-        "tokens": float(sum(sum(group.sample_tokens) for group in groups)),
+        "tokens": float(sum(sum(group.sequence_tokens) for group in groups)),
         "samples": float(len(rewards)),
         "groups": float(len(groups)),
     }
@@ -41,17 +42,20 @@ def record_samples(run_id: str, groups: Sequence[TrainGroup], step: int) -> None
         return
     attributes = {"relaxd.run_id": run_id}
     for group in groups:
-        bounds = group.bounds()
-        for index, length in enumerate(group.lengths):
+        lengths = group.sample_lengths
+        bounds = bounds_of(lengths)
+        for index, length in enumerate(lengths):
             telemetry.record("reward", float(group.columns["reward"][index]), attributes)
             telemetry.record("response_length", int(length), attributes)
-            if length:
-                oldest = int(group.columns["versions"][bounds[index] : bounds[index + 1]].min())
-                telemetry.record("staleness", step - 1 - oldest, attributes)
+            versions = _trained_versions(group, slice(bounds[index], bounds[index + 1]))
+            if versions.size:
+                telemetry.record("staleness", step - 1 - int(versions.min()), attributes)
 
 
 def shown_samples(groups: Sequence[TrainGroup], step: int, limit: int) -> list[dict[str, Any]]:
     """Choose samples to show, every group's first sample first, with the fields of TrainedSample in coordinator.proto.
+
+    A sample of several sequences is shown with the text of the last one.
 
     Args:
         groups: the step's groups.
@@ -59,25 +63,32 @@ def shown_samples(groups: Sequence[TrainGroup], step: int, limit: int) -> list[d
         limit: largest number of samples.
     """
     places = [
-        (index, place) for place, group in enumerate(groups) for index in range(len(group.lengths))
+        (index, place) for place, group in enumerate(groups) for index in range(group.samples)
     ]  # every group's sample 0, then every group's sample 1 ...
     return [_shown(groups[place], index, step) for index, place in sorted(places)[:limit]]
 
 
 def _shown(group: TrainGroup, index: int, step: int) -> dict[str, Any]:
-    columns, bounds = group.columns, group.bounds()
+    columns, bounds = group.columns, bounds_of(group.sample_lengths)
     own = slice(int(bounds[index]), int(bounds[index + 1]))
-    length = int(group.lengths[index])
+    length = own.stop - own.start
+    versions = _trained_versions(group, own)
+    last = int(np.searchsorted(columns["sample_of_sequence"], index, side="right")) - 1
     prompt = columns["prompt"] or {}
     return {
         "group_id": group.group_id,
         "step": step,
         "prompt": str(prompt.get("text", "")),
         "answer": str(prompt.get("answer", "")),
-        "response": str(columns["text"][index]),
+        "response": str(columns["text"][last]),
         "reward": float(columns["reward"][index]),
         "advantage": float(columns["advantages"][own].mean()) if length else 0.0,
-        "version": int(columns["versions"][own].min()) if length else 0,
+        "version": int(versions.min()) if versions.size else 0,
         "length": length,
-        "finish_reason": str(columns["finish"][index]),
+        "finish_reason": str(columns["finish"][last]),
     }
+
+
+def _trained_versions(group: TrainGroup, own: slice) -> NDArray[np.int64]:
+    """Return the versions of the tokens within `own` whose mask is 1."""
+    return group.columns["versions"][own][group.columns["loss_mask"][own] != 0]

@@ -85,7 +85,7 @@ class Training:
         self._intake = intake
         self._learner = learner
         self._algorithm = algorithm
-        self._runner = RoundRunner(learner, algorithm, config.rollout.temperature)
+        self._runner = RoundRunner(learner, config)
         self._channel = channel
         self._weights = weights
         self._checkpoints = checkpoints

@@ -43,7 +43,6 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         OfflineError, StepFileError: a step file is missing or damaged.
         CheckpointError: the checkpoint doesn't fit the model.
     """
-    from relaxd.algorithms import create
     from services.trainer.checkpoints.checkpoints import same_layout
     from services.trainer.learner.learner import Learner
     from services.trainer.loop.round_runner import RoundRunner
@@ -71,7 +70,7 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
     if start:
         path = checkpoint_path(run_folder, start)
         learner.restore(path, start, same_layout=same_layout(read_state(path), config))
-    runner = RoundRunner(learner, create(config.algorithm), config.rollout.temperature)
+    runner = RoundRunner(learner, config)
     skipped = skipped_updates(run_folder)
     for number, file in files.items():
         with disk.all_ranks(f"reading {file}") as progress:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from relaxd.board import REF_LOGPROBS, Board, Column, Delivery, Drop, DropReason, StageWorker
 from relaxd.board.worker import Result
 from services.trainer.batch.round_packer import Packer
-from services.trainer.batch.row_packing import PackedMicroBatch, TrainSample, pack
+from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
 
 STAGE = "reference"
+NEEDS = ("prompt_tokens", "tokens", "lengths", "loss_mask", "shares_prompt")
 BATCHES_PER_STAGE = 20
 """Micro-batches of one pass for each pipeline stage after the first: stages then wait for each other in a twentieth of
 the time."""
@@ -32,17 +33,19 @@ class _Group:
     """A group that waits for its log-probs."""
 
     group_id: str
-    samples: list[TrainSample]
+    prompt_tokens: int
+    """Tokens of the shared prompt."""
+    sequences: list[TrainSequence]
     lengths: list[int]
-    """Response tokens of each sample."""
+    """Tokens of each sequence, without the shared prompt."""
     logprobs: NDArray[np.float32]
-    """float32 [T]: the result, filled sample by sample."""
+    """float32 [T]: the result, filled sequence by sequence."""
     answer: "Future[Result]" = field(default_factory=Future)
 
     @property
     def tokens(self) -> int:
-        """Tokens of its samples, with the shared prompt once."""
-        return self.samples[0].prompt_length + len(self.logprobs)
+        """Tokens of its sequences, with the shared prompt once."""
+        return self.prompt_tokens + len(self.logprobs)
 
 
 class ReferenceStage:
@@ -66,7 +69,7 @@ class ReferenceStage:
             consumer: the replica's id.
             compute: runs the model.
             temperature: sampling temperature.
-            micro_batch_tokens: maximum tokens of a micro-batch. A group with a longer sample is dropped.
+            micro_batch_tokens: maximum tokens of a micro-batch. A group with a longer sequence is dropped.
             pipeline_stages: ranks that share the layers.
             on_failure: called with the reason when the worker fails.
         """
@@ -91,17 +94,18 @@ class ReferenceStage:
         groups = self._next(wait_seconds)
         packer = Packer(self._budget, dp_size=1)
         for group in groups.values():
-            packer.add(group.group_id, group.samples[0].prompt_length, group.lengths)
+            shares = [one.prompt_length for one in group.sequences]
+            packer.add(group.group_id, group.prompt_tokens, group.lengths, shares)
         if (packed := packer.rest()) is None:
             self.turns += 1
             return False
         (micro_batches,) = packed.micro_batches
         for begin in range(0, len(micro_batches), self._batches):
             members = [
-                [(groups[piece.group_id], index) for piece in pieces for index in piece.samples]
+                [(groups[piece.group_id], index) for piece in pieces for index in piece.sequences]
                 for pieces in micro_batches[begin : begin + self._batches]
             ]
-            rows = [pack([group.samples[index] for group, index in row]) for row in members]
+            rows = [pack([group.sequences[index] for group, index in row]) for row in members]
             for row, batch, logprobs in zip(members, rows, self._compute(rows), strict=True):
                 for (group, index), end in zip(row, batch.cu_seqlens[1:], strict=True):
                     offset, length = sum(group.lengths[:index]), group.lengths[index]
@@ -131,11 +135,11 @@ class ReferenceStage:
         except ValueError as error:
             logger.error("group %s is dropped: %s", delivery.group_id, error)
             return Drop(DropReason.MALFORMED)
-        longest = max(len(sample.tokens) for sample in group.samples)
+        longest = max(len(sequence.tokens) for sequence in group.sequences)
         if longest > self._budget:
             logger.error(
-                "group %s is dropped: a sample has %d tokens with its prompt, but a micro-batch has at most %d: raise "
-                "roles.reference.micro_batch_tokens, or limit prompts and answers to fewer tokens",
+                "group %s is dropped: a sequence has %d tokens with its prompt, but a micro-batch has at most %d: "
+                "raise roles.reference.micro_batch_tokens, or limit prompts and answers to fewer tokens",
                 *(delivery.group_id, longest, self._budget),
             )
             return Drop(DropReason.TOO_LONG)
@@ -152,28 +156,26 @@ class ReferenceStage:
 
 def _group(group_id: str, columns: Mapping[str, Column], temperature: float) -> _Group:
     """Make a group of columns. Raises ValueError: they are malformed."""
-    prompt, tokens, lengths, mask = (
-        np.asarray(columns[name]) for name in ("prompt_tokens", "tokens", "lengths", "loss_mask")
-    )
-    if any(column.ndim != 1 or column.dtype.kind not in "iu" for column in (prompt, tokens, lengths, mask)):
-        raise ValueError("prompt_tokens, tokens, lengths and loss_mask must be arrays [values] of integers")
+    prompt, tokens, lengths, mask, shares = (np.asarray(columns[name]) for name in NEEDS)
+    if any(column.ndim != 1 or column.dtype.kind not in "iu" for column in (prompt, tokens, lengths, mask, shares)):
+        raise ValueError(f"{', '.join(NEEDS)} must be arrays [values] of integers")
     if not lengths.size or (lengths < 0).any() or not int(lengths.sum()) == len(tokens) == len(mask):
         raise ValueError(
             f"lengths add up to {int(lengths.sum())}, but tokens has {len(tokens)} values and loss_mask {len(mask)}"
         )
-    samples = []
-    for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+    if len(shares) != len(lengths):
+        raise ValueError(f"shares_prompt has {len(shares)} values for {len(lengths)} sequences")
+    sequences = []
+    for end, length, shared in zip(np.cumsum(lengths), lengths, shares, strict=True):
         own = slice(int(end - length), int(end))
-        zeros = np.zeros(int(length), np.float32)  # of the loss, which is not computed here
-        samples.append(
-            TrainSample.from_response(
-                prompt,
+        sequences.append(
+            TrainSequence.from_response(
+                prompt if shared else prompt[:0],
                 tokens[own],
                 loss_mask=(mask[own] != 0).astype(np.uint8),
-                rollout_logprobs=zeros,
-                advantages=zeros,
-                weight=zeros,
+                columns={},
+                weight=np.zeros(int(length), np.float32),  # of the loss, which is not computed here
                 temperature=temperature,
             )
         )
-    return _Group(group_id, samples, lengths.tolist(), np.zeros(len(tokens), np.float32))
+    return _Group(group_id, len(prompt), sequences, lengths.tolist(), np.zeros(len(tokens), np.float32))

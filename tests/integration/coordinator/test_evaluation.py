@@ -48,7 +48,7 @@ class Engine(rollout_pb2_grpc.RolloutServicer):
 
 class Reward(reward_pb2_grpc.RewardServicer):
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
-        assert list(request.responses) == ["7"]
+        assert [one.messages[0].content[0].text for one in request.responses] == ["7"]
         return reward_pb2.ScoreResponse(scores=[reward_pb2.Score(reward=1.0)])
 
 

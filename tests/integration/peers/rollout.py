@@ -109,6 +109,8 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
             "versions": np.full(total, version, dtype=np.int64),
             "finish": ["stop"] * n,
             "text": [self.answer(prompt, sample, version) for sample in range(n)],
+            "sample_of_sequence": np.arange(n, dtype=np.int32),
+            "shares_prompt": np.ones(n, dtype=np.uint8),
             "spans_weight_update": np.zeros(n, dtype=np.uint8),
         }
 

@@ -210,5 +210,7 @@ def _rollout_columns(responses: Sequence[str]) -> dict[str, Any]:
         "versions": np.zeros(tokens, dtype=np.int64),
         "finish": ["stop"] * len(responses),
         "text": list(responses),
+        "sample_of_sequence": np.arange(len(responses), dtype=np.int32),
+        "shares_prompt": np.ones(len(responses), dtype=np.uint8),
         "spans_weight_update": np.zeros(len(responses), dtype=np.uint8),
     }

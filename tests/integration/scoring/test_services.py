@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 import redis
 
+from relaxd.rewards.base import text_message
+from relaxd.rewards.messages import to_proto
 from relaxd.rpc.errors import field_violations
 from relaxd.v1.advantage_pb2 import ComputeRequest
 from relaxd.v1.advantage_pb2_grpc import AdvantageStub
+from relaxd.v1.content_pb2 import Conversation
 from relaxd.v1.group_pb2 import DROP_REASON_UNSPECIFIED, DROP_REASON_ZERO_VARIANCE
 from relaxd.v1.reward_pb2 import ListRewardsRequest, ScoreRequest
 from relaxd.v1.reward_pb2_grpc import RewardStub
@@ -30,6 +33,12 @@ BAD = "bad_rewards:by_response"
 async def here(tmp_path: Path, redis_url: str) -> AsyncIterator[Bench]:
     async with bench(tmp_path, redis_url) as made:
         yield made
+
+
+def score_request(reward: str, responses: list[str], answer: str = "", **fields: str) -> ScoreRequest:
+    conversations = [Conversation(messages=to_proto([text_message("assistant", text)])) for text in responses]
+    reference = to_proto([text_message("", answer)])
+    return ScoreRequest(reward=reward, answer=reference, responses=conversations, **fields)
 
 
 async def violations(call) -> dict[str, str]:
@@ -51,33 +60,59 @@ async def test_the_reward_calls(here, monkeypatch):
         assert [info.name for info in infos] == ["addition", "exact_match", "f1", "multiple_choice", "reasoning_gym"]
         assert all(info.description for info in infos)
 
-        request = ScoreRequest(reward="addition", answer="46", responses=["It is 46", "47"])
+        request = score_request("addition", ["It is 46", "47"], answer="46")
         scores = (await stub.Score(request)).scores
         assert [(s.reward, dict(s.parts), s.error) for s in scores] == [
             (1.0, {"accuracy": 1.0, "format": 0.0}, ""),
             (0.0, {"accuracy": 0.0, "format": 1.0}, ""),
         ]
-        request = ScoreRequest(reward=BAD, responses=["one", "nan", "none", "raise 1", "os._exit"])
+        request = score_request(BAD, ["one", "nan", "none", "raise 1", "os._exit"])
         scores = (await stub.Score(request)).scores
         assert scores[0].reward == 1.0
         assert not scores[0].error
         assert all(score.error and score.reward == 0.0 for score in scores[1:])
-        request = ScoreRequest(reward="addition", answer="two", responses=["2"])
+        request = score_request("addition", ["2"], answer="two")
         assert "needs a number" in (await stub.Score(request)).scores[0].error
 
         bad = ScoreRequest(reward="additon", metadata_json="[1]", finish_reasons=["stop", "bored"])
         found = await violations(stub.Score(bad))
         assert set(found) == {"reward", "responses", "finish_reasons", "finish_reasons[1]", "metadata_json"}
         assert "did you mean addition?" in found["reward"]
-        found = await violations(stub.Score(ScoreRequest(reward="absent:f", responses=["1"], metadata_json="{")))
+        found = await violations(stub.Score(score_request("absent:f", ["1"], metadata_json="{")))
         assert "is not JSON" in found["metadata_json"]
-        found = await violations(stub.Score(ScoreRequest(reward="absent:f", responses=["1"])))
+        found = await violations(stub.Score(score_request("absent:f", ["1"])))
         assert "No module named 'absent'" in found["reward"]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Score(ScoreRequest(reward="os:getcwd", responses=["1"]))
+            await stub.Score(score_request("os:getcwd", ["1"]))
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
         assert 'reward "os:getcwd" is not allowed' in caught.value.details()
         assert "--allowed-rewards" in caught.value.details()
+
+
+async def test_rewards_see_messages_and_media(here, monkeypatch, tmp_path):
+    monkeypatch.setenv("RELAXD_ALLOWED_REWARDS", BAD)
+    cat = {"type": "image", "uri": "file:///cat.png", "media_type": "image/png", "sha256": "ab" * 32}
+    parts = [{"type": "text", "text": "What is this?"}, cat]
+    path = tmp_path / "messages"
+    async with here.service("reward", "reward-1") as process:
+        stub = RewardStub(process.to)
+        await here.coordinator.hears("reward-1", "IDLE")
+        request = score_request(BAD, [f"messages {path}"])
+        request.prompt.extend(to_proto([{"role": "system", "content": "Be kind."}, {"role": "user", "content": parts}]))
+        assert (await stub.Score(request)).scores[0].reward == 1.0
+        assert json.loads(path.read_text()) == [
+            text_message("system", "Be kind."),
+            {"role": "user", "content": parts},
+            text_message("assistant", f"messages {path}"),
+        ]
+        request.prompt[0].content[0].ClearField("text")
+        request.prompt[1].content[1].image.uri = ""
+        request.prompt[1].content[1].image.sha256 = b"short"
+        assert await violations(stub.Score(request)) == {
+            "prompt[0].content[0]": "is empty: give text, image, audio or video",
+            "prompt[1].content[1].image.uri": "is empty: media are given by reference",
+            "prompt[1].content[1].image.sha256": "has 5 bytes: give 32, or none",
+        }
 
 
 async def test_the_reward_of_the_run_may_be_asked_for(here):
@@ -85,9 +120,9 @@ async def test_the_reward_of_the_run_may_be_asked_for(here):
         here.start_run(run_config(reward={"name": BAD}))
         await here.coordinator.hears("reward-1", "READY")
         stub = RewardStub(process.to)
-        assert (await stub.Score(ScoreRequest(reward=BAD, responses=["one"]))).scores[0].reward == 1.0
+        assert (await stub.Score(score_request(BAD, ["one"]))).scores[0].reward == 1.0
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Score(ScoreRequest(reward="bad_rewards:other", responses=["1"]))
+            await stub.Score(score_request("bad_rewards:other", ["1"]))
         assert f"that of the run ({BAD})" in caught.value.details()
 
 
@@ -164,7 +199,7 @@ async def test_a_run_whose_reward_wants_a_variable_that_is_not_set_says_so(here,
         assert "reward.environment names OTHER_KEY, not set in the reward service's environment" in status.detail
         here.coordinator.assign(run_config(reward={"environment": ["JUDGE_KEY"]}), "other")
         await here.coordinator.hears("reward-1", "READY")
-        request = ScoreRequest(reward=BAD, responses=[f"surroundings {tmp_path / 'seen'}"])
+        request = score_request(BAD, [f"surroundings {tmp_path / 'seen'}"])
         assert (await RewardStub(process.to).Score(request)).scores[0].reward == 1.0
     assert json.loads((tmp_path / "seen").read_text())["environment"]["JUDGE_KEY"] == "k"
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.integration.trainer import trainer_worlds
-from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples
+from tests.integration.trainer.trainer_worlds import Job, copied, make_learner, make_samples, micro_batches
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,7 @@ class CheckpointJob:
 
 def train(learner: Any, steps: int) -> list[tuple[float, float]]:
     """Steps on the same samples; loss and gradient norm of each."""
-    from services.trainer.batch.row_packing import assign_to_ranks, empty_micro_batch, pack
-
-    samples, dp_size = make_samples(), learner.world.dp_size
-    shares = assign_to_ranks([len(sample.tokens) for sample in samples], 60, dp_size)[learner.world.dp_rank]
-    batches = [pack([samples[i] for i in indices]) if indices else empty_micro_batch() for indices in shares]
+    batches = micro_batches(make_samples(), 60, learner.world.dp_size)[learner.world.dp_rank]
     found = []
     for _ in range(steps):
         learner.accumulate(batches)

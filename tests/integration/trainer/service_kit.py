@@ -108,7 +108,9 @@ class Feeder:
         total = self._samples * length
         return {
             "tokens": generator.integers(3, 250, total).astype(np.int32),
+            "sample_of_sequence": np.arange(self._samples, dtype=np.int32),
             "lengths": np.full(self._samples, length, np.int32),
+            "shares_prompt": np.ones(self._samples, np.uint8),
             "loss_mask": np.ones(total, np.uint8),
             "rollout_logprobs": np.full(total, -5.5, np.float32),
             "versions": np.full(total, version, np.int64),

@@ -57,9 +57,14 @@ def a_batch(seed: int = 0) -> PackedMicroBatch:
     return pack(make_samples(seed=seed))
 
 
+def having(batch: PackedMicroBatch, name: str, value: float) -> PackedMicroBatch:
+    """The same tokens with one value in a column."""
+    return replace(batch, columns={**batch.columns, name: np.full_like(batch.columns[name], value)})
+
+
 def overflowing(batch: PackedMicroBatch) -> PackedMicroBatch:
     """The same tokens with an advantage that is finite."""
-    return replace(batch, advantages=np.full_like(batch.advantages, OVERFLOWING))
+    return having(batch, "advantages", OVERFLOWING)
 
 
 def state_of(learner: Learner) -> list[torch.Tensor]:
@@ -87,8 +92,8 @@ def test_a_skipped_update_leaves_no_trace(model: Path, alone: None, parallel: di
     # Three ways to come by it: the gradient overflows, or the loss is infinite, or not a number.
     for batch in (
         overflowing(a_batch(1)),
-        replace(a_batch(1), advantages=np.full_like(a_batch(1).advantages, -np.inf)),
-        replace(a_batch(1), rollout_logprobs=np.full_like(a_batch(1).rollout_logprobs, np.nan)),
+        having(a_batch(1), "advantages", -np.inf),
+        having(a_batch(1), "rollout_logprobs", np.nan),
     ):
         made.accumulate([a_batch(2), batch])
         stats = made.finish(20.0)
@@ -114,7 +119,7 @@ def test_a_skipped_update_leaves_no_trace(model: Path, alone: None, parallel: di
 def test_a_loss_that_is_not_a_number_is_enough(model: Path, alone: None) -> None:
     made = make_learner(Job(model))
     before, batch = state_of(made), a_batch()
-    made.accumulate([replace(batch, rollout_logprobs=np.full_like(batch.rollout_logprobs, np.nan))])
+    made.accumulate([having(batch, "rollout_logprobs", np.nan)])
     stats = made.finish(20.0)
     assert stats.skipped
     assert np.isnan(stats.loss)

@@ -14,11 +14,19 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from services.trainer.batch.row_packing import PackedMicroBatch, TrainSample, assign, empty_micro_batch, pack
+from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.model.architecture import ModelError
-from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples, run_world
+from tests.integration.trainer.trainer_worlds import (
+    COLUMNS,
+    Job,
+    make_learner,
+    make_model,
+    make_samples,
+    micro_batches,
+    run_world,
+)
 from tests.kit.ports import free_port
 
 MakeLearner = Callable[..., Learner]
@@ -40,7 +48,7 @@ def learner(model: Path) -> Iterator[MakeLearner]:
     shut_down()
 
 
-def cut(samples: list[TrainSample], pieces: int) -> list[PackedMicroBatch]:
+def cut(samples: list[TrainSequence], pieces: int) -> list[PackedMicroBatch]:
     return [pack([samples[i] for i in part]) for part in np.array_split(np.arange(len(samples)), pieces)]
 
 
@@ -60,7 +68,7 @@ def test_gradients_do_not_depend_on_the_cut(learner: MakeLearner) -> None:
     for pieces in (2, 7):
         assert (found[pieces] - found[1]).norm() / found[1].norm() <= 1e-6
     # And not on the order of a stream, nor on empty micro-batches in it.
-    for batch in [*reversed(cut(samples, 7)), empty_micro_batch()]:
+    for batch in [*reversed(cut(samples, 7)), empty_micro_batch(COLUMNS)]:
         made.accumulate([batch])
     assert (gradients(made) - found[1]).norm() / found[1].norm() <= 1e-6
 
@@ -92,7 +100,7 @@ def test_gradient_equals_transformers_with_a_float64_loss(learner: MakeLearner, 
     for sample in samples:
         logits = reference(torch.from_numpy(sample.tokens)[None]).logits[0] / sample.temperature
         logprobs = logits.log_softmax(-1)[:-1].gather(-1, torch.from_numpy(sample.tokens)[1:, None])[:, 0]
-        factor = torch.from_numpy(sample.advantages * sample.loss_mask)[1:].double()
+        factor = torch.from_numpy(sample.columns["advantages"] * sample.loss_mask)[1:].double()
         loss = loss - (logprobs * factor).sum()  # the gradient of PPO's objective where the ratio is 1
     loss.backward()
     pairs = {
@@ -107,13 +115,25 @@ def test_gradient_equals_transformers_with_a_float64_loss(learner: MakeLearner, 
         assert (ours[megatron].double() - expected).norm() / expected.norm() < 1e-5, megatron
 
 
+def test_log_probs_of_the_reference_that_groups_have_are_used(learner: MakeLearner) -> None:
+    made = learner(algorithm={"kl_coef": 0.1, "kl_estimator": "k2"})
+    batch = pack(make_samples(6))
+    (initial,) = made.log_probs([batch])  # those of the reference, too
+    made.accumulate([batch])
+    assert made.finish(10.0).metrics["kl"] == pytest.approx(0, abs=1e-9)
+    made = learner(algorithm={"kl_coef": 0.1, "kl_estimator": "k2"})
+    made.accumulate([replace(batch, columns={**batch.columns, "ref_logprobs": initial - 0.5})])
+    assert made.finish(10.0).metrics["kl"] == pytest.approx(0.125, rel=1e-4)
+
+
 def test_packed_log_probs_equal_unpacked_ones_and_transformers(learner: MakeLearner, model: Path) -> None:
     samples = [*make_samples(9), *make_samples(1, seed=5)]
-    long = TrainSample.from_response(
+    long = TrainSequence.from_response(
         np.arange(60),
         np.arange(40),
         loss_mask=np.ones(40, np.uint8),
-        **{name: np.zeros(40, np.float32) for name in ("rollout_logprobs", "advantages", "weight")},
+        columns=dict.fromkeys(COLUMNS, np.zeros(40, np.float32)),
+        weight=np.zeros(40, np.float32),
     )
     samples.insert(2, long)  # so that attention needs several blocks
     made = learner()
@@ -229,7 +249,7 @@ def test_discarded_gradients_leave_no_trace(learner: MakeLearner) -> None:
 
 def test_a_step_without_a_trained_token_changes_nothing_but_decay(learner: MakeLearner) -> None:
     made = learner()
-    made.accumulate([empty_micro_batch()])
+    made.accumulate([empty_micro_batch(COLUMNS)])
     stats = made.finish(1.0)
     assert (stats.loss, stats.grad_norm, stats.tokens) == (0.0, 0.0, 0)
     with pytest.raises(ValueError, match="normalizer is 0: it must be positive"):
@@ -285,4 +305,10 @@ def test_folders_and_divisions_that_do_not_fit_are_refused(learner: MakeLearner,
 
 
 def test_the_demos_batch_fits_the_budget() -> None:
-    assert len(assign([38] * 32, 4096)) == 1
+    ones = np.ones(8, np.float32)
+    columns = dict.fromkeys(COLUMNS, ones)
+    one = TrainSequence.from_response(
+        np.arange(30), np.arange(8), loss_mask=np.ones(8, np.uint8), columns=columns, weight=ones
+    )
+    (share,) = micro_batches([one] * 32, 4096)
+    assert len(share) == 1

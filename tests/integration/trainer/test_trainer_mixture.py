@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from services.trainer.batch.row_packing import TrainSample, pack
+from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
@@ -36,7 +36,7 @@ def learner() -> Iterator[MakeLearner]:
     shut_down()
 
 
-def gradients(learner: Learner, samples: list[TrainSample]) -> dict[str, Tensor]:
+def gradients(learner: Learner, samples: list[TrainSequence]) -> dict[str, Tensor]:
     learner.accumulate([pack(samples, share_prompts=False)])
     found = {n: p.main_grad.clone() for n, p in learner._policy.named_parameters() if p.requires_grad}
     learner.discard()
@@ -50,7 +50,7 @@ def load_reference(folder: Path) -> Any:
     )
 
 
-def theirs(folder: Path, samples: list[TrainSample], balance: float = 0.0, z: float = 0.0) -> dict[str, Tensor]:
+def theirs(folder: Path, samples: list[TrainSequence], balance: float = 0.0, z: float = 0.0) -> dict[str, Tensor]:
     """Gradients of transformers' model in float64, of PPO's objective at ratio 1 and of the routers' losses."""
     reference = load_reference(folder)
     loss = torch.zeros((), dtype=torch.float64)
@@ -59,7 +59,7 @@ def theirs(folder: Path, samples: list[TrainSample], balance: float = 0.0, z: fl
         output = reference(torch.from_numpy(sample.tokens)[None], output_router_logits=True)
         logits = output.logits[0] / sample.temperature
         logprobs = logits.log_softmax(-1)[:-1].gather(-1, torch.from_numpy(sample.tokens)[1:, None])[:, 0]
-        loss = loss - (logprobs * torch.from_numpy(sample.advantages * sample.loss_mask)[1:].double()).sum()
+        loss = loss - (logprobs * torch.from_numpy(sample.columns["advantages"] * sample.loss_mask)[1:].double()).sum()
         routed.append([logits.view(-1, logits.shape[-1]) for logits in output.router_logits])
     weight = float(sum((sample.weight * sample.loss_mask).sum() for sample in samples))
     for layer in zip(*routed, strict=True):

@@ -19,6 +19,8 @@ from relaxd.config import AlgorithmConfig, TrainerConfig
 
 KINDS = ("llama", "qwen3", "qwen2_moe", "qwen3_moe")
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+COLUMNS = ("rollout_logprobs", "advantages")
+"""Columns of the samples."""
 VOCAB = 259
 """Odd, so that two tensor-parallel ranks have to pad it."""
 
@@ -63,10 +65,10 @@ def make_model(folder: Path, kind: str, *, tied: bool = False, **changes: int) -
 
 def make_samples(count: int = 7, seed: int = 0, temperature: float = 1.3) -> list[Any]:
     """Samples of different lengths, three to a prompt; in every second response a token is the environment's."""
-    from services.trainer.batch.row_packing import TrainSample
+    from services.trainer.batch.row_packing import TrainSequence
 
     rng = np.random.default_rng(seed)
-    samples: list[TrainSample] = []
+    samples: list[TrainSequence] = []
     prompt = np.zeros(1, np.int64)
     for i in range(count):
         prompt = rng.integers(0, VOCAB, int(rng.integers(2, 20))) if i % 3 == 0 else prompt
@@ -75,17 +77,40 @@ def make_samples(count: int = 7, seed: int = 0, temperature: float = 1.3) -> lis
         if i % 2:
             mask[1:2] = 0
         samples.append(
-            TrainSample.from_response(
+            TrainSequence.from_response(
                 prompt,
                 rng.integers(0, VOCAB, length),
                 loss_mask=mask,
-                rollout_logprobs=rng.normal(-5, 0.5, length).astype(np.float32),
-                advantages=rng.normal(0, 1, length).astype(np.float32),
+                columns={
+                    "rollout_logprobs": rng.normal(-5, 0.5, length).astype(np.float32),
+                    "advantages": rng.normal(0, 1, length).astype(np.float32),
+                },
                 weight=mask.astype(np.float32),
                 temperature=temperature,
             )
         )
     return samples
+
+
+def micro_batches(samples: list[Any], budget: int, dp_size: int = 1) -> list[list[Any]]:
+    """Packed micro-batches of at most `budget` tokens for each data-parallel rank, which have equally many."""
+    from services.trainer.batch.round_packer import Packer
+    from services.trainer.batch.row_packing import empty_micro_batch, pack
+
+    packer = Packer(budget, dp_size)
+    for index, sample in enumerate(samples):
+        packer.add(f"{index:03}", sample.prompt_length, [len(sample.tokens) - sample.prompt_length])
+    rest = packer.rest()
+    assert rest is not None
+    return [
+        [
+            pack([samples[int(piece.group_id)] for piece in sorted(micro_batch, key=lambda piece: piece.group_id)])
+            if micro_batch
+            else empty_micro_batch(COLUMNS)
+            for micro_batch in share
+        ]
+        for share in rest.micro_batches
+    ]
 
 
 @dataclass(frozen=True)
@@ -152,7 +177,7 @@ def full_logits(learner: Any, batch: Any) -> np.ndarray:
 
 def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     """Run one job on this rank."""
-    from services.trainer.batch.row_packing import assign_to_ranks, empty_micro_batch, pack
+    from services.trainer.batch.row_packing import pack
 
     learner = make_learner(job, ranks)
     samples = make_samples(job.samples)
@@ -164,9 +189,8 @@ def run_job(job: Job, ranks: int = 1) -> dict[str, Any]:
     for _ in range(job.steps):
         dp_size = learner.world.dp_size
         total = sum(len(sample.tokens) for sample in samples)
-        shares = assign_to_ranks([len(s.tokens) for s in samples], -(-total // (job.pieces * dp_size)) + 8, dp_size)
-        mine = shares[learner.world.dp_rank]
-        batches = [pack([samples[i] for i in indices]) if indices else empty_micro_batch() for indices in mine]
+        budget = -(-total // (job.pieces * dp_size)) + 8
+        batches = micro_batches(samples, budget, dp_size)[learner.world.dp_rank]
         beside: dict[str, Any] = {}
         thread = threading.Thread(target=lambda into=beside: into.update(copied(learner)))
         if job.gather_beside:

@@ -64,7 +64,11 @@ def answer(board: Board, group_id: str, lengths: Sequence[int], prompt: int = 5,
         "finish": ["stop"] * len(lengths),
         "text": [""] * len(lengths),
         "spans_weight_update": np.zeros(len(lengths), np.uint8),
+        "sample_of_sequence": np.arange(len(lengths), dtype=np.int32),
+        "shares_prompt": np.ones(len(lengths), np.uint8),
     } | changes
+    for index in np.flatnonzero(columns["shares_prompt"] == 0):
+        columns["loss_mask"][sum(lengths[:index])] = 0  # a prompt of its own
     scored = {"reward": {"reward": np.ones(1), "reward_parts": {}}, "advantage": {"advantages": np.ones(total)}}
     assert board.commit([(delivery, columns)]) == [True]
     for stage, written in scored.items():
@@ -74,7 +78,8 @@ def answer(board: Board, group_id: str, lengths: Sequence[int], prompt: int = 5,
 
 
 def expected(columns: dict[str, Any], prompt: int = 5) -> NDArray[np.float32]:
-    positions = np.concatenate([prompt + np.arange(length) for length in columns["lengths"]])
+    begins = np.where(columns["shares_prompt"], prompt, 0)
+    positions = np.concatenate([begin + np.arange(n) for begin, n in zip(begins, columns["lengths"], strict=True)])
     return (-columns["tokens"] / (1 + positions) * columns["loss_mask"]).astype(np.float32)
 
 
@@ -106,11 +111,12 @@ def test_every_token_gets_its_log_prob_whatever_shares_a_row_with_it(board: Boar
     groups = {
         ("small", 5): answer(board, "small", [3, 0, 4]),
         ("tiny", 5): answer(board, "tiny", [2]),
+        ("branched", 5): answer(board, "branched", [6, 8], shares_prompt=np.array([1, 0], np.uint8)),
         ("large", 7): answer(board, "large", [50, 50, 40, 9, 1], prompt=7),
     }
     model = Model()
-    stage = work(board, model, 3)
-    found = trained_columns(board, 3)
+    stage = work(board, model, 4)
+    found = trained_columns(board, 4)
     for (name, prompt), columns in groups.items():
         logprobs = found[name][REF_LOGPROBS]
         assert logprobs.dtype == np.float32

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relaxd.board import Delivery
+from relaxd.board import STAGES, Delivery
 from relaxd.config import RunConfig
 from services.trainer.batch.groups import MalformedGroup, TrainGroup, check_group
 from services.trainer.loop.intake import HeldGroup, Intake, choose, due_groups, may_close
@@ -60,7 +60,7 @@ class Trainer:
             "trainer",
             groups_per_step=config.trainer.groups_per_step,
             max_staleness=config.board.max_staleness,
-            max_sample_tokens=config.trainer.micro_batch_tokens,
+            max_sequence_tokens=config.trainer.micro_batch_tokens,
             lease_seconds=config.board.lease_seconds,
         )
 
@@ -151,12 +151,17 @@ def test_what_cannot_be_trained_is_dropped(trainer: Trainer, changes: dict[str, 
     assert ids(trainer.intake.select(1, []).chosen) == ["g2"]
 
 
+NAMES = STAGES["train"].needs
+
+
 def columns() -> dict[str, Any]:
     return {
         "prompt_tokens": np.arange(1, 4, dtype=np.int32),
         "prompt": {"text": "p"},
         "tokens": np.arange(5, dtype=np.int32),
+        "sample_of_sequence": np.arange(2, dtype=np.int32),
         "lengths": np.array([2, 3], np.int32),
+        "shares_prompt": np.ones(2, np.uint8),
         "loss_mask": np.array([1, 1, 0, 1, 1], np.uint8),
         "rollout_logprobs": np.zeros(5, np.float32),
         "versions": np.array([4, 4, 1, 3, 4]),
@@ -170,11 +175,30 @@ def columns() -> dict[str, Any]:
 
 
 def test_a_group_knows_its_sizes_and_versions() -> None:
-    group = check_group("g", columns())
-    assert group.sample_tokens == [5, 6]
+    group = check_group("g", columns(), NAMES)
+    assert group.sequence_tokens == [5, 6]
     assert group.trained_tokens == 4
     assert group.oldest_version == 3
-    assert check_group("g", columns() | {"loss_mask": np.zeros(5, np.uint8)}).oldest_version is None
+    assert check_group("g", columns() | {"loss_mask": np.zeros(5, np.uint8)}, NAMES).oldest_version is None
+
+
+def test_a_group_of_more_sequences_than_samples_knows_its_sizes() -> None:
+    changes = {
+        "sample_of_sequence": np.zeros(2, np.int32),
+        "shares_prompt": np.array([1, 0], np.uint8),
+        "reward": np.zeros(1),
+    }
+    group = check_group("g", columns() | changes, NAMES)
+    assert (group.samples, group.sample_lengths.tolist(), group.sequence_tokens) == (1, [5], [5, 3])
+
+
+def test_optional_columns_are_checked_where_the_run_has_them() -> None:
+    names = (*NAMES, "ref_logprobs")
+    with pytest.raises(MalformedGroup, match="column ref_logprobs is missing"):
+        check_group("g", columns(), names)
+    with pytest.raises(MalformedGroup, match="ref_logprobs is NaN or infinite at a trained token"):
+        check_group("g", columns() | {"ref_logprobs": np.full(5, np.nan, np.float32)}, names)
+    assert "ref_logprobs" not in check_group("g", columns() | {"ref_logprobs": None}, NAMES).columns
 
 
 @pytest.mark.parametrize(
@@ -183,15 +207,26 @@ def test_a_group_knows_its_sizes_and_versions() -> None:
         ("prompt_tokens", np.zeros(0, np.int32), "prompt_tokens is empty"),
         ("lengths", np.array([-1, 6], np.int32), "lengths is"),
         ("lengths", np.array([2, 2], np.int32), "tokens has 5 values for 4 response tokens"),
-        ("spans_weight_update", np.zeros(3, np.uint8), "spans_weight_update has 3 values for 2 samples"),
+        ("spans_weight_update", np.zeros(3, np.uint8), "spans_weight_update has 3 values for 2 sequences"),
         ("reward", [0.0, 1.0], "reward is list"),
         ("advantages", np.array([0, 0, 0, np.inf, 0], np.float32), "advantages is NaN or infinite"),
         ("versions", np.zeros(5, np.float32), "versions is float32"),
         ("finish", ["stop"], "finish must be a list of 2"),
+        (
+            "sample_of_sequence",
+            np.array([1, 0], np.int32),
+            r"sample_of_sequence is \[1, 0\]: it must ascend",
+        ),
+        ("sample_of_sequence", np.array([0, 0], np.int32), "at least one sequence for each of the 2 samples"),
+        ("sample_of_sequence", np.array([0, 2], np.int32), "sample_of_sequence is"),
+        ("sample_of_sequence", np.array([0, 0, 1], np.int32), "sample_of_sequence has 3 values for 2 sequences"),
+        ("shares_prompt", np.array([1], np.uint8), "shares_prompt has 1 values for 2 sequences"),
+        ("shares_prompt", np.array([0, 1], np.uint8), "sequence 0 has shares_prompt 0, so it must begin with a prompt"),
+        ("reward", np.zeros(3), "it must ascend from 0 to 2"),
     ],
 )
 def test_columns_that_do_not_fit_are_named(name: str, value: Any, message: str) -> None:
     with pytest.raises(MalformedGroup, match=message):
-        check_group("g", columns() | {name: value})
+        check_group("g", columns() | {name: value}, NAMES)
     # What nobody trains on may be anything.
-    check_group("g", columns() | {"advantages": np.array([0, 0, np.nan, 0, 0], np.float32)})
+    check_group("g", columns() | {"advantages": np.array([0, 0, np.nan, 0, 0], np.float32)}, NAMES)

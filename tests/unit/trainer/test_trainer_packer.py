@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.batch.plan import MicroBatchRound, MicroBatchSlices, SampleSlice
-from services.trainer.batch.round_packer import MAX_REPEAT, Packer, Sample, pack_bins, spread_bins
+from services.trainer.batch.plan import MicroBatchRound, MicroBatchSlices, SequenceSlice
+from services.trainer.batch.round_packer import MAX_REPEAT, Packer, SequenceSize, pack_bins, spread_bins
 
 Step = dict[str, tuple[int, list[int]]]
 """By group id: prompt tokens, and the response tokens of each sample."""
@@ -34,7 +34,7 @@ def packed(step: Step, budget: int, ranks: int, per_rank: int) -> list[MicroBatc
 def row_tokens(micro_batch: MicroBatchSlices, step: Step) -> int:
     """Tokens of the packed row."""
     return sum(
-        step[piece.group_id][0] + sum(step[piece.group_id][1][i] for i in piece.samples) for piece in micro_batch
+        step[piece.group_id][0] + sum(step[piece.group_id][1][i] for i in piece.sequences) for piece in micro_batch
     )
 
 
@@ -65,9 +65,24 @@ def test_every_sample_is_packed_once_within_the_budget(step: Step, budget: int, 
         assert row_tokens(micro_batch, step) <= budget
         groups = [piece.group_id for piece in micro_batch]
         assert len(groups) == len(set(groups)), "samples of a group are apart: they don't share their prompt"
-        seen += [(piece.group_id, index) for piece in micro_batch for index in piece.samples]
+        seen += [(piece.group_id, index) for piece in micro_batch for index in piece.sequences]
     assert sorted(seen) == sorted((group_id, i) for group_id, (_, sizes) in step.items() for i in range(len(sizes)))
     assert rounds == packed(step, budget, ranks, per_rank)
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.booleans()), min_size=1, max_size=20), st.integers(40, 60))
+def test_only_sequences_that_share_the_prompt_count_on_it(sizes: list[tuple[int, bool]], budget: int) -> None:
+    packer = Packer(budget, 1)
+    packer.add("a", 15, [length for length, _ in sizes], [shares for _, shares in sizes])
+    rest = packer.rest()
+    assert rest is not None
+    seen = []
+    for micro_batch in micro_batches([rest]):
+        (indices,) = [piece.sequences for piece in micro_batch]
+        prompt = 15 if any(sizes[i][1] for i in indices) else 0
+        assert prompt + sum(sizes[i][0] for i in indices) <= budget
+        seen += indices
+    assert sorted(seen) == list(range(len(sizes)))
 
 
 @pytest.mark.parametrize(("ranks", "per_rank"), [(1, 1), (8, 1), (2, 4)])
@@ -85,7 +100,7 @@ def test_long_prompts_are_shared() -> None:
     alone = 16 * 8  # 8,192 + 800 tokens twice are more than the budget
     assert len(found) <= alone / 2
     for micro_batch in found:
-        attended = sum(len(piece.samples) * (8_192 + 800) for piece in micro_batch)
+        attended = sum(len(piece.sequences) * (8_192 + 800) for piece in micro_batch)
         assert attended <= MAX_REPEAT * 16_384
 
 
@@ -95,10 +110,10 @@ def test_ranks_have_about_the_same_work() -> None:
     loads = []
     for share in entry.micro_batches:
         samples = [
-            Sample(piece.group_id, i, step[piece.group_id][0], step[piece.group_id][1][i])
+            SequenceSize(piece.group_id, i, step[piece.group_id][0], step[piece.group_id][1][i])
             for micro_batch in share
             for piece in micro_batch
-            for i in piece.samples
+            for i in piece.sequences
         ]
         loads.append(sum(sample.work for sample in samples))
     assert max(loads) <= 1.1 * sum(loads) / len(loads)
@@ -109,7 +124,7 @@ def test_a_round_starts_when_two_rounds_worth_of_tokens_is_there() -> None:
     packer.add("a", 1, [4, 4, 4])
     assert packer.full_round() is None
     packer.add("b", 1, [9, 9, 9])
-    assert packer.full_round() == MicroBatchRound((((SampleSlice("b", (0,)),),), ((SampleSlice("b", (1,)),),)))
+    assert packer.full_round() == MicroBatchRound((((SequenceSlice("b", (0,)),),), ((SequenceSlice("b", (1,)),),)))
     assert packer.full_round() is None
     rest = packer.rest()
     assert rest is not None
@@ -117,10 +132,10 @@ def test_a_round_starts_when_two_rounds_worth_of_tokens_is_there() -> None:
 
 
 def test_bins_do_not_depend_on_the_order_of_arrival() -> None:
-    samples = [Sample(f"g{i % 5}", i, 3, 1 + i * 7 % 11) for i in range(40)]
+    samples = [SequenceSize(f"g{i % 5}", i, 3, 1 + i * 7 % 11) for i in range(40)]
     shuffled = random.Random(1).sample(samples, len(samples))
-    assert [each.samples for each in pack_bins(samples, 30)] == [each.samples for each in pack_bins(shuffled, 30)]
+    assert [each.sequences for each in pack_bins(samples, 30)] == [each.sequences for each in pack_bins(shuffled, 30)]
 
 
 def test_samples_that_cannot_be_spread_are_told() -> None:
-    assert spread_bins([Sample("a", 0, 1, 9), Sample("b", 0, 1, 9)], 10, 1) is None
+    assert spread_bins([SequenceSize("a", 0, 1, 9), SequenceSize("b", 0, 1, 9)], 10, 1) is None

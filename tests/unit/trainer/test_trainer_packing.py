@@ -4,62 +4,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from services.trainer.batch.row_packing import (
     PackingError,
-    TrainSample,
-    assign,
-    assign_to_ranks,
+    TrainSequence,
     empty_micro_batch,
     pack,
     with_padding,
 )
 
-LENGTHS = st.lists(st.integers(1, 64), max_size=60)
 
-
-def sample(prompt: int, response: int, **changes: object) -> TrainSample:
+def sample(prompt: int, response: int, **changes: object) -> TrainSequence:
     columns = {
-        "loss_mask": np.ones(response, np.uint8),
         "rollout_logprobs": np.arange(response, dtype=np.float32),
-        "advantages": np.full(response, 2.0, np.float32),
-        "weight": np.full(response, 0.5, np.float32),
-        **changes,
+        "advantages": changes.pop("advantages", np.full(response, 2.0, np.float32)),
     }
-    return TrainSample.from_response(np.arange(prompt), np.arange(response), **columns)
-
-
-@given(LENGTHS, st.integers(64, 256))
-def test_assign_puts_every_sequence_into_one_batch_within_the_budget(lengths: list[int], budget: int) -> None:
-    batches = assign(lengths, budget)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    assert all(0 < sum(lengths[i] for i in batch) <= budget for batch in batches)
-    # First fit leaves no two batches that would fit into one.
-    loads = sorted(sum(lengths[i] for i in batch) for batch in batches)
-    assert len(loads) < 2 or loads[0] + loads[1] > budget
-
-
-@given(LENGTHS, st.integers(64, 256), st.integers(1, 5))
-def test_ranks_get_equally_many_batches(lengths: list[int], budget: int, ranks: int) -> None:
-    shares = assign_to_ranks(lengths, budget, ranks)
-    assert len(shares) == ranks
-    assert len({len(share) for share in shares}) == 1
-    assert sorted(i for share in shares for batch in share for i in batch) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in batch) <= budget for share in shares for batch in share)
-
-
-def test_ranks_get_about_the_same_work() -> None:
-    shares = assign_to_ranks([10] * 64, 4096, 4)
-    assert [sum(len(batch) for batch in share) for share in shares] == [16, 16, 16, 16]
-
-
-def test_a_sequence_longer_than_the_budget_is_refused_by_name() -> None:
-    with pytest.raises(PackingError, match=r"sample 1 has 65 tokens, but trainer.micro_batch_tokens is 64"):
-        assign([3, 65], 64)
-    with pytest.raises(PackingError, match=r"sample 1 has 65 tokens"):
-        assign_to_ranks([3, 65], 64, 2)
+    values = {"loss_mask": np.ones(response, np.uint8), "weight": np.full(response, 0.5, np.float32), **changes}
+    return TrainSequence.from_response(np.arange(prompt), np.arange(response), columns=columns, **values)
 
 
 def test_pack_aligns_columns_with_the_tokens_they_are_about() -> None:
@@ -76,7 +37,7 @@ def test_pack_aligns_columns_with_the_tokens_they_are_about() -> None:
     assert not batch.prefixes.any()
     assert batch.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1, 0, 1]
     assert batch.logprobs_comparable.tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 0]
-    assert batch.rollout_logprobs.tolist() == [0, 0, 0, 0, 1, 0, 0, 1, 2]
+    assert batch.columns["rollout_logprobs"].tolist() == [0, 0, 0, 0, 1, 0, 0, 1, 2]
     assert batch.temperature.tolist() == [1.0] * 5 + [0.5] * 4
 
 
@@ -88,8 +49,23 @@ def test_neighbours_share_a_prompt() -> None:
     assert batch.prefixes.tolist() == [[0, 0], [0, 3], [0, 3], [0, 0], [0, 0]]
     assert batch.previous.tolist() == [-1, 0, 1, 2, 3, 2, 5, 6, -1, 8, 9, -1, 11, 12, 13]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2, 0, 1, 2, 3]
-    assert batch.rollout_logprobs.tolist() == [0, 0, 0, 0, 1, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0]
+    assert batch.columns["rollout_logprobs"].tolist() == [0, 0, 0, 0, 1, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0]
     assert len(pack(samples, share_prompts=False).tokens) == sum(len(one.tokens) for one in samples)
+
+
+def test_a_sequence_with_a_prompt_of_its_own_may_be_among_those_that_share_one() -> None:
+    own = sample(0, 3, loss_mask=np.array([0, 0, 1], np.uint8))
+    batch = pack([sample(3, 2), own, sample(3, 1)])
+    assert batch.tokens.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 0]
+    assert batch.prefixes.tolist() == [[0, 0], [0, 0], [0, 3]]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    assert batch.previous.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6, 2]
+    assert batch.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert batch.sequence_of_token.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2]
+    with pytest.raises(PackingError, match="prompt is empty"):
+        sample(0, 3)
+    with pytest.raises(PackingError, match=r"sequence 1 has columns \['values'\], but the first has"):
+        pack([own, replace(own, columns={"values": np.zeros(3, np.float32)})])
 
 
 def test_padding_is_a_sequence_of_its_own_without_effect() -> None:
@@ -100,7 +76,7 @@ def test_padding_is_a_sequence_of_its_own_without_effect() -> None:
     assert batch.loss_mask[5:].tolist() == [0, 0, 0]
     assert len(batch.tokens) == len(batch.temperature) == len(batch.weight) == 8
     assert with_padding(batch, 4) is batch
-    assert empty_micro_batch().loss_mask.sum() == 0
+    assert empty_micro_batch(["advantages"]).loss_mask.sum() == 0
 
 
 @pytest.mark.parametrize(
@@ -117,11 +93,11 @@ def test_samples_that_make_no_sense_are_refused(changes: dict[str, object], mess
 
 
 def test_micro_batches_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(PackingError, match="at least one sample"):
+    with pytest.raises(PackingError, match="at least one sequence"):
         pack([])
     first = sample(1, 2)
     first.loss_mask[0] = 1
-    with pytest.raises(PackingError, match="sample 0: loss_mask is 1 within the prompt"):
+    with pytest.raises(PackingError, match="sequence 0: loss_mask is 1 within the prompt"):
         pack([first])
-    with pytest.raises(PackingError, match=r"sample 0: loss_mask\[0\] is 1"):
+    with pytest.raises(PackingError, match=r"sequence 0: loss_mask\[0\] is 1"):
         pack([replace(first, prompt_length=0)])

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.batch.plan import MicroBatchRound, PlanError, SampleSlice, StepPlan
+from services.trainer.batch.plan import MicroBatchRound, PlanError, SequenceSlice, StepPlan
 
 
 def test_a_plan_survives_json() -> None:
-    rounds = (MicroBatchRound((((SampleSlice("a", (0, 2)), SampleSlice("b", (1,))),), ((),))),)
+    rounds = (MicroBatchRound((((SequenceSlice("a", (0, 2)), SequenceSlice("b", (1,))),), ((),))),)
     plan = StepPlan(3, 2, 7, ("a", "b"), rounds, 4, 30, 30.0)
     for outcome in (None, (), (0,)):
         plan = replace(plan, skipped_updates=outcome)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.batch.plan import MicroBatchRound, SampleSlice, StepPlan
+from services.trainer.batch.plan import MicroBatchRound, SequenceSlice, StepPlan
 from services.trainer.batch.step_file import (
     StepFileError,
     read_committed,
@@ -18,7 +18,7 @@ from services.trainer.batch.step_file import (
 from services.trainer.checkpoints.folder import plan_sha256
 
 PLAN = StepPlan(
-    2, 1, 0, ("a", "b/c"), (MicroBatchRound((((SampleSlice("a", (0,)), SampleSlice("b/c", (0, 1))),),)),), 3, 5, 5.0
+    2, 1, 0, ("a", "b/c"), (MicroBatchRound((((SequenceSlice("a", (0,)), SequenceSlice("b/c", (0, 1))),),)),), 3, 5, 5.0
 )
 GROUPS: dict[str, dict[str, Any]] = {
     "a": {"tokens": np.arange(4, dtype=np.int32), "reward": np.array([0.1]), "prompt": {"text": "ä", "n": [1, None]}},
