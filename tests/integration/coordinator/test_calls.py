@@ -175,7 +175,7 @@ def test_a_start_whose_answer_is_lost_is_no_second_run(up: Cluster, monkeypatch:
         run = client.start_run(up.config())
         assert [answer.run.run_id for answer in answers] == [run.run_id] * 2
         assert [one.state for one in client.runs()].count(pb.RUN_STATE_PENDING) == 1
-    up.stub.StopRun(pb.StopRunRequest(), timeout=5)
+        client.stop_run(run.run_id, "")
     up.until_state(pb.RUN_STATE_STOPPED)
 
 
