@@ -8,6 +8,7 @@ import pytest
 from relaxd import PROTOCOL_VERSION
 from relaxd.board import STAGES, roles_for, stages_for
 from relaxd.cli.check import check
+from relaxd.cli.execute import Where, _replicas
 from relaxd.config.load import ConfigError, load
 from relaxd.local.stack import make_plan
 from relaxd.local.state import StateFolder
@@ -73,6 +74,12 @@ def test_what_is_started_follows_the_table(tmp_path: Path, monkeypatch: pytest.M
     assert plan.templates["reference"].command[-1] == "services.trainer.reference"
     plan = make_plan(StateFolder(tmp_path), port=0, replicas={"reference": 1})
     assert "reference" in [spec.name for spec in plan.services]
+
+
+def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
+    where = Where(StateFolder(tmp_path), replicas={"rollout": 2, "reference": 0})
+    assert _replicas(where, load(RUN))["reference"] == 0
+    assert _replicas(where, load(RUN + SERVICE)) == {**dict.fromkeys(REPLICA_ROLES, 1), "rollout": 2}
 
 
 @pytest.mark.parametrize(
