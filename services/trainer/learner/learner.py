@@ -62,7 +62,7 @@ from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
 from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
 from services.trainer.megatron.parallel import World, initialize
 from services.trainer.mlp import expert_load
-from services.trainer.model.architecture import read_architecture
+from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
     exported_parameters,
@@ -153,9 +153,14 @@ class Learner:
             self.world.disk.report = report
         self._algorithm = create(algorithm)
         self._kernel = attention_kernel(
-            self.world.device, self._megatron_config.params_dtype, self._architecture.head_size, trainer.attention
+            self.world.device,
+            self._megatron_config.params_dtype,
+            self._architecture.head_size,
+            trainer.attention,
+            self._architecture.window,
         )
-        self._inverse_frequencies = self._architecture.inverse_frequencies().to(self.world.device)
+        rotary = self._architecture.rope.rotary(self._architecture.head_size)
+        self._rotary = rotary._replace(frequencies=rotary.frequencies.to(self.world.device))
         self._vocab = _vocab_shard(self._architecture.vocab_size, self.world)
         self._loss = PolicyLoss(self._algorithm, self._vocab, sequence_parallel=self._megatron_config.sequence_parallel)
         self._policy = build_model(self._architecture, self._megatron_config, self.world)
@@ -430,7 +435,7 @@ class Learner:
         return reported
 
     def _to_device(self, batch: PackedMicroBatch) -> DeviceBatch:
-        return to_device_batch(batch, self.world, self._kernel, self._inverse_frequencies)
+        return to_device_batch(batch, self.world, self._kernel, self._rotary)
 
 
 def _vocab_shard(vocab_size: int, world: World) -> VocabShard:
