@@ -1,4 +1,4 @@
-"""Every family of models in one process, against transformers: logits, log-probs of packed samples, gradients."""
+"""Every family of models in one process against transformers: logits, log-probs of packed samples, gradients, names."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from relaxd.weights.manifest import Bucket, TensorSpec
+from services.rollout.engines.transformers.weights import check_manifest, named_parameters
 from services.trainer.batch.row_packing import TrainSample, pack
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
@@ -73,8 +75,18 @@ def test_log_probs_and_gradients_equal_those_of_transformers(folder: Path, learn
     learner.accumulate([batch])
     for parameter in learner._policy.parameters():
         parameter.data.copy_(parameter.main_grad)  # to gather gradients under Hugging Face's names
-    ours = {name: gradient.double() for name, gradient in learner.iter_hf_tensors()}
-    theirs = {name: parameter.grad for name, parameter in reference.named_parameters() if "experts." not in name}
-    assert len(theirs) > 10
-    for name, gradient in theirs.items():  # transformers stacks the experts
-        assert (ours[name] - gradient).norm() / gradient.norm() < 1e-5, name
+    for parameter in reference.parameters():
+        parameter.data = parameter.grad
+    ours, theirs = dict(learner.iter_hf_tensors()), named_parameters(reference)
+    assert len(ours) > 10
+    for name, gradient in ours.items():
+        assert (gradient - theirs[name]).norm() <= 1e-5 * theirs[name].norm(), name
+
+
+def test_the_engine_accepts_every_weight_under_its_name(folder: Path, learner: Learner) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    specs = [TensorSpec(spec.name, spec.dtype, spec.shape) for spec in learner.hf_tensor_specs()]
+    check_manifest(model, [Bucket(tuple(specs), source_rank=0)])
+    weights = named_parameters(model)
+    for name, tensor in learner.iter_hf_tensors():
+        assert torch.equal(tensor, weights[name]), name
