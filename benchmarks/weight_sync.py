@@ -26,7 +26,7 @@ from transformers import Qwen3Config
 
 from benchmarks.gpu_models import SHAPES
 from benchmarks.reporting import report
-from services.trainer.model.architecture import read_architecture
+from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import hf_tensor_specs
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from services.trainer.attention.attention_kernels import attention_kernel, varlen_attention
-from services.trainer.attention.heads import rotary_table, rotate, split_heads
+from services.trainer.attention.heads import Rotary, rotary_table, rotate, split_heads
 from services.trainer.attention.sequence_layout import cudnn_batches, scatter_to_sequences, sequence_layout
 from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.kernels.grouped_products import grouped_kernels
@@ -64,7 +64,7 @@ def test_swiglu() -> None:
 def test_heads(norm: bool, groups: int, queries: int, size: int, tokens: int) -> None:
     qkv, weights = leaf(tokens, groups, (queries + 2) * size), (leaf(size), leaf(size))
     frequencies = 1e4 ** -(torch.arange(0, size, 2, device="cuda") / size)
-    table = rotary_table(torch.arange(tokens, device="cuda"), frequencies)
+    table = rotary_table(torch.arange(tokens, device="cuda"), Rotary(frequencies))
     exact_qkv, exact_weights = exact(qkv), tuple(exact(weight) for weight in weights)
     query, key, value = exact_qkv.split([queries * size, size, size], -1)
     query = query.reshape(tokens, -1, size)
@@ -145,32 +145,36 @@ LENGTHS = {
 }
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
     """Causal attention, sequence after sequence, in the inputs' precision."""
     outputs = []
     for q, k, v in zip(*(x.transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True):
         k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
-        outputs.append(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        place = torch.arange(q.shape[1], device=q.device)
+        distance = place[:, None] - place[None, :]
+        mask = (distance >= 0) & (distance < (window or len(place)))
+        outputs.append(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))
     return torch.cat(outputs, 1).transpose(0, 1)
 
 
 @pytest.mark.parametrize("heads", [(16, 8), (32, 4), (3, 3)])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("kernel", ["cudnn", "varlen"])
-def test_attention(kernel: str, lengths: list[int], heads: tuple[int, int]) -> None:
-    if kernel == "cudnn" and attention_kernel(torch.device("cuda"), torch.bfloat16, 128, "auto") != "cudnn":
+@pytest.mark.parametrize("window", [None, 2, 200, 1024])
+def test_attention(window: int | None, kernel: str, lengths: list[int], heads: tuple[int, int]) -> None:
+    if kernel == "cudnn" and attention_kernel(torch.device("cuda"), torch.bfloat16, 128, "auto", window) != "cudnn":
         pytest.skip("cuDNN's attention doesn't work here")
     tokens, scale = sum(lengths), 128**-0.5
     inputs = [leaf(tokens, count, 128) for count in (heads[0], heads[1], heads[1])]
     if kernel == "cudnn":
         from services.trainer.attention.cudnn_attention import cudnn_attention
 
-        ours = cudnn_attention(*inputs, cudnn_batches(lengths, torch.device("cuda")), scale)
+        ours = cudnn_attention(*inputs, cudnn_batches(lengths, torch.device("cuda")), scale, window)
     else:
         cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
-        ours = varlen_attention(*inputs, cu_seqlens, max(lengths), scale)
+        ours = varlen_attention(*inputs, cu_seqlens, max(lengths), scale, window)
     exact_inputs = [x.detach().float().requires_grad_() for x in inputs]
-    expected = attend(*exact_inputs, lengths)
+    expected = attend(*exact_inputs, lengths, window)
     grad = torch.randn_like(ours)
     expected.backward(grad.float())
     ours.backward(grad)

@@ -10,19 +10,31 @@ import torch
 import torch.nn.functional as functional
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from services.trainer.attention.attention_kernels import varlen_attention
+from services.trainer.attention.attention_kernels import varlen_attention, visible
 from services.trainer.attention.sequence_layout import SequenceLayout, gather_from_sequences, scatter_to_sequences
 from services.trainer.kernels.recompute import Recompute
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each packed sequence, by the kernel of the layout."""
+    """Causal attention within each packed sequence, by the kernel of the layout.
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
+    Layers that Megatron's `window_attn_skip_freq` marks attend only to the last tokens (`window_size`).
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: object
+    ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
+        self.window: int | None = None
+        """Tokens that a token attends to, itself included; None for all before it."""
+        if config.window_size and is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            self.window = config.window_size[0] + 1
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, recompute: Recompute
@@ -38,9 +50,9 @@ class PackedAttention(MegatronModule):
         if layout.kernel == "cudnn":
             from services.trainer.attention.cudnn_attention import cudnn_attention
 
-            output = cudnn_attention(query, key, value, layout.cudnn_batches, scale)
+            output = cudnn_attention(query, key, value, layout.cudnn_batches, scale, self.window)
         elif layout.kernel == "varlen":
-            output = varlen_attention(query, key, value, layout.cu_seqlens, layout.longest, scale)
+            output = varlen_attention(query, key, value, layout.cu_seqlens, layout.longest, scale, self.window)
         else:
             output = self._blocks(query, key, value, layout, scale)
         return output if layout.as_packed else recompute(gather_from_sequences, output, layout)
@@ -50,9 +62,12 @@ class PackedAttention(MegatronModule):
         for count, width in layout.blocks:
             end = begin + count * width
             q, k, v = (x[begin:end].view(count, width, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-            block = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            settings: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+            if self.window is None or self.window >= width:
+                settings["is_causal"] = True
+            else:
+                settings["attn_mask"] = visible(width, self.window, query.device)
+            block = functional.scaled_dot_product_attention(q, k, v, **settings)
             outputs.append(block.transpose(1, 2).reshape(count * width, *query.shape[1:]))
             begin = end
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -25,7 +25,9 @@ MAX_STATISTICS_RATIO = 4
 Packed statistics make the backward pass slower, by up to a tenth."""
 
 
-def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, batches: Sequence[CudnnBatch], scale: float) -> Tensor:
+def cudnn_attention(
+    query: Tensor, key: Tensor, value: Tensor, batches: Sequence[CudnnBatch], scale: float, window: int | None = None
+) -> Tensor:
     """Compute causal attention within each sequence.
 
     Args:
@@ -34,28 +36,35 @@ def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, batches: Sequence
         value: like `key`.
         batches: the sequences, one call each; together they cover all tokens.
         scale: factor of the scores.
+        window: tokens that a token attends to, itself included; None for all before it.
 
     Returns:
         [T, heads, size].
     """
-    output: Tensor = _Attention.apply(query, key, value, batches, scale)
+    output: Tensor = _Attention.apply(query, key, value, batches, scale, window)
     return output
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, batches: Sequence[CudnnBatch], scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batches: Sequence[CudnnBatch],
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         output = torch.empty_like(query)
         tensors, statistics = {"q": query, "k": key, "v": value, "o": output}, []
         for batch in batches:
-            shape = _Shape.of(query, key, batch, scale)
+            shape = _Shape.of(query, key, batch, scale, window)
             size = (len(query), shape.heads) if shape.packed else (batch.count, shape.heads, batch.longest)
             statistics.append(torch.empty(size, dtype=torch.float32, device=query.device))
             _execute(_forward_plan(shape), {**tensors, "stats": statistics[-1], **_offsets(batch, shape)})
         ctx.save_for_backward(query, key, value, output, *statistics)
-        ctx.batches, ctx.scale = batches, scale
+        ctx.batches, ctx.scale, ctx.window = batches, scale, window
         return output
 
     @staticmethod
@@ -65,9 +74,9 @@ class _Attention(torch.autograd.Function):
         tensors = {"q": query, "k": key, "v": value, "o": output, "do": grads[0].contiguous()}
         tensors |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
         for batch, logsumexp in zip(ctx.batches, statistics, strict=True):
-            shape = _Shape.of(query, key, batch, ctx.scale)
+            shape = _Shape.of(query, key, batch, ctx.scale, ctx.window)
             _execute(_backward_plan(shape), {**tensors, "stats": logsumexp, **_offsets(batch, shape)})
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
 @dataclass(frozen=True)
@@ -82,14 +91,17 @@ class _Shape:
     kv_heads: int
     size: int
     scale: float
+    window: int | None
     packed: bool  # whether statistics are packed
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, batch: CudnnBatch, scale: float) -> "_Shape":
+    def of(cls, query: Tensor, key: Tensor, batch: CudnnBatch, scale: float, window: int | None) -> "_Shape":
         tokens = max(rounded_up(len(query), 4), 1024)
         index, (_, heads, size) = query.device.index or 0, query.shape
         packed = batch.count * batch.longest > MAX_STATISTICS_RATIO * tokens
-        return cls(index, batch.count, batch.longest, tokens, heads, key.shape[1], size, scale, packed)
+        if window is not None and window >= batch.longest:
+            window = None
+        return cls(index, batch.count, batch.longest, tokens, heads, key.shape[1], size, scale, window, packed)
 
 
 @dataclass(frozen=True)
@@ -182,7 +194,8 @@ class _Builder:
         self.tensors[name] = tensor
 
     def masks(self) -> dict[str, Any]:
-        """Return the arguments for a causal mask within each sequence's length."""
+        """Return the arguments for a causal mask within each sequence's length, and within the window."""
+        window = {} if self.shape.window is None else {"diagonal_band_left_bound": self.shape.window}
         return {
             "attn_scale": self.shape.scale,
             "use_padding_mask": True,
@@ -190,6 +203,7 @@ class _Builder:
             "seq_len_kv": self.tensors["lengths"],
             "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
             "diagonal_band_right_bound": 0,
+            **window,
         }
 
     def build(self) -> _Plan:

@@ -1,12 +1,21 @@
 """Query, key and value heads: split from their common projection, normalised per head, rotated."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
 from services.trainer.kernels.fusion import fused_kernels
+
+
+class Rotary(NamedTuple):
+    """A rotary embedding for one size of head."""
+
+    frequencies: Tensor
+    """float32 [head_size / 2]: radians per position."""
+    scale: float = 1.0
+    """Factor of cosine and sine (YaRN)."""
 
 
 def split_heads(
@@ -69,18 +78,18 @@ class _Heads(torch.autograd.Function):
         return grad_qkv.view(qkv.shape), grad_query_weight, grad_key_weight, None, None, None
 
 
-def rotary_table(positions: Tensor, inverse_frequencies: Tensor) -> Tensor:
-    """Compute cosine and sine of every token's rotary angles.
+def rotary_table(positions: Tensor, rotary: Rotary) -> Tensor:
+    """Compute cosine and sine of every token's rotary angles, times the embedding's scale.
 
     Args:
         positions: int64 [T], each token's position in its sequence.
-        inverse_frequencies: float32 [head_size / 2].
+        rotary: the embedding, on the same device.
 
     Returns:
         float32 [2, T, 1, head_size / 2].
     """
-    angles = torch.outer(positions.float(), inverse_frequencies).unsqueeze(1)
-    return torch.stack((angles.cos(), angles.sin()))
+    angles = torch.outer(positions.float(), rotary.frequencies).unsqueeze(1)
+    return torch.stack((angles.cos(), angles.sin())) * rotary.scale
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.trainer.attention.heads import rotary_table
+from services.trainer.attention.heads import Rotary, rotary_table
 from services.trainer.attention.sequence_layout import AttentionKernel, SequenceLayout, sequence_layout, to_device
 from services.trainer.batch.row_packing import PackedMicroBatch, with_padding
 from services.trainer.megatron.parallel import World
@@ -44,16 +44,14 @@ class DeviceBatch:
     """Number of sequences in the micro-batch."""
 
 
-def to_device_batch(
-    batch: PackedMicroBatch, world: World, kernel: AttentionKernel, inverse_frequencies: Tensor
-) -> DeviceBatch:
+def to_device_batch(batch: PackedMicroBatch, world: World, kernel: AttentionKernel, rotary: Rotary) -> DeviceBatch:
     """Pad a micro-batch, cut out this rank's slice and copy it to this rank's device.
 
     Args:
         batch: the micro-batch.
         world: this rank's place in the world.
         kernel: the implementation of attention.
-        inverse_frequencies: float32 [head_size / 2], of the rotary embedding.
+        rotary: the rotary embedding, on the device.
     """
     batch = with_padding(batch, world.tp_size * world.cp_size)
     slice_tokens = len(batch.tokens) // world.cp_size
@@ -75,7 +73,7 @@ def to_device_batch(
     router = RouterInputs(weight=float(batch.weight[batch.loss_mask == 1].sum()))
     return DeviceBatch(
         tokens=to_device(batch.tokens[begin : begin + slice_tokens], world.device).unsqueeze(0),
-        rotary=rotary_table(to_device(batch.positions, world.device), inverse_frequencies),
+        rotary=rotary_table(to_device(batch.positions, world.device), rotary),
         layout=sequence_layout(batch, world.device, kernel, router),
         trained_indices=to_device(own, world.device),
         targets=to_device(batch.tokens[trained], world.device),

@@ -25,7 +25,7 @@ from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.device_batch import DeviceBatch, to_device_batch
 from services.trainer.learner.logprobs import VocabShard, token_logprobs
 from services.trainer.megatron.parallel import World, initialize
-from services.trainer.model.architecture import read_architecture
+from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import load_hf
 from services.trainer.model.model import PolicyModel, build_model, padded_vocab, transformer_config
 
@@ -62,9 +62,14 @@ class Forward:
             self.world.disk.report = report
         self.vocab = _vocab_shard(self.architecture.vocab_size, self.world)
         self._kernel = attention_kernel(
-            self.world.device, self.megatron_config.params_dtype, self.architecture.head_size, trainer.attention
+            self.world.device,
+            self.megatron_config.params_dtype,
+            self.architecture.head_size,
+            trainer.attention,
+            self.architecture.window,
         )
-        self._inverse_frequencies = self.architecture.inverse_frequencies().to(self.world.device)
+        rotary = self.architecture.rope.rotary(self.architecture.head_size)
+        self._rotary = rotary._replace(frequencies=rotary.frequencies.to(self.world.device))
 
     def load(self) -> PolicyModel:
         """Build this rank's part of the model and load its weights."""
@@ -145,7 +150,7 @@ class Forward:
         return hidden.new_zeros(()), no_tokens(), {"logprobs": logprobs, "indices": batch.trained_indices}
 
     def _to_device(self, batch: PackedMicroBatch) -> DeviceBatch:
-        return to_device_batch(batch, self.world, self._kernel, self._inverse_frequencies)
+        return to_device_batch(batch, self.world, self._kernel, self._rotary)
 
 
 def no_tokens() -> Tensor:

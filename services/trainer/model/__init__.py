@@ -1,4 +1,4 @@
 """The policy as a Megatron model: architectures, layers, and weights from and to Hugging Face folders.
 
-To add an architecture, add its rules to `mapping.py`.
+A family of models is one file in `architectures`; docs/models.md says how to add one.
 """

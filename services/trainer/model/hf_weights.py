@@ -19,7 +19,8 @@ from torch import Tensor
 
 from services.trainer.megatron.parallel import GatherGroups, World
 from services.trainer.model.architecture import Architecture, ModelError
-from services.trainer.model.mapping import ParameterEntry, Replicated, entries
+from services.trainer.model.layouts import Replicated
+from services.trainer.model.mapping import ParameterEntry, entries
 
 MAX_FILE_BYTES = 4 << 30
 """Size at which a written safetensors file is closed."""

@@ -7,7 +7,10 @@ attention distinguishes the sequences.
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
+from typing import Any
+
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -25,7 +28,7 @@ from services.trainer.kernels.recompute import Recompute
 from services.trainer.mlp.dense_mlp import DenseMLP
 from services.trainer.mlp.mixture import MixtureOfExperts
 from services.trainer.model.norms import RMSNorm
-from services.trainer.model.packed_layer import PackedLayer
+from services.trainer.model.packed_layer import PackedLayer, PolicyConfig
 
 
 class PackedSelfAttention(SelfAttention):
@@ -58,8 +61,15 @@ class PackedSelfAttention(SelfAttention):
         output = self.core_attention(query, key, value, layout, recompute)
         if context is not None:
             output = heads_to_tokens(output, context)
-        output, _ = self.linear_proj(output.reshape(output.shape[0], 1, -1))
-        return output
+        output, bias = self.linear_proj(output.reshape(output.shape[0], 1, -1))
+        return output if bias is None else output + bias
+
+
+class OutputProjection(RowParallelLinear):
+    """Megatron's row-parallel layer for attention's output. Megatron would give the MLP a bias along with it."""
+
+    def __init__(self, *arguments: Any, config: PolicyConfig, **named: Any) -> None:
+        super().__init__(*arguments, config=config, **{**named, "bias": config.attention_output_bias})
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
@@ -72,7 +82,7 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         submodules=SelfAttentionSubmodules(
             linear_qkv=backend.column_parallel_linear(),
             core_attention=PackedAttention,
-            linear_proj=backend.row_parallel_linear(),
+            linear_proj=OutputProjection,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),

@@ -3,6 +3,8 @@
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
+from math import gcd
+
 import torch
 import torch.nn.functional as functional
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -66,6 +68,9 @@ def transformer_config(shape: Architecture, config: TrainerConfig) -> PolicyConf
         qk_layernorm=shape.qk_norm,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
+        attention_output_bias=shape.output_bias,
+        window_size=None if shape.window is None else (shape.window - 1, 0),
+        window_attn_skip_freq=[int(windowed) for windowed in shape.windowed],
         gated_linear_unit=True,
         activation_func=functional.silu,
         attention_dropout=0.0,
@@ -158,21 +163,34 @@ def _keep(tensor: Tensor) -> Tensor:
 
 
 def _check_divisible(shape: Architecture, config: TrainerConfig) -> None:
-    head_ranks = config.tensor_parallel * config.context_parallel
     head_field = "tensor_parallel x trainer.context_parallel" if config.context_parallel > 1 else "tensor_parallel"
+    sizes = {
+        "tensor_parallel": config.tensor_parallel,
+        head_field: config.tensor_parallel * config.context_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
+        "expert_parallel": config.expert_parallel,
+    }
     counts = [
-        (head_field, head_ranks, "query heads", shape.heads),
-        (head_field, head_ranks, "key-value heads", shape.kv_heads),
-        ("tensor_parallel", config.tensor_parallel, "MLP columns", shape.ffn_size),
-        ("pipeline_parallel", config.pipeline_parallel, "layers", shape.layers),
+        (head_field, "query heads", shape.heads),
+        (head_field, "key-value heads", shape.kv_heads),
+        ("pipeline_parallel", "layers", shape.layers),
     ]
     if shape.experts is None:
-        counts.append(("expert_parallel", config.expert_parallel, "expert (it is a dense model)", 1))
+        counts.append(("tensor_parallel", "MLP columns", shape.ffn_size))
+        counts.append(("expert_parallel", "expert (it is a dense model)", 1))
     else:
-        counts.append(("expert_parallel", config.expert_parallel, "experts", shape.experts.count))
-        counts.append(("tensor_parallel", expert_tensor_parallel(config), "expert columns", shape.experts.ffn_size))
-        shared = shape.experts.shared_ffn_size or 0
-        counts.append(("tensor_parallel", config.tensor_parallel, "columns of the shared expert", shared))
-    for field, size, what, count in counts:
-        if count % size:
-            raise ModelError(f"trainer.{field} is {size}: it must divide the model's {count} {what}")
+        counts.append(("expert_parallel", "experts", shape.experts.count))
+        if expert_tensor_parallel(config) > 1:
+            counts.append(("tensor_parallel", "expert columns", shape.experts.ffn_size))
+        if shape.experts.shared_ffn_size is not None:
+            counts.append(("tensor_parallel", "columns of the shared expert", shape.experts.shared_ffn_size))
+    for field, what, count in counts:
+        if count % sizes[field]:
+            divisible = gcd(*(other for name, _, other in counts if name == field))
+            fitting = ", ".join(
+                str(size) for size in range(1, min(divisible, config.ranks) + 1) if divisible % size == 0
+            )
+            raise ModelError(
+                f"trainer.{field} is {sizes[field]}: it must divide the model's {count} {what}. "
+                f"Sizes that fit: {fitting}"
+            )

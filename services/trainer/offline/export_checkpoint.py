@@ -26,7 +26,7 @@ def export_checkpoint(run_folder: Path, step: int | None, out: Path) -> dict[str
         CheckpointError: the checkpoint doesn't fit the model.
     """
     from services.trainer.megatron.parallel import initialize
-    from services.trainer.model.architecture import read_architecture
+    from services.trainer.model.architectures import read_architecture
     from services.trainer.model.hf_weights import save_hf
     from services.trainer.model.model import build_model, transformer_config
 

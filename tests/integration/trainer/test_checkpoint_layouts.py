@@ -27,10 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(folder: Path) -> dict[str, Path]:
-    # An odd vocabulary, so that two tensor-parallel ranks pad it and one doesn't; one model tied, one not.
+    # An odd vocabulary, so that two tensor-parallel ranks pad it and one doesn't; one model tied, one with biases.
     return {
         "qwen3": make_model(folder / "qwen3", "qwen3", tied=True),
-        "llama": make_model(folder / "llama", "llama"),
+        "llama": make_model(folder / "llama", "llama3"),
         "moe": make_model(folder / "moe", "qwen3_moe"),
     }
 

@@ -15,7 +15,7 @@ from relaxd.weights.checksum import checksum
 from relaxd.weights.group import WeightGroup, host_store
 from relaxd.weights.layout import piece_bytes, pieces
 from relaxd.weights.manifest import TensorSpec, plan_buckets
-from services.trainer.model.architecture import read_architecture
+from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import hf_tensor_specs
 from tests.integration.trainer.broadcasting_ranks import BUCKET_BYTES
 from tests.integration.trainer.trainer_worlds import make_model

@@ -17,10 +17,39 @@ import numpy as np
 
 from relaxd.config import AlgorithmConfig, TrainerConfig
 
-KINDS = ("llama", "qwen3", "qwen2_moe", "qwen3_moe")
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 COLUMNS = ("rollout_logprobs", "advantages")
 """Columns of the samples."""
+SHARED_EXPERT: dict[str, Any] = {**EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 80}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
+SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"head_dim": 32}),
+    "llama3": ("llama", {"attention_bias": True, "rope_parameters": LLAMA3}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": LINEAR}),
+    "qwen2_sliding": ("qwen2", SLIDING),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3_yarn": ("qwen3", {"head_dim": 32, "attention_bias": True, "rope_parameters": YARN}),
+    "mistral": ("mistral", {"head_dim": 8, "sliding_window": 6}),
+    "ministral": (
+        "ministral",
+        {"head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "phi3": ("phi3", {"sliding_window": 6, "pad_token_id": None, "eos_token_id": 2}),
+    "qwen2_moe": ("qwen2_moe", SHARED_EXPERT),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 32, **EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe_bias": ("qwen3_moe", {"head_dim": 32, **EXPERTS, "attention_bias": True, "rope_parameters": YARN}),
+}
+"""Models: `model_type` and settings. Windows and contexts are shorter than the samples, so that they matter."""
 VOCAB = 259
 """Odd, so that two tensor-parallel ranks have to pad it."""
 
@@ -31,6 +60,7 @@ def make_model(folder: Path, kind: str, *, tied: bool = False, **changes: int) -
     import transformers
 
     torch.manual_seed(1)
+    model_type, own = KINDS[kind]
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -38,23 +68,14 @@ def make_model(folder: Path, kind: str, *, tied: bool = False, **changes: int) -
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
         "max_position_embeddings": 512,
         "initializer_range": 0.1,
         "tie_word_embeddings": tied,
+        **own,
         **changes,
     }
-    if kind == "llama":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
-    elif kind == "qwen3":
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings))
-    elif kind == "qwen2_moe":
-        del settings["head_dim"]
-        experts = {**EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 80}
-        model = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**settings, **experts))
-    else:
-        experts = {**EXPERTS, "norm_topk_prob": True}
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**settings, **experts))
+    config = transformers.AutoConfig.for_model(model_type, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:

@@ -1,0 +1,64 @@
+"""The families of models that the trainer knows: one file each, named after its `model_type`. See docs/models.md."""
+
+import json
+import pkgutil
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+
+from services.trainer.model.architecture import Architecture, ModelError
+from services.trainer.model.family import Config, Family
+
+FAMILIES: dict[str, Family] = {
+    module.name: import_module(f"{__name__}.{module.name}").FAMILY for module in pkgutil.iter_modules(__path__)
+}
+"""Families by `model_type`."""
+
+_GATED_DELTA_NET = (
+    "its linear attention (Gated DeltaNet) carries a state from token to token, and Megatron's implementation can't "
+    "separate the sequences of a packed micro-batch"
+)
+UNSUPPORTED = {
+    "qwen3_next": _GATED_DELTA_NET,
+    "qwen3_5": _GATED_DELTA_NET,
+    "qwen3_5_text": _GATED_DELTA_NET,
+    "qwen3_5_moe": _GATED_DELTA_NET,
+    "qwen3_5_moe_text": _GATED_DELTA_NET,
+}
+"""Families that were considered, and why they aren't supported."""
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Read a model folder's config.json.
+
+    Args:
+        folder: a Hugging Face model folder.
+
+    Raises:
+        ModelError: the file is missing or isn't JSON, a field is missing, or a feature isn't supported.
+    """
+    path = folder / "config.json"
+    try:
+        config: Config = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ModelError(f"{folder} has no config.json: it must be a Hugging Face model folder") from error
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path} isn't valid JSON: {error}") from error
+    try:
+        return _family(config["model_type"]).read(config)
+    except KeyError as error:
+        raise ModelError(f"{path} has no field {error}") from error
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def _family(model_type: str) -> Family:
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    if model_type in UNSUPPORTED:
+        raise ModelError(f'model_type is "{model_type}", which the trainer can\'t train: {UNSUPPORTED[model_type]}')
+    nearest = get_close_matches(model_type, FAMILIES, n=1, cutoff=0)
+    raise ModelError(
+        f'model_type is "{model_type}": supported are {", ".join(FAMILIES)}. The nearest name is "{nearest[0]}"; '
+        "docs/models.md says how to add a family"
+    )

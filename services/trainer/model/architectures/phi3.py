@@ -1,0 +1,62 @@
+"""Phi-3 and Phi-4 (not Phi-4-mini): Llama, with queries, keys and values in one tensor, gate and up in another."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.trainer.model.architecture import Architecture, ModelError
+from services.trainer.model.family import Config, Family, decoder, windows
+from services.trainer.model.layouts import QueryKeyValue, Rows
+from services.trainer.model.rules import DOWN, HF_LAYER, LAYER, NORMS, OUTPUT, Rule
+
+
+def read(config: Config) -> Architecture:
+    """Read a config.json of this family."""
+    layer = "full_attention" if config.get("sliding_window") is None else "sliding_attention"
+    shape = decoder(config, **windows(config, [layer] * config["num_hidden_layers"]))
+    if shape.rope.scaling != "default":  # what Phi's releases call "yarn" is LongRoPE
+        raise ModelError(f'rope_type is "{shape.rope.scaling}": only "default" is supported')
+    return shape
+
+
+class FusedQueryKeyValue:
+    """`QueryKeyValue` of one tensor: all queries, all keys, all values."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's heads."""
+        query, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+        return QueryKeyValue.shard(parts[0].split([query, kv, kv]), rank, size, shape)
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return the tensor."""
+        return [torch.cat(QueryKeyValue.merge(shards, shapes, shape))]
+
+
+class FusedGateUp:
+    """`Rows` of one tensor: gate, up."""
+
+    @staticmethod
+    def shard(parts: Sequence[Tensor], rank: int, size: int, shape: Architecture) -> Tensor:
+        """Return this rank's rows of both halves."""
+        return Rows.shard(parts[0].chunk(2), rank, size, shape)
+
+    @staticmethod
+    def merge(shards: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], shape: Architecture) -> list[Tensor]:
+        """Return the tensor."""
+        rows, columns = shapes[0]
+        return [torch.cat(Rows.merge(shards, [(rows // 2, columns)] * 2, shape))]
+
+
+QKV = Rule(
+    f"{LAYER}.self_attention.linear_qkv.weight",
+    FusedQueryKeyValue,
+    ((f"{HF_LAYER}.self_attn.qkv_proj.weight", "query+kv+kv hidden"),),
+)
+GATE_UP = Rule(
+    f"{LAYER}.mlp.linear_fc1.weight", FusedGateUp, ((f"{HF_LAYER}.mlp.gate_up_proj.weight", "ffn+ffn hidden"),)
+)
+
+FAMILY = Family(read, rules=lambda shape: (*NORMS, QKV, *OUTPUT, GATE_UP, *DOWN))
