@@ -20,7 +20,8 @@ from relaxd.cli.options import DEFAULT_STATE
 from relaxd.client.coordinator import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, dump
+from relaxd.config.load import ConfigError
+from relaxd.config.write import dump
 from relaxd.local import stack
 from relaxd.local.devices import check_devices
 from relaxd.local.ports import LOOPBACK, is_free

@@ -34,7 +34,8 @@ from relaxd.cli.status import print_status
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, dump, load_file
+from relaxd.config.load import ConfigError, load_file
+from relaxd.config.write import dump
 from relaxd.local import compose, stack
 from relaxd.local.address import coordinator_address as _address
 from relaxd.local.state import StateFolder
