@@ -21,6 +21,8 @@ class Failure:
     """Reason, for people."""
     died: bool = False
     """True if the worker died while scoring it."""
+    traceback: str = ""
+    """Traceback of the exception that the reward raised."""
 
 
 class PoolClosedError(Exception):
@@ -116,14 +118,14 @@ class WorkerPool:
                 answer = await child.request("load", {"reward": reward}, LOAD_SECONDS)
                 if "error" in answer:
                     answered = True
-                    return Failure(answer["error"])
+                    return _failure(answer)
                 worker.loaded.add(reward)
             if sample is not None:
                 answer = await child.request("score", {"reward": reward, "sample": asdict(sample)}, timeout_seconds)
             else:
                 answer = {}
             answered = True
-            return Failure(answer["error"]) if "error" in answer else answer
+            return _failure(answer) if "error" in answer else answer
         except ChildTimeout:
             self._raise_if_closed()
             task = "scoring a sample" if reward in worker.loaded else "loading the reward"
@@ -149,6 +151,10 @@ class WorkerPool:
                 "services.reward.worker", env=self._environment, inherit=False, name="reward worker"
             )
         return worker.child
+
+
+def _failure(answer: dict[str, Any]) -> Failure:
+    return Failure(answer["error"], traceback=answer.get("traceback", ""))
 
 
 def _describe_exit(exit_code: int) -> str:
