@@ -12,11 +12,14 @@ def check_devices(config: RunConfig, engines: int, visible: int) -> list[Problem
     """
     transport = config.weights.transport
     if not visible:
+        problems = []
         if transport != "gloo":
-            return [
-                Problem("weights.transport", f'= "{transport}" needs GPUs, and this machine shows none: use "gloo"')
-            ]
-        return []
+            needs = f'= "{transport}" needs GPUs, and this machine shows none: use "gloo"'
+            problems.append(Problem("weights.transport", needs))
+        if config.rollout.engine == "sglang":
+            needs = '= "sglang" needs GPUs, and this machine shows none: use "transformers"'
+            problems.append(Problem("rollout.engine", needs))
+        return problems
     on_gpus = engines * config.rollout.tensor_parallel if config.rollout.engine == "sglang" else 0
     if config.run.colocate:
         return _check_shared(config, engines, on_gpus, visible)
