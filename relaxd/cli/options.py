@@ -7,6 +7,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from relaxd.client.errors import CliError
+from relaxd.config import RunConfig
+from relaxd.config.load import load_file
+
 StateOption = Annotated[
     Path, typer.Option("--state", envvar="RELAXD_STATE", help="Folder of the services' state, logs and data.")
 ]
@@ -39,9 +43,31 @@ WordsArgument = Annotated[
     ),
 ]
 DEFAULT_STATE = Path(".relaxd")
+PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": False}
+"""Context settings of commands that take `WordsArgument`."""
 
 
 def new_console() -> Console:
     """Make a console with colours on a terminal."""
     # A live display would flood CI logs with control characters; a model's text may look like markup.
     return Console(force_terminal=False if os.environ.get("CI") else None, highlight=False, markup=False)
+
+
+def load_words(words: list[str]) -> tuple[Path, RunConfig]:
+    """Load the configuration that `WordsArgument` names. Returns its path and it. Raises CliError, ConfigError."""
+    files: list[str] = []
+    overrides: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            files.append(word)
+        elif "=" in word or not rest:
+            overrides.append(word)
+        else:
+            overrides += [word, rest.pop(0)]
+    if len(files) != 1:
+        found = " and ".join(files) if files else "none"
+        raise CliError(f"expected one configuration file, found {found}", "give settings as --section.key VALUE")
+    path = Path(files[0])
+    return path, load_file(path, overrides)

@@ -14,3 +14,4 @@ SCALABLE_ROLES = ("rollout", "reward", "advantage")
 """Roles that may have any number of replicas."""
 EXPORT_CHECKPOINT = "services.trainer.offline.export_checkpoint"
 REPLAY = "services.trainer.offline.replay"
+REWARD_TRIAL = "services.reward.trial"
