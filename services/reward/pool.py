@@ -35,12 +35,15 @@ class _Worker:
 
     child: Child | None = None
     loaded: set[str] = field(default_factory=set)
+    outdated: bool = False
+    """Its rewards are to be loaded again: the next sample gets a new process."""
 
     def kill(self) -> None:
         if self.child is not None:
             self.child.kill()
         self.child = None
         self.loaded.clear()
+        self.outdated = False
 
 
 class WorkerPool:
@@ -70,6 +73,11 @@ class WorkerPool:
         """Have a worker load a reward. Returns None if it can be used, else the failure."""
         answer = await self._request(reward, None, LOAD_SECONDS)
         return answer if isinstance(answer, Failure) else None
+
+    def reload(self) -> None:
+        """Have every reward loaded again, from its file, before the next sample."""
+        for worker in self._workers:
+            worker.outdated = True
 
     async def score(
         self, reward: str, samples: Sequence[RewardInput], timeout_seconds: float
@@ -145,7 +153,7 @@ class WorkerPool:
             raise PoolClosedError("the pool of reward workers was closed")
 
     async def _ready(self, worker: _Worker) -> Child:
-        if worker.child is None or not worker.child.alive:
+        if worker.child is None or not worker.child.alive or worker.outdated:
             worker.kill()
             worker.child = await Child.start(
                 "services.reward.worker", env=self._environment, inherit=False, name="reward worker"

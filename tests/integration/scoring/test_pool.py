@@ -182,6 +182,18 @@ async def test_closing_kills_the_workers_and_blames_no_sample(pool):
         await score(pool, "one")
 
 
+async def test_a_repaired_reward_is_loaded_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    own, samples = WorkerPool(1), [RewardInput(prompt="", response="")]
+    (tmp_path / "own.py").write_text("def score(sample):\n    return 1\n")
+    assert await own.score("own:score", samples, 10.0) == [RewardOutput(1.0)]
+    (tmp_path / "own.py").write_text("def score(sample):\n    return 2 / 1\n")
+    assert await own.score("own:score", samples, 10.0) == [RewardOutput(1.0)]
+    own.reload()
+    assert await own.score("own:score", samples, 10.0) == [RewardOutput(2.0)]
+    own.close()
+
+
 async def test_loading_says_what_is_wrong_with_a_name(pool):
     assert await pool.load(BAD) is None
     assert await pool.load("addition") is None
