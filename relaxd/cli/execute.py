@@ -62,6 +62,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
         with CoordinatorClient(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
     prepare_model(config, say)
+    say("checking the settings, the data and the reward")
     problems = check(config, call_reward=where.address is None)
     if where.address is None:
         problems += check_devices(config, _engines(where), len(visible_gpus()))

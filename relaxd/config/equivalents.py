@@ -33,11 +33,11 @@ class Equivalent(NamedTuple):
 
 
 EQUIVALENTS = (
-    Equivalent("run.steps", "max_steps", "trainer.total_training_steps", "max_steps", "--num-rollout --train-iters"),
+    Equivalent("run.steps", "max_steps", "trainer.total_training_steps", "max_steps", "--num-rollout"),
     Equivalent("run.steps", "num_train_epochs", "trainer.total_epochs", "", "--num-epoch", "steps, not epochs"),
     Equivalent("run.seed", "seed", "data.seed", "", "--seed --rollout-seed"),
     Equivalent("run.folder", "output_dir", "trainer.default_local_dir", "output_dir", "--save"),
-    Equivalent("run.colocate", "vllm_mode", "@hybrid_engine", "", "--colocate"),
+    Equivalent("run.colocate", "vllm_mode", "@hybrid_engine", "", "--colocate", "engines and trainer take turns"),
     Equivalent("model.path", "model", "@model.path", "model.name", "--hf-checkpoint"),
     Equivalent("model.chat_template", "", "", "tokenizer.chat_template", ""),
     Equivalent("data.path", "train_dataset", "data.train_files", "", "--prompt-data", "a file with JSON lines"),
@@ -210,7 +210,7 @@ EQUIVALENTS = (
         "--recompute-granularity",
     ),
     Equivalent("trainer.recompute_layers", "", "", "", "--recompute-num-layers"),
-    Equivalent("trainer.attention", "attn_implementation", "", "trainer.model.attn", "--attention-backend"),
+    Equivalent("trainer.attention", "", "", "trainer.model.attn", "--attention-backend"),
     Equivalent(
         "trainer.collective_timeout_seconds", "", "", "trainer.dist_timeout_seconds", "--distributed-timeout-minutes"
     ),

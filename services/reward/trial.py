@@ -50,7 +50,11 @@ def main() -> None:
     parser.add_argument("--variable", action="append", default=[], help="environment variable to pass on")
     words = parser.parse_args()
     samples = [RewardInput(**json.loads(line)) for line in sys.stdin if line.strip()]
-    print(json.dumps(asyncio.run(try_reward(words.reward, samples, words.timeout_seconds, words.variable))))
+    try:
+        result = asyncio.run(try_reward(words.reward, samples, words.timeout_seconds, words.variable))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
