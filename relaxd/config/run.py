@@ -122,7 +122,9 @@ class RewardConfig(Section):
     """Scoring of answers."""
 
     name: str
-    """Name of a bundled reward (`grpcurl ... Reward/ListRewards` lists them), or "package.module:function"."""
+    """Name of a bundled reward (`grpcurl ... Reward/ListRewards` lists them), or "package.module:function", a function
+    of one sample. Its module is found in the folder in which the services are started, and on PYTHONPATH. `relaxd
+    reward test` tries it."""
     timeout_seconds: float = Field(default=10.0, gt=0)
     """Kill a reward that takes longer for one sample. The sample fails and its group is dropped."""
     workers: int = Field(default=2, ge=1)
