@@ -94,6 +94,7 @@ class BoardCore:
                     time=float(fields[b"time"]),
                     retried=fields[b"retried"] == b"1",
                     columns=decode_columns(fields[b"columns"]) if fields[b"columns"] else {},
+                    detail=fields[b"detail"].decode(),
                 )
                 for _, fields in entries
             ]

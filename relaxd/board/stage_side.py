@@ -136,15 +136,22 @@ class StageSide(BoardCore):
         return [result == 1 for result in self._write_and_run(attempts, "commit", self._routes, *arguments)]
 
     def drop(
-        self, target: Delivery | str, *, reason: DropReason, retry: bool = False, counts: DropKind = "failed"
+        self,
+        target: Delivery | str,
+        *,
+        reason: DropReason,
+        retry: bool = False,
+        counts: DropKind = "failed",
+        detail: str = "",
     ) -> bool:
         """Drop the group that a delivery holds, or the group of an id, whether held or not.
 
         With `retry`, its prompt waits to be published again, at most limits.max_retries times. `counts` selects the
-        count of consecutive drops. Returns False if it was closed already or the delivery does not hold it any more.
+        count of consecutive drops. `detail` is recorded with the group, for people. Returns False if it was closed
+        already or the delivery does not hold it any more.
         """
         counter = {"failed": "consecutive_drops", "filtered": "consecutive_filtered", "": ""}[counts]
-        settings = (reason, int(retry), self.limits.max_retries, counter)
+        settings = (reason, int(retry), self.limits.max_retries, counter, detail)
         if isinstance(target, str):
             return bool(self._connection.script("drop", self.prefix, target, *settings))
         hold = (target.stage, target.entry_id, target.consumer, target.attempt)

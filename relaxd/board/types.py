@@ -139,3 +139,5 @@ class DroppedGroup:
     """Its prompt was queued for a retry."""
     columns: dict[str, Column]
     """The prompt's columns, unless they exceed 64 KiB."""
+    detail: str = ""
+    """What went wrong, for people."""

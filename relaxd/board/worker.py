@@ -36,6 +36,8 @@ class Drop:
     reason: DropReason
     filtered: bool = False
     """The algorithm filtered the group; it did not fail."""
+    detail: str = ""
+    """What went wrong, for people."""
 
 
 Result: TypeAlias = Mapping[str, Column] | Drop
@@ -260,7 +262,8 @@ class StageWorker:
         for delivery, outcome in held:
             if isinstance(outcome, Drop):
                 counts: DropKind = "filtered" if outcome.filtered else "failed"
-                dropped = self._retry(partial(self._board.drop, delivery, reason=outcome.reason, counts=counts))
+                drop = partial(self._board.drop, reason=outcome.reason, counts=counts, detail=outcome.detail)
+                dropped = self._retry(partial(drop, delivery))
                 self._done += bool(dropped)
                 settled += [delivery] if dropped is not None else []
             elif isinstance(outcome, CancelledError):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.board import size_problems
+from relaxd.cli.reward_command import check_reward
 from relaxd.config import RunConfig
 from relaxd.config.load import Problem
 from relaxd.data.dataset import load_data
@@ -12,8 +13,11 @@ from relaxd.data.errors import DataError
 from relaxd.data.models import resolve_model, routed_expert_bytes
 
 
-def check(config: RunConfig) -> list[Problem]:
-    """Return everything that would make a run fail. Reads the model's folder and the data; starts nothing."""
+def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
+    """Return everything that would make a run fail. Reads the model's folder and the data; starts no service.
+
+    With `call_reward`, also calls the reward once; its environment and import path must be those of the services.
+    """
     problems = _check_sizes(config)
     try:
         folder = resolve_model(config.model.path, weights=False)
@@ -33,7 +37,7 @@ def check(config: RunConfig) -> list[Problem]:
     elif data.held_out is not None and config.eval.prompts > len(data.held_out):
         held_out = len(data.held_out)
         problems.append(Problem("eval.prompts", f"= {config.eval.prompts}, but only {held_out} prompts are held out"))
-    return problems
+    return problems + (check_reward(config, data.train.prompt(0)) if call_reward else [])
 
 
 def _check_sizes(config: RunConfig) -> list[Problem]:

@@ -1,10 +1,18 @@
-"""Paths of the example configurations, in a source tree or installed."""
+"""Example configurations, in a source tree or installed, and `relaxd init`, which copies one."""
 
+import shlex
+import shutil
 import sysconfig
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 import relaxd
 from relaxd.client.errors import CliError
+
+OWN_TASK = {"run.toml": "jsonl.toml", "prompts.jsonl": "prompts.jsonl", "reward.py": "reward.py"}
+"""Files that `relaxd init` writes, and the examples that they are copies of."""
 
 
 def example(name: str) -> Path:
@@ -15,3 +23,20 @@ def example(name: str) -> Path:
         if path.is_file():
             return path
     raise CliError(f"the example {name} is missing from {source} and {installed}", "install relaxd again")
+
+
+def init(folder: Annotated[Path, typer.Argument(help="Folder to write them to; made if need be.")] = Path()) -> None:
+    """Write a configuration, prompts and a reward that run, to start a task of your own from."""
+    if taken := [str(folder / name) for name in OWN_TASK if (folder / name).exists()]:
+        raise CliError(f"{' and '.join(taken)} exist already", "relaxd init FOLDER writes to another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, copied in OWN_TASK.items():
+            shutil.copyfile(example(copied), folder / name)
+    except OSError as error:
+        raise CliError(f"cannot write to {folder}: {error.strerror or error}") from error
+    print(f"wrote {', '.join(str(folder / name) for name in OWN_TASK)}; next:")
+    if folder != Path():
+        print(f"  cd {shlex.quote(str(folder))}")
+    print("  relaxd reward test run.toml    # try the reward on three prompts")
+    print("  relaxd run run.toml            # train")

@@ -22,7 +22,8 @@ from relaxd.cli.options import DEFAULT_STATE
 from relaxd.client.coordinator import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, dump
+from relaxd.config.load import ConfigError
+from relaxd.config.write import dump
 from relaxd.local import stack
 from relaxd.local.devices import check_devices
 from relaxd.local.ports import LOOPBACK, is_free
@@ -64,7 +65,8 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
         with CoordinatorClient(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
     prepare_model(config, say)
-    problems = check(config)
+    say("checking the settings, the data and the reward")
+    problems = check(config, call_reward=where.address is None)
     if where.address is None:
         problems += check_devices(config, _replicas(where, config), len(visible_gpus()))
     if problems:

@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,27 +12,29 @@ from rich.console import Console
 
 from relaxd import __version__
 from relaxd.cli import recovery, run_commands
-from relaxd.cli.check import check
-from relaxd.cli.examples import example
+from relaxd.cli.config_command import config_app
+from relaxd.cli.examples import example, init
 from relaxd.cli.execute import Where, execute
 from relaxd.cli.models import model_app
 from relaxd.cli.options import (
     DEFAULT_STATE,
+    PASS_ON,
     CoordinatorOption,
     KeepUpOption,
     RunIdOption,
     StateOption,
     WordsArgument,
+    load_words,
     new_console,
     with_replica_options,
 )
 from relaxd.cli.report_command import report
+from relaxd.cli.reward_command import reward_app
 from relaxd.cli.scale import scale_to, wait_for
 from relaxd.cli.status import print_status
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
-from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, dump, load_file
+from relaxd.config.load import ConfigError, load_file
 from relaxd.local import compose, stack
 from relaxd.local.address import coordinator_address as _address
 from relaxd.local.state import StateFolder
@@ -46,11 +47,15 @@ Start here:
 
     relaxd demo                      teach a real model to add, in minutes
 
+    relaxd init my-task              write a configuration, prompts and a reward to start from
+
     relaxd run my.toml               train with your own configuration
 
     relaxd run my.toml --run.steps 50      override any setting
 
     relaxd config show my.toml       print every setting with its value
+
+    relaxd reward test my.toml       try the reward on three prompts
 
 Keep the services up for several runs:
 
@@ -72,14 +77,13 @@ Recover and inspect:
 
     relaxd replay RUN --step N       repeat a step and compare (also: export)
 """
-PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": False}
 
 app = typer.Typer(
     help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
 )
-config_app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
+app.add_typer(reward_app, name="reward")
 
 
 def _version(show: bool) -> None:
@@ -116,6 +120,9 @@ def _root(
         os.environ.pop("RELAXD_TOKEN", None)  # the option takes precedence
 
 
+app.command()(init)
+
+
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts' order and of sampling.")] = 0,
@@ -143,7 +150,7 @@ def run(
     coordinator: CoordinatorOption = None,
 ) -> None:
     """Train with a configuration, on the services that are up or else on services started for this run."""
-    path, config = _load(words)
+    path, config = load_words(words)
     folder = StateFolder(state)
     stack_state = folder.read() or (compose.use(folder) if coordinator is None else None)
     address = coordinator or (stack_state.coordinator if stack_state else None)
@@ -252,40 +259,6 @@ app.command()(run_commands.samples)
 app.command()(report)
 app.command()(recovery.replay)
 app.command()(recovery.export)
-
-
-@config_app.command("show", context_settings=PASS_ON)
-def config_show(words: WordsArgument) -> None:
-    """Print the resolved configuration as TOML, defaults included."""
-    print(dump(_load(words)[1]), end="")
-
-
-@config_app.command("check", context_settings=PASS_ON)
-def config_check(words: WordsArgument) -> None:
-    """Check a configuration against itself, the model and the data, without starting anything."""
-    path, config = _load(words)
-    if problems := check(config):
-        raise ConfigError(problems)
-    print(f"{path} is valid")
-
-
-def _load(words: list[str]) -> tuple[Path, RunConfig]:
-    files: list[str] = []
-    overrides: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            files.append(word)
-        elif "=" in word or not rest:
-            overrides.append(word)
-        else:
-            overrides += [word, rest.pop(0)]
-    if len(files) != 1:
-        found = " and ".join(files) if files else "none"
-        raise CliError(f"expected one configuration file, found {found}", "give settings as --section.key VALUE")
-    path = Path(files[0])
-    return path, load_file(path, overrides)
 
 
 def _new_run_id(prefix: str) -> str:

@@ -10,6 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from relaxd.client.errors import CliError
+from relaxd.config import RunConfig
+from relaxd.config.load import load_file
 from relaxd.roles import ROLES, SCALABLE_ROLES
 
 StateOption = Annotated[
@@ -41,6 +44,8 @@ WordsArgument = Annotated[
     ),
 ]
 DEFAULT_STATE = Path(".relaxd")
+PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": False}
+"""Context settings of commands that take `WordsArgument`."""
 
 
 def new_console() -> Console:
@@ -67,3 +72,23 @@ def with_replica_options(command: Callable[..., None]) -> Callable[..., None]:
     with_options.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     with_options.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
     return with_options
+
+
+def load_words(words: list[str]) -> tuple[Path, RunConfig]:
+    """Load the configuration that `WordsArgument` names. Returns its path and it. Raises CliError, ConfigError."""
+    files: list[str] = []
+    overrides: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            files.append(word)
+        elif "=" in word or not rest:
+            overrides.append(word)
+        else:
+            overrides += [word, rest.pop(0)]
+    if len(files) != 1:
+        found = " and ".join(files) if files else "none"
+        raise CliError(f"expected one configuration file, found {found}", "give settings as --section.key VALUE")
+    path = Path(files[0])
+    return path, load_file(path, overrides)

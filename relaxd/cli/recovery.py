@@ -1,9 +1,5 @@
 """`relaxd replay` and `export`: programs over a run's checkpoints and step files."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +9,8 @@ from rich.table import Table
 from relaxd.cli.options import FolderOption, RunNameArgument, new_console
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
-from relaxd.local.environment import python_path
 from relaxd.local.modules import EXPORT_CHECKPOINT, REPLAY
+from relaxd.local.programs import run_program
 
 REPLAY_SECONDS = 24 * 3600.0
 """Deadline of a replay or export; loading a large model takes long."""
@@ -64,7 +60,8 @@ def export_model(folder: Path, step: int | None, target: Path) -> dict[str, Any]
     Raises CliError: there is no such checkpoint, or it can't be used.
     """
     words = ["--run-folder", str(folder), "--out", str(target.resolve())]
-    return _run(EXPORT_CHECKPOINT, words + ([] if step is None else ["--step", str(step)]))
+    words += [] if step is None else ["--step", str(step)]
+    return run_program(EXPORT_CHECKPOINT, words, seconds=REPLAY_SECONDS)
 
 
 def replay_step(folder: Path, step: int) -> dict[str, Any]:
@@ -72,7 +69,7 @@ def replay_step(folder: Path, step: int) -> dict[str, Any]:
 
     Raises CliError: its checkpoint or step files are gone.
     """
-    return _run(REPLAY, ["--run-folder", str(folder), "--step", str(step)])
+    return run_program(REPLAY, ["--run-folder", str(folder), "--step", str(step)], seconds=REPLAY_SECONDS)
 
 
 def replay_table(result: dict[str, Any]) -> Table:
@@ -89,27 +86,3 @@ def replay_table(result: dict[str, Any]) -> Table:
 
 def _shown(number: float | None) -> str:
     return "not recorded" if number is None else f"{number:.17g}"
-
-
-def _run(module: str, words: list[str]) -> dict[str, Any]:
-    """Run a trainer program, which prints progress on stderr and its JSON result on stdout."""
-    command = [sys.executable, "-m", module, *words]
-    try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=REPLAY_SECONDS,
-            check=False,
-            env=os.environ | {"PYTHONPATH": python_path()},
-        )
-    except subprocess.TimeoutExpired as error:
-        raise CliError(f"{module} did not finish within {REPLAY_SECONDS:.0f} s") from error
-    lines = done.stdout.strip().splitlines()
-    try:
-        result: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-    except ValueError:
-        result = {}
-    if done.returncode or "error" in result or not result:
-        raise CliError(result.get("error") or f"{module} ended with exit code {done.returncode}")
-    return result

@@ -1,6 +1,7 @@
 """The configuration of a run, as pydantic models."""
 
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
+from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
@@ -8,7 +9,6 @@ from relaxd.config.roles import ReferenceConfig, RolesConfig
 from relaxd.config.run import (
     BoardConfig,
     DataConfig,
-    EvalConfig,
     ModelConfig,
     OptimizerConfig,
     RewardConfig,

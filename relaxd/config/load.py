@@ -7,16 +7,14 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from relaxd.config.run import RunConfig
-
-Place = tuple[str, ...]
-"""Path of a setting, such as ("trainer", "optimizer", "lr")."""
+from relaxd.config.settings import Place, sections, settings
+from relaxd.config.suggest import elsewhere, homes, is_elsewhere, suggest
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def load(toml_text: str, overrides: Sequence[str] = (), *, name: str = "configur
         # Strict JSON keeps "8", true and 8.5 from passing for an integer, and still reads a text as a path.
         return RunConfig.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError([_problem(details, sources) for details in error.errors()]) from error
+        raise ConfigError([one for details in error.errors() for one in _problems(details, sources)]) from error
 
 
 def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -78,14 +76,11 @@ def load_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def explain(error: ValidationError, section: Place = ()) -> list[Problem]:
     """Convert pydantic's errors in one section, such as ("algorithm",), to problems."""
-    return [_problem({**details, "loc": (*section, *details["loc"])}, {}) for details in error.errors()]
-
-
-def dump(config: RunConfig) -> str:
-    """Write the resolved configuration as TOML; `load(dump(config)) == config`. Settings that are None are left out."""
-    lines: list[str] = []
-    _dump_table(config.model_dump(mode="json", exclude_none=True), (), lines)
-    return "\n".join(lines).strip() + "\n"
+    return [
+        problem
+        for details in error.errors()
+        for problem in _problems({**details, "loc": (*section, *details["loc"])}, {})
+    ]
 
 
 # --- lines of settings -----------------------------------------------------------------------------------------------
@@ -141,14 +136,16 @@ def _parse_overrides(words: Sequence[str]) -> Iterator[tuple[Place, Any]]:
             value = rest.pop(0)
         place = tuple(part.replace("-", "_") for part in option.split("."))
         if len(place) < 2:
-            homes = [f"--{'.'.join(known)}" for known in _settings() if known[-1] == place[0]]
-            advice = f"did you mean {' or '.join(homes)}?" if homes else "settings are given as --section.key value"
+            known = " or ".join(f"--{'.'.join(home)}" for home in homes(place[0]))
+            advice = f"did you mean {known}?" if known else elsewhere(place)
+            advice = advice or "settings are given as --section.key value"
             raise ConfigError([Problem("", f"unknown option --{option}; {advice}")])
         yield place, _override_value(place, value)
 
 
 def _override_value(place: Place, text: str) -> Any:
-    if _is_text(_settings().get(place)):
+    setting = settings().get(place)
+    if setting is not None and setting.takes_text:
         return text
     try:
         parsed = tomllib.loads(f"value = {text}")
@@ -166,72 +163,44 @@ def _set(data: dict[str, Any], place: Place, value: Any, option: str) -> None:
     table[place[-1]] = value
 
 
-# --- known settings ------------------------------------------------------------------------------------------------
-
-
-def _settings() -> dict[Place, FieldInfo]:
-    """Return every setting by its place, without sections."""
-    return {place: field for place, field in _walk(RunConfig, ()) if _section_of(field) is None}
-
-
-def _walk(section: type[BaseModel], place: Place) -> Iterator[tuple[Place, FieldInfo]]:
-    for key, field in section.model_fields.items():
-        yield (*place, key), field
-        if inner := _section_of(field):
-            yield from _walk(inner, (*place, key))
-
-
-def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _is_text(field: FieldInfo | None) -> bool:
-    """Return True if the setting takes any text, so that 123 on the command line is a text."""
-    if field is None:
-        return False
-    if get_origin(field.annotation) in (Literal, tuple, dict):
-        return False
-    kinds = get_args(field.annotation) or (field.annotation,)
-    return str in kinds or Path in kinds
-
-
-def _document(place: Place) -> str:
-    for known, field in _walk(RunConfig, ()):
-        if known == place and field.description:
-            return " ".join(field.description.split())
-    return ""
-
-
-def _nearest(place: Place) -> str:
-    """Suggest the nearest names for an unknown setting, or list the known ones."""
-    parent = place[:-1]
-    siblings = [known[-1] for known, _ in _walk(RunConfig, ()) if known[:-1] == parent]
-    if close := difflib.get_close_matches(place[-1], siblings, n=1, cutoff=0.6):
-        return f"did you mean {'.'.join((*parent, close[0]))}?"
-    elsewhere = [known for known, _ in _walk(RunConfig, ()) if known[-1] == place[-1]]
-    if not elsewhere:
-        names = {known[-1]: known for known, _ in _walk(RunConfig, ())}
-        elsewhere = [names[name] for name in difflib.get_close_matches(place[-1], names, n=1, cutoff=0.75)]
-    if elsewhere:
-        return f"did you mean {' or '.join('.'.join(known) for known in elsewhere)}?"
-    where = f"[{'.'.join(parent)}] has" if parent else "the sections are"
-    return f"{where} {', '.join(siblings)}"
-
-
 # --- pydantic's errors as problems ---------------------------------------------------------------------------------
 
 
-def _problem(details: ErrorDetails, sources: Mapping[Place, str]) -> Problem:
+def _problems(details: ErrorDetails, sources: Mapping[Place, str]) -> list[Problem]:
+    """Convert an error: one problem, or one for each setting of an unknown section that another framework has."""
     place = tuple(str(part) for part in details["loc"])
+    if details["type"] == "extra_forbidden" and isinstance(details["input"], dict):
+        leaves = list(_leaves(details["input"], place))
+        if any(map(is_elsewhere, leaves)):
+            return [_unknown(leaf, "setting", _source(leaf, sources)) for leaf in leaves]
+    return [_problem(place, details, sources)]
+
+
+def _leaves(value: Any, place: Place) -> Iterator[Place]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*place, key))
+    else:
+        yield place
+
+
+def _unknown(place: Place, what: str, source: str) -> Problem:
+    return Problem(".".join(place), f"is not a known {what}; {suggest(place)}", source)
+
+
+def _source(place: Place, sources: Mapping[Place, str]) -> str:
+    return next((sources[place[:n]] for n in range(len(place), 0, -1) if place[:n] in sources), "")
+
+
+def _problem(place: Place, details: ErrorDetails, sources: Mapping[Place, str]) -> Problem:
     setting, kind = ".".join(place), details["type"]
     context, value = details.get("ctx", {}), details["input"]
-    source = next((sources[place[:n]] for n in range(len(place), 0, -1) if place[:n] in sources), "")
+    source = _source(place, sources)
     if kind == "extra_forbidden":
-        what = "section" if isinstance(value, dict) else "setting"
-        return Problem(setting, f"is not a known {what}; {_nearest(place)}", source)
+        return _unknown(place, "section" if isinstance(value, dict) else "setting", source)
     if kind == "missing":
-        return Problem(setting, f"is missing: {_document(place)}", source if len(place) > 1 else "")
+        meaning = settings()[place].meaning if place in settings() else sections()[place]
+        return Problem(setting, f"is missing: {meaning}", source if len(place) > 1 else "")
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
         close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
@@ -268,25 +237,3 @@ def _requirement(kind: str, context: Mapping[str, Any], message: str) -> str:
 def _show(value: Any) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-# --- writing -------------------------------------------------------------------------------------------------------
-
-
-def _dump_table(table: Mapping[str, Any], place: Place, lines: list[str]) -> None:
-    values = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
-    if place and (values or not table):
-        lines += ["", f"[{'.'.join(place)}]"]
-    lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            _dump_table(value, (*place, key), lines)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    if isinstance(value, str):
-        # TOML's basic strings are JSON's, but for DEL, which TOML wants escaped.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return json.dumps(value)

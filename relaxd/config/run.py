@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.algorithm import AlgorithmConfig
 from relaxd.config.base import Section
+from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
@@ -122,7 +123,9 @@ class RewardConfig(Section):
     """Scoring of answers."""
 
     name: str
-    """Name of a bundled reward (`grpcurl ... Reward/ListRewards` lists them), or "package.module:function"."""
+    """Name of a bundled reward (`grpcurl ... Reward/ListRewards` lists them), or "package.module:function", a function
+    of one sample. Its module is found in the folder in which the services are started, and on PYTHONPATH. `relaxd
+    reward test` tries it."""
     timeout_seconds: float = Field(default=10.0, gt=0)
     """Kill a reward that takes longer for one sample. The sample fails and its group is dropped."""
     workers: int = Field(default=2, ge=1)
@@ -297,21 +300,6 @@ class WeightsConfig(Section):
     pause: Literal["in_place", "retract", "abort", "drain"] = "in_place"
     """Running requests during a synchronisation: in_place keeps them and their key-value cache, retract keeps their
     tokens and recomputes the cache under the new weights (sglang), abort ends them, drain waits for them."""
-
-
-class EvalConfig(Section):
-    """Greedy evaluation on held-out prompts."""
-
-    prompts: int = Field(default=0, ge=0)
-    """Number of held-out prompts, evaluated before the first and after the last step; 0 turns evaluation off."""
-    interval: int = Field(default=0, ge=0)
-    """Also evaluate every this many steps, during training, with the weights that the engines have and receive
-    meanwhile; 0 turns it off."""
-    max_new_tokens: int = Field(default=0, ge=0)
-    """Maximum length of an answer, in tokens; 0 means rollout.max_new_tokens."""
-    stall_seconds: float = Field(default=300.0, gt=0)
-    """Move a prompt to another engine if its engine generates nothing for this long; abandon the evaluation if there is
-    no engine for as long. A whole answer may take any time."""
 
 
 class TelemetryConfig(Section):

@@ -155,6 +155,30 @@ class RunData:
     """Bytes per token of routed experts, if the run stores them."""
 
 
+SETTINGS = {
+    "addition": ("data", "data"),
+    "reasoning_gym": ("data.reasoning_gym", "data.reasoning_gym"),
+    "jsonl": ("data.path", "data.eval_path"),
+}
+"""The settings that training and held-out prompts of each source come from."""
+
+
+def read_examples(config: RunConfig) -> tuple[list[Example], list[Example]]:
+    """Read the training prompts of a run and the held-out ones, without the model.
+
+    Raises DataError, which names the setting and the line.
+    """
+    data = config.data
+    if data.source == "addition":
+        return addition(data.digits)
+    if data.source == "reasoning_gym":
+        return reasoning_gym(data.reasoning_gym)
+    assert data.path is not None  # checked by the configuration
+    field, held_out_field = SETTINGS["jsonl"]
+    held_out = [] if data.eval_path is None else read_jsonl(data.eval_path, held_out_field)
+    return read_jsonl(data.path, field), held_out
+
+
 def load_data(config: RunConfig) -> RunData:
     """Read, template, tokenise and check all prompts of a run.
 
@@ -162,25 +186,12 @@ def load_data(config: RunConfig) -> RunData:
     """
     folder = resolve_model(config.model.path, weights=False)
     tokenizer = PromptTokenizer(folder, config.model.chat_template)
-    data = config.data
-    held_out_field = "data.eval_path"
-    held_out: list[Example] = []
-    if data.source == "addition":
-        field = "data"
-        train, held_out = addition(data.digits)
-    elif data.source == "reasoning_gym":
-        field = held_out_field = "data.reasoning_gym"
-        train, held_out = reasoning_gym(data.reasoning_gym)
-    else:
-        field = "data.path"
-        assert data.path is not None  # checked by the configuration
-        train = read_jsonl(data.path, field)
-        if data.eval_path is not None:
-            held_out = read_jsonl(data.eval_path, held_out_field)
+    field, held_out_field = SETTINGS[config.data.source]
+    train, held_out = read_examples(config)
     kept = _fitting(train, tokenizer, config, field)
     kept_held_out = _fitting(held_out, tokenizer, config, held_out_field)
     return RunData(
-        train=PromptDataset(kept, tokenizer, shuffle=data.shuffle, seed=config.run.seed),
+        train=PromptDataset(kept, tokenizer, shuffle=config.data.shuffle, seed=config.run.seed),
         held_out=PromptDataset(kept_held_out, tokenizer, shuffle=False, seed=0) if kept_held_out else None,
         skipped=len(train) - len(kept) + len(held_out) - len(kept_held_out),
         tokenizer=tokenizer,

@@ -17,11 +17,14 @@ def check_devices(config: RunConfig, replicas: Mapping[str, int], visible: int) 
     engines = replicas.get(ROLLOUT, 1)
     transport = config.weights.transport
     if not visible:
+        problems = []
         if transport != "gloo":
-            return [
-                Problem("weights.transport", f'= "{transport}" needs GPUs, and this machine shows none: use "gloo"')
-            ]
-        return []
+            needs = f'= "{transport}" needs GPUs, and this machine shows none: use "gloo"'
+            problems.append(Problem("weights.transport", needs))
+        if config.rollout.engine == "sglang":
+            needs = '= "sglang" needs GPUs, and this machine shows none: use "transformers"'
+            problems.append(Problem("rollout.engine", needs))
+        return problems
     on_gpus = engines * ROLES[ROLLOUT].gpus(config)
     roles = [ROLES[name] for name in roles_for(config)]
     own = {role.name: replicas.get(role.name, 1) * role.gpus(config) for role in roles if not role.takes_turns}

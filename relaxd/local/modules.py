@@ -2,3 +2,4 @@
 
 EXPORT_CHECKPOINT = "services.trainer.offline.export_checkpoint"
 REPLAY = "services.trainer.offline.replay"
+REWARD_TRIAL = "services.reward.trial"

@@ -6,6 +6,7 @@ from typing import cast
 
 from relaxd.rewards.addition import addition
 from relaxd.rewards.base import BadRewardError, Reward, RewardInput, RewardOutput, check_output
+from relaxd.rewards.calling import check_signature, describe_error
 from relaxd.rewards.exact_match import exact_match
 from relaxd.rewards.f1 import f1
 from relaxd.rewards.multiple_choice import multiple_choice
@@ -63,6 +64,7 @@ def resolve(name: str) -> Reward:
 
     Raises:
         UnknownRewardError: unknown name, or the module or package can't be imported.
+        BadRewardError: the function can't be called with a sample.
     """
     check_name(name)
     if name in REWARDS:
@@ -77,7 +79,7 @@ def resolve(name: str) -> Reward:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
-        reason = f"{type(error).__name__}: {error}"
+        reason = describe_error(error)
         raise UnknownRewardError(f'reward "{name}": module {module_name} cannot be imported: {reason}') from error
     function = getattr(module, function_name, None)
     if function is None:
@@ -86,6 +88,7 @@ def resolve(name: str) -> Reward:
         raise UnknownRewardError(f'reward "{name}": module {module_name} has no {function_name}{hint}')
     if not callable(function):
         raise UnknownRewardError(f'reward "{name}": {function_name} is a {type(function).__name__}, not a function')
+    check_signature(function)
     return cast(Reward, function)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -56,35 +56,45 @@ class RewardOutput:
     """Named components, for reporting only."""
 
 
-Reward = Callable[[RewardInput], float | Mapping[str, float]]
-"""Scores a sample with a number or {"reward": number, part: number, ...}. If it raises, the sample is failed and its
-group is not trained on."""
+Score = float | Mapping[str, float | Mapping[str, float]]
+"""A number, or {"reward": number, "parts": {name: number}}; other keys beside "reward" are parts, too."""
+Reward = Callable[[RewardInput], Score | Awaitable[Score]]
+"""Scores a sample. It may be async. If it raises, the sample is failed and its group is not trained on."""
+
+
+RIGHT = 'a number, or {"reward": number, "parts": {name: number}}'
 
 
 class BadRewardError(ValueError):
-    """A reward returned an invalid value."""
+    """A reward has the wrong signature or returned an invalid value."""
 
 
 def check_output(value: object) -> RewardOutput:
     """Convert a reward's return value to a `RewardOutput`.
 
     Raises:
-        BadRewardError: it is not a number, not finite, or a mapping without "reward".
+        BadRewardError: it is not a number, not finite, or a mapping without "reward"; the message says what is right.
     """
     if not isinstance(value, Mapping):
         return RewardOutput(_number("the reward", value))
     if "reward" not in value:
-        raise BadRewardError(f'the reward returned a mapping without "reward"; its keys are {sorted(map(repr, value))}')
-    for name in value:
+        raise BadRewardError(
+            f'the reward returned a mapping without "reward"; its keys are {sorted(map(repr, value))}: return {RIGHT}'
+        )
+    parts = {name: part for name, part in value.items() if name not in ("reward", "parts")}
+    nested = value.get("parts", {})
+    parts |= nested if isinstance(nested, Mapping) else {"parts": nested}
+    for name in parts:
         if not isinstance(name, str):
             raise BadRewardError(f"the reward returned a part named {name!r}: names must be text")
-    parts = {name: _number(f"part {name!r} of the reward", part) for name, part in value.items() if name != "reward"}
-    return RewardOutput(_number("the reward", value["reward"]), parts)
+    numbers = {name: _number(f"part {name!r} of the reward", part) for name, part in parts.items()}
+    return RewardOutput(_number("the reward", value["reward"]), numbers)
 
 
 def _number(what: str, value: object) -> float:
     if not isinstance(value, Real):
-        raise BadRewardError(f"{what} is {_shorten(repr(value))} ({type(value).__name__}): it must be a number")
+        shown = f"{_shorten(repr(value))} ({type(value).__name__})"
+        raise BadRewardError(f"{what} is {shown}: it must be a number; return {RIGHT}")
     try:
         number = float(value)
     except OverflowError as error:

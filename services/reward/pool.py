@@ -21,6 +21,8 @@ class Failure:
     """Reason, for people."""
     died: bool = False
     """True if the worker died while scoring it."""
+    traceback: str = ""
+    """Traceback of the exception that the reward raised."""
 
 
 class PoolClosedError(Exception):
@@ -33,12 +35,15 @@ class _Worker:
 
     child: Child | None = None
     loaded: set[str] = field(default_factory=set)
+    outdated: bool = False
+    """Its rewards are to be loaded again: the next sample gets a new process."""
 
     def kill(self) -> None:
         if self.child is not None:
             self.child.kill()
         self.child = None
         self.loaded.clear()
+        self.outdated = False
 
 
 class WorkerPool:
@@ -68,6 +73,11 @@ class WorkerPool:
         """Have a worker load a reward. Returns None if it can be used, else the failure."""
         answer = await self._request(reward, None, LOAD_SECONDS)
         return answer if isinstance(answer, Failure) else None
+
+    def reload(self) -> None:
+        """Have every reward loaded again, from its file, before the next sample."""
+        for worker in self._workers:
+            worker.outdated = True
 
     async def score(
         self, reward: str, samples: Sequence[RewardInput], timeout_seconds: float
@@ -116,14 +126,14 @@ class WorkerPool:
                 answer = await child.request("load", {"reward": reward}, LOAD_SECONDS)
                 if "error" in answer:
                     answered = True
-                    return Failure(answer["error"])
+                    return _failure(answer)
                 worker.loaded.add(reward)
             if sample is not None:
                 answer = await child.request("score", {"reward": reward, "sample": asdict(sample)}, timeout_seconds)
             else:
                 answer = {}
             answered = True
-            return Failure(answer["error"]) if "error" in answer else answer
+            return _failure(answer) if "error" in answer else answer
         except ChildTimeout:
             self._raise_if_closed()
             task = "scoring a sample" if reward in worker.loaded else "loading the reward"
@@ -143,12 +153,16 @@ class WorkerPool:
             raise PoolClosedError("the pool of reward workers was closed")
 
     async def _ready(self, worker: _Worker) -> Child:
-        if worker.child is None or not worker.child.alive:
+        if worker.child is None or not worker.child.alive or worker.outdated:
             worker.kill()
             worker.child = await Child.start(
                 "services.reward.worker", env=self._environment, inherit=False, name="reward worker"
             )
         return worker.child
+
+
+def _failure(answer: dict[str, Any]) -> Failure:
+    return Failure(answer["error"], traceback=answer.get("traceback", ""))
 
 
 def _describe_exit(exit_code: int) -> str:

@@ -63,6 +63,11 @@ class RewardService(StageReplica):
         """See StageReplica. Counts samples."""
         return self.pool.scored
 
+    async def resume_run(self) -> None:
+        """See ReplicaService. Loads the reward again, because people repair it while the run is paused."""
+        self.pool.reload()
+        await super().resume_run()
+
     async def stop_run(self) -> None:
         """See ReplicaService."""
         self.reward_of_run = ""
@@ -86,7 +91,7 @@ class RewardService(StageReplica):
                 number,
                 failure.reason,
             )
-            return Drop(DropReason.REWARD_FAILED)
+            return Drop(DropReason.REWARD_FAILED, detail=f"{config.reward.name}: {failure.reason}")
         return reward_columns([outcome for outcome in outcomes if isinstance(outcome, RewardOutput)])
 
 

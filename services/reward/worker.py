@@ -1,14 +1,14 @@
 """The worker process, which runs rewards one sample at a time. The pool kills it at a sample's deadline."""
 
+import asyncio
 import queue
 import threading
-import traceback
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from relaxd.process.child_server import ChildServer
-from relaxd.rewards import BadRewardError, Reward, RewardInput, UnknownRewardError, check_output, resolve
+from relaxd.rewards import BadRewardError, Reward, RewardInput, UnknownRewardError, resolve
+from relaxd.rewards.calling import call, describe_error, user_traceback
 
 MAX_REASON = 2000
 """Longest reason of a failure, in characters."""
@@ -19,6 +19,7 @@ class Rewards:
 
     def __init__(self) -> None:
         self._loaded: dict[str, Reward] = {}
+        self._runner = asyncio.Runner()  # one loop for all samples, so that rewards may keep clients
         self._requests: queue.SimpleQueue[tuple[dict[str, Any], Future[dict[str, Any]]]] = queue.SimpleQueue()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -34,24 +35,22 @@ class Rewards:
             try:
                 answer.set_result(self._score(request) if "sample" in request else self._load(request["reward"]))
             except BaseException as error:  # SystemExit as well: a reward that calls sys.exit() has only failed
-                answer.set_result({"error": _reason(error)})
+                answer.set_result(_failure(error))
 
     def _load(self, name: str) -> dict[str, Any]:
         self._loaded[name] = resolve(name)
         return {}
 
     def _score(self, request: dict[str, Any]) -> dict[str, Any]:
-        output = check_output(self._loaded[request["reward"]](RewardInput(**request["sample"])))
+        output = call(self._loaded[request["reward"]], RewardInput(**request["sample"]), self._runner)
         return {"reward": output.reward, "parts": output.parts}
 
 
-def _reason(error: BaseException) -> str:
-    """Return the reason of a failure in one line, with the place of an exception in the reward's code."""
+def _failure(error: BaseException) -> dict[str, str]:
+    """Return the reason of a failure in one line, and the traceback of an exception in the reward's code."""
     if isinstance(error, BadRewardError | UnknownRewardError):
-        return str(error)[:MAX_REASON]
-    text = f"{type(error).__name__}: {error}".strip(": ")[:MAX_REASON]
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{text} ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})"
+        return {"error": str(error)[:MAX_REASON]}
+    return {"error": describe_error(error)[-MAX_REASON:], "traceback": user_traceback(error)[-MAX_REASON:]}
 
 
 def main() -> None:

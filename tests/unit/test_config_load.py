@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaxd.config import RunConfig
-from relaxd.config.load import ConfigError, dump, load, load_file
+from relaxd.config.load import ConfigError, load, load_file
+from relaxd.config.write import dump
 
 GOOD = """\
 [run]

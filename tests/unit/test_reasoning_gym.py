@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from relaxd.config import ReasoningGymConfig, RunConfig
-from relaxd.config.load import ConfigError, dump, load
+from relaxd.config.load import ConfigError, load
+from relaxd.config.write import dump
 from relaxd.data.dataset import load_data
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example

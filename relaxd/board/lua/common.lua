@@ -185,8 +185,8 @@ local function close(id, group, spare)
 end
 
 -- Close a group as dropped. With `retry`, its prompt waits to be published again, at most max_retries times. `counter`
--- is the field of the state that counts such drops in a row, or nil.
-local function drop(id, group, reason, stage, attempt, retry, max_retries, counter)
+-- is the field of the state that counts such drops in a row, or nil; `detail` says what went wrong, or is nil.
+local function drop(id, group, reason, stage, attempt, retry, max_retries, counter, detail)
   local pointer = group['@publish']
   local retries = tonumber(group.retries or 0)
   retry = retry and pointer and retries < max_retries
@@ -195,7 +195,8 @@ local function drop(id, group, reason, stage, attempt, retry, max_retries, count
   local kept = ''
   if prompt and call('STRLEN', prompt) <= KEPT_BYTES then kept = call('GET', prompt) or '' end
   call('XADD', P .. 'dropped', 'MAXLEN', '~', KEPT_GROUPS, '*', 'group', id, 'reason', reason, 'stage', stage,
-    'attempt', attempt, 'time', seconds(), 'retried', retry and 1 or 0, 'columns', kept)
+    'attempt', attempt, 'time', seconds(), 'retried', retry and 1 or 0, 'columns', kept,
+    'detail', detail or '')
   close(id, group, retry and pointer or nil)
   call('HINCRBY', STATE, 'dropped', 1)
   if counter then call('HINCRBY', STATE, counter, 1) end

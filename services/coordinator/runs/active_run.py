@@ -265,7 +265,12 @@ class ActiveRun:
         )
         if problem:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.dropped_by_reason.items()))
-            await self.pause(f"{problem}; dropped so far: {reasons}")
+            dropped = await self._redis.in_thread(self.board.dropped)
+            failure = next((group.detail for group in dropped if group.detail), "")
+            advice = (
+                f"; the last failure: {failure}; once repaired: relaxd resume {self.record.run_id}" if failure else ""
+            )
+            await self.pause(f"{problem}; dropped so far: {reasons}{advice}")
 
     async def _evaluate(self, step: int, reason: str) -> None:
         """Evaluate the weights of a step, unless that was done before a restart."""

@@ -1,5 +1,6 @@
 """Rewards that go wrong in every way that rewards do; what one does is the text of the response."""
 
+import asyncio
 import contextlib
 import ctypes
 import json
@@ -49,6 +50,24 @@ def hang_once(path: str) -> float:
     return 1.0
 
 
+def two_arguments(prompt: str, answer: str) -> float:
+    """Take what a reward isn't given."""
+    return float(prompt == answer)
+
+
+async def later(value: float) -> float:
+    """Score after a turn of the event loop."""
+    await asyncio.sleep(0)
+    if not value:
+        raise ValueError("nothing")
+    return value
+
+
+async def loop(_: str) -> float:
+    """Return the number of the event loop."""
+    return id(asyncio.get_running_loop())
+
+
 def alarm(_: str) -> float:
     """Use a signal, which works in the main thread only."""
     signal.signal(signal.SIGALRM, lambda *_: None)
@@ -77,6 +96,11 @@ ACTIONS: Mapping[str, object] = {
     "one": lambda _: 1,
     "parts": lambda _: {"reward": 0.5, "style": 0.25},
     "raise": lambda text: [][int(text)],
+    "json": lambda text: json.loads(text),
+    "nested": lambda _: {"reward": True, "parts": {"style": 0.25}},
+    "await": lambda _: later(0.5),
+    "await-raise": lambda _: later(0.0),
+    "loop": loop,
     "nan": lambda _: float("nan"),
     "inf": lambda _: {"reward": float("inf")},
     "string": lambda _: "0.7",

@@ -47,10 +47,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.statuses: dict[str, replica_pb2.ReplicaStatus] = {}
         self.heard = asyncio.Condition()
 
-    def assign(self, config: RunConfig, run_id: str = "run") -> None:
-        self.assignment = coordinator_pb2.Assignment(
-            run_id=run_id, config_json=config.model_dump_json(), state=coordinator_pb2.RUN_STATE_RUNNING
-        )
+    def assign(self, config: RunConfig, run_id: str = "run", state: int = coordinator_pb2.RUN_STATE_RUNNING) -> None:
+        self.assignment = coordinator_pb2.Assignment(run_id=run_id, config_json=config.model_dump_json(), state=state)
 
     async def Register(self, request, context):
         self.statuses[request.registration.replica_id] = replica_pb2.ReplicaStatus()

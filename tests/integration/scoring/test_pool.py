@@ -15,6 +15,13 @@ from services.reward.environment import MissingVariableError
 from services.reward.pool import Failure, PoolClosedError, WorkerPool
 
 BAD = "bad_rewards:by_response"
+FILE = Path(__file__).with_name("bad_rewards.py").relative_to(Path.cwd())
+
+
+def place(code: str) -> str:
+    """Return the file and the line of some code among the bad rewards, as errors name it."""
+    lines = FILE.read_text().splitlines()
+    return f"{FILE}:{next(number for number, line in enumerate(lines, start=1) if code in line)}"
 
 
 @pytest.fixture
@@ -78,11 +85,12 @@ async def test_a_sample_whose_process_was_killed_is_tried_once_more(pool, tmp_pa
 async def test_what_goes_wrong_is_the_failure_of_its_sample_alone(pool):
     expected = {
         "one": RewardOutput(1.0),
-        "raise 5": "IndexError: list index out of range (bad_rewards.py, line",
-        "nan": "the reward is nan: it must be finite",
-        "inf": "the reward is inf: it must be finite",
-        "string": "the reward is '0.7' (str): it must be a number",
-        "none": "the reward is None (NoneType): it must be a number",
+        "raise 5": f"IndexError: list index out of range ({place('[][int(text)]')}, in <lambda>)",
+        "json": f"JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({place('json.loads(text)')},",
+        "nan": f"by_response ({place('def by_response')}): the reward is nan: it must be finite",
+        "inf": f"by_response ({place('def by_response')}): the reward is inf: it must be finite",
+        "string": f"by_response ({place('def by_response')}): the reward is '0.7' (str): it must be a number",
+        "none": f"by_response ({place('def by_response')}): the reward is None (NoneType): it must be a number",
         "sys.exit": "SystemExit: 0",
         "recurse": "RecursionError",
         "os._exit": "the process that ran the reward died: exit code 3",
@@ -91,6 +99,9 @@ async def test_what_goes_wrong_is_the_failure_of_its_sample_alone(pool):
         "alarm": RewardOutput(1.0),
         "torch": RewardOutput(0.0),
         "parts": RewardOutput(0.5, {"style": 0.25}),
+        "nested": RewardOutput(1.0, {"style": 0.25}),
+        "await": RewardOutput(0.5),
+        "await-raise": f"ValueError: nothing ({place('raise ValueError')}, in later)",
     }
     for response, outcome in zip(expected, await score(pool, *expected), strict=True):
         if isinstance(expected[response], RewardOutput):
@@ -98,6 +109,15 @@ async def test_what_goes_wrong_is_the_failure_of_its_sample_alone(pool):
         else:
             assert isinstance(outcome, Failure), response
             assert outcome.reason.startswith(expected[response]), response
+            raised = not outcome.died and "the reward is" not in outcome.reason
+            assert (outcome.traceback.startswith("Traceback:\n  File") and "bad_rewards" in outcome.traceback) == raised
+
+
+async def test_an_async_reward_keeps_its_event_loop(pool):  # the fixture sets PYTHONPATH
+    one = WorkerPool(1)
+    first, second = await score(one, "loop", "loop")
+    one.close()
+    assert first == second
 
 
 async def test_a_reward_that_hangs_is_killed_at_its_deadline(pool):
@@ -162,6 +182,18 @@ async def test_closing_kills_the_workers_and_blames_no_sample(pool):
         await score(pool, "one")
 
 
+async def test_a_repaired_reward_is_loaded_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    own, samples = WorkerPool(1), [RewardInput(prompt="", response="")]
+    (tmp_path / "own.py").write_text("def score(sample):\n    return 1\n")
+    assert await own.score("own:score", samples, 10.0) == [RewardOutput(1.0)]
+    (tmp_path / "own.py").write_text("def score(sample):\n    return 2 / 1\n")
+    assert await own.score("own:score", samples, 10.0) == [RewardOutput(1.0)]
+    own.reload()
+    assert await own.score("own:score", samples, 10.0) == [RewardOutput(2.0)]
+    own.close()
+
+
 async def test_loading_says_what_is_wrong_with_a_name(pool):
     assert await pool.load(BAD) is None
     assert await pool.load("addition") is None
@@ -169,6 +201,10 @@ async def test_loading_says_what_is_wrong_with_a_name(pool):
         ("bad_rewards:by_respons", "has no by_respons; did you mean by_response?"),
         ("no_such_module:f", "ModuleNotFoundError"),
         ("additon", "did you mean addition?"),
+        (
+            "bad_rewards:two_arguments",
+            f"two_arguments ({place('def two_arguments')}) takes (prompt, answer), but a reward takes one",
+        ),
     ]:
         failure = await pool.load(name)
         assert isinstance(failure, Failure)

@@ -21,6 +21,7 @@ from relaxd.rpc.errors import field_violations
 from relaxd.v1.advantage_pb2 import ComputeRequest
 from relaxd.v1.advantage_pb2_grpc import AdvantageStub
 from relaxd.v1.content_pb2 import Conversation
+from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED
 from relaxd.v1.group_pb2 import DROP_REASON_UNSPECIFIED, DROP_REASON_ZERO_VARIANCE
 from relaxd.v1.reward_pb2 import ListRewardsRequest, ScoreRequest
 from relaxd.v1.reward_pb2_grpc import RewardStub
@@ -169,6 +170,10 @@ async def test_the_stages_score_and_drop(here):
         good = here.generate(["parts", "one", "parts"], ["parts", "parts"], ["shout", "parts"])
         columns = await here.trained(2)
         assert await here.dropped(11) == {**dict.fromkeys(failing, "reward_failed"), good[1]: "zero_variance"}
+        details = {group.group_id: group.detail for group in here.board.dropped()}
+        assert details[failing[0]].startswith(f"{BAD}: IndexError: list index out of range (tests/")
+        assert details[failing[5]] == f"{BAD}: scoring a sample took longer than 1 s; its process was killed"
+        assert details[good[1]] == ""
     assert set(columns) == {good[0], good[2]}
     first = columns[good[0]]
     np.testing.assert_array_equal(first["reward"], [0.5, 1.0, 0.5])
@@ -202,6 +207,29 @@ async def test_a_run_whose_reward_wants_a_variable_that_is_not_set_says_so(here,
         request = score_request(BAD, [f"surroundings {tmp_path / 'seen'}"])
         assert (await RewardStub(process.to).Score(request)).scores[0].reward == 1.0
     assert json.loads((tmp_path / "seen").read_text())["environment"]["JUDGE_KEY"] == "k"
+
+
+async def test_a_resumed_run_loads_its_reward_again(here):
+    config = run_config(reward={"workers": 1})
+    here.start_run(config)
+    async with here.service("reward", "reward-1") as process:
+        await here.coordinator.hears("reward-1", "READY")
+
+        async def worker() -> float:
+            request = ScoreRequest(reward=BAD, responses=["pid"])
+            return (await RewardStub(process.to).Score(request)).scores[0].reward
+
+        first = await worker()
+        assert await worker() == first
+        here.coordinator.assign(config, state=RUN_STATE_PAUSED)
+        for _ in range(3):  # the answer to the first tells the replica
+            async with here.coordinator.heard:
+                await here.coordinator.heard.wait()
+        assert await worker() == first
+        here.coordinator.assign(config)
+        async with asyncio.timeout(20):
+            while await worker() == first:
+                await asyncio.sleep(0.02)
 
 
 # --- ends and restarts --------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from relaxd.config import RunConfig
-from relaxd.config.load import dump, load
+from relaxd.config.load import load
+from relaxd.config.write import dump
 from tests.unit.rollout.configs import run_config
 
 

@@ -1,0 +1,33 @@
+"""`relaxd config`: show and check a configuration."""
+
+from typing import Annotated
+
+import typer
+
+from relaxd.cli.check import check
+from relaxd.cli.options import PASS_ON, WordsArgument, load_words
+from relaxd.config.load import ConfigError
+from relaxd.config.write import dump_changes, dump_explained
+from relaxd.local.devices import check_devices
+from relaxd.replica.gpus import visible_gpus
+
+config_app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
+
+
+@config_app.command("show", context_settings=PASS_ON)
+def config_show(
+    words: WordsArgument,
+    diff: Annotated[bool, typer.Option("--diff", help="Only what differs from the defaults.")] = False,
+) -> None:
+    """Print every setting with its meaning, as TOML."""
+    _, config = load_words(words)
+    print(dump_changes(config) if diff else dump_explained(config), end="")
+
+
+@config_app.command("check", context_settings=PASS_ON)
+def config_check(words: WordsArgument) -> None:
+    """Check a configuration against itself, the model, the data, the reward and this machine. Starts no service."""
+    path, config = load_words(words)
+    if problems := check(config) + check_devices(config, {}, len(visible_gpus())):
+        raise ConfigError(problems)
+    print(f"{path} is valid")

@@ -1,0 +1,121 @@
+"""`relaxd reward test`, and the call of a run's reward before its services start."""
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relaxd.cli.options import PASS_ON, WordsArgument, load_words, new_console
+from relaxd.client.errors import CliError
+from relaxd.config import RunConfig
+from relaxd.config.load import ConfigError, Problem
+from relaxd.data.dataset import Prompt, read_examples
+from relaxd.data.errors import DataError
+from relaxd.local.modules import REWARD_TRIAL
+from relaxd.local.programs import run_program
+from relaxd.rewards import RewardInput
+
+PROMPTS = 3
+MADE_UP = ("I don't know.", "")
+"""Answers that any model gives now and then."""
+LOAD_SECONDS = 90.0
+"""Time for starting the program and loading the reward, which has a deadline of its own."""
+SHOWN = 60
+
+reward_app = typer.Typer(help="Try a reward.", no_args_is_help=True)
+
+
+@reward_app.command("test", context_settings=PASS_ON)
+def reward_test(words: WordsArgument) -> None:
+    """Score three prompts of the data with made-up answers and the reference answer. Starts no service."""
+    _, config = load_words(words)
+    try:
+        train, _ = read_examples(config)
+    except DataError as error:
+        raise ConfigError([Problem(error.field, error.message)]) from error
+    samples = [
+        RewardInput(prompt=example.text, response=response, answer=example.answer, metadata=example.metadata)
+        for example in train[:PROMPTS]
+        for response in dict.fromkeys(filter(None, [example.answer])) | dict.fromkeys(MADE_UP)
+    ]
+    outcomes = try_reward(config, samples)
+    console = new_console()
+    _print_scores(samples, outcomes, console)
+    _print_errors(outcomes, console)
+    rewards = {is_right: _rewards(samples, outcomes, is_right) for is_right in (True, False)}
+    if rewards[True] and rewards[False] and max(rewards[False]) >= max(rewards[True]):
+        console.print("the reference answer gets no higher reward than a made-up one", style="yellow")
+    if any("error" in outcome for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
+    """Load the run's reward and call it once, in a process like those of the reward service. Returns the problems."""
+    sample = RewardInput(prompt.text, prompt.answer or MADE_UP[0], prompt.answer, prompt.metadata)
+    try:
+        (outcome,) = try_reward(config, [sample])
+    except CliError as error:
+        return [Problem("", error.message)]
+    if "error" not in outcome:
+        return []
+    told = outcome["traceback"] or outcome["error"]
+    return [Problem("reward.name", f'= "{config.reward.name}" failed for the answer {sample.response!r}: {told}')]
+
+
+def try_reward(config: RunConfig, samples: Sequence[RewardInput]) -> list[dict[str, Any]]:
+    """Score samples with the run's reward: reward, parts and seconds of each, or error and traceback.
+
+    Raises CliError: the reward can't be loaded.
+    """
+    settings = config.reward
+    words = ["--reward", settings.name, "--timeout-seconds", str(settings.timeout_seconds)]
+    words += [word for name in settings.environment for word in ("--variable", name)]
+    # A sample whose process dies is tried twice.
+    seconds = LOAD_SECONDS + 2 * len(samples) * settings.timeout_seconds
+    lines = "".join(json.dumps(vars(sample)) + "\n" for sample in samples)
+    outcomes: list[dict[str, Any]] = run_program(REWARD_TRIAL, words, seconds=seconds, text=lines)["outcomes"]
+    return outcomes
+
+
+def _rewards(samples: Sequence[RewardInput], outcomes: Sequence[dict[str, Any]], is_right: bool) -> list[float]:
+    return [
+        outcome["reward"]
+        for sample, outcome in zip(samples, outcomes, strict=True)
+        if "reward" in outcome and (sample.response == sample.answer) == is_right
+    ]
+
+
+def _print_scores(samples: Sequence[RewardInput], outcomes: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print a table for each prompt."""
+    for prompt, scored in groupby(zip(samples, outcomes, strict=True), key=lambda pair: pair[0].prompt):
+        table = Table(title=_shown(prompt), title_justify="left", header_style="dim", box=None, pad_edge=False)
+        table.add_column("answer", min_width=24)
+        table.add_column("reward", justify="right")
+        table.add_column("seconds", justify="right")
+        table.add_column("parts")
+        for sample, outcome in scored:
+            kind = " (reference)" if sample.response and sample.response == sample.answer else ""
+            table.add_row(
+                (_shown(sample.response) or "(empty)") + kind,
+                f"{outcome['reward']:g}" if "reward" in outcome else "failed",
+                f"{outcome['seconds']:.3f}",
+                ", ".join(f"{name} {value:g}" for name, value in outcome.get("parts", {}).items()),
+            )
+        console.print(table, "")
+
+
+def _print_errors(outcomes: Sequence[dict[str, Any]], console: Console) -> None:
+    errors = dict.fromkeys((one["error"], one["traceback"]) for one in outcomes if "error" in one)
+    for error, traceback in errors:
+        console.print(error, style="bold red", soft_wrap=True)
+        if traceback:
+            console.print(traceback, soft_wrap=True)
+
+
+def _shown(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
