@@ -136,13 +136,13 @@ def test_a_request_starts_one_run_however_often_it_comes(up: Cluster) -> None:
         error = refused(start, other)
         assert error.code() == grpc.StatusCode.ALREADY_EXISTS
         assert f"'a-request' started run '{started.run_id}' with another run_id or configuration" in error.details()
-    assert set(violations(start, pb.StartRunRequest(config_toml=up.config(), request_id="a request"))) == {"request_id"}
     # The run has ended, and the coordinator is another one.
     up.stub.StopRun(pb.StopRunRequest(), timeout=5)
     up.until_state(pb.RUN_STATE_STOPPED)
     up.kill("coordinator")
     up.coordinator()
     up.until("up", lambda: up.run())
+    assert set(violations(start, pb.StartRunRequest(config_toml=up.config(), request_id="a request"))) == {"request_id"}
     again = start(request, timeout=5).run
     assert (again.run_id, again.state) == (started.run_id, pb.RUN_STATE_STOPPED)
     # A deleted run is forgotten together with its request.
