@@ -141,6 +141,7 @@ def test_a_request_starts_one_run_however_often_it_comes(up: Cluster) -> None:
     up.kill("coordinator")
     up.coordinator()
     up.until("up", lambda: up.run())
+    assert set(violations(start, pb.StartRunRequest(config_toml=up.config(), request_id="a request"))) == {"request_id"}
     again = start(request, timeout=5).run
     assert (again.run_id, again.state) == (started.run_id, pb.RUN_STATE_STOPPED)
     # A deleted run is forgotten together with its request.
