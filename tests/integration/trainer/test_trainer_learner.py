@@ -135,7 +135,7 @@ def test_log_prob_difference_counts_compared_tokens_only(learner: MakeLearner) -
     assert 0 < batch.logprobs_comparable.sum() < batch.loss_mask.sum()
     exact = made.log_probs([batch])[0]
     off = exact + np.where(batch.logprobs_comparable, np.float32(0.25), np.float32(9)).astype(np.float32)
-    samples_apart = replace(batch, rollout_logprobs=off)
+    samples_apart = replace(batch, columns={**batch.columns, "rollout_logprobs": off})
     made.accumulate([samples_apart])
     stats = made.finish(1.0)
     assert stats.metrics["logprob_difference"] == pytest.approx(0.25, abs=1e-5)
@@ -160,7 +160,9 @@ def test_the_correction_weighs_the_gradient_by_the_ratio_to_the_engine(learner: 
         ("left out", 3.0, {"correction": "icepop", "icepop_high": 2.5}),
     ):
         made = learner(algorithm={"old_logprobs": "current", **algorithm})
-        made.accumulate([replace(pack(make_samples(4)), rollout_logprobs=exact - np.float32(math.log(factor)))])
+        batch = pack(make_samples(4))
+        off = {"rollout_logprobs": exact - np.float32(math.log(factor))}
+        made.accumulate([replace(batch, columns={**batch.columns, **off})])
         stats = made.finish(1.0)
         norms[name] = stats.grad_norm
         expected = {"tis": (1.5, 0), "truncated": (1.25, 1), "icepop": (1.5, 0), "left out": (0, 1)}.get(name)
