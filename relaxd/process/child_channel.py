@@ -57,26 +57,15 @@ class ChildChannel(grpc.aio.Channel):
 
     def unary_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
-        plain = self._plain.unary_stream(method, *arguments, **options)
+        return self._streaming(method, self._plain.unary_stream(method, *arguments, **options))
 
-        async def call(request: Any, *, timeout: float | None) -> AsyncIterator[Any]:
-            async with self._explaining(method, timeout) as left:
-                running = plain(request, timeout=left, metadata=self._metadata(None))
-                try:
-                    async for response in running:
-                        yield response
-                finally:
-                    running.cancel()
-
-        return call
+    def stream_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """See grpc.aio.Channel."""
+        return self._streaming(method, self._plain.stream_stream(method, *arguments, **options))
 
     def stream_unary(self, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
         return self._plain.stream_unary(*arguments, **options)
-
-    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        """See grpc.aio.Channel."""
-        return self._plain.stream_stream(*arguments, **options)
 
     async def __aenter__(self) -> "ChildChannel":
         return self
@@ -99,6 +88,18 @@ class ChildChannel(grpc.aio.Channel):
     async def channel_ready(self) -> None:
         """See grpc.aio.Channel."""
         await self._plain.channel_ready()
+
+    def _streaming(self, method: str, plain: Any) -> Any:
+        async def call(request: Any, *, timeout: float | None) -> AsyncIterator[Any]:
+            async with self._explaining(method, timeout) as left:
+                running = plain(request, timeout=left, metadata=self._metadata(None))
+                try:
+                    async for response in running:
+                        yield response
+                finally:
+                    running.cancel()
+
+        return call
 
     @asynccontextmanager
     async def _explaining(self, method: str, timeout: float | None) -> AsyncIterator[float | None]:
