@@ -19,25 +19,31 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
 from benchmarks.reporting import report
+from relaxd.config import RolloutConfig
 from relaxd.process.child import LIFELINE_VARIABLE, Child
-from relaxd.process.child_server import ChildServer
-from relaxd.v1 import replica_pb2, replica_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from relaxd.v1 import engine_pb2
+from services.rollout.engines.engine_process import EngineProcess
+from services.rollout.engines.types import Output, Request, Sampling
+from services.rollout.service import child_engine
 
 TOKENS = 256
 TEXT = "x" * 600
-FLUSH_SECONDS = 0.05
 PAUSE_SECONDS = 0.01
 """Pause between two control calls. Without it the child's busy thread might not get the GIL back in between."""
 HEADER = struct.Struct("<I")
 MODULE = "benchmarks.child_transport"
+BUSY = "RELAXD_BENCHMARK_BUSY"
+"""Environment variable of the gRPC child: whether a thread is busy."""
+PROMPT = tuple(range(32))
 
-Part = tuple[int, list[int], list[float], list[int], bool]
+Part = tuple[Any, list[int], list[float], list[int], bool]
 """New tokens, log-probs and versions of a request's sample, and whether it has ended."""
 Ask = Callable[[bool], AsyncIterator[np.ndarray]]
 
@@ -45,17 +51,28 @@ Ask = Callable[[bool], AsyncIterator[np.ndarray]]
 class Engine(threading.Thread):
     """Answers requests."""
 
+    quarantined = asleep = False
+
     def __init__(self, deliver: Callable[[list[Part]], None]) -> None:
         super().__init__(daemon=True)
         self._deliver = deliver
-        self._requests: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Any, bool]] = queue.SimpleQueue()
         self.start()
 
-    def submit(self, number: int, stream: bool) -> None:
+    def ask(self, number: Any, stream: bool) -> None:
         self._requests.put((number, stream))
 
+    def submit(self, request: Request) -> None:
+        self.ask(request.request_id, request.stream)
+
+    def resume(self) -> None:
+        """Do nothing."""
+
+    def stats(self) -> dict[str, int]:
+        return {"running_samples": 0, "waiting_samples": 0, "tokens_generated": 0}
+
     def run(self) -> None:
-        running: dict[int, int] = {}
+        running: dict[Any, int] = {}
         while True:
             parts: list[Part] = []
             while (not running and not parts) or not self._requests.empty():
@@ -71,52 +88,28 @@ class Engine(threading.Thread):
             self._deliver(parts)
 
 
-class GrpcChild(rollout_pb2_grpc.RolloutServicer, replica_pb2_grpc.ReplicaServicer):
-    """Answers as the engines' processes do: a stream for each request, flushed by time."""
+class GrpcChild(EngineProcess):
+    """An engine's process as it is, around the thread."""
 
-    def __init__(self) -> None:
-        self._engine = Engine(self._deliver)
-        self._queues: dict[int, asyncio.Queue[Part]] = {}
-        self._lock = threading.Lock()
-        self._pending: list[Part] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
+    def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
+        self._engine = Engine(self._put)
+        return engine_pb2.LoadResponse(vocabulary=256, device="cpu")
 
-    def GetStatus(self, request: replica_pb2.GetStatusRequest, context: Any) -> replica_pb2.GetStatusResponse:
-        return replica_pb2.GetStatusResponse(detail="fine")
+    def _put(self, parts: list[Part]) -> None:
+        self.outputs.put(
+            {number: [Output(0, *new, "length" if ended else None, TEXT)] for number, *new, ended in parts}  # type: ignore[arg-type]
+        )
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[rollout_pb2.GenerateResponse]:
-        self._loop = asyncio.get_running_loop()
-        number, parts = len(self._queues), asyncio.Queue()
-        self._queues[number] = parts
-        self._engine.submit(number, not request.final_only)
-        ended = False
-        while not ended:
-            _, tokens, logprobs, versions, ended = await parts.get()
-            yield rollout_pb2.GenerateResponse(
-                tokens=tokens, logprobs=logprobs, versions=versions, text=TEXT if ended else ""
-            )
+    def _loaded(self) -> Any:
+        return self._engine
 
-    def _deliver(self, parts: list[Part]) -> None:
-        assert self._loop is not None
-        with self._lock:
-            first = not self._pending
-            self._pending += parts
-        if first:
-            self._loop.call_soon_threadsafe(self._flush_soon)
+    def _leave_groups(self) -> None: ...
 
-    def _flush_soon(self) -> None:
-        assert self._loop is not None
-        self._loop.call_later(0 if self._pending[0][-1] else FLUSH_SECONDS, self._flush)
+    def _rss_bytes(self) -> int:
+        return 0
 
-    def _flush(self) -> None:
-        with self._lock:
-            parts, self._pending = self._pending, []
-        joined: dict[int, Part] = {}
-        for number, *new, ended in parts:
-            known = joined.get(number, (number, [], [], [], False))
-            joined[number] = (number, *(old + more for old, more in zip(known[1:4], new, strict=True)), ended)  # type: ignore[assignment]
-        for number, part in joined.items():
-            self._queues[number].put_nowait(part)
+    def _memory_in_use(self) -> int:
+        return 0
 
 
 class FramesChild:
@@ -135,7 +128,7 @@ class FramesChild:
 
     def _answer(self, message: dict[str, Any]) -> None:
         if message["method"] == "generate":
-            self._engine.submit(message["id"], message["params"]["stream"])
+            self._engine.ask(message["id"], message["params"]["stream"])
         self._send({"id": message["id"], "result": "fine"})
 
     def _deliver(self, parts: list[Part]) -> None:
@@ -181,7 +174,7 @@ class FramesParent:
         return number
 
     async def ask(self, stream: bool) -> AsyncIterator[np.ndarray]:
-        number = await self.request("generate", prompt=list(range(32)), stream=stream)
+        number = await self.request("generate", prompt=PROMPT, stream=stream)
         ended = False
         while not ended:
             (tokens, logprobs, versions), ended = await self._queues[number].get()
@@ -195,26 +188,32 @@ def _base64(values: list[Any]) -> str:
     return base64.b64encode(np.array(values).tobytes()).decode()
 
 
-async def start(kind: str, busy: bool) -> tuple[Child, Callable[[], Any], Ask]:
+async def start(kind: str, busy: bool) -> tuple[Any, Callable[[], Any], Ask]:
     """Start a child. Returns it, its control call, and its generation."""
-    child = await Child.start(MODULE, ["--child", kind, *(["--busy"] if busy else [])])
     if kind == "frames":
+        child = await Child.start(MODULE, ["--child", *(["--busy"] if busy else [])])
         assert child._reading is not None
         child._reading.cancel()
         parent = FramesParent(child)
         reader = child._writer.transport.get_protocol()._stream_reader  # type: ignore[union-attr]
         child._reading = asyncio.create_task(parent.read(reader))
         return child, lambda: parent.request("status"), parent.ask
-    status, rollout = replica_pb2_grpc.ReplicaStub(child.channel), rollout_pb2_grpc.RolloutStub(child.channel)
+    child_engine.MODULES["transformers"] = MODULE
+    engine = await child_engine.ChildEngine.start(
+        Path("."),
+        RolloutConfig(),
+        environment={BUSY: str(int(busy))},
+        name="benchmark",
+        log_level="warning",
+        on_exit=lambda ended: None,
+        on_tokens=lambda count, per_second: None,
+    )
 
     async def ask(stream: bool) -> AsyncIterator[np.ndarray]:
-        request = rollout_pb2.GenerateRequest(prompt_tokens=list(range(32)), n=1, final_only=not stream)
-        async for part in rollout.Generate(request, timeout=60):
-            np.array(part.logprobs, np.float32)
-            np.array(part.versions, np.int64)
-            yield np.array(part.tokens, np.int32)
+        async for part in engine.generate(PROMPT, 1, Sampling(TOKENS), stream=stream):
+            yield np.asarray(part.tokens)
 
-    return child, lambda: status.GetStatus(replica_pb2.GetStatusRequest(), timeout=60), ask
+    return engine._child, engine.resume, ask
 
 
 async def latency(control: Callable[[], Any], calls: int) -> str:
@@ -256,9 +255,11 @@ async def measure(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "streamed tokens/s": await rate(child, ask, True, arguments.concurrent, arguments.concurrent),
     }
     child.kill()
+    await child.exited
     child, control, _ = await start(kind, busy=True)
     row["with a busy thread"] = await latency(control, arguments.calls)
     child.kill()
+    await child.exited
     return row
 
 
@@ -273,17 +274,17 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--concurrent", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--child", choices=("grpc", "frames"), default="", help=argparse.SUPPRESS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--busy", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.busy:
+    arguments, rest = parser.parse_known_args()
+    if arguments.busy or os.environ.get(BUSY) == "1":
         threading.Thread(target=be_busy, daemon=True).start()
-    if arguments.child == "frames":
+    if arguments.child:
         return FramesChild().serve()
-    if arguments.child == "grpc":
-        child = GrpcChild()
-        add = (rollout_pb2_grpc.add_RolloutServicer_to_server, replica_pb2_grpc.add_ReplicaServicer_to_server)
-        return ChildServer(*((each, child) for each in add)).serve()
+    if BUSY in os.environ:
+        return GrpcChild().serve()
+    if rest:
+        parser.error(f"unknown arguments: {rest}")
 
     async def rows() -> list[dict[str, Any]]:
         return [await measure(kind, arguments) for _ in range(arguments.rounds) for kind in ("frames", "grpc")]

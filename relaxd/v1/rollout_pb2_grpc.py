@@ -87,8 +87,8 @@ class RolloutServicer:
     """
 
     def Generate(self, request, context):
-        """Generate samples n answers to a prompt given as tokens, streaming tokens several times a second, or, with final_only, each
-        sample once it has ended.
+        """Generate samples n answers to a prompt given as tokens, streaming tokens several times a second, or, with
+        final_only, each sample once it has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,6 +1,7 @@
 """A rollout engine asked from a test, without a service: its event loop runs while something is awaited."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from services.rollout.engines.types import Output, Sampling, Version
 from services.rollout.service.child_engine import ChildEngine
 
 PATIENCE = 120.0
+_NUMBERS = itertools.count()
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Asked:
     """A request under way. `begun` is set with its first output."""
 
     def __init__(self, n: int) -> None:
+        self.request_id = f"asked-{next(_NUMBERS)}"
         self.answers = [Answer() for _ in range(n)]
         self.begun = asyncio.Event()
         self.task: asyncio.Task[None]
@@ -176,7 +179,7 @@ class EngineRunner:
         self._runner.close()
 
     async def _collect(self, asked: Asked, prompt: tuple[int, ...], n: int, stream: bool, sampling: Sampling) -> None:
-        async for output in self.engine.generate(prompt, n, sampling, stream=stream):
+        async for output in self.engine.generate(prompt, n, sampling, stream=stream, request_id=asked.request_id):
             asked.answers[output.sample].add(output)
             asked.begun.set()
 

@@ -30,6 +30,10 @@ class LoadedEngine(Protocol):
     def quarantined(self) -> bool:
         """True if a failed update left the model in an undefined state."""
 
+    @property
+    def asleep(self) -> bool:
+        """True if the engine has freed memory."""
+
     def submit(self, request: Request) -> None:
         """Queue a request."""
 
@@ -107,8 +111,12 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
 
     def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
         """See the proto."""
-        change = self._change_memory(lambda engine: engine.sleep(request.timeout_seconds))
-        return rollout_pb2.SleepResponse(memory=change)
+        asleep = self._loaded().asleep
+        self._leave_groups()  # their broadcasts would write into freed memory
+        memory = self._change_memory(lambda engine: engine.sleep(request.timeout_seconds))
+        if not asleep:
+            self._check_freed(memory)
+        return rollout_pb2.SleepResponse(memory=memory)
 
     def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:
         """See the proto."""
@@ -122,6 +130,13 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     @abstractmethod
     def _loaded(self) -> LoadedEngine:
         """Return the engine. Raises EngineError before a model is loaded."""
+
+    @abstractmethod
+    def _leave_groups(self) -> None:
+        """Leave every weight group."""
+
+    def _check_freed(self, memory: weights_pb2.MemoryChange) -> None:
+        """Raise EngineError if a sleep has freed less than it must."""
 
     @abstractmethod
     def _rss_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Outputs as messages, whose arrays are bytes."""
 
 from collections.abc import Iterable
-from itertools import groupby
+from dataclasses import replace
+from itertools import chain, groupby
 from typing import cast
 
 import numpy as np
@@ -54,15 +55,22 @@ def decode_output(message: engine_pb2.EngineOutput) -> Output:
 
 def join_outputs(outputs: Iterable[tuple[str, Output]]) -> list[tuple[str, Output]]:
     """Join the outputs of each sample, in order."""
-    joined: dict[tuple[str, int], Output] = {}
+    parts: dict[tuple[str, int], list[Output]] = {}
     for request_id, output in outputs:
-        before = joined.get((request_id, output.sample))
-        if before is not None:
-            output.tokens = [*before.tokens, *output.tokens]
-            output.logprobs = [*before.logprobs, *output.logprobs]
-            output.versions = [*before.versions, *output.versions]
-        joined[request_id, output.sample] = output
-    return [(request_id, output) for (request_id, _), output in joined.items()]
+        parts.setdefault((request_id, output.sample), []).append(output)
+    return [(request_id, _joined(of_sample)) for (request_id, _), of_sample in parts.items()]
+
+
+def _joined(outputs: list[Output]) -> Output:
+    last = outputs[-1]
+    if len(outputs) == 1:
+        return last
+    return replace(
+        last,
+        tokens=list(chain.from_iterable(output.tokens for output in outputs)),
+        logprobs=list(chain.from_iterable(output.logprobs for output in outputs)),
+        versions=list(chain.from_iterable(output.versions for output in outputs)),
+    )
 
 
 def pack_messages(

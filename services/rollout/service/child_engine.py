@@ -260,7 +260,7 @@ class ChildEngine:
         self._to_send.set()
 
     async def _requests(self) -> AsyncIterator[engine_pb2.ExchangeRequest]:
-        while True:
+        while self.alive:
             await self._to_send.wait()
             self._to_send.clear()
             request, self._unsent = self._unsent, engine_pb2.ExchangeRequest()
@@ -321,6 +321,7 @@ class ChildEngine:
         self.weights = None
         self.gauges = {}
         self._on_exit(ended)
+        self._to_send.set()  # ends the requests
         for task in self._tasks:
             task.cancel()
         for queue in self._queues.values():

@@ -90,6 +90,42 @@ def test_what_ends_an_answer(engine: EngineRunner, model: Path) -> None:
     assert any(END in answer.tokens for answer in answers)
 
 
+def test_stop_strings_and_min_new_tokens(engine: EngineRunner, model: Path) -> None:
+    decode = AutoTokenizer.from_pretrained(model).decode
+    stops = [chr(letter) for letter in range(ord("a"), ord("a") + 16)]
+    answers = engine.generate(SHORT, 8, max_new_tokens=400, temperature=1.5, ignore_eos=True, stop=tuple(stops))
+    for answer in answers:
+        assert answer.finish == "stop"
+        assert answer.last is not None
+        text = decode(answer.tokens)
+        assert text[-1] in stops
+        assert answer.last.text == text[:-1]
+        assert not set(stops) & set(answer.last.text)
+    # The model's own end token is put off; the other requests in the batch are not.
+    others = engine.ask(SHORT, 8, max_new_tokens=400, temperature=1.5)
+    answers = engine.generate(SHORT, 8, max_new_tokens=400, temperature=1.5, min_new_tokens=300)
+    assert all(END not in answer.tokens[:299] for answer in answers)
+    assert min(len(answer.tokens) for answer in answers) >= 300
+    assert min(len(answer.tokens) for answer in engine.wait(others)) < 300
+
+
+def test_an_aborted_request_ends_with_what_it_has(engine: EngineRunner) -> None:
+    other = engine.ask(SHORT, max_new_tokens=FAR, ignore_eos=True)
+    asked = engine.ask(LONG, 4, stream=True, max_new_tokens=FAR, ignore_eos=True)
+    engine.wait_begun(asked)
+    engine.run(engine.engine.abort(asked.request_id))
+    for answer in engine.wait(asked):
+        assert answer.finish == "abort"
+        assert len(answer.tokens) == len(answer.logprobs) < FAR
+    assert len(engine.wait(other)[0].tokens) == FAR
+    # One that waits for the end of a pause ends at once.
+    engine.pause()
+    waiting = engine.ask(SHORT, 2, max_new_tokens=3)
+    engine.run(engine.engine.abort(waiting.request_id))
+    assert [answer.finish for answer in engine.wait(waiting)] == ["abort", "abort"]
+    engine.resume()
+
+
 def test_cancelled_requests_leave_the_engine(engine: EngineRunner) -> None:
     asked = engine.ask(LONG, 4, stream=True, max_new_tokens=FAR, ignore_eos=True)
     engine.wait_begun(asked)

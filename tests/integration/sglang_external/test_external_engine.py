@@ -69,6 +69,28 @@ async def test_an_answer_ends_with_the_asked_for_token_which_its_text_leaves_out
     assert answer.text == AutoTokenizer.from_pretrained(engine.model).decode(answer.tokens[:-1])
 
 
+async def test_a_server_without_a_tokenizer_takes_no_stop_strings(engine: Engine) -> None:
+    await engine.sync(1)
+    for sampling in (Sampling(max_new_tokens=3, stop=("a",)), Sampling(max_new_tokens=3, min_new_tokens=1)):
+        with pytest.raises(InvalidArgument, match="--skip-tokenizer-init"):
+            await engine.generate(sampling=sampling)
+
+
+async def test_an_aborted_request_ends_with_what_it_has(engine: Engine, server: Server) -> None:
+    await engine.sync(1)
+    outputs: list[Output] = []
+    async for output in engine.engine.generate(PROMPT, 2, LONG, stream=True, request_id="mine"):
+        if not outputs:
+            await engine.engine.abort("mine")
+        outputs.append(output)
+    assert [output.finish_reason for output in outputs].count("abort") == 2
+    assert 0 < sum(len(output.tokens) for output in outputs) < 800
+    await engine.engine.abort("mine")  # it has ended
+    async with asyncio.timeout(5):
+        while await running_samples(server):
+            await asyncio.sleep(0.02)
+
+
 async def test_a_long_prompt_is_computed_once_for_all_samples(engine: Engine) -> None:
     await engine.sync(1)
     prompt = tuple(3 + place % 250 for place in range(200))

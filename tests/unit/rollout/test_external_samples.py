@@ -72,6 +72,13 @@ def test_only_what_is_new_is_handed_on_and_the_text_at_the_end() -> None:
     assert (last.tokens, last.finish_reason, last.text, last.spans_weight_update) == ([7], "stop", "5 6", False)
 
 
+def test_a_stop_string_ends_the_text_and_not_the_tokens() -> None:
+    sample = new_sample(STREAMED)
+    sample.take(event([5, 6, 7], "3:1", {"type": "stop", "matched": "6 7"}))
+    output = sample.undelivered()
+    assert (output.tokens, output.finish_reason, output.text) == ([5, 6, 7], "stop", "5 ")
+
+
 @pytest.mark.parametrize("weights", ["default", "3", ":", "3:x", ""])
 def test_weights_that_nobody_gave_mean_another_server(weights: str) -> None:
     assert parse_label(weights) is None

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from relaxd.config import RolloutConfig
 from relaxd.rpc.errors import FailedPrecondition, RpcError
-from relaxd.v1 import engine_pb2, rollout_pb2
+from relaxd.v1 import engine_pb2, rollout_pb2, weights_pb2
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
 from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.sglang.engine import SGLangEngine
@@ -179,19 +179,16 @@ class SGLangProcess(EngineProcess):
             raise EngineError("no model is loaded")
         return self._engine
 
-    def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
-        """See the proto. Leaves any group, to free its buffers."""
-        asleep = self._loaded().asleep
+    def _leave_groups(self) -> None:
         if self._group:
             self._leave(self._group)
-        response = super().Sleep(request, context)
-        memory = response.memory
-        if self._on_gpus and not asleep and memory.after_bytes >= memory.before_bytes:
+
+    def _check_freed(self, memory: weights_pb2.MemoryChange) -> None:
+        if self._on_gpus and memory.after_bytes >= memory.before_bytes:
             raise EngineError(
                 f"SGLang freed no memory ({memory.before_bytes} bytes were in use, {memory.after_bytes} are now): "
                 "torch_memory_saver's library is not loaded in its scheduler processes (LD_PRELOAD)"
             )
-        return response
 
     def _memory_in_use(self) -> int:
         answers = self._ask_all("GetSchedulerStats", engine_pb2.GetSchedulerStatsRequest(), ANSWER_SECONDS)

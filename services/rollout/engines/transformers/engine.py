@@ -85,6 +85,11 @@ class TransformersEngine:
         """See GenerationGate."""
         self._gate.quarantine()
 
+    @property
+    def asleep(self) -> bool:
+        """See GenerationGate."""
+        return self._gate.asleep
+
     def stats(self) -> dict[str, int]:
         """See LoadedEngine."""
         batch = self._batch

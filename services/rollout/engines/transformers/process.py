@@ -66,8 +66,7 @@ class TransformersProcess(EngineProcess):
             transport = cast(Transport, words(weights_pb2.Transport)[asked.transport])
             address = (asked.store_host, asked.store_port)
             group = WeightGroup(transport, *address, asked.name, request.rank, asked.world_size)
-            for old in list(self._groups):  # an engine is in one group, even if it was not told to leave the last one
-                self._forget(old)
+            self._leave_groups()  # an engine is in one group, even if it was not told to leave the last one
             with self._lock:
                 self._groups[asked.name] = group
             size = sum(bucket.nbytes for bucket in buckets)
@@ -108,11 +107,9 @@ class TransformersProcess(EngineProcess):
         quarantined = self._engine is not None and self._engine.quarantined
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
 
-    def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
-        """See the proto. Leaves any group, because its broadcasts would write into freed memory."""
+    def _leave_groups(self) -> None:
         for name in list(self._groups):
             self._forget(name)
-        return super().Sleep(request, context)
 
     def _forget(self, name: str) -> None:
         with self._lock:
