@@ -87,6 +87,7 @@ class Child:
         self._last_lines: deque[str] = deque(maxlen=OUTPUT_LINES)
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._closing: asyncio.Future[None] | None = None
         self.channel = ChildChannel(f"unix:{folder / 'socket'}", token, name, self.wait_connected, self.wait_exited)
         """Channel for stubs of the services that the child serves. See ChildChannel for their calls."""
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from relaxd.config import RunConfig
-from relaxd.process.json_child import JsonChild
+from relaxd.process.child import Child
 from relaxd.replica.context import ReplicaContext, open_context
 from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.replica import run_replica
@@ -17,6 +17,7 @@ from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
+from tests.kit.child_service import ChildStub, struct
 
 
 class Holder(ReplicaService):
@@ -24,13 +25,13 @@ class Holder(ReplicaService):
 
     def __init__(self, context: ReplicaContext) -> None:
         self.context = context
-        self.child: JsonChild | None = None
+        self.child: Child | None = None
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         gpus = await self.context.gpus.lease(1)
         lease = self.context.gpus.child_lease
-        self.child = await JsonChild.start("tests.gpu.gpu_child", env=gpu_environment(gpus), gpu_lease=lease)
-        devices = await self.child.request("hold", {}, 60)
+        self.child = await Child.start("tests.gpu.gpu_child", env=gpu_environment(gpus), gpu_lease=lease)
+        devices = list((await ChildStub(self.child.channel).hold(struct(), timeout=60))["uuids"])
         Path(os.environ["HOLDER_FILE"]).write_text(json.dumps(devices))
 
     async def stop_run(self) -> None:

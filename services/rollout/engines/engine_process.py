@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection
@@ -21,6 +22,8 @@ from services.rollout.engines.types import (
     Request,
     Sampling,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class LoadedEngine(Protocol):
@@ -153,7 +156,11 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
                 asked = each.request
                 sampling = Sampling.from_proto(asked.sampling)
                 prompt = tuple(asked.prompt_tokens)
-                engine.submit(Request(each.id, prompt, asked.n, sampling, stream=not asked.final_only))
+                try:
+                    engine.submit(Request(each.id, prompt, asked.n, sampling, stream=not asked.final_only))
+                except Exception as error:  # the others go on
+                    logger.exception("a request could not be queued")
+                    self.outputs.fail(each.id, f"{type(error).__name__}: {error}")
             for request_id in message.forget:
                 engine.cancel(request_id)
             for request_id in message.abort:

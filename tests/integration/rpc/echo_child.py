@@ -7,27 +7,14 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 from google.protobuf.struct_pb2 import Struct
 
 from relaxd.process.child_server import ChildServer, Outbox
 from relaxd.rpc.errors import InvalidArgument
+from tests.kit.child_service import add_methods, struct
 
-SERVICE = "relaxd.test.Echo"
 UNARY = ("echo", "hang", "release", "refuse", "fail", "die", "freeze", "repeat", "seconds_left", "thread_name")
-
-
-class EchoStub:
-    """The stub of the child's service."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.count = channel.unary_stream(f"/{SERVICE}/count", Struct.SerializeToString, Struct.FromString)
-        for name in (*UNARY, "fly"):
-            call = channel.unary_unary(f"/{SERVICE}/{name}", Struct.SerializeToString, Struct.FromString)
-            setattr(self, name, call)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
+add_echo = add_methods(UNARY, ["count"])
 
 
 class Echo:
@@ -83,19 +70,6 @@ class Echo:
 
     async def thread_name(self, request: Struct, context: Any) -> Struct:
         return struct(name=threading.current_thread().name)
-
-
-def struct(**values: Any) -> Struct:
-    made = Struct()
-    made.update(values)
-    return made
-
-
-def add_echo(servicer: Any, server: grpc.aio.Server) -> None:
-    names = {"request_deserializer": Struct.FromString, "response_serializer": Struct.SerializeToString}
-    handlers = {name: grpc.unary_unary_rpc_method_handler(getattr(servicer, name), **names) for name in UNARY}
-    handlers["count"] = grpc.unary_stream_rpc_method_handler(servicer.count, **names)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 
 if __name__ == "__main__":

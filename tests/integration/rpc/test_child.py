@@ -16,16 +16,17 @@ from google.protobuf.struct_pb2 import Struct
 from relaxd.process.child import LIFELINE_VARIABLE, SOCKET_VARIABLE, TOKEN_VARIABLE, Child, ChildExited
 from relaxd.process.child_server import serve_socket
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError
-from tests.integration.rpc.echo_child import Echo, EchoStub, add_echo, struct
+from tests.integration.rpc.echo_child import Echo, add_echo
+from tests.kit.child_service import ChildStub, struct
 
 MODULE = "tests.integration.rpc.echo_child"
 PARENT = f"""
 import asyncio, time
 from relaxd.process.child import Child
-from tests.integration.rpc.echo_child import EchoStub, struct
+from tests.kit.child_service import ChildStub, struct
 async def main():
     child = await Child.start("{MODULE}")
-    echo = EchoStub(child.channel)
+    echo = ChildStub(child.channel)
     await echo.echo(struct(), timeout=30)
     print(child.pid, flush=True)
     await echo.freeze(struct(), timeout=None)
@@ -42,25 +43,25 @@ async def child() -> AsyncIterator[Child]:
 
 
 @pytest.fixture
-def echo(child: Child) -> EchoStub:
-    return EchoStub(child.channel)
+def echo(child: Child) -> ChildStub:
+    return ChildStub(child.channel)
 
 
-async def test_answers_carry_values_of_any_size(echo: EchoStub) -> None:
+async def test_answers_carry_values_of_any_size(echo: ChildStub) -> None:
     request = struct(tokens=list(range(200_000)), text="żółw\n", logprob=-0.25, none=None)
     assert await echo.echo(request, timeout=30) == request
     long = await echo.repeat(struct(text="x", times=80 << 20), timeout=60)  # above the limits between services
     assert len(long["text"]) == 80 << 20
 
 
-async def test_a_request_that_waits_holds_up_no_other(echo: EchoStub) -> None:
+async def test_a_request_that_waits_holds_up_no_other(echo: ChildStub) -> None:
     waiting = [asyncio.create_task(echo.hang(Struct(), timeout=30)) for _ in range(100)]
     assert await echo.echo(struct(a=1), timeout=30) == struct(a=1)
     await echo.release(Struct(), timeout=30)
     assert await asyncio.gather(*waiting) == [struct(answer="released")] * 100
 
 
-async def test_a_deadline_is_kept_and_a_late_answer_harms_nobody(echo: EchoStub) -> None:
+async def test_a_deadline_is_kept_and_a_late_answer_harms_nobody(echo: ChildStub) -> None:
     await echo.echo(Struct(), timeout=30)
     with pytest.raises(DeadlineExceeded, match=r"echo did not answer hang within 0\.1 s"):
         await echo.hang(Struct(), timeout=0.1)
@@ -68,14 +69,14 @@ async def test_a_deadline_is_kept_and_a_late_answer_harms_nobody(echo: EchoStub)
     assert await echo.echo(struct(still="there"), timeout=30) == struct(still="there")
 
 
-async def test_handlers_know_their_deadline_and_calls_without_one_have_none(echo: EchoStub) -> None:
+async def test_handlers_know_their_deadline_and_calls_without_one_have_none(echo: ChildStub) -> None:
     assert 25 < (await echo.seconds_left(Struct(), timeout=30))["seconds"] <= 30
     assert (await echo.seconds_left(Struct(), timeout=None))["seconds"] is None
     with pytest.raises(TypeError, match="timeout"):
         await echo.seconds_left(Struct())
 
 
-async def test_errors_carry_code_message_and_details(echo: EchoStub) -> None:
+async def test_errors_carry_code_message_and_details(echo: ChildStub) -> None:
     with pytest.raises(InvalidArgument, match="no") as refused:
         await echo.refuse(Struct(), timeout=30)
     assert refused.value.reason == "INVALID_ARGUMENT"
@@ -87,16 +88,16 @@ async def test_errors_carry_code_message_and_details(echo: EchoStub) -> None:
         await echo.fly(Struct(), timeout=30)
 
 
-async def test_a_stream_comes_in_order_and_can_be_left(echo: EchoStub) -> None:
-    seen = [answer["number"] async for answer in echo.count(struct(to=100), timeout=30)]
+async def test_a_stream_comes_in_order_and_can_be_left(echo: ChildStub) -> None:
+    seen = [answer["number"] async for answer in echo.stream("count")(struct(to=100), timeout=30)]
     assert seen == list(range(100))
-    stream = echo.count(struct(to=100), timeout=30)
+    stream = echo.stream("count")(struct(to=100), timeout=30)
     assert (await anext(stream))["number"] == 0
     await stream.aclose()
     assert await echo.echo(Struct(), timeout=30) == Struct()
 
 
-async def test_only_the_parent_is_answered(echo: EchoStub, child: Child) -> None:
+async def test_only_the_parent_is_answered(echo: ChildStub, child: Child) -> None:
     variables = dict(
         line.split("=", 1) for line in Path(f"/proc/{child.pid}/environ").read_text().split("\0") if "=" in line
     )
@@ -115,14 +116,14 @@ async def test_a_call_without_the_token_of_this_launch_is_refused(tmp_path: Path
     async with grpc.aio.insecure_channel(f"unix:{tmp_path / 'socket'}") as channel:
         for metadata in ((), (("authorization", "Bearer wrong"),)):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await EchoStub(channel).echo(Struct(), timeout=30, metadata=metadata)
+                await ChildStub(channel).echo(Struct(), timeout=30, metadata=metadata)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        answer = await EchoStub(channel).echo(struct(a=1), timeout=30, metadata=(("authorization", "Bearer right"),))
+        answer = await ChildStub(channel).echo(struct(a=1), timeout=30, metadata=(("authorization", "Bearer right"),))
         assert answer == struct(a=1)
     serving.cancel()
 
 
-async def test_death_is_noticed_at_once_with_code_and_last_lines(child: Child, echo: EchoStub) -> None:
+async def test_death_is_noticed_at_once_with_code_and_last_lines(child: Child, echo: ChildStub) -> None:
     waiting = asyncio.create_task(echo.hang(Struct(), timeout=30))
     await echo.echo(Struct(), timeout=30)
     dying = asyncio.create_task(echo.die(struct(code=3), timeout=30))
@@ -135,7 +136,7 @@ async def test_death_is_noticed_at_once_with_code_and_last_lines(child: Child, e
         await echo.echo(Struct(), timeout=30)
 
 
-async def test_a_killed_child_names_the_signal(child: Child, echo: EchoStub) -> None:
+async def test_a_killed_child_names_the_signal(child: Child, echo: ChildStub) -> None:
     await echo.echo(Struct(), timeout=30)
     os.kill(child.pid, signal.SIGKILL)
     ended = await asyncio.wait_for(asyncio.shield(child.exited), 5)
@@ -147,7 +148,7 @@ async def test_a_killed_child_names_the_signal(child: Child, echo: EchoStub) -> 
 async def test_a_child_that_cannot_start_says_why() -> None:
     child = await Child.start("tests.integration.rpc.no_such_module")
     with pytest.raises(ChildExited, match="No module named"):
-        await EchoStub(child.channel).echo(Struct(), timeout=30)
+        await ChildStub(child.channel).echo(Struct(), timeout=30)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

@@ -94,8 +94,9 @@ class SGLangEngine:
     def stats(self) -> dict[str, int]:
         """See LoadedEngine."""
         try:
-            request = engine_pb2.GetSchedulerStatsRequest()
-            answer = self._schedulers.ask_first("GetSchedulerStats", request, ANSWER_SECONDS)
+            answer = self._schedulers.ask_first(
+                "GetSchedulerStats", engine_pb2.GetSchedulerStatsRequest(), ANSWER_SECONDS
+            )
             self._stats = {name: getattr(answer, name) for name in self._stats}
         except RpcError as error:
             logger.warning("reporting the last statistics again: %s", error)
@@ -120,17 +121,16 @@ class SGLangEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request's samples with what they have: after the current step, or at once if they wait here."""
-        outputs: list[Output] = []
         with self._gate.changed:
             group = self._groups.get(request_id)
-            if group is not None and group in self._held:
+            if group is None:
+                return
+            group.aborted = True
+            if group in self._held:
                 self._forget(request_id)
-                outputs = aborted_outputs(group)
-            elif group is not None:
+                self._on_output({request_id: aborted_outputs(group)})
+            else:
                 self._channel.send(AbortReq(rid=f"{request_id}:"))
-            self._gate.changed.notify_all()
-        if outputs:
-            self._on_output({request_id: outputs})
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
         """Pause between two steps. Returns how many samples are held.
@@ -186,9 +186,9 @@ class SGLangEngine:
             yield
             self._gate.touch()
             self._commits += 1
-            key = self._key(weights)
+            commit = engine_pb2.CommitRequest(key=self._key(weights))
             try:
-                answers = self._schedulers.ask_all("Commit", engine_pb2.CommitRequest(key=key), 2 * ANSWER_SECONDS)
+                answers = self._schedulers.ask_all("Commit", commit, 2 * ANSWER_SECONDS)
             except RpcError as error:
                 raise EngineError(f"the schedulers did not commit version {weights.version}: {error}") from error
             held = answers[0].held
@@ -288,9 +288,7 @@ class SGLangEngine:
             outputs = {}
             for group in ended:
                 del self._groups[group.request.request_id]
-                outputs[group.request.request_id] = [
-                    Output(each.index, finish_reason="abort") for each in group.samples
-                ]
+                outputs[group.request.request_id] = aborted_outputs(group)
         if outputs:
             self._on_output(outputs)
 
@@ -342,7 +340,7 @@ class SGLangEngine:
         """Start the samples of a request whose prompt is prefilled, or end the request if that failed."""
         del self._sent[rid]
         request_id = group.request.request_id
-        if reason.get("type") != "abort":
+        if reason.get("type") != "abort" and not group.aborted:
             group.shares_prefix = False
             self._held.appendleft(group)
             self._send_held()

@@ -60,6 +60,8 @@ class SGLangRequest:
     """True if its prompt still has to be prefilled before its samples start."""
     unfinished: int
     """Number of samples that have not ended."""
+    aborted: bool = False
+    """True if it has to end before its samples start."""
 
     @classmethod
     def of(cls, request: Request, end_ids: frozenset[int]) -> "SGLangRequest":
