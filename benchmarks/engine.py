@@ -139,7 +139,7 @@ class _Service:
 async def measure_relaxd(arguments: argparse.Namespace) -> dict[str, Any]:
     from relaxd.config import RolloutConfig
     from relaxd.rpc.server import start_server
-    from relaxd.v1 import rollout_pb2_grpc
+    from relaxd.v1 import rollout_pb2, rollout_pb2_grpc
     from services.rollout.engines.types import Sampling, Version
     from services.rollout.service import child_engine
     from services.rollout.service.server import RolloutServicer
@@ -165,8 +165,7 @@ async def measure_relaxd(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     ready = time.perf_counter() - started
     await engine.pause("in_place", 60, 60)
-    group = {"name": "none", "transport": "", "store_host": "", "store_port": 0, "rank": 1, "world_size": 2}
-    await engine.join({**group, "manifest": ""}, 10)
+    await engine.join(rollout_pb2.JoinWeightGroupRequest(group={"name": "none", "timeout_seconds": 10}))
     await engine.receive("none", Version(1, 0), 10, checksum=False)
     await engine.resume()
 

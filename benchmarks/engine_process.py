@@ -2,22 +2,24 @@
 
 from typing import Any
 
+from relaxd.v1 import rollout_pb2
 from services.rollout.engines.engine_process import read_arguments
 from services.rollout.engines.sglang.process import SGLangProcess
 from services.rollout.engines.types import Version
 
 
 class UntrainedProcess(SGLangProcess):
-    def join(self, params: dict[str, Any]) -> None:
+    def JoinWeightGroup(self, request: Any, context: Any) -> rollout_pb2.JoinWeightGroupResponse:
         """Do nothing."""
+        return rollout_pb2.JoinWeightGroupResponse()
 
-    def receive(self, params: dict[str, Any]) -> dict[str, Any]:
+    def ReceiveWeights(self, request: Any, context: Any) -> rollout_pb2.ReceiveWeightsResponse:
         """Commit the current weights."""
-        with self._loaded().update(Version(params["term"], params["version"])):
+        with self._loaded().update(Version(request.weights.term, request.weights.version)):
             pass
-        return {"seconds": 0.0, "checksums": {}}
+        return rollout_pb2.ReceiveWeightsResponse()
 
 
 if __name__ == "__main__":
     read_arguments()
-    UntrainedProcess().server.serve()
+    UntrainedProcess().serve()

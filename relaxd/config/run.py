@@ -87,6 +87,10 @@ class RolloutConfig(Section):
     """Nucleus sampling; 1 turns it off."""
     top_k: int = Field(default=0, ge=0)
     """Sample from the k likeliest tokens; 0 turns it off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, such as ["</answer>"]. Its text ends before the string, its tokens with it."""
+    min_new_tokens: int = Field(default=0, ge=0)
+    """Minimum length of an answer, in tokens: before that many, no end token is sampled."""
     engine: Literal["transformers", "sglang", "sglang_external"] = "transformers"
     """Inference engine. transformers: on CPUs. sglang: on GPUs. sglang_external: an SGLang server that runs already,
     whose URL each rollout replica gets (docs/engines.md)."""
@@ -104,6 +108,16 @@ class RolloutConfig(Section):
     """Store each token's experts in the column routed_experts (sglang, mixture-of-experts models)."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """SGLang's own options, named as in its ServerArgs, such as attention_backend = "triton"."""
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"rollout.min_new_tokens is {self.min_new_tokens}: rollout.max_new_tokens is only {self.max_new_tokens}"
+            )
+        if "" in self.stop:
+            raise ValueError("rollout.stop has an empty string, which would end every answer at once")
+        return self
 
     @model_validator(mode="after")
     def _engine_has(self) -> Self:

@@ -40,8 +40,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler except those of the health service."""
 
     def __init__(
-        self, *, tokens: Tokens | None, fence: Fence | None, deadline_seconds: float, stream_deadline_seconds: float
+        self,
+        *,
+        tokens: Tokens | None,
+        fence: Fence | None,
+        deadline_seconds: float | None,
+        stream_deadline_seconds: float | None,
     ) -> None:
+        """The deadlines are those of calls without one; None means no deadline."""
         self._tokens = tokens
         self._fence = fence
         self._deadline_seconds = deadline_seconds
@@ -100,7 +106,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         )
 
     @asynccontextmanager
-    async def _around(self, method: str, context: Any, deadline_seconds: float) -> AsyncIterator[None]:
+    async def _around(self, method: str, context: Any, deadline_seconds: float | None) -> AsyncIterator[None]:
         carrier: dict[str, str] = {}
         authorization = term = None
         for key, value in context.invocation_metadata() or ():

@@ -194,10 +194,18 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     FINAL_ONLY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Number of samples; at least 1. They share the prompt's prefill."""
     final_only: _builtins.bool
     """Send one message per sample, when it has ended, without its tokens: for callers that only want the text."""
+    request_id: _builtins.str
+    """Names the request in Cancel and in traces. Refused with ALREADY_EXISTS while a request with this id runs; empty for
+    none.
+    """
+    session_id: _builtins.str
+    """Names the conversation that the request is a turn of, in traces; empty for none."""
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's token ids; at least one."""
@@ -213,14 +221,55 @@ class GenerateRequest(_message.Message):
         n: _builtins.int = ...,
         sampling: _sample_pb2.SamplingParams | None = ...,
         final_only: _builtins.bool = ...,
+        request_id: _builtins.str = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["final_only", b"final_only", "n", b"n", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["final_only", b"final_only", "n", b"n", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class CancelRequest(_message.Message):
+    """Names a request to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in GenerateRequest."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequest: _TypeAlias = CancelRequest  # noqa: Y015
+
+@_typing.final
+class CancelResponse(_message.Message):
+    """The request ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -237,8 +286,8 @@ class GenerateResponse(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     sample: _builtins.int
     """Which of the n samples."""
-    finish_reason: _builtins.str
-    """Why the sample ended ("stop", "length", "abort"); empty while it goes on."""
+    finish_reason: _sample_pb2.FinishReason.ValueType
+    """Why the sample ended."""
     text: _builtins.str
     """The sample's whole text, with its last message only."""
     token_count: _builtins.int
@@ -262,7 +311,7 @@ class GenerateResponse(_message.Message):
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
         versions: _abc.Iterable[_builtins.int] | None = ...,
-        finish_reason: _builtins.str = ...,
+        finish_reason: _sample_pb2.FinishReason.ValueType = ...,
         text: _builtins.str = ...,
         token_count: _builtins.int = ...,
     ) -> None: ...

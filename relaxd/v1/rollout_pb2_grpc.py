@@ -40,6 +40,11 @@ class RolloutStub:
                 request_serializer=relaxd_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/relaxd.v1.Rollout/Cancel',
+                request_serializer=relaxd_dot_v1_dot_rollout__pb2.CancelRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_rollout__pb2.CancelResponse.FromString,
+                _registered_method=True)
         self.PauseGeneration = channel.unary_unary(
                 '/relaxd.v1.Rollout/PauseGeneration',
                 request_serializer=relaxd_dot_v1_dot_rollout__pb2.PauseGenerationRequest.SerializeToString,
@@ -82,8 +87,16 @@ class RolloutServicer:
     """
 
     def Generate(self, request, context):
-        """Generate samples n answers to a prompt given as tokens, streaming tokens as they come, or, with final_only, each
-        sample once it has ended.
+        """Generate samples n answers to a prompt given as tokens, streaming tokens several times a second, or, with
+        final_only, each sample once it has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Cancel ends a running Generate call by its request id: its samples end with FINISH_REASON_ABORT and what they have.
+        NOT_FOUND if no such call runs on this replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,6 +162,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     request_deserializer=relaxd_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_rollout__pb2.GenerateResponse.SerializeToString,
             ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=relaxd_dot_v1_dot_rollout__pb2.CancelRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_rollout__pb2.CancelResponse.SerializeToString,
+            ),
             'PauseGeneration': grpc.unary_unary_rpc_method_handler(
                     servicer.PauseGeneration,
                     request_deserializer=relaxd_dot_v1_dot_rollout__pb2.PauseGenerationRequest.FromString,
@@ -213,6 +231,33 @@ class Rollout:
             '/relaxd.v1.Rollout/Generate',
             relaxd_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
             relaxd_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/relaxd.v1.Rollout/Cancel',
+            relaxd_dot_v1_dot_rollout__pb2.CancelRequest.SerializeToString,
+            relaxd_dot_v1_dot_rollout__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,34 @@ ELEMENT_TYPE_FLOAT64: ElementType.ValueType  # 7
 """IEEE double precision: rewards."""
 Global___ElementType: _TypeAlias = ElementType  # noqa: Y015
 
+class _FinishReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
+    """It goes on."""
+    FINISH_REASON_STOP: _FinishReason.ValueType  # 1
+    """At an end token, or at a stop string."""
+    FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
+    """At max_new_tokens."""
+    FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
+    """It was cancelled, or ended by a pause of mode abort."""
+
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """Why a sample ended."""
+
+FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
+"""It goes on."""
+FINISH_REASON_STOP: FinishReason.ValueType  # 1
+"""At an end token, or at a stop string."""
+FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
+"""At max_new_tokens."""
+FINISH_REASON_ABORT: FinishReason.ValueType  # 3
+"""It was cancelled, or ended by a pause of mode abort."""
+Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
 @_typing.final
 class SamplingParams(_message.Message):
     """How an engine samples."""
@@ -76,6 +104,8 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    MIN_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     max_new_tokens: _builtins.int
     """Most new tokens a sample may have; at least 1."""
     temperature: _builtins.float
@@ -88,9 +118,15 @@ class SamplingParams(_message.Message):
     """Do not stop at an end token: used to force lengths in benchmarks."""
     seed: _builtins.int
     """Seed of the samples; sample i of a request uses (seed, i), so an answer does not depend on its neighbours in a batch."""
+    min_new_tokens: _builtins.int
+    """Least new tokens: before that many, no end token is sampled. At most max_new_tokens; 0 means off."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end a sample (the ending token is kept); empty means the model's own end tokens."""
+
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Strings that end a sample. Its text ends before the string; its tokens include those of the string."""
 
     def __init__(
         self,
@@ -102,10 +138,12 @@ class SamplingParams(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         seed: _builtins.int = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        min_new_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_new_tokens", b"max_new_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

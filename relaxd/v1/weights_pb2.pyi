@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from relaxd.v1 import sample_pb2 as _sample_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Transport:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRANSPORT_UNSPECIFIED: _Transport.ValueType  # 0
+    """Not given: refused."""
+    TRANSPORT_GLOO: _Transport.ValueType  # 1
+    """Over the network between CPUs."""
+    TRANSPORT_NCCL: _Transport.ValueType  # 2
+    """Between GPUs."""
+    TRANSPORT_CUDA_IPC: _Transport.ValueType  # 3
+    """Between processes on the same GPUs."""
+
+class Transport(_Transport, metaclass=_TransportEnumTypeWrapper):
+    """How a weight group's members exchange tensors."""
+
+TRANSPORT_UNSPECIFIED: Transport.ValueType  # 0
+"""Not given: refused."""
+TRANSPORT_GLOO: Transport.ValueType  # 1
+"""Over the network between CPUs."""
+TRANSPORT_NCCL: Transport.ValueType  # 2
+"""Between GPUs."""
+TRANSPORT_CUDA_IPC: Transport.ValueType  # 3
+"""Between processes on the same GPUs."""
+Global___Transport: _TypeAlias = Transport  # noqa: Y015
 
 @_typing.final
 class WeightGroup(_message.Message):
@@ -39,8 +68,8 @@ class WeightGroup(_message.Message):
     """Host of the trainer's rendezvous store."""
     store_port: _builtins.int
     """Port of the trainer's rendezvous store."""
-    transport: _builtins.str
-    """"gloo", "nccl" or "cuda_ipc"."""
+    transport: Global___Transport.ValueType
+    """How its members exchange tensors."""
     timeout_seconds: _builtins.float
     """Seconds in which every member has to be connected."""
     def __init__(
@@ -50,7 +79,7 @@ class WeightGroup(_message.Message):
         world_size: _builtins.int = ...,
         store_host: _builtins.str = ...,
         store_port: _builtins.int = ...,
-        transport: _builtins.str = ...,
+        transport: Global___Transport.ValueType = ...,
         timeout_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015

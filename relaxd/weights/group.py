@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from relaxd.rpc.errors import Aborted
 from relaxd.weights.cuda_ipc import IpcConnection
 from relaxd.weights.cuda_memory import CudaMemory
 from relaxd.weights.gloo import GlooConnection
@@ -37,7 +38,7 @@ _ABORT_SECONDS = 5.0
 _ABORTED = "aborted"
 
 
-class WeightGroupError(Exception):
+class WeightGroupError(Aborted):
     """Connecting a weight group or a broadcast failed. The group is unusable."""
 
 

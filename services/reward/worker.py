@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from relaxd.process.child_server import ChildServer
+from relaxd.process.json_child_server import JsonChildServer
 from relaxd.rewards import BadRewardError, Reward, RewardInput, UnknownRewardError, resolve
 from relaxd.rewards.calling import call, describe_error, user_traceback
 
@@ -56,7 +56,7 @@ def _failure(error: BaseException) -> dict[str, str]:
 def main() -> None:
     """Serve the pool until its process ends."""
     rewards = Rewards()
-    server = ChildServer({"load": rewards.ask, "score": rewards.ask})
+    server = JsonChildServer({"load": rewards.ask, "score": rewards.ask})
     threading.Thread(target=server.serve, name="requests", daemon=True).start()
     rewards.work()
 

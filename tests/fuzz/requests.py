@@ -86,7 +86,7 @@ def hints(fleet: Fleet) -> dict[str, tuple[Any, ...]]:
         "n": (1, 2, 3),
         "world_size": (2, 3),
         "rank": (1, 2),
-        "transport": ("gloo", "nccl", "cuda_ipc"),
+        "transport": (1, 2, 3),
         "store_host": ("127.0.0.1", "localhost", "::1", "no.such.host.invalid"),
         "store_port": (fleet.ports["reward"], 1),
         "address": (f"127.0.0.1:{fleet.ports['standby']}", "127.0.0.1:1"),
@@ -127,7 +127,7 @@ def good_requests(fleet: Fleet, now: int) -> dict[str, Callable[[int], Message]]
         world_size=2,
         store_host="127.0.0.1",
         store_port=fleet.ports["reward"],
-        transport="gloo",
+        transport="TRANSPORT_GLOO",
         timeout_seconds=0.2,
     )
     sampling = sample_pb2.SamplingParams(max_new_tokens=4, temperature=1.0, top_p=0.9, top_k=5, seed=1)

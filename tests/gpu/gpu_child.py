@@ -3,21 +3,25 @@
 from typing import Any
 
 import torch
+from google.protobuf.struct_pb2 import Struct
 
 from relaxd.process.child_server import ChildServer
+from tests.kit.child_service import add_methods, struct
 
 BYTES = 1 << 30
 
 
-def main() -> None:
-    held: list[torch.Tensor] = []
+class Holder:
+    """Holds memory."""
 
-    def hold(params: dict[str, Any]) -> list[str]:
-        held.append(torch.ones(BYTES, dtype=torch.uint8, device="cuda"))
-        return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    def __init__(self) -> None:
+        self.held: list[torch.Tensor] = []
 
-    ChildServer({"hold": hold}).serve()
+    def hold(self, request: Struct, context: Any) -> Struct:
+        self.held.append(torch.ones(BYTES, dtype=torch.uint8, device="cuda"))
+        count = torch.cuda.device_count()
+        return struct(uuids=[str(torch.cuda.get_device_properties(index).uuid) for index in range(count)])
 
 
 if __name__ == "__main__":
-    main()
+    ChildServer((add_methods(["hold"]), Holder())).serve()

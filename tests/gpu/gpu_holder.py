@@ -17,6 +17,7 @@ from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1.coordinator_pb2 import Assignment
+from tests.kit.child_service import ChildStub, struct
 
 
 class Holder(ReplicaService):
@@ -30,7 +31,7 @@ class Holder(ReplicaService):
         gpus = await self.context.gpus.lease(1)
         lease = self.context.gpus.child_lease
         self.child = await Child.start("tests.gpu.gpu_child", env=gpu_environment(gpus), gpu_lease=lease)
-        devices = await self.child.request("hold", {}, 60)
+        devices = list((await ChildStub(self.child.channel).hold(struct(), timeout=60))["uuids"])
         Path(os.environ["HOLDER_FILE"]).write_text(json.dumps(devices))
 
     async def stop_run(self) -> None:

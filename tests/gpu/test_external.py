@@ -20,7 +20,7 @@ pytest.importorskip("sglang")
 
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from relaxd.process.child import ChildTimeout
+from relaxd.rpc.errors import DeadlineExceeded
 from relaxd.weights.group import WeightGroupError
 from services.rollout.engines.types import Output, Sampling, Version
 from tests.integration.sglang_external.external_kit import PROMPT, Engine, Server, Trainer, connect, logprobs
@@ -175,7 +175,7 @@ def test_nobody_who_does_not_come_costs_more_than_a_deadline(tell: Callable[[Sto
         await engine.sync(1)
         await engine.engine.pause("in_place", 30, 10)
         await engine.join()
-        with pytest.raises(ChildTimeout, match="bucket 1 of"):
+        with pytest.raises(DeadlineExceeded, match="bucket 1 of"):
             await engine.engine.receive(engine.group, Version(1, 2), 3.0, checksum=False)
         assert engine.engine.quarantined
         server.kill()

@@ -1,7 +1,7 @@
 """A rollout engine asked from a test, without a service: its event loop runs while something is awaited."""
 
 import asyncio
-import base64
+import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 
 from relaxd.config import RolloutConfig
 from relaxd.process.child import ChildExit
+from relaxd.v1 import rollout_pb2, weights_pb2
 from services.rollout.engines.types import Output, Sampling, Version
 from services.rollout.service.child_engine import ChildEngine
 
 PATIENCE = 120.0
+_NUMBERS = itertools.count()
 
 
 @dataclass
@@ -31,9 +33,9 @@ class Answer:
 
     def add(self, output: Output) -> None:
         assert self.last is None, "an output after the last one"
-        self.tokens += output.tokens
-        self.logprobs += output.logprobs
-        self.versions += output.versions
+        self.tokens += map(int, output.tokens)
+        self.logprobs += map(float, output.logprobs)
+        self.versions += map(int, output.versions)
         self.parts += 1
         if output.finish_reason is not None:
             self.last = output
@@ -51,6 +53,7 @@ class Asked:
     """A request under way. `begun` is set with its first output."""
 
     def __init__(self, n: int) -> None:
+        self.request_id = f"asked-{next(_NUMBERS)}"
         self.answers = [Answer() for _ in range(n)]
         self.begun = asyncio.Event()
         self.task: asyncio.Task[None]
@@ -126,12 +129,15 @@ class EngineRunner:
     def resume(self) -> None:
         self.run(self.engine.resume())
 
-    def join(self, name: str, port: int, manifest: bytes, *, world_size: int = 2, timeout: float = 20.0) -> None:
-        self.run(self.engine.join(_group(name, port, manifest, world_size), timeout))
+    def join(
+        self, name: str, port: int, manifest: weights_pb2.WeightManifest, *, world_size: int = 2, timeout: float = 20.0
+    ) -> None:
+        self.run(self.engine.join(join_request(name, port, manifest, world_size, timeout)))
 
-    def receive(self, name: str, version: int, timeout: float = 20.0, *, checksum: bool = False) -> dict[str, Any]:
+    def receive(self, name: str, version: int, timeout: float = 20.0, *, checksum: bool = False) -> dict[str, int]:
+        """Receive a version; returns its checksums."""
         result = self.run(self.engine.receive(name, Version(1, version), timeout, checksum=checksum))
-        return dict(result)
+        return dict(result.checksums)
 
     def next_version(self) -> Version:
         assert self.engine.weights is not None
@@ -173,7 +179,7 @@ class EngineRunner:
         self._runner.close()
 
     async def _collect(self, asked: Asked, prompt: tuple[int, ...], n: int, stream: bool, sampling: Sampling) -> None:
-        async for output in self.engine.generate(prompt, n, sampling, stream=stream):
+        async for output in self.engine.generate(prompt, n, sampling, stream=stream, request_id=asked.request_id):
             asked.answers[output.sample].add(output)
             asked.begun.set()
 
@@ -182,9 +188,19 @@ class EngineRunner:
         self._gone.set()
 
 
-def _group(name: str, port: int, manifest: bytes, world_size: int) -> dict[str, Any]:
-    place = {"transport": "gloo", "store_host": "127.0.0.1", "store_port": port, "rank": 1, "world_size": world_size}
-    return {"name": name, "manifest": base64.b64encode(manifest).decode(), **place}
+def join_request(
+    name: str, port: int, manifest: weights_pb2.WeightManifest, world_size: int, timeout: float
+) -> rollout_pb2.JoinWeightGroupRequest:
+    """Rank 1 of a group over gloo."""
+    group = weights_pb2.WeightGroup(
+        name=name,
+        world_size=world_size,
+        store_host="127.0.0.1",
+        store_port=port,
+        transport="TRANSPORT_GLOO",
+        timeout_seconds=timeout,
+    )
+    return rollout_pb2.JoinWeightGroupRequest(group=group, rank=1, manifest=manifest)
 
 
 def reference_logprobs(

@@ -7,6 +7,7 @@ from google.protobuf import descriptor_pool
 from relaxd.v1 import (  # noqa: F401 (their services are in the pool once they are imported)
     advantage_pb2,
     coordinator_pb2,
+    engine_pb2,
     launcher_pb2,
     reward_pb2,
     rollout_pb2,
@@ -25,6 +26,7 @@ WITHOUT_DEADLINE = {
     DONE: {
         ("relaxd/board/worker.py", "StageWorker._work.finish_future"),
         ("relaxd/process/child.py", "Child._raise_if_exited"),
+        ("relaxd/process/json_child.py", "JsonChild._fail_requests"),
         ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),
         ("services/coordinator/runs/evaluation.py", "_Evaluation.run"),
@@ -40,6 +42,8 @@ WITHOUT_DEADLINE = {
     WORK: {
         ("relaxd/board/worker.py", "StageWorker._commit"),
         ("relaxd/process/child.py", "Child._watch"),  # a thread for the life of the child
+        ("relaxd/process/child_server.py", "serve_socket"),
+        ("relaxd/process/child_server.py", "Outbox.__aiter__"),  # its reader's call ends
         ("relaxd/launcher/server.py", "run_launcher"),
         ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),
@@ -49,6 +53,9 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/reward/worker.py", "Rewards.work"),
         ("services/rollout/engines/generation_gate.py", "GenerationGate.rest"),
+        ("services/rollout/engines/output_stream.py", "OutputStream.messages"),
+        ("services/rollout/engines/sglang/scheduler.py", "ControlHandlers.WatchEnd"),
+        ("services/rollout/service/child_engine.py", "ChildEngine._requests"),
         ("services/rollout/engines/sglang/engine.py", "SGLangEngine._supervise"),
         ("services/rollout/engines/sglang_external/engine.py", "ExternalEngine._wait_open"),  # its caller cancels it
         (
@@ -59,6 +66,7 @@ WITHOUT_DEADLINE = {
         ("services/trainer/service/rank_supervisor.py", "RankSupervisor._announce"),
     },
     ENDS: {
+        ("relaxd/process/child.py", "Child.wait_connected"),  # the call's deadline, or the child's end
         ("relaxd/board/worker.py", "StageWorker.stop"),  # its threads look at the stop between waits of 0.5 s
         ("relaxd/replica/assignment.py", "AssignmentFollower.dismiss"),  # STOP_RUN_SECONDS
         (
@@ -89,6 +97,7 @@ WITHOUT_DEADLINE = {
         ),  # the health manager watches
         ("services/rollout/engines/sglang_external/requests.py", "ExternalRequests.generate"),  # the same
         ("services/rollout/engines/transformers/engine.py", "TransformersEngine.stop"),  # after one token
+        ("services/rollout/engines/sglang/schedulers.py", "Schedulers._answer"),  # the call's timeout
         ("services/rollout/service/service.py", "RolloutService.stop_run"),  # cancelled
         ("services/rollout/engines/sglang/process.py", "SGLangProcess.load"),  # see health.start_seconds
         ("services/trainer/learner/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
@@ -122,7 +131,7 @@ def test_every_wait_has_a_deadline_or_a_reason_not_to_need_one() -> None:
 
 def test_every_call_of_a_service_has_a_timeout() -> None:
     pool = descriptor_pool.Default()
-    names = ("coordinator", "trainer", "rollout", "reward", "advantage", "launcher", "replica")
+    names = ("coordinator", "engine", "trainer", "rollout", "reward", "advantage", "launcher", "replica")
     services = [s for name in names for s in pool.FindFileByName(f"relaxd/v1/{name}.proto").services_by_name.values()]
     methods = {method.name for service in services for method in service.methods}
     wrong = [

@@ -8,12 +8,13 @@ from typing import Any
 import grpc
 
 from relaxd.config import WeightsConfig
+from relaxd.rpc.enums import numbers
 from relaxd.rpc.errors import explain
 from relaxd.v1 import rollout_pb2, trainer_pb2
 from relaxd.v1.replica_pb2 import WeightVersion
 from relaxd.v1.rollout_pb2_grpc import RolloutStub
 from relaxd.v1.trainer_pb2_grpc import TrainerStub
-from relaxd.v1.weights_pb2 import WeightGroup
+from relaxd.v1.weights_pb2 import Transport, WeightGroup
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.registry import Registry, Version
 from services.coordinator.state.records import GroupRecord, Member
@@ -104,7 +105,7 @@ class WeightGroupClient:
             world_size=next_rank,
             store_host=manifest.store_host,
             store_port=manifest.store_port,
-            transport=self._config.transport,
+            transport=numbers(Transport)[self._config.transport],  # type: ignore[arg-type]
             timeout_seconds=seconds,
         )
 

@@ -1,23 +1,27 @@
-"""Base of the engines' child processes: handlers of the rollout service's requests, and events to it."""
+"""Base of the engines' child processes: handlers of the rollout service's calls, and outputs to it."""
 
 import argparse
+import asyncio
 import logging
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any, Protocol
 
-from relaxd.process.child_server import ChildServer, Handler, HandlerError
-from relaxd.process.frames import MAX_FRAME_BYTES
+from relaxd.config import RolloutConfig
+from relaxd.process.child_server import ChildServer
 from relaxd.telemetry import setup_logging
-from services.rollout.engines.output_encoding import encode_output, pack_messages
-from services.rollout.engines.types import EngineError, MemoryPart, Output, PauseMode, Request, Sampling
-
-STATS_SECONDS = 1.0
-"""Interval of "stats" events."""
-MARGIN_BYTES = 1 << 20
-"""Part of a message that is kept for everything but the outputs."""
+from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
+from services.rollout.engines.output_stream import OutputStream
+from services.rollout.engines.types import (
+    MARGIN_SECONDS,
+    MEMORY_PARTS,
+    PAUSE_MODES,
+    MemoryPart,
+    PauseMode,
+    Request,
+    Sampling,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +33,18 @@ class LoadedEngine(Protocol):
     def quarantined(self) -> bool:
         """True if a failed update left the model in an undefined state."""
 
+    @property
+    def asleep(self) -> bool:
+        """True if the engine has freed memory."""
+
     def submit(self, request: Request) -> None:
         """Queue a request."""
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request."""
+        """Forget a request."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request's samples with what they have."""
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
         """Pause. Returns how many samples are held."""
@@ -51,43 +62,84 @@ class LoadedEngine(Protocol):
         """Return running_samples, waiting_samples and tokens_generated so far."""
 
 
-class EngineProcess(ABC):
-    """Answers the rollout service's requests; its public methods are the handlers."""
+class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.RolloutServicer):
+    """Answers the rollout service's calls: those of Engine, and those of Rollout that change an engine."""
 
     def __init__(self) -> None:
-        handlers: dict[str, Handler] = {
-            "load": self.load,
-            "generate": self.generate,
-            "cancel": self.cancel,
-            "pause": self.pause,
-            "resume": self.resume,
-            "sleep": self.sleep,
-            "wake": self.wake,
-            "join": self.join,
-            "receive": self.receive,
-            "leave": self.leave,
-        }
-        self.server = ChildServer(handlers)
+        self.outputs = OutputStream()
+
+    def serve(self) -> None:
+        """Answer until the service ends."""
+        add_all = engine_pb2_grpc.add_EngineServicer_to_server, rollout_pb2_grpc.add_RolloutServicer_to_server
+        ChildServer(*((add, self) for add in add_all)).serve()
+
+    def Load(self, request: engine_pb2.LoadRequest, context: Any) -> engine_pb2.LoadResponse:
+        """See the proto."""
+        return self.load(request.folder, RolloutConfig.model_validate_json(request.config_json), request.colocate)
+
+    async def Exchange(
+        self, requests: AsyncIterator[engine_pb2.ExchangeRequest], context: Any
+    ) -> AsyncIterator[engine_pb2.ExchangeResponse]:
+        """See the proto."""
+        taking = asyncio.create_task(self._take(requests))
+        try:
+            async for message in self.outputs.messages():
+                yield message
+        finally:
+            taking.cancel()
+
+    def GetEngineStats(
+        self, request: engine_pb2.GetEngineStatsRequest, context: Any
+    ) -> engine_pb2.GetEngineStatsResponse:
+        """See the proto."""
+        engine = self._loaded()
+        return engine_pb2.GetEngineStatsResponse(
+            **engine.stats(), quarantined=engine.quarantined, rss_bytes=self._rss_bytes()
+        )
+
+    def PauseGeneration(
+        self, request: rollout_pb2.PauseGenerationRequest, context: Any
+    ) -> rollout_pb2.PauseGenerationResponse:
+        """See the proto."""
+        timeout = max(context.time_remaining() - MARGIN_SECONDS, 0.0)
+        held = self._loaded().pause(PAUSE_MODES[request.mode], request.lease_seconds, timeout)
+        return rollout_pb2.PauseGenerationResponse(paused_samples=held)
+
+    def ResumeGeneration(
+        self, request: rollout_pb2.ResumeGenerationRequest, context: Any
+    ) -> rollout_pb2.ResumeGenerationResponse:
+        """See the proto."""
+        self._loaded().resume()
+        return rollout_pb2.ResumeGenerationResponse()
+
+    def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
+        """See the proto."""
+        asleep = self._loaded().asleep
+        self._leave_groups()  # their broadcasts would write into freed memory
+        memory = self._change_memory(lambda engine: engine.sleep(request.timeout_seconds))
+        if not asleep:
+            self._check_freed(memory)
+        return rollout_pb2.SleepResponse(memory=memory)
+
+    def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:
+        """See the proto."""
+        parts = [MEMORY_PARTS[part] for part in request.parts]
+        return rollout_pb2.WakeResponse(memory=self._change_memory(lambda engine: engine.wake(parts)))
 
     @abstractmethod
-    def load(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Load a model, which generates only after a weight update. Returns vocabulary, context, end_ids and device."""
-
-    @abstractmethod
-    def join(self, params: dict[str, Any]) -> None:
-        """Check a weight group's manifest and connect to the group."""
-
-    @abstractmethod
-    def receive(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Receive and commit one version."""
-
-    @abstractmethod
-    def leave(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Abort and forget a group. Does nothing for an unknown one."""
+    def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
+        """Load a model, which generates only after a weight update."""
 
     @abstractmethod
     def _loaded(self) -> LoadedEngine:
-        """Return the engine. Raises HandlerError before a model is loaded."""
+        """Return the engine. Raises EngineError before a model is loaded."""
+
+    @abstractmethod
+    def _leave_groups(self) -> None:
+        """Leave every weight group."""
+
+    def _check_freed(self, memory: weights_pb2.MemoryChange) -> None:
+        """Raise EngineError if a sleep has freed less than it must."""
 
     @abstractmethod
     def _rss_bytes(self) -> int:
@@ -97,69 +149,28 @@ class EngineProcess(ABC):
     def _memory_in_use(self) -> int:
         """Return the bytes in use: on its GPUs by all processes; on a CPU by the engine's processes."""
 
-    def sleep(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Free memory. Returns before and after (bytes in use) and seconds."""
-        return self._change_memory(lambda engine: engine.sleep(params["timeout"]))
+    async def _take(self, requests: AsyncIterator[engine_pb2.ExchangeRequest]) -> None:
+        engine = self._loaded()
+        async for message in requests:
+            for each in message.begin:
+                asked = each.request
+                sampling = Sampling.from_proto(asked.sampling)
+                prompt = tuple(asked.prompt_tokens)
+                try:
+                    engine.submit(Request(each.id, prompt, asked.n, sampling, stream=not asked.final_only))
+                except Exception as error:  # the others go on
+                    logger.exception("a request could not be queued")
+                    self.outputs.fail(each.id, f"{type(error).__name__}: {error}")
+            for request_id in message.forget:
+                engine.cancel(request_id)
+            for request_id in message.abort:
+                engine.abort(request_id)
 
-    def wake(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Allocate some parts of the memory again. Returns as `sleep`."""
-        return self._change_memory(lambda engine: engine.wake(params["parts"]))
-
-    def _change_memory(self, change: Callable[[LoadedEngine], None]) -> dict[str, Any]:
+    def _change_memory(self, change: Callable[[LoadedEngine], None]) -> weights_pb2.MemoryChange:
         engine, before, started = self._loaded(), self._memory_in_use(), time.monotonic()
-        try:
-            change(engine)
-        except EngineError as error:
-            raise HandlerError(str(error), kind="EngineError") from error
-        return {"before": before, "after": self._memory_in_use(), "seconds": time.monotonic() - started}
-
-    def generate(self, params: dict[str, Any]) -> None:
-        """Queue a request; outputs come as events."""
-        sampling = params.pop("sampling")
-        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-        params["prompt_tokens"] = tuple(params["prompt_tokens"])
-        self._loaded().submit(Request(sampling=Sampling(**sampling), **params))
-
-    def cancel(self, params: dict[str, Any]) -> None:
-        """Drop a request."""
-        self._loaded().cancel(params["request_id"])
-
-    def pause(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Pause generation."""
-        try:
-            return {"paused_samples": self._loaded().pause(params["mode"], params["lease_seconds"], params["timeout"])}
-        except EngineError as error:
-            raise HandlerError(str(error), kind="EngineError") from error
-
-    def resume(self, params: dict[str, Any]) -> None:
-        """End the pause."""
-        try:
-            self._loaded().resume()
-        except EngineError as error:
-            raise HandlerError(str(error), kind="EngineError") from error
-
-    def _start_stats(self) -> None:
-        threading.Thread(target=self._report_stats, name="stats", daemon=True).start()
-
-    def _on_output(self, outputs: dict[str, list[Output]]) -> None:
-        encoded = {request_id: [encode_output(output) for output in each] for request_id, each in outputs.items()}
-        messages, too_large = pack_messages(encoded, MAX_FRAME_BYTES - MARGIN_BYTES)
-        for message in messages:
-            self.server.emit("output", {"requests": message})
-        for request_id, size in too_large.items():
-            reason = f"one answer is a message of {size} bytes; at most {MAX_FRAME_BYTES} are allowed"
-            self.server.emit("failed", {"request_id": request_id, "reason": reason, "too_large": True})
-            self._loaded().cancel(request_id)
-
-    def _on_failure(self, request_id: str, reason: str) -> None:
-        self.server.emit("failed", {"request_id": request_id, "reason": reason})
-
-    def _report_stats(self) -> None:
-        while True:
-            engine = self._loaded()
-            stats = {**engine.stats(), "quarantined": engine.quarantined, "rss_bytes": self._rss_bytes()}
-            self.server.emit("stats", stats)
-            time.sleep(STATS_SECONDS)
+        change(engine)
+        seconds = time.monotonic() - started
+        return weights_pb2.MemoryChange(before_bytes=before, after_bytes=self._memory_in_use(), seconds=seconds)
 
 
 def read_arguments() -> None:

@@ -1,84 +1,98 @@
-"""Outputs as JSON. Numbers are base64 of arrays, because text is too slow for a hundred thousand tokens a second."""
+"""Outputs as messages, whose arrays are bytes."""
 
-from base64 import b64decode, b64encode
-from itertools import groupby
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain, groupby
+from typing import cast
 
 import numpy as np
 
-from services.rollout.engines.types import Output
+from relaxd.rpc.enums import numbers, words
+from relaxd.v1 import engine_pb2, sample_pb2
+from services.rollout.engines.types import FinishReason, Output
 
-EncodedOutput = dict[str, Any]
-"""One output as JSON."""
-
-
-def encode_output(output: Output) -> EncodedOutput:
-    """Encode an output; empty fields are left out."""
-    encoded: EncodedOutput = {"sample": output.sample}
-    if output.tokens:
-        encoded["tokens"] = _base64(np.array(output.tokens, dtype=np.int32))
-        encoded["logprobs"] = _base64(np.array(output.logprobs, dtype=np.float32))
-        encoded["versions"] = [[version, len(list(run))] for version, run in groupby(output.versions)]
-    if output.finish_reason is not None:
-        encoded["finish_reason"], encoded["text"], encoded["spans_weight_update"] = (
-            output.finish_reason,
-            output.text,
-            output.spans_weight_update,
-        )
-    if output.routed_experts is not None:
-        encoded["routed_experts"] = [list(output.routed_experts.shape), _base64(output.routed_experts)]
-    return encoded
+FINISH_WORDS = words(sample_pb2.FinishReason)
+FINISH_NUMBERS = numbers(sample_pb2.FinishReason)
 
 
-def pack_messages(
-    outputs: dict[str, list[EncodedOutput]], max_bytes: int
-) -> tuple[list[dict[str, list[EncodedOutput]]], dict[str, int]]:
-    """Pack the outputs of requests into messages of at most `max_bytes`, in order.
-
-    Returns the messages, and by request the size of an output that is too large for any message.
-    """
-    messages: list[dict[str, list[EncodedOutput]]] = []
-    too_large: dict[str, int] = {}
-    room = 0
-    for request_id, each in outputs.items():
-        for encoded in each:
-            size = _size(encoded)
-            if size > max_bytes:
-                too_large[request_id] = size
-                continue
-            if size > room:
-                messages.append({})
-                room = max_bytes
-            messages[-1].setdefault(request_id, []).append(encoded)
-            room -= size
-    return messages, too_large
-
-
-def _size(encoded: EncodedOutput) -> int:
-    """Return an upper bound of an output's bytes as JSON."""
-    arrays = sum(len(encoded.get(name, "")) for name in ("tokens", "logprobs"))
-    text = 6 * len(encoded.get("text", ""))  # as if each character were escaped
-    experts = len(encoded["routed_experts"][1]) if "routed_experts" in encoded else 0
-    return arrays + text + experts + 48 * len(encoded.get("versions", ())) + 512
-
-
-def decode_output(encoded: EncodedOutput) -> Output:
-    """Decode an output."""
-    output = Output(
-        encoded["sample"],
-        finish_reason=encoded.get("finish_reason"),
-        text=encoded.get("text", ""),
-        spans_weight_update=encoded.get("spans_weight_update", False),
+def encode_output(request_id: str, output: Output) -> engine_pb2.EngineOutput:
+    """Convert an output to a message."""
+    runs = [(version, sum(1 for _ in run)) for version, run in groupby(output.versions)]
+    message = engine_pb2.EngineOutput(
+        request_id=request_id,
+        sample=output.sample,
+        tokens=np.array(output.tokens, dtype=np.int32).tobytes(),
+        logprobs=np.array(output.logprobs, dtype=np.float32).tobytes(),
+        versions=[version for version, _ in runs],
+        version_lengths=[length for _, length in runs],
+        finish_reason=FINISH_NUMBERS[output.finish_reason or ""],  # type: ignore[arg-type]
+        text=output.text,
+        spans_weight_update=output.spans_weight_update,
     )
-    if "tokens" in encoded:
-        output.tokens = np.frombuffer(b64decode(encoded["tokens"]), dtype=np.int32).tolist()
-        output.logprobs = np.frombuffer(b64decode(encoded["logprobs"]), dtype=np.float32).tolist()
-        output.versions = [version for version, count in encoded["versions"] for _ in range(count)]
-    if "routed_experts" in encoded:
-        shape, text = encoded["routed_experts"]
-        output.routed_experts = np.frombuffer(b64decode(text), dtype=np.int32).reshape(shape)
+    if output.routed_experts is not None:
+        message.routed_experts = np.ascontiguousarray(output.routed_experts, dtype=np.int32).tobytes()
+        message.routed_experts_shape.extend(output.routed_experts.shape)
+    return message
+
+
+def decode_output(message: engine_pb2.EngineOutput) -> Output:
+    """Convert a message to an output with arrays."""
+    versions = np.repeat(np.array(message.versions, dtype=np.int64), np.array(message.version_lengths, dtype=np.int64))
+    output = Output(
+        message.sample,
+        np.frombuffer(message.tokens, dtype=np.int32),  # type: ignore[arg-type]
+        np.frombuffer(message.logprobs, dtype=np.float32),  # type: ignore[arg-type]
+        versions,  # type: ignore[arg-type]
+        cast(FinishReason | None, FINISH_WORDS[message.finish_reason] or None),
+        message.text,
+        message.spans_weight_update,
+    )
+    if message.routed_experts_shape:
+        shape = tuple(message.routed_experts_shape)
+        output.routed_experts = np.frombuffer(message.routed_experts, dtype=np.int32).reshape(shape)
     return output
 
 
-def _base64(array: "np.ndarray[Any, Any]") -> str:
-    return b64encode(np.ascontiguousarray(array).tobytes()).decode()
+def join_outputs(outputs: Iterable[tuple[str, Output]]) -> list[tuple[str, Output]]:
+    """Join the outputs of each sample, in order."""
+    parts: dict[tuple[str, int], list[Output]] = {}
+    for request_id, output in outputs:
+        parts.setdefault((request_id, output.sample), []).append(output)
+    return [(request_id, _joined(of_sample)) for (request_id, _), of_sample in parts.items()]
+
+
+def _joined(outputs: list[Output]) -> Output:
+    last = outputs[-1]
+    if len(outputs) == 1:
+        return last
+    return replace(
+        last,
+        tokens=list(chain.from_iterable(output.tokens for output in outputs)),
+        logprobs=list(chain.from_iterable(output.logprobs for output in outputs)),
+        versions=list(chain.from_iterable(output.versions for output in outputs)),
+    )
+
+
+def pack_messages(
+    outputs: Iterable[engine_pb2.EngineOutput], message_bytes: int, max_bytes: int
+) -> list[engine_pb2.ExchangeResponse]:
+    """Pack outputs, in order, into messages of at most `message_bytes`; a larger one gets a message of its own.
+
+    Of one larger than `max_bytes`, which no message can carry, the request fails.
+    """
+    messages: list[engine_pb2.ExchangeResponse] = []
+    room = 0
+    for output in outputs:
+        size = output.ByteSize()
+        if size > max_bytes:
+            reason = f"one answer is a message of {size} bytes; at most {max_bytes} are allowed"
+            failure = engine_pb2.EngineFailure(request_id=output.request_id, reason=reason, too_large=True)
+            messages.append(engine_pb2.ExchangeResponse(failures=[failure]))
+            room = 0
+            continue
+        if size > room:
+            messages.append(engine_pb2.ExchangeResponse())
+            room = message_bytes
+        messages[-1].outputs.append(output)
+        room -= size
+    return messages

@@ -1,22 +1,49 @@
 """Requests, outputs and errors that all engines share."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
+from relaxd.rpc.errors import Aborted, FailedPrecondition, InvalidArgument
+from relaxd.v1 import rollout_pb2, sample_pb2
+
 FinishReason = Literal["stop", "length", "abort"]
+"""The words of the proto FinishReason; "" while a sample goes on is None here."""
 PauseMode = Literal["in_place", "retract", "abort", "drain"]
 MemoryPart = Literal["weights", "kv_cache"]
 """Memory that an engine frees when it sleeps, and allocates again part by part."""
 
+MARGIN_SECONDS = 5.0
+"""Time for an answer beyond a deadline that the engine enforces itself."""
 
-class EngineError(Exception):
+PAUSE_MODES: dict[int, PauseMode] = {
+    rollout_pb2.PAUSE_MODE_UNSPECIFIED: "in_place",
+    rollout_pb2.PAUSE_MODE_IN_PLACE: "in_place",
+    rollout_pb2.PAUSE_MODE_ABORT: "abort",
+    rollout_pb2.PAUSE_MODE_DRAIN: "drain",
+    rollout_pb2.PAUSE_MODE_RETRACT: "retract",
+}
+
+MEMORY_PARTS: dict[int, MemoryPart] = {
+    rollout_pb2.MEMORY_PART_WEIGHTS: "weights",
+    rollout_pb2.MEMORY_PART_KEY_VALUE_CACHE: "kv_cache",
+}
+
+
+class EngineError(FailedPrecondition):
     """The engine's state does not allow the operation."""
 
 
-class RequestFailed(Exception):
+class BadManifest(InvalidArgument):
+    """A weight group's manifest is not what the engine can receive."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, [("manifest", message)])
+
+
+class RequestFailed(Aborted):
     """A request failed; the engine goes on with others."""
 
 
@@ -39,6 +66,28 @@ class Sampling:
     """Empty means the model's own end tokens."""
     ignore_eos: bool = False
     seed: int = 0
+    stop: tuple[str, ...] = ()
+    """Strings that end a sample, as soon as it has `min_new_tokens`."""
+    min_new_tokens: int = 0
+
+    @classmethod
+    def from_proto(cls, message: sample_pb2.SamplingParams) -> "Sampling":
+        """Resolve the defaults of a message."""
+        return cls(
+            max_new_tokens=message.max_new_tokens,
+            temperature=message.temperature,
+            top_p=message.top_p or 1.0,
+            top_k=message.top_k,
+            stop_token_ids=tuple(message.stop_token_ids),
+            ignore_eos=message.ignore_eos,
+            seed=message.seed,
+            stop=tuple(message.stop),
+            min_new_tokens=message.min_new_tokens,
+        )
+
+    def to_proto(self) -> sample_pb2.SamplingParams:
+        """Return the message that `from_proto` resolves to this."""
+        return sample_pb2.SamplingParams(**asdict(self))
 
 
 @dataclass(frozen=True)
@@ -50,18 +99,21 @@ class Request:
     n: int
     sampling: Sampling
     stream: bool = False
-    """Report each token at once instead of each sample when it has ended."""
+    """Report tokens as they are made instead of each sample when it has ended."""
 
 
 @dataclass
 class Output:
-    """New tokens of one sample; the whole sample where the request does not stream."""
+    """New tokens of one sample; the whole sample where the request does not stream.
+
+    Engines make lists; in the service's process they are arrays (int32, float32, int64).
+    """
 
     sample: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    tokens: Sequence[int] = field(default_factory=list)
+    logprobs: Sequence[float] = field(default_factory=list)
     """Log-prob of each token at the sampling temperature (1 for greedy), before top-p and top-k."""
-    versions: list[int] = field(default_factory=list)
+    versions: Sequence[int] = field(default_factory=list)
     """Weight version that produced each token."""
     finish_reason: FinishReason | None = None
     """Set with the sample's last output."""
@@ -87,3 +139,8 @@ OutputHandler = Callable[[str, list[Output]], None]
 
 FailureHandler = Callable[[str, str], None]
 """Called with the id of a failed request and the reason."""
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Return a text that ended at a stop string, up to the string."""
+    return text[: max((found for each in stop if (found := text.rfind(each)) >= 0), default=len(text))]

@@ -2,23 +2,26 @@
 
 import asyncio
 import itertools
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from relaxd.config import RolloutConfig
-from relaxd.process.child import Child, ChildError, ChildExit, ChildExited
+from relaxd.process.child import Child, ChildExit, ChildExited
 from relaxd.process.gpu_lease import GpuLease
+from relaxd.rpc.errors import RpcError
+from relaxd.v1 import engine_pb2, engine_pb2_grpc, replica_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.output_encoding import decode_output
 from services.rollout.engines.types import (
+    MARGIN_SECONDS,
+    MEMORY_PARTS,
+    PAUSE_MODES,
     AnswerTooLarge,
-    EngineError,
     MemoryPart,
     Output,
-    Request,
+    PauseMode,
     RequestFailed,
     Sampling,
     Version,
@@ -36,9 +39,11 @@ MODULES = {
 """Modules of the engines' processes, by rollout.engine."""
 ALL_MEMORY: frozenset[MemoryPart] = frozenset({"weights", "kv_cache"})
 CONTROL_SECONDS = 10.0
-"""Deadline of requests that only change a flag."""
-MARGIN_SECONDS = 5.0
-"""Time for an answer beyond a deadline that the engine enforces itself."""
+"""Deadline of calls that only change a flag."""
+STATS_SECONDS = 1.0
+STATS_TIMEOUT_SECONDS = 60.0
+
+logger = logging.getLogger(__name__)
 
 
 class ChildEngine:
@@ -47,9 +52,18 @@ class ChildEngine:
     def __init__(self, on_exit: Callable[[ChildExit], None], on_tokens: Callable[[int, float], None]) -> None:
         self._on_exit = on_exit
         self._on_tokens = on_tokens
-        self._child: Child | None = None
+        self._child: Child
+        self._engine: Any
+        """Stub of Engine."""
+        self._rollout: Any
+        """Stub of Rollout, for the calls that change the engine."""
         self._queues: dict[str, asyncio.Queue[Output | Exception]] = {}
         self._numbers = itertools.count()
+        self._unsent = engine_pb2.ExchangeRequest()
+        self._to_send = asyncio.Event()
+        self._changes = 0
+        """Number of calls that may have changed `quarantined`."""
+        self._tasks: list[asyncio.Task[None]] = []
         self._measured = (time.monotonic(), 0)
         self.vocabulary = 0
         """Token ids are below this."""
@@ -105,42 +119,32 @@ class ChildEngine:
             {**environment, **threads},
             python=python or None,
             name="the engine",
-            on_event=engine._on_event,
             gpu_lease=gpu_lease,
         )
         engine._child = child
+        engine._engine = engine_pb2_grpc.EngineStub(child.channel)
+        engine._rollout = rollout_pb2_grpc.RolloutStub(child.channel)
         child.exited.add_done_callback(lambda exited: engine._on_child_exit(exited.result()))
-        params = {
-            "folder": str(folder),
-            "dtype": config.dtype,
-            "max_running_samples": config.max_running_samples,
-            "threads": config.threads,
-            "tensor_parallel": config.tensor_parallel,
-            "memory_fraction": config.memory_fraction,
-            "return_routed_experts": config.return_routed_experts,
-            "options": config.sglang,
-            "colocate": colocate,
-        }
+        model = engine_pb2.LoadRequest(folder=str(folder), config_json=config.model_dump_json(), colocate=colocate)
         try:
             # Without a deadline: the coordinator restarts a replica whose loading makes no progress.
-            loaded = await child.request("load", params, None)
+            loaded = await engine._engine.Load(model, timeout=None)
         except BaseException:
             await engine.stop()
             raise
-        engine.vocabulary, engine.context = loaded["vocabulary"], loaded["context"]
-        engine.device = loaded["device"]
+        engine.vocabulary, engine.context, engine.device = loaded.vocabulary, loaded.context, loaded.device
+        engine._tasks = [asyncio.create_task(work()) for work in (engine._exchange, engine._watch_stats)]
         return engine
 
     @property
     def pid(self) -> int:
         """Process id."""
-        assert self._child is not None
         return self._child.pid
 
     @property
     def alive(self) -> bool:
         """True if the process runs."""
-        return self._child is not None and self._child.alive
+        return self._child.alive
 
     @property
     def serving(self) -> bool:
@@ -148,18 +152,30 @@ class ChildEngine:
         return self.alive and self.weights is not None and not self.quarantined and not self.asleep
 
     async def generate(
-        self, prompt_tokens: tuple[int, ...], n: int, sampling: Sampling, *, stream: bool = False
+        self,
+        prompt_tokens: tuple[int, ...],
+        n: int,
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        request_id: str | None = None,
     ) -> AsyncIterator[Output]:
         """Yield the outputs of n samples until all have ended. Leaving the iteration early cancels the rest.
 
+        `request_id` is for `abort`, and must not be in use.
+
         Raises RequestFailed, or ChildExited when the engine exits.
         """
-        request = Request(f"request-{next(self._numbers)}", prompt_tokens, n, sampling, stream)
+        request_id = request_id or f"request-{next(self._numbers)}"
+        request = rollout_pb2.GenerateRequest(
+            prompt_tokens=prompt_tokens, n=n, sampling=sampling.to_proto(), final_only=not stream
+        )
         queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
-        self._queues[request.request_id] = queue
+        self._queues[request_id] = queue
         ended = 0
         try:
-            await self._request("generate", asdict(request), CONTROL_SECONDS)
+            await self._child.wait_connected()
+            self._send(begin=[engine_pb2.EngineRequest(id=request_id, request=request)])
             while ended < n:
                 output = await queue.get()
                 if isinstance(output, Exception):
@@ -168,102 +184,150 @@ class ChildEngine:
                 ended += output.finish_reason is not None
                 yield output
         finally:
-            del self._queues[request.request_id]
-            if ended < n and self.alive:
-                with suppress(ChildError):
-                    await self._request("cancel", {"request_id": request.request_id}, CONTROL_SECONDS)
+            del self._queues[request_id]
+            if ended < n:
+                self._send(forget=[request_id])
 
-    async def pause(self, mode: str, lease_seconds: float, timeout: float) -> int:
+    async def abort(self, request_id: str) -> None:
+        """End the samples of a request with what they have."""
+        self._send(abort=[request_id])
+
+    async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
         """Pause generation. Returns the number of samples held in place."""
-        params = {"mode": mode, "lease_seconds": lease_seconds, "timeout": timeout}
-        return int((await self._request("pause", params, timeout + MARGIN_SECONDS))["paused_samples"])
+        request = rollout_pb2.PauseGenerationRequest(mode=_number(PAUSE_MODES, mode), lease_seconds=lease_seconds)
+        answer = await self._rollout.PauseGeneration(request, timeout=timeout + MARGIN_SECONDS)
+        return int(answer.paused_samples)
 
     async def resume(self) -> None:
         """End the pause."""
-        await self._request("resume", {}, CONTROL_SECONDS)
+        await self._rollout.ResumeGeneration(rollout_pb2.ResumeGenerationRequest(), timeout=CONTROL_SECONDS)
 
-    async def sleep(self, timeout: float) -> dict[str, Any]:
-        """Wait for running samples, then free memory. Returns before and after (bytes in use) and seconds."""
+    async def sleep(self, timeout: float) -> weights_pb2.MemoryChange:
+        """Wait for running samples, then free memory."""
         served, self.weights = self.weights, None
         try:
-            change: dict[str, Any] = await self._request("sleep", {"timeout": timeout}, timeout + MARGIN_SECONDS)
+            request = rollout_pb2.SleepRequest(timeout_seconds=timeout)
+            answer = await self._rollout.Sleep(request, timeout=timeout + MARGIN_SECONDS)
         except BaseException:
             self.weights = served
             raise
         self.asleep = ALL_MEMORY
-        return change
+        return answer.memory
 
-    async def wake(self, parts: Collection[MemoryPart], timeout: float) -> dict[str, Any]:
-        """Allocate memory again. Returns as `sleep`."""
-        params = {"parts": sorted(parts)}
-        change: dict[str, Any] = await self._request("wake", params, timeout)
+    async def wake(self, parts: Collection[MemoryPart], timeout: float) -> weights_pb2.MemoryChange:
+        """Allocate memory again."""
+        request = rollout_pb2.WakeRequest(parts=[_number(MEMORY_PARTS, part) for part in sorted(parts)])
+        answer = await self._rollout.Wake(request, timeout=timeout)
         self.asleep -= frozenset(parts)
-        return change
+        return answer.memory
 
-    async def join(self, group: Mapping[str, Any], timeout: float) -> None:
-        """Connect to a weight group: name, transport, store_host, store_port, rank, world_size, manifest (base64)."""
-        await self._request("join", {**group, "timeout": timeout}, timeout + MARGIN_SECONDS)
+    async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
+        """Connect to a weight group."""
+        await self._rollout.JoinWeightGroup(request, timeout=request.group.timeout_seconds + MARGIN_SECONDS)
 
-    async def receive(self, group_name: str, weights: Version, timeout: float, *, checksum: bool) -> dict[str, Any]:
-        """Receive and commit one version. Returns seconds and checksums."""
-        params = {"name": group_name, **asdict(weights), "timeout": timeout, "checksum": checksum}
-        result: dict[str, Any] = await self._request("receive", params, timeout + MARGIN_SECONDS)
+    async def receive(
+        self, group_name: str, weights: Version, timeout: float, *, checksum: bool
+    ) -> rollout_pb2.ReceiveWeightsResponse:
+        """Receive and commit one version."""
+        request = rollout_pb2.ReceiveWeightsRequest(
+            group_name=group_name,
+            weights=replica_pb2.WeightVersion(term=weights.term, version=weights.version),
+            timeout_seconds=timeout,
+            checksum=checksum,
+        )
+        answer = await self._rollout.ReceiveWeights(request, timeout=timeout + MARGIN_SECONDS)
         self.weights, self.quarantined = weights, False
-        return result
+        self._changes += 1
+        return answer
 
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:
         """Abort and forget a weight group, and quarantine the engine if asked. Returns whether it is quarantined."""
-        params = {"name": group_name, "quarantine": quarantine}
-        self.quarantined = (await self._request("leave", params, CONTROL_SECONDS))["quarantined"]
+        request = rollout_pb2.LeaveWeightGroupRequest(group_name=group_name, quarantine=quarantine)
+        answer = await self._rollout.LeaveWeightGroup(request, timeout=CONTROL_SECONDS)
+        self.quarantined = answer.quarantined
+        self._changes += 1
         return self.quarantined
 
     async def stop(self) -> None:
         """Kill the process."""
         self._on_exit = lambda ended: None
-        if self._child is not None:
-            self._child.kill()  # it has nothing to clean up
-            await asyncio.shield(self._child.exited)
+        self._child.kill()  # it has nothing to clean up
+        await asyncio.shield(self._child.exited)
 
-    async def _request(self, method: str, params: dict[str, Any], timeout: float) -> Any:
-        if self._child is None:
-            raise EngineError("the engine has not been started")
-        return await self._child.request(method, params, timeout)
+    def _send(self, **fields: Any) -> None:
+        """Send a part of an ExchangeRequest, together with what others send now."""
+        self._unsent.MergeFrom(engine_pb2.ExchangeRequest(**fields))
+        self._to_send.set()
 
-    def _on_event(self, event: str, params: dict[str, Any]) -> None:
-        if event == "stats":
-            self._take_stats(params)
+    async def _requests(self) -> AsyncIterator[engine_pb2.ExchangeRequest]:
+        while self.alive:
+            await self._to_send.wait()
+            self._to_send.clear()
+            request, self._unsent = self._unsent, engine_pb2.ExchangeRequest()
+            yield request
+
+    async def _exchange(self) -> None:
+        """Send requests and deliver outputs, until the process ends. It is killed if that fails."""
+        try:
+            async for answer in self._engine.Exchange(self._requests(), timeout=None):
+                for output in answer.outputs:
+                    self._deliver(output.request_id, decode_output(output))
+                for failure in answer.failures:
+                    kind = AnswerTooLarge if failure.too_large else RequestFailed
+                    self._deliver(failure.request_id, kind(failure.reason))
+        except ChildExited:
             return
-        if event == "failed":
-            kind = AnswerTooLarge if params.get("too_large") else RequestFailed
-            self._deliver(params["request_id"], [kind(params["reason"])])
-        else:
-            for request_id, outputs in params["requests"].items():
-                self._deliver(request_id, [decode_output(encoded) for encoded in outputs])
+        except RpcError as error:
+            logger.error("killing the engine, which does not take requests any more: %s", error)
+        self._child.kill()
 
-    def _deliver(self, request_id: str, outputs: Sequence[Output | Exception]) -> None:
+    def _deliver(self, request_id: str, output: Output | Exception) -> None:
         queue = self._queues.get(request_id)
         if queue is not None:  # else it was cancelled
-            for output in outputs:
-                queue.put_nowait(output)
+            queue.put_nowait(output)
 
-    def _take_stats(self, stats: dict[str, Any]) -> None:
-        now, tokens = time.monotonic(), stats["tokens_generated"]
+    async def _watch_stats(self) -> None:
+        while True:
+            changes = self._changes
+            try:
+                stats = await self._engine.GetEngineStats(
+                    engine_pb2.GetEngineStatsRequest(), timeout=STATS_TIMEOUT_SECONDS
+                )
+            except ChildExited:
+                return
+            except RpcError as error:
+                logger.warning("reporting the engine's last statistics again: %s", error)
+            else:
+                self._take_stats(stats)
+                if changes == self._changes:  # else it may be from before the change
+                    self.quarantined = stats.quarantined
+            await asyncio.sleep(STATS_SECONDS)
+
+    def _take_stats(self, stats: engine_pb2.GetEngineStatsResponse) -> None:
+        now, tokens = time.monotonic(), stats.tokens_generated
         self.tokens = tokens
         before, tokens_before = self._measured
         self._measured = (now, tokens)
-        self.quarantined = stats["quarantined"]
         per_second = (tokens - tokens_before) / max(now - before, 1e-3)
         self._on_tokens(tokens - tokens_before, per_second)
         self.gauges = {
             "tokens_per_second": per_second,
-            "running_samples": stats["running_samples"],
-            "waiting_samples": stats["waiting_samples"],
-            "engine_rss_bytes": stats["rss_bytes"],
+            "running_samples": stats.running_samples,
+            "waiting_samples": stats.waiting_samples,
+            "engine_rss_bytes": stats.rss_bytes,
         }
 
     def _on_child_exit(self, ended: ChildExit) -> None:
         self.weights = None
         self.gauges = {}
         self._on_exit(ended)
+        self._to_send.set()  # ends the requests
+        for task in self._tasks:
+            task.cancel()
         for queue in self._queues.values():
             queue.put_nowait(ChildExited("the engine", ended.exit_code, ended.last_lines))
+
+
+def _number(words: Mapping[int, str], word: str) -> Any:
+    """Return the last number of a word, because 0 may mean the same."""
+    return max(number for number, each in words.items() if each == word)

@@ -122,15 +122,15 @@ def group_columns(samples: Sequence[Output], *, routed_experts: bool = False) ->
         if len(found) < len(samples):
             raise ValueError("rollout.return_routed_experts is true, but the engine returned none")
         columns[ROUTED_EXPERTS] = np.concatenate(found)
-    tokens = np.concatenate([np.array(sample.tokens, dtype=np.int32) for sample in samples])
+    tokens = np.concatenate([np.asarray(sample.tokens, dtype=np.int32) for sample in samples])
     return columns | {
         "tokens": tokens,
         "sample_of_sequence": np.arange(len(samples), dtype=np.int32),
         "lengths": np.array([len(sample.tokens) for sample in samples], dtype=np.int32),
         "shares_prompt": np.ones(len(samples), dtype=np.uint8),
         "loss_mask": np.ones(len(tokens), dtype=np.uint8),
-        "rollout_logprobs": np.concatenate([np.array(sample.logprobs, dtype=np.float32) for sample in samples]),
-        "versions": np.concatenate([np.array(sample.versions, dtype=np.int64) for sample in samples]),
+        "rollout_logprobs": np.concatenate([np.asarray(sample.logprobs, dtype=np.float32) for sample in samples]),
+        "versions": np.concatenate([np.asarray(sample.versions, dtype=np.int64) for sample in samples]),
         "finish": [sample.finish_reason for sample in samples],
         "text": [sample.text for sample in samples],
         "spans_weight_update": np.array([sample.spans_weight_update for sample in samples], dtype=np.uint8),

@@ -3,20 +3,7 @@
 from relaxd.config import RolloutConfig
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import rollout_pb2
-from services.rollout.engines.types import MemoryPart, PauseMode, Sampling
-
-PAUSE_MODES: dict[int, PauseMode] = {
-    rollout_pb2.PAUSE_MODE_UNSPECIFIED: "in_place",
-    rollout_pb2.PAUSE_MODE_IN_PLACE: "in_place",
-    rollout_pb2.PAUSE_MODE_ABORT: "abort",
-    rollout_pb2.PAUSE_MODE_DRAIN: "drain",
-    rollout_pb2.PAUSE_MODE_RETRACT: "retract",
-}
-
-MEMORY_PARTS: dict[int, MemoryPart] = {
-    rollout_pb2.MEMORY_PART_WEIGHTS: "weights",
-    rollout_pb2.MEMORY_PART_KEY_VALUE_CACHE: "kv_cache",
-}
+from services.rollout.engines.types import Sampling
 
 TEMPERATURES = (1e-3, 1e3)
 """Least and greatest temperature. Logits divided by less are infinite and would fail every request in the batch."""
@@ -62,17 +49,15 @@ def parse_generate(
             f"sampling.stop_token_ids[{place}]",
             f"is {token}: the model's token ids are 0 to {vocabulary - 1}",
         )
-    violations.raise_if_any()
-    sampling = Sampling(
-        max_new_tokens=new,
-        temperature=asked.temperature,
-        top_p=asked.top_p or 1.0,
-        top_k=asked.top_k,
-        stop_token_ids=tuple(asked.stop_token_ids),
-        ignore_eos=asked.ignore_eos,
-        seed=asked.seed,
+    for place, text in enumerate(asked.stop):
+        violations.check(text, f"sampling.stop[{place}]", "is empty: it must have at least one character")
+    violations.check(
+        0 <= asked.min_new_tokens <= max(new, 0),
+        "sampling.min_new_tokens",
+        f"is {asked.min_new_tokens}: it must be 0 (off) to max_new_tokens ({new})",
     )
-    return prompt, request.n, sampling
+    violations.raise_if_any()
+    return prompt, request.n, Sampling.from_proto(asked)
 
 
 def run_sampling(config: RolloutConfig, seed: int) -> Sampling:
@@ -82,5 +67,7 @@ def run_sampling(config: RolloutConfig, seed: int) -> Sampling:
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
+        stop=config.stop,
+        min_new_tokens=config.min_new_tokens,
         seed=seed,
     )

@@ -1,25 +1,21 @@
 """relaxd.v1.Rollout: Generate, and the calls of weight synchronisation and sleep."""
 
-import base64
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
-from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
+import numpy as np
+from opentelemetry import trace
+
 from relaxd.replica.sync_ids import SyncIds
-from relaxd.rpc.errors import (
-    Aborted,
-    DeadlineExceeded,
-    FailedPrecondition,
-    InvalidArgument,
-    RpcError,
-    Unavailable,
-    Violations,
-)
+from relaxd.rpc.enums import words
+from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable, Violations
 from relaxd.v1 import replica_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2
-from services.rollout.engines.types import Output, RequestFailed, Version
+from services.rollout.engines.output_encoding import FINISH_NUMBERS
+from services.rollout.engines.types import MEMORY_PARTS, PAUSE_MODES, Output, Version
 from services.rollout.service.child_engine import AnyEngine, ChildEngine
-from services.rollout.service.requests import MEMORY_PARTS, PAUSE_MODES, parse_generate
+from services.rollout.service.requests import parse_generate
 from services.rollout.service.service import RolloutService
 
 REPLY_SECONDS = 0.3
@@ -35,6 +31,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     def __init__(self, service: RolloutService) -> None:
         self._service = service
         self._sync_ids = SyncIds()
+        self._numbers = itertools.count()
+        self._running: dict[str, tuple[AnyEngine, str]] = {}
+        """Engine and its id of the running requests that have an id."""
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any
@@ -45,11 +44,28 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         if not engine.serving:
             reason = "a weight synchronisation failed halfway" if engine.quarantined else "none were synchronised yet"
             raise Unavailable(f"the engine has no weights to serve: {reason}")
-        with _translate_errors("generate"), self._service.occupancy.working():
-            outputs = engine.generate(prompt, n, sampling, stream=not request.final_only)
-            async with aclosing(outputs):  # type: ignore[type-var]
-                async for output in outputs:
-                    yield _final_response(output) if request.final_only else _response(output)
+        asked, running = request.request_id, f"call-{next(self._numbers)}"
+        if asked in self._running:
+            raise AlreadyExists(f'request_id is "{asked}", which is running: cancel it, or give another id')
+        _mark_span(request)
+        outputs = engine.generate(prompt, n, sampling, stream=not request.final_only, request_id=running)
+        if asked:
+            self._running[asked] = (engine, running)
+        try:
+            with self._service.occupancy.working():
+                async with aclosing(outputs):  # type: ignore[type-var]
+                    async for output in outputs:
+                        yield _final_response(output) if request.final_only else _response(output)
+        finally:
+            self._running.pop(asked, None)
+
+    async def Cancel(self, request: rollout_pb2.CancelRequest, context: Any) -> rollout_pb2.CancelResponse:
+        """See the proto."""
+        if request.request_id not in self._running:
+            raise NotFound(f'request_id is "{request.request_id}": no such request is running here')
+        engine, running = self._running[request.request_id]
+        await engine.abort(running)
+        return rollout_pb2.CancelResponse()
 
     async def PauseGeneration(
         self, request: rollout_pb2.PauseGenerationRequest, context: Any
@@ -96,27 +112,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         violations.check(0 < group.store_port < 65536, "group.store_port", f"is {group.store_port}: no such port")
         violations.check(group.store_host, "group.store_host", "is empty")
         place, right = ("a CPU", ("gloo",)) if engine.device == "cpu" else ("a GPU", ("nccl", "cuda_ipc"))
+        transport = words(weights_pb2.Transport).get(group.transport, str(group.transport))
         violations.check(
-            group.transport in right,
+            transport in right,
             "group.transport",
-            f'is "{group.transport}": this engine is on {place}: use "{right[0]}" (weights.transport)',
+            f'is "{transport}": this engine is on {place}: use "{right[0]}" (weights.transport)',
         )
-        timeout = group.timeout_seconds
-        violations.check_seconds(timeout, "group.timeout_seconds")
+        violations.check_seconds(group.timeout_seconds, "group.timeout_seconds")
         violations.check(request.manifest.buckets, "manifest", "is empty")
         violations.raise_if_any()
         self._sync_ids.take(request.sync_id)
-        member = {
-            "name": group.name,
-            "transport": group.transport,
-            "store_host": group.store_host,
-            "store_port": group.store_port,
-            "rank": request.rank,
-            "world_size": group.world_size,
-            "manifest": base64.b64encode(request.manifest.SerializeToString()).decode(),
-        }
-        with _translate_errors(f"join weight group {group.name}"):
-            await engine.join(member, timeout)
+        await engine.join(request)
         return rollout_pb2.JoinWeightGroupResponse()
 
     async def ReceiveWeights(
@@ -140,12 +146,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             )
         if request.HasField("pause"):
             await self._pause(engine, request.pause, request.pause_timeout_seconds)
-        with _translate_errors(f"receive version {weights.version}"):
-            result = await engine.receive(request.group_name, weights, timeout, checksum=request.checksum)
+        response = await engine.receive(request.group_name, weights, timeout, checksum=request.checksum)
         if request.resume:
             await self._resume(engine)
         self._service.weights_changed()
-        return rollout_pb2.ReceiveWeightsResponse(seconds=result["seconds"], checksums=result["checksums"])
+        return response
 
     async def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
@@ -156,20 +161,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         engine = self._service.engine
         if engine is None:
             return rollout_pb2.LeaveWeightGroupResponse()
-        with _translate_errors("leave"):
-            quarantined = await engine.leave(request.group_name, quarantine=request.quarantine)
+        quarantined = await engine.leave(request.group_name, quarantine=request.quarantine)
         self._service.weights_changed()
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
 
     async def _pause(self, engine: AnyEngine, request: rollout_pb2.PauseGenerationRequest, timeout: float) -> int:
         lease = request.lease_seconds
         self._service.occupancy.pause(lease)
-        with _translate_errors("pause"):
-            return await engine.pause(PAUSE_MODES[request.mode], lease, max(min(lease, timeout), 0.1))
+        return await engine.pause(PAUSE_MODES[request.mode], lease, max(min(lease, timeout), 0.1))
 
     async def _resume(self, engine: AnyEngine) -> None:
-        with _translate_errors("resume"):
-            await engine.resume()
+        await engine.resume()
         self._service.occupancy.resume()
 
     async def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
@@ -182,12 +184,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         if not self._service.colocated:
             raise FailedPrecondition("this run isn't colocated (run.colocate): nobody would wake the engine up again")
         self._sync_ids.take(request.sync_id)
-        with _translate_errors("sleep"):
-            try:
-                change = await engine.sleep(timeout)
-            finally:
-                self._service.weights_changed()
-        return rollout_pb2.SleepResponse(memory=_memory_change(change))
+        try:
+            return rollout_pb2.SleepResponse(memory=await engine.sleep(timeout))
+        finally:
+            self._service.weights_changed()
 
     async def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:
         """See the proto."""
@@ -200,10 +200,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         violations.raise_if_any()
         engine = self._child_engine()
         self._sync_ids.take(request.sync_id)
-        with _translate_errors("wake up"):
-            change = await engine.wake([MEMORY_PARTS[part] for part in request.parts], timeout)
+        memory = await engine.wake([MEMORY_PARTS[part] for part in request.parts], timeout)
         self._service.weights_changed()
-        return rollout_pb2.WakeResponse(memory=_memory_change(change))
+        return rollout_pb2.WakeResponse(memory=memory)
 
     def _child_engine(self) -> ChildEngine:
         engine = self._engine()
@@ -221,10 +220,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
 def _response(output: Output) -> rollout_pb2.GenerateResponse:
     return rollout_pb2.GenerateResponse(
         sample=output.sample,
-        tokens=output.tokens,
-        logprobs=output.logprobs,
-        versions=output.versions,
-        finish_reason=output.finish_reason or "",
+        tokens=_list(output.tokens),
+        logprobs=_list(output.logprobs),
+        versions=_list(output.versions),
+        finish_reason=FINISH_NUMBERS[output.finish_reason or ""],  # type: ignore[arg-type]
         text=output.text,
     )
 
@@ -232,42 +231,25 @@ def _response(output: Output) -> rollout_pb2.GenerateResponse:
 def _final_response(output: Output) -> rollout_pb2.GenerateResponse:
     return rollout_pb2.GenerateResponse(
         sample=output.sample,
-        finish_reason=output.finish_reason or "",
+        finish_reason=FINISH_NUMBERS[output.finish_reason or ""],  # type: ignore[arg-type]
         text=output.text,
         token_count=len(output.tokens),
     )
 
 
-def _memory_change(change: dict[str, Any]) -> weights_pb2.MemoryChange:
-    return weights_pb2.MemoryChange(
-        before_bytes=change["before"], after_bytes=change["after"], seconds=change["seconds"]
-    )
+def _list(values: Any) -> list[Any]:
+    """Return an array as a list, which protobuf reads faster."""
+    return list(values.tolist() if isinstance(values, np.ndarray) else values)
+
+
+def _mark_span(request: rollout_pb2.GenerateRequest) -> None:
+    span = trace.get_current_span()
+    for name, value in (("relaxd.request_id", request.request_id), ("relaxd.session_id", request.session_id)):
+        if value:
+            span.set_attribute(name, value)
 
 
 def _check_pause(request: rollout_pb2.PauseGenerationRequest, prefix: str, violations: Violations) -> None:
     lease = request.lease_seconds
     violations.check(request.mode in PAUSE_MODES, f"{prefix}mode", f"is {request.mode}: no such PauseMode")
     violations.check_seconds(lease, f"{prefix}lease_seconds")
-
-
-@contextmanager
-def _translate_errors(what: str) -> Iterator[None]:
-    """Turn the engine's errors into gRPC statuses."""
-    try:
-        yield
-    except ChildRequestError as error:
-        raise _status(what, error) from error
-    except ChildTimeout as error:
-        raise DeadlineExceeded(f"could not {what}: {error}") from error
-    except ChildError as error:
-        raise Unavailable(f"could not {what}: {error}") from error
-    except RequestFailed as error:
-        raise Aborted(f"could not {what}: {error}") from error
-
-
-def _status(what: str, error: ChildRequestError) -> RpcError:
-    if error.kind == "ManifestMismatch":
-        return InvalidArgument(f"could not {what}: {error}", [("manifest", str(error))])
-    if error.kind == "WeightGroupError":
-        return Aborted(f"could not {what}: {error}")
-    return FailedPrecondition(f"could not {what}: {error}")

@@ -19,6 +19,7 @@ from relaxd.replica.gpus import Gpu, gpu_environment, memory_used, wait_until_st
 from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.retry import Backoff
 from relaxd.roles import ROLLOUT
+from relaxd.rpc.errors import RpcError
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
@@ -257,7 +258,7 @@ class RolloutService(ReplicaService):
             try:
                 self._engine = await self._start_engine(config)
                 return
-            except (ChildError, OSError) as error:
+            except (RpcError, OSError) as error:
                 self._detail = f"the engine did not start: {error}"
                 delay = RESTART_BACKOFF.pause(failures)
                 logger.error("%s; retrying in %g s", self._detail, delay)
@@ -265,7 +266,7 @@ class RolloutService(ReplicaService):
 
     async def close(self) -> None:
         """Stop the run and its engine."""
-        with contextlib.suppress(ChildError):
+        with contextlib.suppress(RpcError):
             await self.stop_run()
 
 

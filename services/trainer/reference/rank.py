@@ -16,7 +16,7 @@ from relaxd import telemetry
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig, TrainerConfig
 from relaxd.data.models import resolve_model
-from relaxd.process.child_server import ChildServer
+from relaxd.process.json_child_server import JsonChildServer
 from relaxd.roles import REFERENCE
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.forward import Forward
@@ -33,7 +33,7 @@ class ReferenceRank:
     def __init__(self) -> None:
         self._number = int(os.environ.get("RANK", "0"))
         self._stage: ReferenceStage | None = None
-        self._server = ChildServer(
+        self._server = JsonChildServer(
             {"start": self._start, "pause": self._pause, "resume": self._resume, "drain": self._drain}
         )
 

@@ -12,13 +12,15 @@ import grpc
 
 from relaxd import telemetry
 from relaxd.config import RunConfig
-from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.process.child import ChildError
+from relaxd.process.json_child import ChildRequestError, ChildTimeout
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.replica import advertised_address
 from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.replica.sync_ids import SyncIds
 from relaxd.roles import TRAINER
+from relaxd.rpc.enums import words
 from relaxd.rpc.errors import (
     Aborted,
     DeadlineExceeded,
@@ -34,7 +36,6 @@ from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.service.export import export_folder
 from services.trainer.service.rank_supervisor import RankSupervisor
 
-TRANSPORTS = ("gloo", "nccl", "cuda_ipc")
 LEAVE_SECONDS = 5.0
 """Deadline for leaving a group, which only sets a flag and closes connections."""
 HOLD_MARGIN_SECONDS = 1.0
@@ -149,11 +150,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         world = self._ready_world()
         violations = Violations()
         violations.check(group.name, "group.name", "is empty: it must be a name that was never used before")
-        violations.check(
-            group.transport in TRANSPORTS,
-            "group.transport",
-            f'is "{group.transport}": it must be {" or ".join(TRANSPORTS)}',
-        )
+        transport = words(weights_pb2.Transport).get(group.transport, "")
+        violations.check(transport, "group.transport", f"is {group.transport}: it must be a transport's number")
         violations.check(
             group.world_size > world.source_ranks,
             "group.world_size",
@@ -166,7 +164,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         violations.raise_if_any()
         self._sync_ids.take(request.sync_id)
         params = {
-            "transport": group.transport,
+            "transport": transport,
             "host": group.store_host or "127.0.0.1",
             "port": group.store_port or world.store_port,
             "name": group.name,

@@ -38,7 +38,7 @@ class Engine(rollout_pb2_grpc.RolloutServicer):
         try:
             await asyncio.sleep(min(self.seconds, 3600))
             self.answered += 1
-            yield rollout_pb2.GenerateResponse(text="7", finish_reason="stop", token_count=5)
+            yield rollout_pb2.GenerateResponse(text="7", finish_reason="FINISH_REASON_STOP", token_count=5)
         except asyncio.CancelledError:
             self.left += 1
             raise

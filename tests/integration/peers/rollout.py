@@ -119,11 +119,11 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
         self.calls.note("Generate", version=self.weights.version, greedy=request.sampling.temperature == 0)
         text = self.answer(prompt, 0, self.weights.version)
         if request.final_only:
-            yield rollout_pb2.GenerateResponse(finish_reason="stop", text=text, token_count=3)
+            yield rollout_pb2.GenerateResponse(finish_reason="FINISH_REASON_STOP", text=text, token_count=3)
             return
         yield rollout_pb2.GenerateResponse(tokens=[1, 2], logprobs=[0, 0], versions=[self.weights.version] * 2)
         yield rollout_pb2.GenerateResponse(
-            tokens=[3], logprobs=[0], versions=[self.weights.version], finish_reason="stop", text=text
+            tokens=[3], logprobs=[0], versions=[self.weights.version], finish_reason="FINISH_REASON_STOP", text=text
         )
 
     async def PauseGeneration(self, request, context):

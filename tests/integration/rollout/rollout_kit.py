@@ -20,7 +20,16 @@ import numpy as np
 from relaxd.board import Board, Delivery, NewGroup, stages_for
 from relaxd.config import RunConfig
 from relaxd.rpc.client import sync_channel
-from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2
+from relaxd.rpc.enums import words
+from relaxd.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    replica_pb2,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    sample_pb2,
+    weights_pb2,
+)
 
 ROOT = Path(__file__).parents[3]
 RUN_ID = "run-1"
@@ -181,7 +190,7 @@ class Replica:
             sample["parts"] += 1
             if part.finish_reason:
                 assert "finish" not in sample
-                sample |= {"finish": part.finish_reason, "text": part.text}
+                sample |= {"finish": words(sample_pb2.FinishReason)[part.finish_reason], "text": part.text}
                 samples[part.sample] = sample
         return samples
 
@@ -244,7 +253,7 @@ class Stage:
             world_size=len(replicas) + 1,
             store_host="127.0.0.1",
             store_port=self.source.port,
-            transport="gloo",
+            transport="TRANSPORT_GLOO",
             timeout_seconds=20,
         )
         manifest = manifest or self.source.manifest

@@ -45,7 +45,7 @@ def test_an_engine_gives_memory_back(runner: EngineRunner, source: Source, model
     runner.wait_begun(begun)
     change = runner.run(runner.engine.sleep(60.0))
     assert [len(each.tokens) for each in runner.wait(begun)] == [40, 40]
-    assert change["before"] - change["after"] > 0.8 * size
+    assert change.before_bytes - change.after_bytes > 0.8 * size
     assert not runner.engine.serving
     waiting = runner.ask(PROMPT, max_new_tokens=4)
 
@@ -56,4 +56,4 @@ def test_an_engine_gives_memory_back(runner: EngineRunner, source: Source, model
     (answer,) = runner.wait(waiting)
     assert answer.versions == [2] * 4
     check_logprobs(model, PROMPT, answer)
-    assert runner.run(runner.engine.sleep(30.0))["after"] < change["before"] - 0.8 * size
+    assert runner.run(runner.engine.sleep(30.0)).after_bytes < change.before_bytes - 0.8 * size

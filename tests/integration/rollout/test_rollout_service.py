@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from relaxd.rpc.enums import words
 from relaxd.rpc.errors import explain, field_violations
-from relaxd.v1 import coordinator_pb2, rollout_pb2
+from relaxd.v1 import coordinator_pb2, rollout_pb2, sample_pb2
 from tests.integration.rollout.rollout_kit import PATIENCE, READY, STARTING, Replica, Stage, generate_request, kill
 from tests.integration.rollout.weight_source import weights_of
 from tests.kit.models import make_tiny_model
@@ -119,13 +120,12 @@ def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
     # Generate, greedy and with seeds.
     (sample,) = replica.generate(PROMPT, temperature=0.0)
     assert sample["tokens"] == greedy(reference, PROMPT, 8)
-    assert sample["parts"] == len(sample["tokens"]), "tokens come one by one"
     request = generate_request(PROMPT, 2, temperature=0.0)
     request.final_only = True
     finals = list(replica.stub.Generate(request, timeout=PATIENCE))
     assert sorted(final.sample for final in finals) == [0, 1]
     for final in finals:
-        assert (final.text, final.finish_reason) == (sample["text"], sample["finish"])
+        assert (final.text, words(sample_pb2.FinishReason)[final.finish_reason]) == (sample["text"], sample["finish"])
         assert final.token_count == len(sample["tokens"])
         assert (list(final.tokens), list(final.logprobs), list(final.versions)) == ([], [], [])
     first, again, other = (replica.generate(PROMPT, 3, seed=seed, ignore_eos=True) for seed in (1, 1, 2))
@@ -138,6 +138,7 @@ def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
     check_order_of_synchronisations(stage, replica)
     check_abort_and_lease(stage, replica)
     check_cancellation(replica)
+    check_request_ids(replica)
 
     # A paused run takes nothing, a resumed one does.
     stage.coordinator.assignment.state = coordinator_pb2.RUN_STATE_PAUSED
@@ -164,7 +165,7 @@ def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
 
 def join_alone(stage: Stage, replica: Replica, manifest: Any) -> None:
     group = {"name": "wrong", "world_size": 2, "store_host": "127.0.0.1", "store_port": stage.source.port}
-    group |= {"transport": "gloo", "timeout_seconds": 5}
+    group |= {"transport": "TRANSPORT_GLOO", "timeout_seconds": 5}
     request = rollout_pb2.JoinWeightGroupRequest(sync_id=stage.sync_id, group=group, rank=1, manifest=manifest)
     replica.stub.JoinWeightGroup(request, timeout=10)
 
@@ -184,6 +185,8 @@ def check_bad_input(replica: Replica) -> None:
         (PROMPT, 1, good | {"top_p": 1.5}, "sampling.top_p"),
         (PROMPT, 1, good | {"top_k": -1}, "sampling.top_k"),
         (PROMPT, 1, good | {"stop_token_ids": [999]}, "sampling.stop_token_ids[0]"),
+        (PROMPT, 1, good | {"stop": ["a", ""]}, "sampling.stop[1]"),
+        (PROMPT, 1, good | {"min_new_tokens": 9}, "sampling.min_new_tokens"),
     ]
     for prompt, n, sampling, field in cases:
         error = refused(lambda p=prompt, n=n, s=sampling: list(replica.stub.Generate(generate_request(p, n, **s))))
@@ -257,7 +260,7 @@ def check_abort_and_lease(stage: Stage, replica: Replica) -> None:
     next(parts)
     assert stage.pause([replica], "ABORT", lease=0.5) == [0]
     rest = list(parts)
-    assert rest[-1].finish_reason == "abort"
+    assert rest[-1].finish_reason == sample_pb2.FINISH_REASON_ABORT
     stage.publish(2)  # taken meanwhile, it begins after the lease
     assert all(set(columns["finish"]) <= {"stop", "length"} for columns in stage.generated(2).values())
 
@@ -267,6 +270,29 @@ def check_cancellation(replica: Replica) -> None:
     next(parts)
     parts.cancel()
     replica.wait_for(lambda status: status.gauges.get("running_samples") == 0)
+
+
+def check_request_ids(replica: Replica) -> None:
+    """A request is cancelled by its id, which nobody else may use meanwhile."""
+    request = generate_request(PROMPT, 2, max_new_tokens=400, ignore_eos=True)
+    request.request_id, request.session_id = "mine", "conversation"
+    parts = replica.stub.Generate(request, timeout=PATIENCE)
+    first = next(parts)
+    assert refused(lambda: list(replica.stub.Generate(request, timeout=PATIENCE))).code() is (
+        grpc.StatusCode.ALREADY_EXISTS
+    )
+    other = rollout_pb2.CancelRequest(request_id="yours")
+    assert refused(lambda: replica.stub.Cancel(other)).code() == grpc.StatusCode.NOT_FOUND
+    replica.stub.Cancel(rollout_pb2.CancelRequest(request_id="mine"))
+    rest = [first, *parts]
+    assert [part.finish_reason for part in rest].count(sample_pb2.FINISH_REASON_ABORT) == 2
+    counts = [sum(len(part.tokens) for part in rest if part.sample == sample) for sample in (0, 1)]
+    assert all(0 < count < 400 for count in counts)
+    assert refused(lambda: replica.stub.Cancel(rollout_pb2.CancelRequest(request_id="mine"))).code() == (
+        grpc.StatusCode.NOT_FOUND
+    )
+    request.sampling.max_new_tokens = 3
+    assert list(replica.stub.Generate(request, timeout=PATIENCE))  # the id is free again
 
 
 def test_a_late_joiner_gets_weights_first_and_a_dead_source_harms_nobody(stage: Stage, model: Path) -> None:

@@ -18,7 +18,7 @@ def join(runner: EngineRunner, source: Source, ranks: int = 1) -> str:
     """Connect both sides of a new group, the engine with so many ranks; returns its name."""
     name = f"group-{next(NUMBERS)}"
     source.tell(do="connect", name=name, world_size=1 + ranks)
-    runner.join(name, source.port, source.manifest.SerializeToString(), world_size=1 + ranks)
+    runner.join(name, source.port, source.manifest, world_size=1 + ranks)
     assert source.answer() == {}
     return name
 
@@ -27,7 +27,7 @@ def transfer(runner: EngineRunner, source: Source, name: str, version: int) -> N
     """Broadcast and commit a version, checked tensor by tensor."""
     source.tell(do="broadcast", version=version, buckets=None)
     received = runner.receive(name, version, checksum=True)
-    assert received["checksums"] == source.answer()["checksums"]
+    assert received == source.answer()["checksums"]
 
 
 def sync(runner: EngineRunner, source: Source, version: int, mode: str = "in_place", ranks: int = 1) -> int:

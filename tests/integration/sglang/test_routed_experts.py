@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from relaxd.v1 import rollout_pb2
 from services.rollout.engines.types import Version
 from services.rollout.service import child_engine
 from tests.kit.engines import EngineRunner
@@ -33,8 +34,7 @@ def test_they_are_those_of_transformers(
     # On a CPU SGLang's copy of a step's experts is no copy: with overlap the next step would overwrite it.
     runner = start(tmp_path, sglang={"disable_overlap_schedule": True}, return_routed_experts=True)
     runner.pause()
-    group = {"name": "none", "transport": "", "store_host": "", "store_port": 0, "rank": 1, "world_size": 2}
-    runner.run(runner.engine.join({**group, "manifest": ""}, 10))
+    runner.run(runner.engine.join(rollout_pb2.JoinWeightGroupRequest(group={"name": "none", "timeout_seconds": 10})))
     runner.run(runner.engine.receive("none", Version(1, 0), 10, checksum=False))
     runner.resume()
 

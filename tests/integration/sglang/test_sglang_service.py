@@ -28,7 +28,7 @@ def test_a_replica_with_sglang(stage: Stage) -> None:
     replica.wait_for(lambda status: status.detail.startswith("loading"))
     replica.wait_for(lambda status: status.state == READY, 180)
     group = weights_pb2.WeightGroup(
-        name="g", world_size=2, store_host="h", store_port=1, transport="nccl", timeout_seconds=1
+        name="g", world_size=2, store_host="h", store_port=1, transport="TRANSPORT_NCCL", timeout_seconds=1
     )
     request = rollout_pb2.JoinWeightGroupRequest(group=group, rank=1, manifest=stage.source.manifest)
     with pytest.raises(grpc.RpcError) as error:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.process.child import ChildRequestError
+from relaxd.rpc.errors import FailedPrecondition
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.sglang.conftest import Start
 from tests.integration.sglang.syncs import check_logprobs, join, sync, transfer
@@ -31,7 +31,7 @@ def test_an_engine_sleeps_between_two_versions(start: Start, source: Source, mod
     runner.wait_begun(begun)
     change = runner.run(runner.engine.sleep(60.0))
     assert [len(each.tokens) for each in runner.wait(begun)] == [200] * 4
-    assert change["before"] > 0
+    assert change.before_bytes > 0
     runner.run(runner.engine.sleep(30.0))
     assert runner.engine.weights is None
     later = runner.ask(PROMPT, 2, max_new_tokens=8)
@@ -49,7 +49,7 @@ def test_an_engine_sleeps_between_two_versions(start: Start, source: Source, mod
     # One that would take too long leaves the engine as it was.
     long = runner.ask(PROMPT, 1, stream=True, max_new_tokens=400, ignore_eos=True)
     runner.wait_begun(long)
-    with pytest.raises(ChildRequestError, match="did not pause"):
+    with pytest.raises(FailedPrecondition, match="did not pause"):
         runner.run(runner.engine.sleep(0.2))
     assert runner.engine.serving
     assert len(runner.wait(long)[0].tokens) == 400

@@ -1,7 +1,6 @@
 """A real SGLang server, the trainer's side of its weight groups, and the engine between them."""
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import os
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from relaxd.config import RolloutConfig
+from relaxd.v1 import rollout_pb2, weights_pb2
 from relaxd.weights.group import Transport, host_store
 from relaxd.weights.manifest import TensorSpec, pack, plan_buckets, to_proto
 from relaxd.weights.stock_group import StockWeightGroup
@@ -91,17 +91,17 @@ class Trainer:
         self.group: StockWeightGroup | None = None
         self._store: dist.TCPStore = host_store()
 
-    def member(self, name: str) -> dict[str, Any]:
+    def member(self, name: str, timeout: float) -> rollout_pb2.JoinWeightGroupRequest:
         """What the engine is told."""
-        return {
-            "name": name,
-            "transport": self._transport,
-            "store_host": "127.0.0.1",
-            "store_port": self._store.port,
-            "rank": 1,
-            "world_size": 2,
-            "manifest": base64.b64encode(self.manifest.SerializeToString()).decode(),
-        }
+        group = weights_pb2.WeightGroup(
+            name=name,
+            world_size=2,
+            store_host="127.0.0.1",
+            store_port=self._store.port,
+            transport=f"TRANSPORT_{self._transport.upper()}",
+            timeout_seconds=timeout,
+        )
+        return rollout_pb2.JoinWeightGroupRequest(group=group, rank=1, manifest=self.manifest)
 
     def connect(self, name: str, timeout: float = 20.0) -> None:
         self.close()
@@ -134,7 +134,7 @@ class Engine:
     async def join(self) -> None:
         self.group = next(names)
         joining = asyncio.to_thread(self.trainer.connect, self.group)
-        await asyncio.gather(self.engine.join(self.trainer.member(self.group), 20), joining)
+        await asyncio.gather(self.engine.join(self.trainer.member(self.group, 20)), joining)
 
     async def transfer(self, version: int, term: int = 1) -> None:
         """Weights whose output depends on the version."""

@@ -24,7 +24,7 @@ def sync(replica: Replica, trainer: Trainer, sync_id: int) -> None:
         world_size=2,
         store_host=member["store_host"],
         store_port=member["store_port"],
-        transport="gloo",
+        transport="TRANSPORT_GLOO",
         timeout_seconds=20,
     )
     join = rollout_pb2.JoinWeightGroupRequest(group=group, rank=1, manifest=trainer.manifest, **ids)

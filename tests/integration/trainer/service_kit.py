@@ -318,7 +318,7 @@ def join_request(
         world_size=manifest.source_ranks + 1,
         store_host=manifest.store_host,
         store_port=manifest.store_port,
-        transport="gloo",
+        transport="TRANSPORT_GLOO",
         timeout_seconds=10.0,
     )
     return trainer_pb2.TrainerJoinWeightGroupRequest(sync_id=sync_id, group=group)

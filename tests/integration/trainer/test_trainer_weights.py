@@ -79,7 +79,7 @@ def test_weights_arrive_and_wrong_requests_are_refused(tiny_qwen3: Path, redis_u
         assert broadcast(weights=version_1, sync_id=2) is refused
         assert broadcast(weights=version_1, group_name="other") is refused
         assert broadcast(weights=version_1, timeout_seconds=0) is grpc.StatusCode.INVALID_ARGUMENT
-        wrong = weights_pb2.WeightGroup(name="", world_size=1, transport="carrier pigeon", timeout_seconds=-1)
+        wrong = weights_pb2.WeightGroup(name="", world_size=1, transport=7, timeout_seconds=-1)
         join = trainer_pb2.TrainerJoinWeightGroupRequest(sync_id=3, group=wrong)
         assert error_code(lambda: process.trainer.JoinWeightGroup(join)) is grpc.StatusCode.INVALID_ARGUMENT
         # None of that has touched the group: the same one carries the next version.

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from relaxd.process.child import ChildRequestError
+from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1 import sample_pb2, weights_pb2
 from services.rollout.engines.sglang_external.client import ServerGone
 from services.rollout.engines.sglang_external.samples import ONLY_AT_END, EventStyle, ExternalSample, label, parse_label
 from services.rollout.engines.sglang_external.weights import stock_buckets
-from services.rollout.engines.types import Version
+from services.rollout.engines.types import RequestFailed, Version
 
 ONE, TWO = Version(3, 1), Version(3, 2)
 STREAMED = EventStyle(incremental=True, interval=1, late=0)
@@ -72,6 +72,13 @@ def test_only_what_is_new_is_handed_on_and_the_text_at_the_end() -> None:
     assert (last.tokens, last.finish_reason, last.text, last.spans_weight_update) == ([7], "stop", "5 6", False)
 
 
+def test_a_stop_string_ends_the_text_and_not_the_tokens() -> None:
+    sample = new_sample(STREAMED)
+    sample.take(event([5, 6, 7], "3:1", {"type": "stop", "matched": "6 7"}))
+    output = sample.undelivered()
+    assert (output.tokens, output.finish_reason, output.text) == ([5, 6, 7], "stop", "5 ")
+
+
 @pytest.mark.parametrize("weights", ["default", "3", ":", "3:x", ""])
 def test_weights_that_nobody_gave_mean_another_server(weights: str) -> None:
     assert parse_label(weights) is None
@@ -81,16 +88,16 @@ def test_weights_that_nobody_gave_mean_another_server(weights: str) -> None:
 
 def test_a_sample_that_the_server_gives_up_fails_with_its_reason() -> None:
     finish = {"type": "abort", "message": "out of memory", "status_code": 500}
-    with pytest.raises(ChildRequestError, match="out of memory"):
+    with pytest.raises(RequestFailed, match="out of memory"):
         new_sample(STREAMED).take(event([1], "3:1", finish))
 
 
-def manifest(*dtypes: int) -> bytes:
+def manifest(*dtypes: int) -> weights_pb2.WeightManifest:
     message = weights_pb2.WeightManifest()
     bucket = message.buckets.add(source_rank=0)
     for number, dtype in enumerate(dtypes):
         bucket.tensors.add(name=f"t{number}", dtype=dtype, shape=[3])  # type: ignore[arg-type]
-    return message.SerializeToString()
+    return message
 
 
 def test_buckets_in_the_servers_words() -> None:
@@ -106,6 +113,6 @@ def test_buckets_in_the_servers_words() -> None:
     ],
 )
 def test_what_stock_servers_cannot_take_is_refused(dtypes: tuple[int, ...], reason: str) -> None:
-    with pytest.raises(ChildRequestError, match=reason) as error:
+    with pytest.raises(InvalidArgument, match=reason) as error:
         stock_buckets(manifest(*dtypes))
-    assert error.value.kind == "ManifestMismatch"
+    assert error.value.violations[0][0] == "manifest"

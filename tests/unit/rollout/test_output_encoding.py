@@ -1,12 +1,16 @@
 """What an engine's process says, as it arrives, and what the stage makes of it."""
 
-import json
+import asyncio
+import time
 
 import numpy as np
 import pytest
 
 from relaxd.board import stages_for
-from services.rollout.engines.output_encoding import decode_output, encode_output, pack_messages
+from relaxd.v1 import engine_pb2
+from services.rollout.engines import output_stream
+from services.rollout.engines.output_encoding import decode_output, encode_output, join_outputs, pack_messages
+from services.rollout.engines.output_stream import FLUSH_SECONDS, OutputStream
 from services.rollout.engines.types import Output
 from services.rollout.service.group_generator import group_columns
 from tests.unit.rollout.configs import run_config
@@ -19,6 +23,11 @@ def answer(index: int, count: int, experts: int | None = None) -> Output:
     return output
 
 
+def carried(output: Output) -> Output:
+    """What arrives of an output."""
+    return decode_output(engine_pb2.EngineOutput.FromString(encode_output("a", output).SerializeToString()))
+
+
 @pytest.mark.parametrize(
     "output",
     [
@@ -29,27 +38,66 @@ def answer(index: int, count: int, experts: int | None = None) -> Output:
     ],
 )
 def test_outputs_arrive_as_they_were_sent(output: Output) -> None:
-    assert decode_output(json.loads(json.dumps(encode_output(output)))) == output
+    arrived = carried(output)
+    for name in ("tokens", "logprobs", "versions"):
+        setattr(arrived, name, list(getattr(arrived, name)))
+    assert arrived == output
 
 
 def test_outputs_are_divided_over_messages_and_what_fits_none_is_named() -> None:
-    outputs = {name: [encode_output(answer(index, 40, 7)) for index in range(3)] for name in ("a", "b")}
-    outputs["b"].append(encode_output(answer(9, 4000, 7)))
-    whole, nothing = pack_messages(outputs, 1 << 20)
-    assert (whole, nothing) == ([outputs], {})
-    messages, too_large = pack_messages(outputs, 8000)
-    assert list(too_large) == ["b"]
-    assert too_large["b"] > 100_000
-    assert len(messages) == 3
-    assert all(len(json.dumps(message)) <= 8000 for message in messages)
-    samples = [(name, words["sample"]) for message in messages for name, each in message.items() for words in each]
+    outputs = [encode_output(name, answer(index, 40, 7)) for name in ("a", "b") for index in range(3)]
+    (whole,) = pack_messages(outputs, 1 << 20, 1 << 20)
+    assert list(whole.outputs) == outputs
+    outputs.insert(5, encode_output("b", answer(9, 4000, 7)))
+    messages = pack_messages(outputs, 4500, 100_000)
+    (failure,) = [failure for message in messages for failure in message.failures]
+    assert (failure.request_id, failure.too_large) == ("b", True)
+    assert "one answer is a message of 1" in failure.reason
+    assert len(messages) == 5
+    assert all(message.ByteSize() <= 4600 for message in messages)
+    samples = [(output.request_id, output.sample) for message in messages for output in message.outputs]
     assert samples == [(name, index) for name in ("a", "b") for index in range(3)]
+    (large,) = pack_messages([outputs[5]], 4500, 1 << 20)
+    assert list(large.outputs) == [outputs[5]]
+
+
+def test_outputs_of_a_sample_are_joined_in_order() -> None:
+    parts = [("a", answer(0, 2)), ("b", Output(0, [5], [-1.0], [3])), ("a", Output(0, [9], [-2.0], [4], "stop", "all"))]
+    (first, joined), (second, other) = join_outputs(parts)
+    assert (first, second) == ("a", "b")
+    assert joined == Output(0, [0, 1, 9], [-0.5, -1.5, -2.0], [3, 3, 4], "stop", "all")
+    assert list(other.tokens) == [5]
+
+
+async def test_tokens_come_several_times_a_second_and_ends_at_once() -> None:
+    stream = OutputStream()
+    messages = stream.messages()
+    first = asyncio.create_task(anext(messages))
+    started = time.monotonic()
+    for token in range(3):
+        stream.put({"a": [Output(0, [token], [-1.0], [0])]})
+        await asyncio.sleep(0)
+    (together,) = (await first).outputs
+    assert time.monotonic() - started >= 0.8 * FLUSH_SECONDS
+    assert decode_output(together).tokens.tolist() == [0, 1, 2]  # type: ignore[attr-defined]
+    output_stream.FLUSH_SECONDS = 3600.0
+    try:
+        last = asyncio.create_task(anext(messages))
+        stream.put({"a": [Output(0, [3], [-1.0], [0])]})
+        await asyncio.sleep(0)
+        stream.put({"a": [Output(0, [4], [-1.0], [0], "stop", "text")]})
+        (end,) = (await asyncio.wait_for(last, 5)).outputs
+        assert (end.finish_reason, end.text, decode_output(end).tokens.tolist()) == (1, "text", [3, 4])  # type: ignore[attr-defined]
+        stream.fail("b", "broken")
+        assert (await asyncio.wait_for(anext(messages), 5)).failures[0].reason == "broken"
+    finally:
+        output_stream.FLUSH_SECONDS = FLUSH_SECONDS
 
 
 def test_routed_experts_arrive_with_their_shape() -> None:
     sent = answer(0, 3)
     sent.routed_experts = np.arange(4 * 2 * 3, dtype=np.int32).reshape(4, 2, 3)
-    experts = decode_output(json.loads(json.dumps(encode_output(sent)))).routed_experts
+    experts = carried(sent).routed_experts
     assert experts is not None
     assert experts.dtype == np.int32
     np.testing.assert_array_equal(experts, sent.routed_experts)

@@ -352,3 +352,49 @@ def test_requests_from_many_threads(harness: Harness) -> None:
     for thread in threads:
         thread.join(60)
     assert len(answers) == 24
+
+
+def test_a_stop_string_ends_a_sample_and_its_text(harness: Harness) -> None:
+    sampling = {"max_new_tokens": 30, "ignore_eos": True, "seed": 7}
+    (free,) = harness.generate([5, 9, 17], **sampling)
+    tokens = list(map(str, free.tokens))
+    stop = f"{tokens[11]} {tokens[12]}"  # it lies in two tokens
+    first = next(place for place in range(1, 30) if stop in " ".join(tokens[: place + 1]))
+    (answer,) = harness.generate([5, 9, 17], stop=("no such text", stop), **sampling)
+    assert answer.tokens == free.tokens[: first + 1]
+    assert answer.last is not None
+    assert answer.last.finish_reason == "stop"
+    assert answer.last.text == "".join(f"{token} " for token in tokens[: first - 1])
+
+
+def test_before_min_new_tokens_nothing_ends_a_sample_and_logprobs_stay_the_models(harness: Harness) -> None:
+    (free,) = harness.generate([5, 9, 17], max_new_tokens=30, ignore_eos=True, temperature=0.0)
+    end = free.tokens[3]
+    sampling = {"max_new_tokens": 30, "temperature": 0.0, "stop_token_ids": (end,), "stop": (str(free.tokens[1]),)}
+    (short,) = harness.generate([5, 9, 17], **sampling)
+    assert len(short.tokens) <= 4
+    (answer,) = harness.generate([5, 9, 17], min_new_tokens=10, **sampling)
+    assert end not in answer.tokens[:9]
+    assert len(answer.tokens) >= 10
+    expected = full_logprobs(harness.model, [5, 9, 17], answer.tokens)
+    torch.testing.assert_close(torch.tensor(answer.logprobs).double(), expected, atol=1e-4, rtol=0)
+
+
+def test_an_aborted_request_ends_with_what_it_has_and_the_others_go_on(harness: Harness) -> None:
+    harness.submit("ended", [5, 9], 2, max_new_tokens=400, ignore_eos=True)
+    harness.submit("other", [7], 1, max_new_tokens=60, ignore_eos=True)
+    harness.wait_for_tokens("ended", 3)
+    harness.engine.abort("ended")
+    for answer in harness.wait("ended", 2):
+        assert answer.last is not None
+        assert answer.last.finish_reason == "abort"
+        assert 0 < len(answer.tokens) == len(answer.logprobs) < 400
+    (other,) = harness.wait("other")
+    assert len(other.tokens) == 60
+    # In a pause as well, and one that has not begun.
+    harness.engine.pause("in_place", 60, 20)
+    harness.submit("waiting", [5], 1, max_new_tokens=5)
+    harness.engine.abort("waiting")
+    (waiting,) = harness.wait("waiting")
+    assert (waiting.tokens, waiting.last and waiting.last.finish_reason) == ([], "abort")
+    harness.engine.resume()

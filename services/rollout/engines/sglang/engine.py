@@ -20,15 +20,14 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
+from relaxd.rpc.errors import RpcError
+from relaxd.v1 import engine_pb2
 from services.rollout.engines.generation_gate import GenerationGate
 from services.rollout.engines.sglang.launch import MessageChannel
-from services.rollout.engines.sglang.samples import SGLangRequest, SGLangSample, add_output
-from services.rollout.engines.sglang.schedulers import SchedulerError, Schedulers
+from services.rollout.engines.sglang.samples import SGLangRequest, SGLangSample, aborted_outputs, add_output
+from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, STEP_SECONDS, Schedulers
 from services.rollout.engines.types import EngineError, FailureHandler, MemoryPart, Output, PauseMode, Request, Version
 
-STEP_SECONDS = 60.0
-"""Longest step of the model that a pause waits for. A longer one counts as a failure."""
-ANSWER_SECONDS = 10.0
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
 """Memory freed by a sleep, in SGLang's names."""
 
@@ -95,8 +94,11 @@ class SGLangEngine:
     def stats(self) -> dict[str, int]:
         """See LoadedEngine."""
         try:
-            self._stats = self._schedulers.ask_first("stats", {}, ANSWER_SECONDS)
-        except SchedulerError as error:
+            answer = self._schedulers.ask_first(
+                "GetSchedulerStats", engine_pb2.GetSchedulerStatsRequest(), ANSWER_SECONDS
+            )
+            self._stats = {name: getattr(answer, name) for name in self._stats}
+        except RpcError as error:
             logger.warning("reporting the last statistics again: %s", error)
         stats = dict(self._stats)
         with self._gate.changed:
@@ -116,6 +118,19 @@ class SGLangEngine:
         with self._gate.changed:
             self._forget(request_id)
             self._gate.changed.notify_all()
+
+    def abort(self, request_id: str) -> None:
+        """End a request's samples with what they have: after the current step, or at once if they wait here."""
+        with self._gate.changed:
+            group = self._groups.get(request_id)
+            if group is None:
+                return
+            group.aborted = True
+            if group in self._held:
+                self._forget(request_id)
+                self._on_output({request_id: aborted_outputs(group)})
+            else:
+                self._channel.send(AbortReq(rid=f"{request_id}:"))
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
         """Pause between two steps. Returns how many samples are held.
@@ -161,7 +176,7 @@ class SGLangEngine:
         self._channel.send(message)
         try:
             self._set_state("retract")  # they are in it already: this waits for the answer
-        except SchedulerError as error:
+        except RpcError as error:
             raise EngineError(f"the schedulers did not change their memory: {error}") from error
 
     @contextmanager
@@ -171,18 +186,17 @@ class SGLangEngine:
             yield
             self._gate.touch()
             self._commits += 1
-            key = self._key(weights)
-            params = {"key": key, "timeout": ANSWER_SECONDS}
+            commit = engine_pb2.CommitRequest(key=self._key(weights))
             try:
-                held = self._schedulers.ask_all("commit", params, 2 * ANSWER_SECONDS)[0]
-            except SchedulerError as error:
+                answers = self._schedulers.ask_all("Commit", commit, 2 * ANSWER_SECONDS)
+            except RpcError as error:
                 raise EngineError(f"the schedulers did not commit version {weights.version}: {error}") from error
+            held = answers[0].held
             with self._gate.changed:
                 for rid, (_, sample) in self._sent.items():
                     if sample is not None and rid in held:  # else it has ended; its last output is yet to come
-                        count, continued = held[rid]
-                        sample.marks.append((count, weights.version))
-                        sample.spans_weight_update = sample.spans_weight_update or bool(continued)
+                        sample.marks.append((held[rid].tokens, weights.version))
+                        sample.spans_weight_update = sample.spans_weight_update or held[rid].continues
 
     def touch(self) -> None:
         """See GenerationGate."""
@@ -257,14 +271,14 @@ class SGLangEngine:
             self._channel.send(ContinueGenerationReqInput(rid=number, torch_empty_cache=False))
         else:
             self._channel.send(PauseGenerationReqInput(rid=number, mode=state))
-        params = {"number": self._changes, "timeout": STEP_SECONDS}
-        self._schedulers.ask_all("wait_change", params, STEP_SECONDS + ANSWER_SECONDS)
+        change = engine_pb2.WaitChangeRequest(number=self._changes)
+        self._schedulers.ask_all("WaitChange", change, STEP_SECONDS + ANSWER_SECONDS)
         with self._gate.changed:
             self._state = state
 
     def _abort_all(self) -> None:
         """End all requests, in the paused scheduler and here."""
-        self._schedulers.ask_all("end_all", {"timeout": ANSWER_SECONDS}, 2 * ANSWER_SECONDS)
+        self._schedulers.ask_all("EndAll", engine_pb2.EndAllRequest(), 2 * ANSWER_SECONDS)
         gate = self._gate
         with gate.changed:
             if not gate.changed.wait_for(lambda: not self._sent, ANSWER_SECONDS):
@@ -274,9 +288,7 @@ class SGLangEngine:
             outputs = {}
             for group in ended:
                 del self._groups[group.request.request_id]
-                outputs[group.request.request_id] = [
-                    Output(each.index, finish_reason="abort") for each in group.samples
-                ]
+                outputs[group.request.request_id] = aborted_outputs(group)
         if outputs:
             self._on_output(outputs)
 
@@ -304,7 +316,7 @@ class SGLangEngine:
                     reason = message.finished_reasons[row] or {}
                     self._take_prefix(rid, group, reason, outputs, failures)
                     continue
-                failure = add_output(sample, message, row)
+                failure = add_output(sample, message, row, group.request.sampling.stop)
                 if failure:
                     failures[request_id] = failure
                     continue
@@ -314,8 +326,7 @@ class SGLangEngine:
                     ended.append((output, sample))
             self._finish(outputs, failures)
         for output, sample in ended:
-            stripped = sample.tokens[:-1] if sample.finish_reason == "stop" else sample.tokens
-            output.text = self._decode(stripped)
+            output.text = sample.text(self._decode)
         self._emit(outputs, failures)
 
     def _take_prefix(
@@ -329,7 +340,7 @@ class SGLangEngine:
         """Start the samples of a request whose prompt is prefilled, or end the request if that failed."""
         del self._sent[rid]
         request_id = group.request.request_id
-        if reason.get("type") != "abort":
+        if reason.get("type") != "abort" and not group.aborted:
             group.shares_prefix = False
             self._held.appendleft(group)
             self._send_held()
@@ -390,8 +401,3 @@ class SGLangEngine:
         except Exception as error:
             logger.exception("the engine failed")
             self._on_broken(f"{type(error).__name__}: {error}")
-
-
-def aborted_outputs(group: SGLangRequest) -> list[Output]:
-    """Return the outputs of a request that ended before its samples started."""
-    return [Output(sample.index, finish_reason="abort") for sample in group.samples]

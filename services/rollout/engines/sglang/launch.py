@@ -16,12 +16,11 @@ from sglang.srt.managers.load_snapshot import shm_path_for
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.network import get_zmq_socket
 
+from relaxd.rpc.errors import FailedPrecondition
 from services.rollout.engines.sglang.scheduler import run_scheduler
-from services.rollout.engines.sglang.schedulers import ADDRESS_VARIABLE, SchedulerError, Schedulers
+from services.rollout.engines.sglang.schedulers import Schedulers
 
 CONNECT_SECONDS = 30.0
-REASON_SECONDS = 1.0
-"""Time to wait for the reason of a scheduler that failed to start."""
 
 
 class MessageChannel:
@@ -60,9 +59,9 @@ def launch(args: ServerArgs, schedulers: Schedulers) -> tuple[MessageChannel, di
     """Start the scheduler processes and wait until they have loaded the model.
 
     Call it from a thread that lives as long as they should, because Linux ends them with it. Returns the channel and
-    the scheduler's information about itself. Raises SchedulerError with SGLang's reason.
+    the scheduler's information about itself. Raises RpcError with SGLang's reason.
     """
-    os.environ[ADDRESS_VARIABLE] = schedulers.address
+    os.environ.update(schedulers.environment)
     # Requests that don't stream are sent when they are complete.
     os.environ.setdefault("SGLANG_FORCE_STREAM_INTERVAL", str(1 << 30))
     if args.enable_memory_saver:
@@ -70,9 +69,8 @@ def launch(args: ServerArgs, schedulers: Schedulers) -> tuple[MessageChannel, di
     try:
         launcher = _Launcher(server_args=args)
     except Exception as error:
-        reason = schedulers.wait_for_failure(REASON_SECONDS) or f"{type(error).__name__}: {error}"
-        raise SchedulerError("LoadError", reason) from error
-    schedulers.wait_for(args.tp_size, CONNECT_SECONDS)
+        raise FailedPrecondition(schedulers.failure or f"{type(error).__name__}: {error}") from error
+    schedulers.connect(args.tp_size, CONNECT_SECONDS)
     # The file for readers of the scheduler's load, of which there are none: killed processes would leave it behind.
     Path(shm_path_for(launcher.port_args.instance_id)).unlink(missing_ok=True)
     channel: MessageChannel = launcher.tokenizer_manager

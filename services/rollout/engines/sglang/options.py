@@ -10,6 +10,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from sglang.srt.server_args import ServerArgs
 from sglang.version import __version__
 
+from relaxd.config import RolloutConfig
+from relaxd.rpc.errors import InvalidArgument
+
 SET_BY_RELAXD = {
     "model_path": "model.path",
     "tokenizer_path": "model.path",
@@ -42,18 +45,16 @@ UNSUPPORTED = {
 """Options that cannot be set, and the reason."""
 
 
-class OptionError(ValueError):
+class OptionError(InvalidArgument):
     """An option of [rollout.sglang] is invalid; the message names it and the valid values."""
 
 
-def server_args(folder: str, params: Mapping[str, Any]) -> ServerArgs:
-    """Return SGLang's ServerArgs for a model.
+def server_args(folder: str, config: RolloutConfig, *, colocate: bool) -> ServerArgs:
+    """Return SGLang's ServerArgs for a model, a run's [rollout] table, and whether the engine has to sleep.
 
-    `params` has relaxd's own settings (dtype, max_running_samples, tensor_parallel, memory_fraction,
-    return_routed_experts, colocate) and the [rollout.sglang] table as `options`. Raises OptionError, or SGLang's own
-    exceptions for options that contradict each other.
+    Raises OptionError, or SGLang's own exceptions for options that contradict each other.
     """
-    options = dict(params["options"])
+    options = dict(config.sglang)
     check_options(options)
     values: dict[str, Any] = {
         # relaxd needs no grammars, and at "info" SGLang logs a line every few steps.
@@ -63,16 +64,16 @@ def server_args(folder: str, params: Mapping[str, Any]) -> ServerArgs:
         "sleep_on_idle": True,
         **options,
         "model_path": folder,
-        "dtype": params["dtype"],
-        "tp_size": params["tensor_parallel"],
-        "max_running_requests": params["max_running_samples"],
+        "dtype": config.dtype,
+        "tp_size": config.tensor_parallel,
+        "max_running_requests": config.max_running_samples,
         "skip_tokenizer_init": True,
     }
-    if params["memory_fraction"]:
-        values["mem_fraction_static"] = params["memory_fraction"]
-    if params["colocate"] and torch.cuda.is_available():
+    if config.memory_fraction:
+        values["mem_fraction_static"] = config.memory_fraction
+    if colocate and torch.cuda.is_available():
         values["enable_memory_saver"] = True
-    if params["return_routed_experts"]:
+    if config.return_routed_experts:
         values["enable_return_routed_experts"] = True
     return ServerArgs(**values)
 

@@ -14,21 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
-from relaxd.process.child_server import HandlerError
+from relaxd.config import RolloutConfig
+from relaxd.rpc.errors import FailedPrecondition, RpcError
+from relaxd.v1 import engine_pb2, rollout_pb2, weights_pb2
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
 from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.sglang.engine import SGLangEngine
-from services.rollout.engines.sglang.launch import MessageChannel, launch
+from services.rollout.engines.sglang.launch import launch
 from services.rollout.engines.sglang.options import OptionError, server_args
-from services.rollout.engines.sglang.schedulers import SchedulerError, Schedulers
+from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, Schedulers
 from services.rollout.engines.types import EngineError, Version
 
-MARGIN_SECONDS = 3.0
+SCHEDULER_MARGIN_SECONDS = 3.0
 """Time for an answer beyond a deadline that the scheduler processes enforce themselves."""
 ABORT_SECONDS = 8.0
-ANSWER_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -48,153 +49,150 @@ class SGLangProcess(EngineProcess):
         # SGLang sends it when one of its processes fails.
         signal.signal(signal.SIGQUIT, lambda *_: self._scheduler_gone("a scheduler process of SGLang failed"))
 
-    def load(self, params: dict[str, Any]) -> dict[str, Any]:
+    def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
         """See EngineProcess."""
         schedulers = Schedulers(lambda rank: self._scheduler_gone(f"scheduler process {rank} of SGLang is gone"))
-        launched: Future[dict[str, Any]] = Future()
+        launched: Future[engine_pb2.LoadResponse] = Future()
         # Linux ends a scheduler process with the thread that started it, so that thread must not end.
         threading.Thread(
-            target=self._launch, args=(params, schedulers, launched), name="parent of SGLang", daemon=True
+            target=self._launch,
+            args=(folder, config, colocate, schedulers, launched),
+            name="parent of SGLang",
+            daemon=True,
         ).start()
         try:
             return launched.result()
         finally:
-            schedulers.stop_listening()
+            schedulers.forget_folder()
 
-    def _launch(self, params: dict[str, Any], schedulers: Schedulers, launched: "Future[dict[str, Any]]") -> None:
+    def _launch(
+        self,
+        folder: str,
+        config: RolloutConfig,
+        colocate: bool,
+        schedulers: Schedulers,
+        launched: "Future[engine_pb2.LoadResponse]",
+    ) -> None:
         try:
-            args = server_args(params["folder"], params)
+            args = server_args(folder, config, colocate=colocate)
             self._on_gpus = args.device == "cuda"
-            if params["return_routed_experts"] and not has_experts(args.get_model_config().hf_text_config):
+            if config.return_routed_experts and not has_experts(args.get_model_config().hf_text_config):
                 raise OptionError("rollout.return_routed_experts is true, but the model has no experts")
             channel, info = launch(args, schedulers)
             model = args.get_model_config()
-            tokenizer = AutoTokenizer.from_pretrained(params["folder"])
-            end_ids = frozenset(read_model_folder(Path(params["folder"])).end_ids)
-            self._start(params, schedulers, channel, tokenizer, end_ids)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            end_ids = frozenset(read_model_folder(Path(folder)).end_ids)
+            self._schedulers = schedulers
+            self._engine = SGLangEngine(
+                channel,
+                schedulers,
+                tokenizer.decode,
+                end_ids,
+                routed_experts=config.return_routed_experts,
+                on_output=self.outputs.put,
+                on_failure=self.outputs.fail,
+                on_broken=self._scheduler_gone,
+            )
         except Exception as error:
-            kind = "OptionError" if isinstance(error, OptionError) else "LoadError"
-            launched.set_exception(HandlerError(str(error) or type(error).__name__, kind=kind))
+            refusal = error if isinstance(error, RpcError) else FailedPrecondition(str(error) or type(error).__name__)
+            launched.set_exception(refusal)
             return
         # SGLang would truncate answers that don't fit, so requests for longer ones are refused.
         room = min(info["max_req_input_len"] + 4, info["max_total_num_tokens"] - 2 * (args.page_size or 1) - 1)
-        launched.set_result(
-            {
-                "vocabulary": model.vocab_size,
-                "context": min(room, model.context_len),
-                "end_ids": sorted(end_ids),
-                "device": args.device,
-            }
-        )
+        context = min(room, model.context_len)
+        launched.set_result(engine_pb2.LoadResponse(vocabulary=model.vocab_size, context=context, device=args.device))
         threading.Event().wait()
 
-    def _start(
-        self,
-        params: dict[str, Any],
-        schedulers: Schedulers,
-        channel: MessageChannel,
-        tokenizer: PreTrainedTokenizerBase,
-        end_ids: frozenset[int],
-    ) -> None:
-        self._schedulers = schedulers
-        self._engine = SGLangEngine(
-            channel,
-            schedulers,
-            tokenizer.decode,
-            end_ids,
-            routed_experts=params["return_routed_experts"],
-            on_output=self._on_output,
-            on_failure=self._on_failure,
-            on_broken=self._scheduler_gone,
-        )
-        self._start_stats()
-
-    def join(self, params: dict[str, Any]) -> None:
-        """See EngineProcess. Tensor-parallel rank t has rank `rank` + t in the group."""
+    def JoinWeightGroup(
+        self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
+    ) -> rollout_pb2.JoinWeightGroupResponse:
+        """See the proto. Tensor-parallel rank t has rank `rank` + t in the group."""
         self._loaded()
-        if self._group and self._group != params["name"]:
+        group = request.group
+        if self._group and self._group != group.name:
             self._leave(self._group)  # an engine is in one group, even if it was not told to leave the last one
-        self._group = params["name"]
+        self._group = group.name
         try:
-            self._ask_all("join", params, params["timeout"] + MARGIN_SECONDS)
-        except HandlerError:
-            self._leave(params["name"])
+            self._ask_all("JoinWeightGroup", request, group.timeout_seconds + SCHEDULER_MARGIN_SECONDS)
+        except RpcError:
+            self._leave(group.name)
             raise
+        return rollout_pb2.JoinWeightGroupResponse()
 
-    def receive(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineProcess."""
-        engine, name = self._loaded(), params["name"]
+    def ReceiveWeights(
+        self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
+    ) -> rollout_pb2.ReceiveWeightsResponse:
+        """See the proto."""
+        engine, name = self._loaded(), request.group_name
         if self._group != name:
-            raise HandlerError(f"this engine is not in weight group {name}", kind="EngineError")
+            raise EngineError(f"this engine is not in weight group {name}")
         self._left_touched = False
-        try:
-            with engine.update(Version(params["term"], params["version"])):
-                results = self._receive_all(engine, params)
-        except EngineError as error:
-            raise HandlerError(str(error), kind="EngineError") from error
-        checksums: dict[str, int] = results[0]["checksums"]
+        with engine.update(Version(request.weights.term, request.weights.version)):
+            results = self._receive_all(engine, request)
+        checksums = dict(results[0].checksums)
         for result in results[1:]:
-            different = sorted(
-                tensor for tensor, value in checksums.items() if result["checksums"].get(tensor) != value
-            )
+            different = sorted(tensor for tensor, value in checksums.items() if result.checksums.get(tensor) != value)
             checksums |= dict.fromkeys(different, 0)  # ranks disagree: 0 matches no checksum
-        return {"seconds": max(result["seconds"] for result in results), "checksums": checksums}
+        seconds = max(result.seconds for result in results)
+        return rollout_pb2.ReceiveWeightsResponse(seconds=seconds, checksums=checksums)
 
-    def _receive_all(self, engine: SGLangEngine, params: dict[str, Any]) -> list[dict[str, Any]]:
+    def _receive_all(
+        self, engine: SGLangEngine, request: rollout_pb2.ReceiveWeightsRequest
+    ) -> list[rollout_pb2.ReceiveWeightsResponse]:
         """Receive on every rank. If one fails, mark the engine as touched when any rank's model has changed."""
         assert self._schedulers is not None
-        answers = self._schedulers.ask_each("receive", params, params["timeout"] + MARGIN_SECONDS)
-        errors = [answer for answer in answers if isinstance(answer, SchedulerError)]
+        timeout = request.timeout_seconds + SCHEDULER_MARGIN_SECONDS
+        answers = self._schedulers.ask_each("ReceiveWeights", request, timeout)
+        errors = [answer for answer in answers if isinstance(answer, RpcError)]
         if errors:
-            self._leave(params["name"])
+            self._leave(request.group_name)
             if self._left_touched or len(errors) < len(answers):
                 engine.touch()
-            raise _handler_error(errors[0]) from errors[0]
+            raise errors[0]
         return answers
 
-    def leave(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineProcess."""
+    def LeaveWeightGroup(
+        self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
+    ) -> rollout_pb2.LeaveWeightGroupResponse:
+        """See the proto."""
         if self._engine is None:
-            return {"quarantined": False}
-        if self._group == params["name"]:
-            self._leave(params["name"])
-        if params["quarantine"]:
+            return rollout_pb2.LeaveWeightGroupResponse()
+        if self._group == request.group_name:
+            self._leave(request.group_name)
+        if request.quarantine:
             self._engine.quarantine()
-        return {"quarantined": self._engine.quarantined or self._left_touched}
+        quarantined = self._engine.quarantined or self._left_touched
+        return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
 
     def _leave(self, name: str) -> None:
         self._group = ""
-        touched = self._ask_all("leave", {"name": name}, ABORT_SECONDS)
-        self._left_touched = self._left_touched or any(touched)
+        request = rollout_pb2.LeaveWeightGroupRequest(group_name=name)
+        answers = self._ask_all("LeaveWeightGroup", request, ABORT_SECONDS)
+        self._left_touched = self._left_touched or any(answer.quarantined for answer in answers)
 
-    def _ask_all(self, method: str, params: dict[str, Any], timeout: float) -> list[Any]:
+    def _ask_all(self, method: str, request: Any, timeout: float) -> list[Any]:
         assert self._schedulers is not None
-        try:
-            return self._schedulers.ask_all(method, params, timeout)
-        except SchedulerError as error:
-            raise _handler_error(error) from error
+        return self._schedulers.ask_all(method, request, timeout)
 
     def _loaded(self) -> SGLangEngine:
         if self._engine is None:
-            raise HandlerError("no model is loaded", kind="EngineError")
+            raise EngineError("no model is loaded")
         return self._engine
 
-    def sleep(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineProcess. Leaves any group, to free its buffers."""
-        asleep = self._loaded().asleep
+    def _leave_groups(self) -> None:
         if self._group:
             self._leave(self._group)
-        change = super().sleep(params)
-        if self._on_gpus and not asleep and change["after"] >= change["before"]:
-            raise HandlerError(
-                f"SGLang freed no memory ({change['before']} bytes were in use, {change['after']} are now): "
-                "torch_memory_saver's library is not loaded in its scheduler processes (LD_PRELOAD)",
-                kind="EngineError",
+
+    def _check_freed(self, memory: weights_pb2.MemoryChange) -> None:
+        if self._on_gpus and memory.after_bytes >= memory.before_bytes:
+            raise EngineError(
+                f"SGLang freed no memory ({memory.before_bytes} bytes were in use, {memory.after_bytes} are now): "
+                "torch_memory_saver's library is not loaded in its scheduler processes (LD_PRELOAD)"
             )
-        return change
 
     def _memory_in_use(self) -> int:
-        return sum(self._ask_all("memory", {}, ANSWER_SECONDS))
+        answers = self._ask_all("GetSchedulerStats", engine_pb2.GetSchedulerStatsRequest(), ANSWER_SECONDS)
+        return sum(answer.memory_bytes for answer in answers)
 
     def _rss_bytes(self) -> int:
         total = 0
@@ -213,10 +211,6 @@ class SGLangProcess(EngineProcess):
         os._exit(1)
 
 
-def _handler_error(error: SchedulerError) -> HandlerError:
-    return HandlerError(str(error), kind="WeightGroupError" if error.kind == "Timeout" else error.kind)
-
-
 def has_experts(config: Any) -> bool:
     """Return whether a model is a mixture of experts, from its configuration."""
     return any(getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
@@ -226,7 +220,7 @@ def main() -> None:
     """Serve the parent until it ends."""
     read_arguments()
     logging.getLogger("sglang").setLevel(logging.WARNING)  # until SGLang sets its own log_level
-    SGLangProcess().server.serve()
+    SGLangProcess().serve()
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from services.rollout.engines.types import FinishReason, Request
+from services.rollout.engines.types import FinishReason, Output, Request, cut_at_stop
 
 SHARED_PREFIX_TOKENS = 64
 """Shortest prompt that is prefilled once for all samples of a request, before they start."""
@@ -28,9 +28,17 @@ class SGLangSample:
     """(number of tokens, version), in order: the version that produces the tokens from there on."""
     spans_weight_update: bool = False
     finish_reason: FinishReason | None = None
+    stopped_at: str = ""
+    """The stop string that ended it, if one did."""
     routed_experts: "np.ndarray[tuple[int, ...], np.dtype[np.int32]] | None" = None
     reported: int = 0
     """Number of tokens that were reported."""
+
+    def text(self, decode: Callable[[list[int]], str]) -> str:
+        """Return the text of the whole sample, without what ended it."""
+        if self.stopped_at:
+            return cut_at_stop(decode(self.tokens), [self.stopped_at])
+        return decode(self.tokens[:-1] if self.finish_reason == "stop" else self.tokens)
 
     def versions(self, start: int) -> list[int]:
         """Return the version of each token from `start` on."""
@@ -52,6 +60,8 @@ class SGLangRequest:
     """True if its prompt still has to be prefilled before its samples start."""
     unfinished: int
     """Number of samples that have not ended."""
+    aborted: bool = False
+    """True if it has to end before its samples start."""
 
     @classmethod
     def of(cls, request: Request, end_ids: frozenset[int]) -> "SGLangRequest":
@@ -78,6 +88,8 @@ class SGLangRequest:
                 top_k=sampling.top_k or -1,
                 stop_token_ids=set(self.end_ids),
                 ignore_eos=sampling.ignore_eos,
+                stop=list(sampling.stop),
+                min_new_tokens=sampling.min_new_tokens,
                 sampling_seed=sample_seed(sampling.seed, sample.index),
             )
             yield self._message(sample.index, params, key, logprobs=True, routed_experts=routed_experts)
@@ -85,7 +97,7 @@ class SGLangRequest:
     def _message(
         self, part: int | str, params: SamplingParams, key: str, *, logprobs: bool, routed_experts: bool
     ) -> tuple[str, TokenizedGenerateReqInput]:
-        params.normalize(None)
+        params.normalize(StopLengths)
         rid = f"{self.request.request_id}:{part}"
         message = TokenizedGenerateReqInput(
             rid=rid,
@@ -106,14 +118,26 @@ class SGLangRequest:
         return rid, message
 
 
+class StopLengths:
+    """Stands for a tokenizer where SGLang wants to know the lengths of stop strings, in tokens."""
+
+    @staticmethod
+    def encode(text: str, *, add_special_tokens: bool) -> bytes:
+        """Return the bytes of a text. It may be sampled as so many tokens, which is more than its usual ones."""
+        return text.encode()
+
+
 def sample_seed(seed: int, index: int) -> int:
     """Return the seed of one sample. SGLang uses it only with enable_deterministic_inference."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def add_output(sample: SGLangSample, output: BatchTokenIDOutput, row: int) -> str:
-    """Add one row of the scheduler's output to a sample. Returns the reason if the request failed, else ""."""
+def add_output(sample: SGLangSample, output: BatchTokenIDOutput, row: int, stop: Collection[str]) -> str:
+    """Add one row of the scheduler's output to a sample with these stop strings.
+
+    Returns the reason if the request failed, else "".
+    """
     assert output.output_ids is not None
     sample.tokens += output.output_ids[row]
     if output.output_token_logprobs_val is not None:
@@ -126,10 +150,17 @@ def add_output(sample: SGLangSample, output: BatchTokenIDOutput, row: int) -> st
         return ""
     if reason["type"] == "abort" and reason.get("status_code"):
         return str(reason.get("message"))
-    if isinstance(reason.get("matched"), str):
+    if reason.get("matched") in stop:
+        sample.stopped_at = reason["matched"]
+    elif isinstance(reason.get("matched"), str):
         return f"the model's output is broken: {reason['matched']}"
     if output.routed_experts is not None and output.routed_experts[row] is not None:
         sample.routed_experts = output.routed_experts[row].numpy().astype(np.int32)
     kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
     sample.finish_reason = kinds[reason["type"]]
     return ""
+
+
+def aborted_outputs(group: SGLangRequest) -> list[Output]:
+    """Return the outputs of a request that ended before its samples started."""
+    return [Output(sample.index, finish_reason="abort") for sample in group.samples]

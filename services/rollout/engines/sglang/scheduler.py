@@ -5,16 +5,15 @@ while the scheduler's loop goes on (in a pause it only waits for messages) and i
 happen between two steps is handed to the loop.
 """
 
-import base64
+import asyncio
 import multiprocessing
 import os
 import queue
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import sglang.srt.managers.scheduler as sglang_scheduler
@@ -22,12 +21,23 @@ import torch
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from transformers import AutoTokenizer
 
-from relaxd.process.child_server import ChildServer, HandlerError, die_with_parent
-from relaxd.weights.group import WeightGroupError
+from relaxd.process.child_server import die_with_parent, serve_socket
+from relaxd.rpc.enums import words
+from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
+from relaxd.weights.group import Transport
 from relaxd.weights.manifest import ManifestMismatch
-from services.rollout.engines.sglang.schedulers import ADDRESS_VARIABLE
+from services.rollout.engines.sglang.schedulers import (
+    ANSWER_SECONDS,
+    FOLDER_VARIABLE,
+    STEP_SECONDS,
+    TOKEN_VARIABLE,
+    socket_path,
+    write_failure,
+)
 from services.rollout.engines.sglang.weights import SGLangWeights
+from services.rollout.engines.types import BadManifest, EngineError
 
 PAUSED_SECONDS = 0.002
 """Wait of a paused loop between two polls of its messages: spinning would slow down receiving weights."""
@@ -47,14 +57,12 @@ class ControlledScheduler(Scheduler):
     """SGLang's scheduler, controlled by the engine's process."""
 
     def __init__(self, *args: Any, **arguments: Any) -> None:
-        self._control_server = _ControlServer(self)
         self.changed = threading.Condition()
         self.change = 0
         """The engine's number of the last pause or resume."""
         self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.generated_tokens = 0
         rank = args[3] if len(args) > 3 else arguments["tp_rank"]
-        self._control_server.server.emit("hello", {"rank": rank})
         try:
             super().__init__(*args, **arguments)
             runner = self.tp_worker.model_runner
@@ -62,11 +70,12 @@ class ControlledScheduler(Scheduler):
             self.cuda_device = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else None
             device = self.cuda_device or torch.device("cpu")
             self.weights = SGLangWeights(runner.model, device, self.ps.tp_rank, self.ps.tp_size)
+            self.model_config.hf_eos_token_id = None  # each request has its end tokens
+            self.tokenizer = RequestTokenizer(self.server_args.tokenizer_path, self.model_config.vocab_size)
+            ControlHandlers(self).serve()
         except Exception as error:
-            self._control_server.server.emit("failed", {"reason": f"{type(error).__name__}: {error}"})
+            write_failure(os.environ[FOLDER_VARIABLE], rank, f"{type(error).__name__}: {error}")
             raise
-        self.model_config.hf_eos_token_id = None  # each request has its end tokens
-        self._control_server.server.emit("ready", {})
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
         """Process messages and jobs. The loop calls this before each step."""
@@ -103,22 +112,22 @@ class ControlledScheduler(Scheduler):
         self.jobs.put(work)
         return done.result(timeout)
 
-    def commit(self, key: str) -> dict[str, list[int]]:
+    def commit(self, key: str) -> dict[str, engine_pb2.HeldRequest]:
         """Take up new weights, whose prefix cache key is `key`.
 
-        Returns for each unfinished request how many tokens the old weights produced, and whether it continues with
-        their keys and values (1) or not (0). Requests without any get the new key. The others keep the old key, which
-        no new request uses.
+        Returns the unfinished requests. Those without keys and values of the old weights get the new key. The others
+        keep the old key, which no new request uses.
         """
-        held: dict[str, list[int]] = {}
+        held: dict[str, engine_pb2.HeldRequest] = {}
         for req in self.waiting_queue:
             req.extra_key = key
-            held[req.rid] = [len(req.output_ids), 0]
+            held[req.rid] = engine_pb2.HeldRequest(tokens=len(req.output_ids))
         # With the overlapped loop the last step's tokens are produced, but not yet counted.
         made = {req.rid for batch, _ in getattr(self, "result_queue", ()) for req in batch.reqs if produces_token(req)}
         for req in self._running_requests():
             if not req.finished() and req.rid not in held:
-                held[req.rid] = [len(req.output_ids) + (req.rid in made), 1]
+                tokens = len(req.output_ids) + (req.rid in made)
+                held[req.rid] = engine_pb2.HeldRequest(tokens=tokens, continues=True)
         return held
 
     def end_all(self) -> int:
@@ -151,78 +160,109 @@ def produces_token(req: Req) -> bool:
     return not req.finished() and req.inflight_middle_chunks <= 0 and req.sampling_params.max_new_tokens > 0
 
 
-class _ControlServer:
-    """Answers requests of the engine's process."""
+class RequestTokenizer:
+    """What SGLang asks the tokenizer of a request for, when the request has stop strings or min_new_tokens.
+
+    The end tokens are the request's own, so it names none: SGLang ignores an id that is the size of the vocabulary.
+    """
+
+    additional_stop_token_ids = None
+
+    def __init__(self, folder: str, vocabulary: int) -> None:
+        self.decode = AutoTokenizer.from_pretrained(folder).decode
+        self.eos_token_id = vocabulary
+
+
+class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.RolloutServicer):
+    """Answers calls of the engine's process."""
 
     def __init__(self, scheduler: ControlledScheduler) -> None:
         self._scheduler = scheduler
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(os.environ[ADDRESS_VARIABLE])
-        handlers = (self.wait_change, self.commit, self.end_all, self.stats, self.memory)
-        weight_handlers = (self.join, self.receive, self.leave)
-        self.server = ChildServer({each.__name__: each for each in (*handlers, *weight_handlers)}, connection)
-        threading.Thread(target=self.server.serve, name="control", daemon=True).start()
 
-    def wait_change(self, params: dict[str, Any]) -> None:
-        """Wait until the loop has paused or resumed, and the device has finished its work from before."""
-        scheduler, timeout = self._scheduler, params["timeout"]
+    def serve(self) -> None:
+        """Serve in a thread, for the life of the process. Returns when calls are taken."""
+        path = socket_path(os.environ[FOLDER_VARIABLE], self._scheduler.ps.tp_rank)
+        add_all = engine_pb2_grpc.add_SchedulerServicer_to_server, rollout_pb2_grpc.add_RolloutServicer_to_server
+        services = tuple((add, self) for add in add_all)
+        listening = threading.Event()
+        serving = serve_socket(path, os.environ[TOKEN_VARIABLE], services, listening.set)
+        threading.Thread(target=lambda: asyncio.run(serving), name="control", daemon=True).start()
+        if not listening.wait(ANSWER_SECONDS):
+            raise EngineError(f"no calls are taken at {path} after {ANSWER_SECONDS:g} s")
+
+    def WaitChange(self, request: engine_pb2.WaitChangeRequest, context: Any) -> engine_pb2.WaitChangeResponse:
+        """See the proto."""
+        scheduler = self._scheduler
         with scheduler.changed:
-            if not scheduler.changed.wait_for(lambda: scheduler.change >= params["number"], timeout):
-                raise HandlerError(f"the scheduler did not pause or resume within {timeout:g} s", kind="Timeout")
+            if not scheduler.changed.wait_for(lambda: scheduler.change >= request.number, STEP_SECONDS):
+                raise EngineError(f"the scheduler did not pause or resume within {STEP_SECONDS:g} s")
         if scheduler.cuda_device is not None:
             torch.cuda.synchronize(scheduler.cuda_device)
+        return engine_pb2.WaitChangeResponse()
 
-    def commit(self, params: dict[str, Any]) -> dict[str, list[int]]:
-        """See ControlledScheduler."""
-        held: dict[str, list[int]] = self._scheduler.run_between_steps(
-            lambda: self._scheduler.commit(params["key"]), params["timeout"]
-        )
-        return held if self._scheduler.ps.tp_rank == 0 else {}
-
-    def end_all(self, params: dict[str, Any]) -> int:
-        """See ControlledScheduler."""
-        return int(self._scheduler.run_between_steps(self._scheduler.end_all, params["timeout"]))
-
-    def stats(self, params: dict[str, Any]) -> dict[str, int]:
-        """Return the loop's counts. Another thread reads them, so they may be of the step before."""
+    def Commit(self, request: engine_pb2.CommitRequest, context: Any) -> engine_pb2.CommitResponse:
+        """See the proto."""
         scheduler = self._scheduler
-        return {
-            "running_samples": len(scheduler.running_batch.reqs),
-            "waiting_samples": len(scheduler.waiting_queue),
-            "tokens_generated": scheduler.generated_tokens,
-        }
+        held = scheduler.run_between_steps(lambda: scheduler.commit(request.key), ANSWER_SECONDS)
+        return engine_pb2.CommitResponse(held=held if scheduler.ps.tp_rank == 0 else {})
 
-    def memory(self, params: dict[str, Any]) -> int:
-        """Return the bytes in use: on the GPU by all processes; on a CPU by this process."""
-        if self._scheduler.cuda_device is None:
-            return int(psutil.Process().memory_info().rss)
-        free, total = torch.cuda.mem_get_info(self._scheduler.cuda_device)
-        return total - free
+    def EndAll(self, request: engine_pb2.EndAllRequest, context: Any) -> engine_pb2.EndAllResponse:
+        """See the proto."""
+        ended = self._scheduler.run_between_steps(self._scheduler.end_all, ANSWER_SECONDS)
+        return engine_pb2.EndAllResponse(ended=ended)
 
-    def join(self, params: dict[str, Any]) -> None:
-        """Connect to a weight group, with rank `rank` + tensor-parallel rank."""
+    def GetSchedulerStats(
+        self, request: engine_pb2.GetSchedulerStatsRequest, context: Any
+    ) -> engine_pb2.GetSchedulerStatsResponse:
+        """See the proto."""
+        scheduler = self._scheduler
+        if scheduler.cuda_device is None:
+            memory = int(psutil.Process().memory_info().rss)
+        else:
+            free, total = torch.cuda.mem_get_info(scheduler.cuda_device)
+            memory = total - free
+        return engine_pb2.GetSchedulerStatsResponse(
+            running_samples=len(scheduler.running_batch.reqs),
+            waiting_samples=len(scheduler.waiting_queue),
+            tokens_generated=scheduler.generated_tokens,
+            memory_bytes=memory,
+        )
+
+    async def WatchEnd(self, request: engine_pb2.WatchEndRequest, context: Any) -> engine_pb2.WatchEndResponse:
+        """See the proto."""
+        await asyncio.Event().wait()
+        return engine_pb2.WatchEndResponse()
+
+    def JoinWeightGroup(
+        self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
+    ) -> rollout_pb2.JoinWeightGroupResponse:
+        """See the proto. The scheduler's rank in the group is `rank` + its tensor-parallel rank."""
+        group = request.group
         try:
             self._scheduler.weights.join(
-                params["transport"],
-                params["store_host"],
-                params["store_port"],
-                params["name"],
-                params["rank"] + self._scheduler.ps.tp_rank,
-                params["world_size"],
-                base64.b64decode(params["manifest"]),
-                params["timeout"],
+                cast(Transport, words(weights_pb2.Transport)[group.transport]),
+                group.store_host,
+                group.store_port,
+                group.name,
+                request.rank + self._scheduler.ps.tp_rank,
+                group.world_size,
+                request.manifest,
+                group.timeout_seconds,
             )
-        except (ManifestMismatch, WeightGroupError) as error:
-            raise HandlerError(str(error), kind=type(error).__name__) from error
+        except ManifestMismatch as error:
+            raise BadManifest(str(error)) from error
+        return rollout_pb2.JoinWeightGroupResponse()
 
-    def receive(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Receive one version into the model."""
-        try:
-            result = self._scheduler.weights.receive(params["name"], params["timeout"], checksum=params["checksum"])
-        except WeightGroupError as error:
-            raise HandlerError(str(error), kind=type(error).__name__) from error
-        return {"seconds": result.seconds, "checksums": result.checksums}
+    def ReceiveWeights(
+        self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
+    ) -> rollout_pb2.ReceiveWeightsResponse:
+        """See the proto. Only receives: the engine commits when every rank has."""
+        weights, timeout = self._scheduler.weights, request.timeout_seconds
+        result = weights.receive(request.group_name, timeout, checksum=request.checksum)
+        return rollout_pb2.ReceiveWeightsResponse(seconds=result.seconds, checksums=result.checksums)
 
-    def leave(self, params: dict[str, Any]) -> bool:
-        """Abort and forget a group. Returns whether a failed broadcast had touched the model."""
-        return self._scheduler.weights.leave(params["name"])
+    def LeaveWeightGroup(
+        self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
+    ) -> rollout_pb2.LeaveWeightGroupResponse:
+        """See the proto. Answers whether a failed broadcast had touched the model."""
+        return rollout_pb2.LeaveWeightGroupResponse(quarantined=self._scheduler.weights.leave(request.group_name))

@@ -54,7 +54,7 @@ class SGLangWeights:
         self._model = model
         self._device = device
         self._complete = tensor_size == 1
-        self._destinations: tuple[bytes, list[Destination]] | None = None
+        self._destinations: tuple[weights_pb2.WeightManifest, list[Destination]] | None = None
         self._lock = threading.Lock()
         self._receiver: _Receiver | None = None
         self._dirty = False
@@ -68,7 +68,7 @@ class SGLangWeights:
         name: str,
         rank: int,
         world_size: int,
-        manifest: bytes,
+        manifest: weights_pb2.WeightManifest,
         timeout: float,
     ) -> None:
         """Check that a weight group's manifest is exactly this model's, and connect to the group.
@@ -80,7 +80,7 @@ class SGLangWeights:
             WeightGroupError: a member did not connect within `timeout` seconds, or `leave` was called meanwhile.
         """
         try:
-            buckets = from_proto(weights_pb2.WeightManifest.FromString(manifest))
+            buckets = from_proto(manifest)
         except ManifestError as error:
             raise ManifestMismatch(str(error)) from error
         destinations = self._find(manifest, buckets)
@@ -143,7 +143,7 @@ class SGLangWeights:
             self._receiver = None
         receiver.group.abort()
 
-    def _find(self, manifest: bytes, buckets: Sequence[Bucket]) -> list[Destination]:
+    def _find(self, manifest: weights_pb2.WeightManifest, buckets: Sequence[Bucket]) -> list[Destination]:
         if self._destinations is None or self._destinations[0] != manifest:
             specs = [spec for bucket in buckets for spec in bucket.tensors]
             found = find_destinations(self._model, specs, complete=self._complete)

@@ -1,6 +1,6 @@
 """HTTP client of an SGLang server: JSON calls with deadlines, and streamed answers.
 
-Raises the errors of `relaxd.process.child`, because the server stands in for an engine's process.
+Raises the errors of calls to a child process, because the server stands in for an engine's.
 """
 
 import json
@@ -9,7 +9,8 @@ from typing import Any
 
 import aiohttp
 
-from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.process.child import ChildError
+from relaxd.rpc.errors import DeadlineExceeded, FailedPrecondition
 
 CONNECT_SECONDS = 5.0
 _MAX_REASON = 500
@@ -17,6 +18,14 @@ _MAX_REASON = 500
 
 class ServerGone(ChildError):
     """The server does not answer, or broke off an answer."""
+
+
+class ServerRefusal(FailedPrecondition):
+    """The server answered with an HTTP status that is not 200."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class SGLangClient:
@@ -33,7 +42,7 @@ class SGLangClient:
     async def call(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> dict[str, Any]:
         """POST `body` (GET without one) and return the answer; {} for an empty one.
 
-        Raises ServerGone, ChildTimeout after `timeout` seconds, and ChildRequestError with the server's reason when it
+        Raises ServerGone, DeadlineExceeded after `timeout` seconds, and ServerRefusal with the server's reason when it
         refuses.
         """
         deadline = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
@@ -42,7 +51,7 @@ class SGLangClient:
             async with self._session.request(method, self.url + path, json=body, timeout=deadline) as response:
                 text = await response.text()
         except TimeoutError as error:
-            raise ChildTimeout(f"{self.url} did not answer {path} within {timeout:g} s") from error
+            raise DeadlineExceeded(f"{self.url} did not answer {path} within {timeout:g} s") from error
         except aiohttp.ClientError as error:
             raise self._gone(path, error) from error
         if response.status != 200:
@@ -53,7 +62,7 @@ class SGLangClient:
         """POST `body` and yield the events of the answer.
 
         There is no deadline: the caller must watch the server meanwhile. Raises ServerGone, also when the answer breaks
-        off, and ChildRequestError when the server refuses, at once or in the middle.
+        off, and ServerRefusal when the server refuses, at once or in the middle.
         """
         deadline = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         try:
@@ -91,8 +100,8 @@ class SGLangClient:
             raise ServerGone(f"{self.url} answers {path} unlike SGLang: {text[:100]!r}")
         return value
 
-    def _refusal(self, path: str, status: int, text: str) -> ChildRequestError:
-        """Return an error with the server's message, whose place varies, and the status in `details`."""
+    def _refusal(self, path: str, status: int, text: str) -> ServerRefusal:
+        """Return an error with the server's message, whose place varies."""
         try:
             message = json.loads(text)
         except ValueError:
@@ -103,7 +112,7 @@ class SGLangClient:
         if status in (401, 403):
             message = f"{message} (is RELAXD_SGLANG_KEY the server's API key?)"
         reason = f"{self.url}{path} refused ({status}): {str(message)[:_MAX_REASON]}"
-        return ChildRequestError("EngineError", reason, {"status": status})
+        return ServerRefusal(reason, status)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from relaxd.config import RolloutConfig
-from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.process.child import ChildError
+from relaxd.rpc.errors import DeadlineExceeded
 from services.rollout.engines.model_folder import ModelFolder
-from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
+from services.rollout.engines.sglang_external.client import ServerGone, ServerRefusal, SGLangClient
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 1.0
@@ -37,13 +38,15 @@ class ServerInfo:
     """1 where its scheduler overlaps, so that it reports a token after the next batch has started; else 0."""
     prefix_cache: bool
     """True if it caches prompts for later requests."""
+    tokenizer: bool
+    """True if it has a tokenizer, which stop strings and min_new_tokens need."""
 
 
 async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfig) -> ServerInfo:
     """Wait until the server is up, check that it fits, and end requests and a pause that an earlier user left.
 
     Waits without a deadline: the coordinator restarts a replica that waits longer than health.start_seconds. Raises
-    ServerMismatch, which names the right options, and ChildRequestError when the server refuses the call.
+    ServerMismatch, which names the right options, and ServerRefusal when the server refuses the call.
     """
     info = await _wait_until_up(client)
     described = await client.call("/model_info", timeout=CALL_SECONDS)
@@ -83,6 +86,7 @@ async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfi
         incremental=bool(info.get("incremental_streaming_output")),
         late_tokens=0 if info.get("disable_overlap_schedule") else 1,
         prefix_cache=not info.get("disable_radix_cache"),
+        tokenizer=not info.get("skip_tokenizer_init"),
     )
 
 
@@ -91,8 +95,8 @@ async def _wait_until_up(client: SGLangClient) -> dict[str, Any]:
     while True:
         try:
             return await client.call("/server_info", timeout=CALL_SECONDS)
-        except (ServerGone, ChildTimeout, ChildRequestError) as error:
-            refused = isinstance(error, ChildRequestError) and error.details["status"] < 500
+        except (ServerGone, DeadlineExceeded, ServerRefusal) as error:
+            refused = isinstance(error, ServerRefusal) and error.status < 500
             if refused:
                 raise
             if str(error) != logged:
@@ -115,7 +119,7 @@ async def _vocabulary(client: SGLangClient) -> int | None:
     body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "logit_bias": {"-1": 0.0}}}
     try:
         await client.call("/generate", body, timeout=CALL_SECONDS)
-    except ChildRequestError as error:
+    except ServerRefusal as error:
         found = re.search(r"keys in \[0, (\d+)\]", str(error))
         if found:
             return int(found[1]) + 1

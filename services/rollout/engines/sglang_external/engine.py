@@ -7,20 +7,21 @@ HTTP. It adds what the server lacks: leases of pauses, ending requests at once, 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from relaxd.config import RolloutConfig
-from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.rpc.errors import DeadlineExceeded, RpcError
+from relaxd.v1 import rollout_pb2
 from services.rollout.engines.model_folder import ModelFolder, read_model_folder
 from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
 from services.rollout.engines.sglang_external.connect import KEEP_MEMORY, ServerInfo, connect
 from services.rollout.engines.sglang_external.requests import ExternalRequests
 from services.rollout.engines.sglang_external.samples import label
 from services.rollout.engines.sglang_external.weights import ExternalWeights
-from services.rollout.engines.types import MemoryPart, Output, PauseMode, RequestFailed, Sampling, Version
+from services.rollout.engines.types import EngineError, MemoryPart, Output, PauseMode, RequestFailed, Sampling, Version
 
 CONTROL_SECONDS = 10.0
 """For calls that only change a flag."""
@@ -95,7 +96,7 @@ class ExternalEngine:
         `on_exit` is called with the reason when the server is lost, before running requests fail; `on_tokens` about
         every second with the number of tokens generated since, and tokens per second.
 
-        Raises ChildError when the server refuses or does not fit the run, DataError when the folder is broken.
+        Raises RpcError when the server refuses or does not fit the run, DataError when the folder is broken.
         """
         model = await asyncio.to_thread(read_model_folder, folder)
         client = SGLangClient(url, key)
@@ -120,16 +121,29 @@ class ExternalEngine:
         return self.alive and self.weights is not None and not self.quarantined
 
     async def generate(
-        self, prompt_tokens: tuple[int, ...], n: int, sampling: Sampling, *, stream: bool = False
+        self,
+        prompt_tokens: tuple[int, ...],
+        n: int,
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        request_id: str | None = None,
     ) -> AsyncIterator[Output]:
         """Yield the outputs of n samples until all have ended. Leaving the iteration early cancels the rest.
+
+        `request_id` is for `abort`, and must not be in use.
 
         Raises RequestFailed, or ServerGone when the server is lost.
         """
         self._raise_if_gone()
-        async with aclosing(self._requests.generate(prompt_tokens, n, sampling, stream=stream)) as outputs:  # type: ignore[type-var]
+        generated = self._requests.generate(prompt_tokens, n, sampling, stream=stream, request_id=request_id)
+        async with aclosing(generated) as outputs:  # type: ignore[type-var]
             async for output in outputs:
                 yield output
+
+    async def abort(self, request_id: str) -> None:
+        """End the samples of a request with the tokens reported so far."""
+        self._requests.end(request_id)
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
         """Pause generation. Returns the number of samples held in place.
@@ -138,7 +152,7 @@ class ExternalEngine:
         once with the tokens reported so far. For drain no request is sent until the running ones have ended.
         """
         if self._updating:
-            raise ChildRequestError("EngineError", "weights are being received: the engine is paused already", {})
+            raise EngineError("weights are being received: the engine is paused already")
         deadline = time.monotonic() + timeout
         self._open.clear()
         self._replace_lease(None)
@@ -153,9 +167,7 @@ class ExternalEngine:
         except BaseException as error:
             self._replace_lease(self._resume_with_retries())  # the server may still pause
             if isinstance(error, TimeoutError):
-                raise ChildRequestError(
-                    "EngineError", f"the running requests did not end within {timeout:g} s (mode drain)", {}
-                ) from error
+                raise EngineError(f"the running requests did not end within {timeout:g} s (mode drain)") from error
             raise
         self._replace_lease(self._end_lease(lease_seconds))
         if mode == "abort":
@@ -163,9 +175,9 @@ class ExternalEngine:
         return len(self._requests.running_ids)
 
     async def resume(self) -> None:
-        """End the pause. Raises ChildRequestError during an update. A quarantined server stays paused."""
+        """End the pause. Raises EngineError during an update. A quarantined server stays paused."""
         if self._updating:
-            raise ChildRequestError("EngineError", "weights are being received: the pause cannot end now", {})
+            raise EngineError("weights are being received: the pause cannot end now")
         self._replace_lease(None)
         try:
             with self._detecting_loss():
@@ -174,20 +186,22 @@ class ExternalEngine:
             self._replace_lease(self._resume_with_retries())
             raise
 
-    async def join(self, group: Mapping[str, Any], timeout: float) -> None:
-        """Connect to a weight group: name, transport, store_host, store_port, rank, world_size, manifest (base64)."""
+    async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
+        """Connect to a weight group."""
         with self._detecting_loss():
-            await self._updates.join(group, timeout)
+            await self._updates.join(request)
 
-    async def receive(self, group_name: str, weights: Version, timeout: float, *, checksum: bool) -> dict[str, Any]:
-        """Receive and commit one version. Returns seconds, and no checksums, which a stock server does not have.
+    async def receive(
+        self, group_name: str, weights: Version, timeout: float, *, checksum: bool
+    ) -> rollout_pb2.ReceiveWeightsResponse:
+        """Receive and commit one version. Returns no checksums, which a stock server does not have.
 
-        Raises ChildRequestError of kind WeightGroupError when it fails; the model may have two versions then.
+        Raises Aborted when it fails; the model may have two versions then.
         """
         if self._open.is_set():
-            raise ChildRequestError("EngineError", "the engine is not paused, or the lease of its pause has ended", {})
+            raise EngineError("the engine is not paused, or the lease of its pause has ended")
         if self._updating:
-            raise ChildRequestError("EngineError", "another update is under way", {})
+            raise EngineError("another update is under way")
         started = time.monotonic()
         self._updating = True
         try:
@@ -199,7 +213,7 @@ class ExternalEngine:
         finally:
             self._updating = False
         self.weights, self.quarantined = weights, False
-        return {"seconds": time.monotonic() - started, "checksums": {}}
+        return rollout_pb2.ReceiveWeightsResponse(seconds=time.monotonic() - started)
 
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:
         """Abort and forget a weight group, and quarantine the engine if asked. Returns whether it is quarantined."""
@@ -212,7 +226,7 @@ class ExternalEngine:
         if self.alive:
             running_ids, paused = self._requests.running_ids, not self._open.is_set()
             self._mark_ended("the engine is stopped")
-            with suppress(ChildError, TimeoutError):
+            with suppress(RpcError, TimeoutError):
                 async with asyncio.timeout(STOP_SECONDS):
                     await self._requests.abort(running_ids)
                     await self._updates.leave_all()
@@ -250,9 +264,9 @@ class ExternalEngine:
         while True:
             try:
                 return await self._resume()
-            except ChildTimeout as error:
+            except DeadlineExceeded as error:
                 logger.error("the pause could not be ended, retrying: %s", error)
-            except ChildError as error:
+            except RpcError as error:
                 return self._end(str(error))
 
     def _replace_lease(self, work: Coroutine[Any, Any, None] | None) -> None:
@@ -270,8 +284,8 @@ class ExternalEngine:
             weights = self.weights
             try:
                 info = await self._client.call("/server_info", timeout=SCHEDULER_SECONDS)
-            except ChildError as error:
-                if self._updating and isinstance(error, ChildTimeout):
+            except RpcError as error:
+                if self._updating and isinstance(error, DeadlineExceeded):
                     continue  # its scheduler is busy with the update
                 return self._end(str(error))
             served = str(info.get("weight_version"))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import contextmanager
 from typing import Any
 
-from relaxd.process.child import ChildError, ChildRequestError
+from relaxd.rpc.errors import InvalidArgument, RpcError
 from services.rollout.engines.model_folder import ModelFolder
 from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
 from services.rollout.engines.sglang_external.connect import ServerInfo
@@ -85,11 +85,17 @@ class ExternalRequests:
         return sum(len(request.sample_ids) for request in self._requests.values() if not request.samples)
 
     async def generate(
-        self, prompt: tuple[int, ...], n: int, sampling: Sampling, *, stream: bool
+        self, prompt: tuple[int, ...], n: int, sampling: Sampling, *, stream: bool, request_id: str | None
     ) -> AsyncIterator[Output]:
         """See ExternalEngine.generate."""
+        if (sampling.stop or sampling.min_new_tokens) and not self._facts.tokenizer:
+            raise InvalidArgument(
+                "sampling.stop and sampling.min_new_tokens need a tokenizer, which the server was started without "
+                "(--skip-tokenizer-init)"
+            )
         request = _Request(n, stream=stream)
-        self._requests[request.sample_ids[0]] = request
+        request_id = request_id or request.sample_ids[0]
+        self._requests[request_id] = request
         request.reading = asyncio.create_task(self._read(request, prompt, sampling), name="read a request")
         request.reading.add_done_callback(lambda task: self._finish_reading(request, task))
         ended = 0
@@ -102,21 +108,28 @@ class ExternalRequests:
                 yield output
         finally:
             request.reading.cancel()
-            self._requests.pop(request.sample_ids[0], None)
+            self._requests.pop(request_id, None)
             self._abort_later(request.open_ids)
 
     def end_all(self) -> None:
         """End every request with its tokens so far."""
-        for request in self._requests.values():
-            if request.reading is not None:
-                request.reading.cancel()
-            self._abort_later(request.open_ids)
-            if not request.samples:
-                request.samples = self._samples(request, Version(0, 0))
-            for sample in request.samples:
-                if not sample.ended:
-                    sample.end("abort")
-                    request.outputs.put_nowait(sample.undelivered())
+        for request_id in self._requests:
+            self.end(request_id)
+
+    def end(self, request_id: str) -> None:
+        """End a request with its tokens so far."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.reading is not None:
+            request.reading.cancel()
+        self._abort_later(request.open_ids)
+        if not request.samples:
+            request.samples = self._samples(request, Version(0, 0))
+        for sample in request.samples:
+            if not sample.ended:
+                sample.end("abort")
+                request.outputs.put_nowait(sample.undelivered())
 
     def fail_all(self, reason: str) -> None:
         """Fail every request with ServerGone, and send nothing more."""
@@ -128,7 +141,7 @@ class ExternalRequests:
         """Have the server abort samples."""
         calls = (self._client.call("/abort_request", {"rid": name}, timeout=ABORT_SECONDS) for name in sample_ids)
         for result in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(result, ChildError):
+            if isinstance(result, RpcError):
                 logger.warning("a request could not be aborted and runs to its end: %s", result)
 
     async def close(self) -> None:
@@ -198,7 +211,7 @@ class ExternalRequests:
             request.outputs.put_nowait(error)
             self._on_gone(str(error))
         else:
-            if not isinstance(error, RequestFailed | ChildRequestError):
+            if not isinstance(error, RpcError):
                 logger.error("a request failed", exc_info=error)
             request.outputs.put_nowait(RequestFailed(str(error) or type(error).__name__))
 
@@ -221,6 +234,8 @@ class ExternalRequests:
             "top_k": sampling.top_k or -1,
             "stop_token_ids": stop_ids,
             "ignore_eos": sampling.ignore_eos,
+            "stop": list(sampling.stop),
+            "min_new_tokens": sampling.min_new_tokens,
             "sampling_seed": (sampling.seed + index) & 0x7FFFFFFF,
             "stream_interval": self._interval(stream),
         }

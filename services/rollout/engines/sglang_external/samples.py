@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from relaxd.process.child import ChildRequestError
 from services.rollout.engines.sglang_external.client import ServerGone
-from services.rollout.engines.types import FinishReason, Output, Version
+from services.rollout.engines.types import FinishReason, Output, RequestFailed, Version, cut_at_stop
 
 EVENT_TOKENS = 32
 """Tokens per event of a request that does not stream. Fewer would slow the server down; more would leave the version of
@@ -56,7 +55,10 @@ class ExternalSample:
     ) -> None:
         """`weights` are those served when the request was sent."""
         self.ended = False
-        self._output = Output(index)
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._output = Output(index, self._tokens, self._logprobs, self._versions)
         self._style = style
         self._decode = decode
         self._weights = weights
@@ -70,7 +72,7 @@ class ExternalSample:
         return len(self._output.tokens)
 
     def take(self, event: dict[str, Any]) -> None:
-        """Add an event. Raises ServerGone if the server lost its weights, ChildRequestError if it failed the sample."""
+        """Add an event. Raises ServerGone if the server lost its weights, RequestFailed if it failed the sample."""
         count, output, meta = len(self._output.tokens), self._output, event["meta_info"]
         tokens: list[int] = event["output_ids"]
         logprobs: list[list[Any]] = meta.get("output_token_logprobs", [])
@@ -86,20 +88,23 @@ class ExternalSample:
             self._uncertain_until = count + self._style.late + (self._style.interval - 1 if count else 0)
             output.spans_weight_update = True
         for place, (token, entry) in enumerate(zip(tokens, logprobs, strict=True), count):
-            output.tokens.append(token)
-            output.logprobs.append(entry[0])
-            output.versions.append((self._older if place < self._uncertain_until else weights).version)
+            self._tokens.append(token)
+            self._logprobs.append(entry[0])
+            self._versions.append((self._older if place < self._uncertain_until else weights).version)
         finish = meta["finish_reason"]
         if finish is not None:
             if finish["type"] == "abort" and finish.get("status_code"):
-                raise ChildRequestError("EngineError", f"the server failed a sample: {finish.get('message')}", {})
-            self.end(cast(FinishReason, finish["type"]))
+                raise RequestFailed(f"the server failed a sample: {finish.get('message')}")
+            self.end(cast(FinishReason, finish["type"]), finish.get("matched"))
 
-    def end(self, reason: FinishReason) -> None:
-        """End the sample."""
+    def end(self, reason: FinishReason, matched: int | str | None = None) -> None:
+        """End the sample. `matched` is the end token or the stop string that ended it."""
         output = self._output
         output.finish_reason, self.ended = reason, True
-        output.text = self._decode(output.tokens[:-1] if reason == "stop" else output.tokens)
+        if isinstance(matched, str):
+            output.text = cut_at_stop(self._decode(output.tokens), [matched])
+        else:
+            output.text = self._decode(output.tokens[:-1] if reason == "stop" else output.tokens)
 
     def undelivered(self) -> Output:
         """Return what was not delivered yet, and mark it as delivered."""

@@ -6,21 +6,19 @@ left; over NCCL it must be restarted when the trainer died in a broadcast.
 """
 
 import asyncio
-import base64
 import logging
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError
-
-from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
-from relaxd.v1 import sample_pb2, weights_pb2
-from services.rollout.engines.sglang_external.client import SGLangClient
+from relaxd.rpc.enums import words
+from relaxd.rpc.errors import Aborted, DeadlineExceeded, RpcError
+from relaxd.v1 import rollout_pb2, sample_pb2, weights_pb2
+from services.rollout.engines.sglang_external.client import ServerRefusal, SGLangClient
+from services.rollout.engines.types import BadManifest, EngineError
 
 LEAVE_SECONDS = 2.0
-_PREFIX = "ELEMENT_TYPE_"
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 Result = TypeVar("Result")
@@ -38,27 +36,28 @@ class ExternalWeights:
         self._buckets: list[dict[str, Any]] = []
         self._waiting: asyncio.Future[Any] | None = None
 
-    async def join(self, group: Mapping[str, Any], timeout: float) -> None:
-        """See ChildEngine.join. Raises ChildRequestError of kind ManifestMismatch or WeightGroupError, ChildTimeout."""
-        buckets = stock_buckets(base64.b64decode(group["manifest"]))
+    async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
+        """See ChildEngine.join. Raises BadManifest, Aborted or DeadlineExceeded."""
+        buckets, group = stock_buckets(request.manifest), request.group
         await self.leave_all()
         body = {
-            "master_address": group["store_host"],
-            "master_port": group["store_port"],
-            "rank_offset": group["rank"],
-            "world_size": group["world_size"],
-            "group_name": group["name"],
-            "backend": group["transport"],
+            "master_address": group.store_host,
+            "master_port": group.store_port,
+            "rank_offset": request.rank,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": words(weights_pb2.Transport)[group.transport],
         }
-        self._group = group["name"]
-        await self._call_in_group(self._client.call("/init_weights_update_group", body, timeout=timeout))
+        self._group = group.name
+        call = self._client.call("/init_weights_update_group", body, timeout=group.timeout_seconds)
+        await self._call_in_group(call)
         self._buckets = buckets
 
     async def receive(self, group_name: str, label: str, timeout: float) -> None:
         """Receive all buckets and label the server's weights. See ChildEngine.receive."""
         self.touched = False
         if self._group != group_name:
-            raise ChildRequestError("EngineError", f"this engine is not in weight group {group_name}", {})
+            raise EngineError(f"this engine is not in weight group {group_name}")
         deadline = time.monotonic() + timeout
         for number, bucket in enumerate(self._buckets, 1):
             body = bucket | {
@@ -72,8 +71,8 @@ class ExternalWeights:
             self.touched = True
             try:
                 await self._call_in_group(self._client.call("/update_weights_from_distributed", body, timeout=left))
-            except ChildTimeout as error:
-                raise ChildTimeout(
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded(
                     f"the broadcast in weight group {group_name} did not end within {timeout:g} s: the server still "
                     f"waits for bucket {number} of {len(self._buckets)}"
                 ) from error
@@ -87,7 +86,7 @@ class ExternalWeights:
             self._waiting.cancel()
         try:
             await self._client.call("/destroy_weights_update_group", {"group_name": group_name}, timeout=LEAVE_SECONDS)
-        except ChildError as error:
+        except RpcError as error:
             logger.warning("the server did not leave weight group %s: %s", group_name, error)
 
     async def leave_all(self) -> None:
@@ -104,36 +103,34 @@ class ExternalWeights:
         except asyncio.CancelledError:
             if self._group == group:  # not `leave`, but the caller cancelled it
                 raise
-            raise ChildRequestError("WeightGroupError", f"weight group {group} was left", {}) from None
-        except ChildRequestError as error:
-            raise ChildRequestError("WeightGroupError", str(error), {}) from error
+            raise Aborted(f"weight group {group} was left") from None
+        except ServerRefusal as error:
+            raise Aborted(str(error)) from error
         finally:
             self._waiting = None
             with suppress(asyncio.CancelledError):
                 waiting.cancel()
 
 
-def stock_buckets(manifest: bytes) -> list[dict[str, Any]]:
-    """Convert the buckets of a serialized WeightManifest to bodies of /update_weights_from_distributed.
+def stock_buckets(manifest: weights_pb2.WeightManifest) -> list[dict[str, Any]]:
+    """Convert a manifest's buckets to bodies of /update_weights_from_distributed.
 
-    Raises ChildRequestError of kind ManifestMismatch for buckets that a stock server cannot receive.
+    Raises BadManifest for buckets that a stock server cannot receive.
     """
-    try:
-        message = weights_pb2.WeightManifest.FromString(manifest)
-    except DecodeError as error:
-        raise ChildRequestError("ManifestMismatch", f"it is not a manifest: {error}", {}) from error
     buckets = []
-    for bucket in message.buckets:
+    for bucket in manifest.buckets:
         if bucket.source_rank != 0:
-            raise _mismatch(f"a bucket comes from rank {bucket.source_rank}: a stock SGLang server takes rank 0's only")
+            raise BadManifest(
+                f"a bucket comes from rank {bucket.source_rank}: a stock SGLang server takes rank 0's only"
+            )
         offset = 0
         body: dict[str, list[Any]] = {"names": [], "dtypes": [], "shapes": []}
         for tensor in bucket.tensors:
-            dtype = sample_pb2.ElementType.Name(tensor.dtype).removeprefix(_PREFIX).lower()
+            dtype = words(sample_pb2.ElementType).get(tensor.dtype, "unknown")
             item_bytes = _ITEM_BYTES.get(dtype)
             if item_bytes is None or offset % item_bytes:
                 where = f"at byte {offset} of its bucket"
-                raise _mismatch(f"{tensor.name} is {dtype} {where}: a stock SGLang server takes aligned floats only")
+                raise BadManifest(f"{tensor.name} is {dtype} {where}: a stock SGLang server takes aligned floats only")
             size = item_bytes
             for length in tensor.shape:
                 size *= length
@@ -143,9 +140,5 @@ def stock_buckets(manifest: bytes) -> list[dict[str, Any]]:
             body["shapes"].append(list(tensor.shape))
         buckets.append(body)
     if not buckets:
-        raise _mismatch("the manifest is empty")
+        raise BadManifest("the manifest is empty")
     return buckets
-
-
-def _mismatch(message: str) -> ChildRequestError:
-    return ChildRequestError("ManifestMismatch", message, {})

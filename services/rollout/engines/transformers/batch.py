@@ -23,9 +23,16 @@ class RunningSample:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    at_stop_string: bool = False
+    """True if it ended at a stop string, not at an end token."""
     spans_weight_update: bool = False
     reported: int = 0
     """Number of tokens that were reported."""
+
+    @property
+    def forbidden(self) -> frozenset[int]:
+        """Tokens that may not come next: end tokens before min_new_tokens."""
+        return self.stop_ids if len(self.tokens) < self.request.sampling.min_new_tokens else frozenset()
 
     def append(self, token: int, logprob: float, version: int) -> None:
         """Add a token; sets finish_reason if it is the last one."""

@@ -27,6 +27,7 @@ from services.rollout.engines.types import (
     PauseMode,
     Request,
     Version,
+    cut_at_stop,
 )
 
 PREFILL_TOKENS = 1024
@@ -64,6 +65,7 @@ class TransformersEngine:
         self._waiting: deque[list[RunningSample]] = deque()
         self._batch: Batch | None = None
         self._cancelled: set[str] = set()
+        self._aborted: set[str] = set()
         self._stopping = False
         self._tokens_generated = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -82,6 +84,11 @@ class TransformersEngine:
     def quarantine(self) -> None:
         """See GenerationGate."""
         self._gate.quarantine()
+
+    @property
+    def asleep(self) -> bool:
+        """See GenerationGate."""
+        return self._gate.asleep
 
     def stats(self) -> dict[str, int]:
         """See LoadedEngine."""
@@ -112,6 +119,12 @@ class TransformersEngine:
         """Drop a request; at most one more token of each sample is reported."""
         with self._gate.changed:
             self._cancelled.add(request_id)
+            self._gate.changed.notify_all()
+
+    def abort(self, request_id: str) -> None:
+        """End a request's samples with what they have, also in a pause."""
+        with self._gate.changed:
+            self._aborted.add(request_id)
             self._gate.changed.notify_all()
 
     def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
@@ -190,9 +203,10 @@ class TransformersEngine:
         with gate.changed:
             while not self._stopping:
                 gate.end_lease()
-                self._drop_cancelled()
+                self._take_out(self._cancelled)
+                self._end(self._take_out(self._aborted))
                 if gate.take_abort():
-                    self._abort_all()
+                    self._end(self._take_out({sample.request.request_id for sample in self._samples()}))
                 if (self._batch is not None and gate.may_run()) or (self._waiting and gate.may_admit()):
                     gate.leave_rest()
                     return True
@@ -237,9 +251,16 @@ class TransformersEngine:
         weights = self._gate.weights
         assert weights is not None
         samples = batch.samples
-        chosen = choose_tokens(logits, [s.request.sampling for s in samples], [s.generator for s in samples])
+        chosen = choose_tokens(
+            logits,
+            [sample.request.sampling for sample in samples],
+            [sample.generator for sample in samples],
+            [sample.forbidden for sample in samples],
+        )
         for sample, token, logprob in zip(samples, *chosen, strict=True):
             sample.append(token, logprob, weights.version)
+            if sample.finish_reason != "stop" and self._has_stop_string(sample):
+                sample.finish_reason, sample.at_stop_string = "stop", True
         self._tokens_generated += len(samples)
         self._report(samples)
         rows = [row for row, sample in enumerate(samples) if sample.finish_reason is None]
@@ -259,30 +280,41 @@ class TransformersEngine:
         start, sample.reported = sample.reported, len(sample.tokens)
         output = Output(sample.index, sample.tokens[start:], sample.logprobs[start:], sample.versions[start:])
         if sample.finish_reason is not None:
-            stripped = sample.tokens[:-1] if sample.finish_reason == "stop" else sample.tokens
             output.finish_reason = sample.finish_reason
-            output.text = self._decode(stripped)
+            output.text = self._text(sample)
             output.spans_weight_update = sample.spans_weight_update
         return output
 
-    def _drop_cancelled(self) -> None:
-        if not self._cancelled:
-            return
-        kept = [samples for samples in self._waiting if samples[0].request.request_id not in self._cancelled]
-        self._waiting = deque(kept)
+    def _has_stop_string(self, sample: RunningSample) -> bool:
+        sampling = sample.request.sampling
+        if not sampling.stop or len(sample.tokens) < sampling.min_new_tokens:
+            return False
+        # Each token has a byte or more, so a string that is new with the last token began within these.
+        tail = self._decode(sample.tokens[-max(len(each.encode()) for each in sampling.stop) :])
+        return any(each in tail for each in sampling.stop)
+
+    def _text(self, sample: RunningSample) -> str:
+        if sample.at_stop_string:
+            return cut_at_stop(self._decode(sample.tokens), sample.request.sampling.stop)
+        return self._decode(sample.tokens[:-1] if sample.finish_reason == "stop" else sample.tokens)
+
+    def _take_out(self, request_ids: set[str]) -> list[RunningSample]:
+        """Remove requests from the batch and the queue, and clear `request_ids`. Returns their samples."""
+        if not request_ids:
+            return []
+        removed = [sample for sample in self._samples() if sample.request.request_id in request_ids]
+        self._waiting = deque(samples for samples in self._waiting if samples[0].request.request_id not in request_ids)
         if self._batch is not None:
             samples = self._batch.samples
-            rows = [row for row, each in enumerate(samples) if each.request.request_id not in self._cancelled]
+            rows = [row for row, each in enumerate(samples) if each.request.request_id not in request_ids]
             if rows:
                 self._batch.keep(rows)
             else:
                 self._batch = None
-        self._cancelled.clear()
+        request_ids.clear()
+        return removed
 
-    def _abort_all(self) -> None:
-        samples = list(self._samples())
-        self._batch = None
-        self._waiting.clear()
+    def _end(self, samples: list[RunningSample]) -> None:
         for sample in samples:
             sample.finish_reason = "abort"
         self._report(samples)

@@ -1,25 +1,25 @@
 """The transformers engine's process: `python -m services.rollout.engines.transformers.process`."""
 
-import base64
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from relaxd.process.child_server import HandlerError
-from relaxd.v1 import weights_pb2
-from relaxd.weights.group import WeightGroup, WeightGroupError
+from relaxd.config import RolloutConfig
+from relaxd.rpc.enums import words
+from relaxd.v1 import engine_pb2, rollout_pb2, weights_pb2
+from relaxd.weights.group import Transport, WeightGroup, WeightGroupError
 from relaxd.weights.manifest import ManifestError, ManifestMismatch, from_proto
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
 from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.transformers.weights import WeightReceiver, check_manifest
-from services.rollout.engines.types import EngineError, Version
+from services.rollout.engines.types import BadManifest, EngineError, Version
 
 STAGING_MEMORY = 1.5
 """A broadcast is staged as a whole if this many times its size is free memory."""
@@ -35,90 +35,81 @@ class TransformersProcess(EngineProcess):
         self._groups: dict[str, WeightGroup] = {}
         self._receivers: dict[str, WeightReceiver] = {}
 
-    def load(self, params: dict[str, Any]) -> dict[str, Any]:
+    def load(self, folder: str, config: RolloutConfig, colocate: bool) -> engine_pb2.LoadResponse:
         """See EngineProcess."""
-        if params["return_routed_experts"]:
-            raise HandlerError(
-                "rollout.return_routed_experts is true, but the transformers engine does not return them"
-            )
-        folder = Path(params["folder"])
-        dtype = getattr(torch, params["dtype"])
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        end_ids = read_model_folder(folder).end_ids
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype)).eval()
         self._engine = TransformersEngine(
             model,
             tokenizer.decode,
-            end_ids,
-            max_running_samples=params["max_running_samples"],
-            on_output=lambda request_id, outputs: self._on_output({request_id: outputs}),
-            on_failure=self._on_failure,
-            threads=params["threads"],
+            read_model_folder(Path(folder)).end_ids,
+            max_running_samples=config.max_running_samples,
+            on_output=lambda request_id, outputs: self.outputs.put({request_id: outputs}),
+            on_failure=self.outputs.fail,
+            threads=config.threads,
         )
-        self._start_stats()
-        config = model.config.get_text_config()
-        return {
-            "vocabulary": config.vocab_size,
-            "context": getattr(config, "max_position_embeddings", 0) or 0,
-            "end_ids": list(end_ids),
-            "device": "cpu",
-        }
+        facts = model.config.get_text_config()
+        context = getattr(facts, "max_position_embeddings", 0) or 0
+        return engine_pb2.LoadResponse(vocabulary=facts.vocab_size, context=context, device="cpu")
 
-    def join(self, params: dict[str, Any]) -> None:
-        """See EngineProcess."""
-        engine = self._loaded()
+    def JoinWeightGroup(
+        self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
+    ) -> rollout_pb2.JoinWeightGroupResponse:
+        """See the proto."""
+        engine, asked = self._loaded(), request.group
         try:
-            buckets = from_proto(weights_pb2.WeightManifest.FromString(base64.b64decode(params["manifest"])))
+            buckets = from_proto(request.manifest)
             check_manifest(engine.model, buckets)
         except (ManifestError, ManifestMismatch) as error:
-            raise HandlerError(str(error), kind="ManifestMismatch") from error
-        name = params["name"]
+            raise BadManifest(str(error)) from error
         try:
-            address = (params["store_host"], params["store_port"])
-            group = WeightGroup(params["transport"], *address, name, params["rank"], params["world_size"])
-            for old in list(self._groups):  # an engine is in one group, even if it was not told to leave the last one
-                self._forget(old)
+            transport = cast(Transport, words(weights_pb2.Transport)[asked.transport])
+            address = (asked.store_host, asked.store_port)
+            group = WeightGroup(transport, *address, asked.name, request.rank, asked.world_size)
+            self._leave_groups()  # an engine is in one group, even if it was not told to leave the last one
             with self._lock:
-                self._groups[name] = group
+                self._groups[asked.name] = group
             size = sum(bucket.nbytes for bucket in buckets)
             stage_all = psutil.virtual_memory().available > STAGING_MEMORY * size
             receiver = WeightReceiver(engine, group, buckets, stage_all=stage_all)
-            group.connect(params["timeout"])
-        except WeightGroupError as error:
-            self._forget(name)
-            raise HandlerError(str(error), kind="WeightGroupError") from error
+            group.connect(asked.timeout_seconds)
+        except WeightGroupError:
+            self._forget(asked.name)
+            raise
         with self._lock:
-            self._receivers[name] = receiver
+            self._receivers[asked.name] = receiver
+        return rollout_pb2.JoinWeightGroupResponse()
 
-    def receive(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineProcess."""
+    def ReceiveWeights(
+        self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
+    ) -> rollout_pb2.ReceiveWeightsResponse:
+        """See the proto."""
         with self._lock:
-            receiver = self._receivers.get(params["name"])
+            receiver = self._receivers.get(request.group_name)
         if receiver is None:
-            raise HandlerError(f"this engine is not in weight group {params['name']}", kind="EngineError")
-        version = Version(params["term"], params["version"])
+            raise EngineError(f"this engine is not in weight group {request.group_name}")
+        version = Version(request.weights.term, request.weights.version)
         started = time.monotonic()
         try:
-            checksums = receiver.receive(version, params["timeout"], with_checksums=params["checksum"])
-        except WeightGroupError as error:
-            self._forget(params["name"])
-            raise HandlerError(str(error), kind="WeightGroupError") from error
-        except EngineError as error:
-            raise HandlerError(str(error), kind="EngineError") from error
-        return {"seconds": time.monotonic() - started, "checksums": checksums}
+            checksums = receiver.receive(version, request.timeout_seconds, with_checksums=request.checksum)
+        except WeightGroupError:
+            self._forget(request.group_name)
+            raise
+        return rollout_pb2.ReceiveWeightsResponse(seconds=time.monotonic() - started, checksums=checksums)
 
-    def leave(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineProcess."""
-        self._forget(params["name"])
-        if params["quarantine"] and self._engine is not None:
+    def LeaveWeightGroup(
+        self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any
+    ) -> rollout_pb2.LeaveWeightGroupResponse:
+        """See the proto."""
+        self._forget(request.group_name)
+        if request.quarantine and self._engine is not None:
             self._engine.quarantine()
-        return {"quarantined": self._engine is not None and self._engine.quarantined}
+        quarantined = self._engine is not None and self._engine.quarantined
+        return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
 
-    def sleep(self, params: dict[str, Any]) -> dict[str, Any]:
-        """See EngineProcess. Leaves any group, because its broadcasts would write into freed memory."""
+    def _leave_groups(self) -> None:
         for name in list(self._groups):
             self._forget(name)
-        return super().sleep(params)
 
     def _forget(self, name: str) -> None:
         with self._lock:
@@ -129,7 +120,7 @@ class TransformersProcess(EngineProcess):
 
     def _loaded(self) -> TransformersEngine:
         if self._engine is None:
-            raise HandlerError("no model is loaded", kind="EngineError")
+            raise EngineError("no model is loaded")
         return self._engine
 
     def _memory_in_use(self) -> int:
@@ -143,7 +134,7 @@ def main() -> None:
     """Serve the parent until it ends."""
     read_arguments()
     transformers_logging.disable_progress_bar()
-    TransformersProcess().server.serve()
+    TransformersProcess().serve()
 
 
 if __name__ == "__main__":

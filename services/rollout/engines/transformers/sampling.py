@@ -1,7 +1,7 @@
 """Sampling of tokens from logits."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -18,12 +18,16 @@ def sample_generator(seed: int, sample: int) -> torch.Generator:
 
 
 def choose_tokens(
-    logits: torch.Tensor, sampling: Sequence[Sampling], generators: Sequence[torch.Generator]
+    logits: torch.Tensor,
+    sampling: Sequence[Sampling],
+    generators: Sequence[torch.Generator],
+    forbidden: Sequence[Collection[int]] = (),
 ) -> tuple[list[int], list[float]]:
     """Choose one token per row of logits [rows, vocabulary]. Returns the tokens and their log-probabilities.
 
     Each row inverts its cumulative distribution at one uniform number from its own generator, so its token does not
     depend on the other rows. The log-probability is at the row's temperature (1 for greedy), before top-k and top-p.
+    `forbidden` has the token ids that each row may not choose; their log-probabilities count all the same.
     Raises EngineError when a row has no finite distribution.
     """
     logits = logits.float()
@@ -32,11 +36,16 @@ def choose_tokens(
         divisors = torch.tensor([temperature or 1.0 for temperature in temperatures], device=logits.device)
         logits = logits / divisors[:, None]
     logprobs = logits.log_softmax(-1)
+    allowed = logprobs
+    if any(forbidden):
+        allowed = logprobs.clone()
+        for row, ids in enumerate(forbidden):
+            allowed[row, list(ids)] = -torch.inf
     tokens = torch.empty(len(sampling), dtype=torch.long, device=logits.device)
     for rows, choose in _by_method(sampling):
         uniform = [float(torch.rand((), generator=generators[row], dtype=torch.float64)) for row in rows]
         # Usually one method serves all rows: avoid a copy then.
-        of_rows = logprobs if len(rows) == len(sampling) else logprobs[rows]
+        of_rows = allowed if len(rows) == len(sampling) else allowed[rows]
         numbers = torch.tensor(uniform, dtype=torch.float64, device=logits.device)
         tokens[rows] = choose(of_rows, [sampling[row] for row in rows], numbers)
     chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
