@@ -55,7 +55,6 @@ WITHOUT_DEADLINE = {
             "services/rollout/engines/sglang/process.py",
             "SGLangProcess._launch",
         ),  # schedulers end with the thread
-        ("services/trainer/loop/sleep_controller.py", "SleepController.run_requests"),
         ("services/trainer/service/rank_supervisor.py", "RankSupervisor._announce"),
     },
     ENDS: {
@@ -95,8 +94,6 @@ WITHOUT_DEADLINE = {
         ("services/trainer/loop/rank.py", "Rank._join_group"),  # not a thread's join: it has a timeout among its params
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled
-        ("services/trainer/loop/training.py", "Training._serve_requests"),  # it was seen that there is something
-        ("services/trainer/loop/training.py", "Training._export"),
     },
 }
 

@@ -21,6 +21,7 @@ ARGUED = {
     "services/trainer/model/hf_weights.py": RANKS,
     "services/trainer/megatron/parallel.py": RANKS,
     "services/trainer/learner/sums.py": RANKS,
+    "services/trainer/megatron/rank_channel.py": RANKS,
     "services/trainer/megatron/cpu.py": "compiles Megatron's own source, as it is installed",
     "services/rollout/engines/sglang/scheduler.py": "SGLang's scheduler is a child process of SGLang's own making",
 }

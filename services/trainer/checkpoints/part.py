@@ -12,15 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointPart:
-    """Takes, writes, verifies and loads this rank's part. All ranks call begin, end, intact and restore together."""
+    """Takes, writes and verifies this rank's part. All ranks call begin, end and intact together."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
         self._snapshot: Snapshot | None = None
-
-    def checksum(self) -> int:
-        """`Learner.checksum` of this rank's weights."""
-        return self._learner.checksum()
 
     def begin(self, partial: Path) -> None:
         """Take a snapshot and start writing it to an empty folder, where a report will tell the outcome."""
@@ -55,14 +51,6 @@ class CheckpointPart:
                 logger.error("checkpoint %s can't be used: %s", path.name, error)
                 return False
         return True
-
-    def restore(self, path: Path, step: int, *, same_layout: bool) -> None:
-        """Load a checkpoint.
-
-        Raises:
-            CheckpointError: it doesn't fit this model.
-        """
-        self._learner.restore(path, step, same_layout=same_layout)
 
 
 def _write(snapshot: Snapshot, partial: Path, rank: int) -> None:

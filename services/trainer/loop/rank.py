@@ -7,8 +7,8 @@ Its place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
 import logging
 import os
 import threading
-from concurrent.futures import Future
-from dataclasses import asdict
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,15 +22,14 @@ from relaxd.data.models import resolve_model
 from relaxd.process.child_server import ChildServer, HandlerError
 from relaxd.weights.group import WeightGroupError, host_store
 from relaxd.weights.manifest import to_proto
-from services.trainer.checkpoints.checkpoints import Answer, CheckpointFailed, Checkpoints
-from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.broadcast import WeightBroadcaster, result_to_json, weight_buckets
-from services.trainer.loop.follower import follow
+from services.trainer.loop.checkpoints import CheckpointFailed
+from services.trainer.loop.commands import Export, TrainingRank
+from services.trainer.loop.controls import Controls, RequestQueue
 from services.trainer.loop.intake import Intake
 from services.trainer.loop.round_runner import RoundRunner
-from services.trainer.loop.sleep_controller import SleepRequest
-from services.trainer.loop.training import Controls, Training
+from services.trainer.loop.training import Training
 from services.trainer.loop.weight_read_lock import HoldRefused, WeightReadLock
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import RankChannel
@@ -45,7 +44,7 @@ class Rank:
 
     def __init__(self) -> None:
         self._number = int(os.environ.get("RANK", "0"))
-        self._controls = Controls(paused=False)
+        self._controls = Controls()
         self._broadcaster: WeightBroadcaster | None = None
         self._weights: WeightReadLock | None = None
         self._server = ChildServer(
@@ -61,8 +60,8 @@ class Rank:
                 "broadcast": self._broadcast,
                 "export": self._export,
                 "checkpoint": self._checkpoint,
-                "sleep": lambda params: self._change_sleep(SleepRequest(asleep=True), params["seconds"]),
-                "wake": lambda params: self._change_sleep(SleepRequest(False, params["metrics"]), params["seconds"]),
+                "sleep": self._sleep,
+                "wake": self._wake,
             }
         )
 
@@ -90,7 +89,6 @@ class Rank:
 
     def _train(self, params: dict[str, Any]) -> None:
         config = RunConfig.model_validate_json(params["config"])
-        run_folder = Path(params["folder"])
         learner = Learner(
             resolve_model(config.model.path),
             config.trainer,
@@ -100,7 +98,6 @@ class Rank:
             report=self._report_loading if self._number == 0 else None,
         )
         freeze_objects()
-        channel = RankChannel(config.trainer.collective_timeout_seconds, learner.world.disk)
         algorithm = create(config.algorithm)
         buckets = weight_buckets(learner, config.weights.bucket_bytes)
         self._broadcaster = WeightBroadcaster(learner, buckets, config.rollout.engine)
@@ -108,16 +105,16 @@ class Rank:
         gather = learner.world.gather
         gathers = gather.dense is not None or gather.experts is not None
         self._server.emit("loaded", {"source": gather.source, "stage": learner.world.pp_rank, "gathers": gathers})
+        rank = TrainingRank(
+            channel=RankChannel(config.trainer.collective_timeout_seconds, learner.world.disk),
+            learner=learner,
+            runner=RoundRunner(learner, algorithm, config.rollout.temperature),
+            board=board,
+            run_folder=Path(params["folder"]),
+            board_timeout_seconds=config.trainer.collective_timeout_seconds / 2,
+        )
         if self._number != 0:
-            runner = RoundRunner(learner, algorithm, config.rollout.temperature)
-            follow(
-                channel=channel,
-                learner=learner,
-                runner=runner,
-                board=board,
-                run_folder=run_folder,
-                board_timeout_seconds=config.trainer.collective_timeout_seconds / 2,
-            )
+            rank.follow()
         store = host_store(params["store_host"])
         term = board.new_trainer_term()
         self._weights = WeightReadLock(term)
@@ -137,23 +134,11 @@ class Rank:
         Training(
             config=config,
             run_id=params["run_id"],
-            run_folder=run_folder,
             term=term,
-            board=board,
+            rank=rank,
             intake=intake,
-            learner=learner,
             algorithm=algorithm,
-            channel=channel,
             weights=self._weights,
-            checkpoints=Checkpoints(
-                config=config,
-                run_id=params["run_id"],
-                run_folder=run_folder,
-                term=term,
-                board=board,
-                part=CheckpointPart(learner),
-                channel=channel,
-            ),
             controls=self._controls,
             emit=self._server.emit,
         ).run()
@@ -195,27 +180,33 @@ class Rank:
             raise HandlerError(str(error), kind="WeightGroupError") from error
 
     def _export(self, params: dict[str, Any]) -> int:
-        answer: Future[int] = Future()
-        self._controls.exports.put((Path(params["folder"]), answer))
-        return self._wait_for(answer, params["seconds"])
+        export = Export(Path(params["folder"]))
+        return self._ask(self._controls.requests, lambda training: training.rank.run(export), params["seconds"])
 
     def _checkpoint(self, params: dict[str, Any]) -> dict[str, Any]:
-        answer: Answer = Future()
-        self._controls.checkpoints.put(answer)
+        began = time.monotonic()
+        answer = self._ask(self._controls.requests, lambda training: training.checkpoints.request(), params["seconds"])
         try:
-            path, step = self._wait_for(answer, params["seconds"])
+            path, step = answer.result(params["seconds"] - (time.monotonic() - began))
         except CheckpointFailed as error:
             raise HandlerError(str(error), kind="CheckpointFailed") from error
         return {"path": path, "step": step}
 
-    def _change_sleep(self, request: SleepRequest, seconds: float) -> dict[str, Any]:
-        self._controls.sleep_requests.put(request)
-        return asdict(self._wait_for(request.answer, seconds))
+    def _sleep(self, params: dict[str, Any]) -> dict[str, Any]:
+        change = self._ask(self._controls.sleep_requests, lambda training: training.sleeping.sleep(), params["seconds"])
+        return {"before": change.before_bytes, "after": change.after_bytes, "seconds": change.seconds}
 
-    def _wait_for(self, answer: "Future[T]", seconds: float) -> T:
-        """Wait for the training thread's answer. Raises HandlerError after `seconds`."""
+    def _wake(self, params: dict[str, Any]) -> dict[str, Any]:
+        change = self._ask(
+            self._controls.sleep_requests,
+            lambda training: training.sleeping.wake(params["metrics"]),
+            params["seconds"],
+        )
+        return {"before": change.before_bytes, "after": change.after_bytes, "seconds": change.seconds}
+
+    def _ask(self, requests: RequestQueue, action: Callable[[Training], T], seconds: float) -> T:
         try:
-            return answer.result(seconds)
+            return requests.ask(action, seconds)
         except TimeoutError as error:
             raise HandlerError(f"the training thread did not answer within {seconds:g} s", kind="Late") from error
 

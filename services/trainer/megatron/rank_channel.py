@@ -1,26 +1,24 @@
-"""The channel from rank 0 to the other ranks: commands in JSON over gloo, and ticks while rank 0 waits.
+"""The channel from rank 0 to the other ranks: training commands over gloo, and ticks while rank 0 waits.
 
 Rank 0 ticks at least every TICK_SECONDS while it waits for something, so other ranks can treat silence beyond the
 collective's deadline as a dead or stuck rank 0. During disk I/O rank 0 can't tick: it announces the work first, and
 the other ranks wait as `DiskWork` does.
 """
 
-import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from services.trainer.megatron.disk_work import DiskWork, Progress
+from services.trainer.megatron.disk_work import DiskWork
 
 TICK_SECONDS = 0.5
 """Longest silence of rank 0 while it waits."""
 
-TICK = {"do": "tick"}
+TICK = None
+"""Sent instead of a command."""
 
 
 class RankChannel:
@@ -33,21 +31,11 @@ class RankChannel:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._last = time.monotonic()
 
-    def send(self, command: dict[str, Any]) -> None:
-        """Rank 0: send a command to all other ranks."""
+    def send(self, command: Any) -> None:
+        """Rank 0: send a command, which can be pickled, to all other ranks."""
         self._last = time.monotonic()
-        if self.size == 1:
-            return
-        payload = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
-        dist.broadcast(torch.tensor([payload.numel()]), 0, group=self._group)
-        dist.broadcast(payload, 0, group=self._group)
-
-    @contextmanager
-    def rank0_only(self, work: str) -> Iterator[Progress]:
-        """Rank 0: do disk work in the block while the other ranks wait; see `DiskWork.all_ranks`."""
-        self.send({"do": "wait", "work": work})
-        with self.disk.all_ranks(work) as progress:
-            yield progress
+        if self.size > 1:
+            dist.broadcast_object_list([command], 0, group=self._group)
 
     def all_ranks_agree(self, yes: bool) -> bool:
         """Return whether `yes` is True on all ranks. All call it together."""
@@ -68,17 +56,14 @@ class RankChannel:
         if time.monotonic() - self._last >= TICK_SECONDS:
             self.send(TICK)
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> Any:
         """Other ranks: return the next command, skipping ticks.
 
         Raises:
             RuntimeError: rank 0 is gone, or was silent for longer than the deadline.
         """
         while True:
-            length = torch.zeros(1, dtype=torch.int64)
-            dist.broadcast(length, 0, group=self._group)
-            payload = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(payload, 0, group=self._group)
-            command = json.loads(payload.numpy().tobytes())
-            if command != TICK:
-                return command
+            received = [TICK]
+            dist.broadcast_object_list(received, 0, group=self._group)
+            if received[0] is not TICK:
+                return received[0]

@@ -44,8 +44,8 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         CheckpointError: the checkpoint doesn't fit the model.
     """
     from relaxd.algorithms import create
-    from services.trainer.checkpoints.checkpoints import same_layout
     from services.trainer.learner.learner import Learner
+    from services.trainer.loop.checkpoints import same_layout
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.megatron.rank_channel import RankChannel
 
