@@ -1,45 +1,50 @@
-"""The parent's side of a child process that holds torch.
+"""The parent's side of a child process.
 
-gRPC is not fork-safe and a stuck collective must not block a health check, so a service that needs torch is a parent
-and its children. They exchange JSON messages over a socket pair that the child inherits (`relaxd.process.frames`):
-
-- request, parent to child: {"id", "method", "params"}
-- reply, child to parent: {"id", "result"} or {"id", "error": {"kind", "message", "details"}}
-- event, child to parent: {"event", "params"}
-
-`relaxd.process.child_server` is the child's side. It imports nothing of gRPC.
+A stuck collective must not block a health check, so a service that needs torch is a parent and its children. A child
+serves gRPC on a Unix socket (`relaxd.process.child_server`), and the parent calls it through ordinary stubs on
+`Child.channel`. The socket is in a folder that only this user can enter, the child accepts calls only with a token made
+for this launch, and the folder is removed as soon as the parent is connected.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from relaxd.process.frames import HEADER, FrameError, body_length, decode, encode
+import grpc
+
+from relaxd.process.child_channel import ChildChannel
 from relaxd.process.gpu_lease import LEASE_VARIABLE, GpuLease, LeaseOver
+from relaxd.rpc.errors import Unavailable
 
-SOCKET_VARIABLE = "RELAXD_CHILD_FD"
-"""Environment variable with the descriptor of the child's end of the socket pair."""
+LIFELINE_VARIABLE = "RELAXD_CHILD_LIFELINE"
+"""Environment variable with a descriptor of a socket whose other end the parent holds. It closes with the parent."""
+SOCKET_VARIABLE = "RELAXD_CHILD_SOCKET"
+"""Environment variable with the path of the socket that the child has to serve."""
+TOKEN_VARIABLE = "RELAXD_CHILD_TOKEN"
+"""Environment variable with the token that the child has to ask for."""
 
 OUTPUT_LINES = 40
 """Number of last lines of a child's output that are kept for error messages."""
 
 logger = logging.getLogger(__name__)
 
-EventHandler = Callable[[str, dict[str, Any]], None]
 
-
-class ChildError(Exception):
-    """A child failed, or a request to it did."""
+class ChildError(Unavailable):
+    """A child could not be started, or has exited."""
 
 
 class ChildExited(ChildError):
@@ -52,19 +57,6 @@ class ChildExited(ChildError):
         how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
         tail = ("; its last lines:\n" + "\n".join(self.last_lines[-10:])) if self.last_lines else ""
         super().__init__(f"{name} {how}{tail}")
-
-
-class ChildTimeout(ChildError):
-    """The child did not answer in time. It may still be working on the request."""
-
-
-class ChildRequestError(ChildError):
-    """The child answered with an error: kind (a class name), message, and details for programs."""
-
-    def __init__(self, kind: str, message: str, details: dict[str, Any]) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.details = details
 
 
 @dataclass(frozen=True)
@@ -83,19 +75,20 @@ class Child:
     Start it from a thread that lives as long as the child should: Linux ends the child with that thread.
     """
 
-    def __init__(self, name: str, process: "subprocess.Popen[bytes]", on_event: EventHandler | None) -> None:
+    def __init__(self, name: str, process: "subprocess.Popen[bytes]", folder: Path, token: str) -> None:
         self.name = name
         self.pid = process.pid
         self._process = process
-        self._on_event = on_event
+        self._folder = folder
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[ChildExit] = self._loop.create_future()
         """Done as soon as the child has exited."""
+        self._connected: asyncio.Future[None] = self._loop.create_future()
         self._last_lines: deque[str] = deque(maxlen=OUTPUT_LINES)
-        self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._next_id = 0
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self.channel = ChildChannel(f"unix:{folder / 'socket'}", token, name, self.wait_connected, self.wait_exited)
+        """Channel for stubs of the services that the child serves. See ChildChannel for their calls."""
 
     @classmethod
     async def start(
@@ -107,10 +100,9 @@ class Child:
         inherit: bool = True,
         python: str | None = None,
         name: str | None = None,
-        on_event: EventHandler | None = None,
         gpu_lease: GpuLease | None = None,
-    ) -> "Child":
-        """Start `python -m module *args`.
+    ) -> Self:
+        """Start `python -m module *args`. Calls wait until it serves.
 
         Args:
             module: module to run.
@@ -119,8 +111,6 @@ class Child:
             inherit: whether the child inherits this process's environment.
             python: another interpreter, which must be able to import `module`.
             name: name in messages; by default `module`.
-            on_event: called with event and params in the event loop, in the order in which the child emits; must not
-                block.
             gpu_lease: lease on the GPUs that the child uses, if it uses any; the child is killed when it is over.
 
         Raises ChildError when the lease is over already.
@@ -130,9 +120,17 @@ class Child:
                 gpu_lease.check()
         except LeaseOver as error:
             raise ChildError(f"{name or module} can't be started: {error}") from error
+        folder, token = Path(tempfile.mkdtemp(prefix="relaxd-")), secrets.token_urlsafe()
         ours, theirs = socket.socketpair()
         with theirs:
-            environment = {**(os.environ if inherit else {}), **(env or {}), SOCKET_VARIABLE: str(theirs.fileno())}
+            environment = {
+                "GRPC_ENABLE_FORK_SUPPORT": "0",  # what a child forks calls nobody
+                **(os.environ if inherit else {}),
+                **(env or {}),
+                LIFELINE_VARIABLE: str(theirs.fileno()),
+                SOCKET_VARIABLE: str(folder / "socket"),
+                TOKEN_VARIABLE: token,
+            }
             inherited = [theirs.fileno()]
             if gpu_lease is not None:
                 environment[LEASE_VARIABLE] = str(gpu_lease.descriptor)
@@ -146,7 +144,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # only the parent handles an interrupt from the terminal
             )
-        child = cls(name or module, process, on_event)
+        child = cls(name or module, process, folder, token)
         if gpu_lease is not None:
             gpu_lease.add(child)
             child.exited.add_done_callback(lambda _: gpu_lease.discard(child))
@@ -163,32 +161,17 @@ class Child:
         """True if the child runs."""
         return not self.exited.done()
 
-    async def request(self, method: str, params: Mapping[str, Any] | None = None, timeout: float | None = 60.0) -> Any:
-        """Call a method of the child and return its result.
-
-        Raises ChildRequestError when the method failed, ChildTimeout after `timeout` seconds (None: never), ChildExited
-        when the child has exited or exits meanwhile.
-        """
+    async def wait_connected(self) -> None:
+        """Wait until the child serves. Raises ChildExited."""
+        if not self._connected.done():
+            either: set[asyncio.Future[Any]] = {self._connected, self.exited}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         self._raise_if_exited()
-        assert self._writer is not None
-        self._next_id += 1
-        request_id = self._next_id
-        reply: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._replies[request_id] = reply
-        try:
-            async with asyncio.timeout(timeout):
-                with contextlib.suppress(ConnectionError):  # the child is exiting: `exited` will be set in a moment
-                    self._writer.write(encode({"id": request_id, "method": method, "params": dict(params or {})}))
-                    await self._writer.drain()
-                message = await reply
-        except TimeoutError:
-            raise ChildTimeout(f"{self.name} did not answer {method} within {timeout:g} s") from None
-        finally:
-            del self._replies[request_id]
-        if "error" in message:
-            error = message["error"]
-            raise ChildRequestError(error["kind"], error["message"], error.get("details", {}))
-        return message["result"]
+
+    async def wait_exited(self, seconds: float) -> None:
+        """Wait `seconds` for the child's end. Raises ChildExited if it has come."""
+        await asyncio.wait({self.exited}, timeout=seconds)
+        self._raise_if_exited()
 
     def kill(self) -> None:
         """Kill the child and every process that it started."""
@@ -211,27 +194,12 @@ class Child:
             raise ChildExited(self.name, ended.exit_code, ended.last_lines)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while True:
-                body = await reader.readexactly(body_length(await reader.readexactly(HEADER.size)))
-                self._receive(decode(body))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return  # the child is exiting; the watcher reports it
-        except (FrameError, KeyError) as error:
-            logger.error("%s sent an invalid message (%s): killing it", self.name, error)
-            self.kill()
-
-    def _receive(self, message: dict[str, Any]) -> None:
-        if "event" in message:
-            if self._on_event is not None:
-                try:
-                    self._on_event(message["event"], message["params"])
-                except Exception:
-                    logger.exception("the handler of event %s of %s failed", message["event"], self.name)
-            return
-        reply = self._replies.get(message["id"])
-        if reply is not None and not reply.done():  # else it came after its deadline
-            reply.set_result(message)
+        """Connect when the child says that it listens."""
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, grpc.aio.UsageError):  # it has exited
+            await reader.readexactly(1)
+            await self.channel.channel_ready()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._connected.set_result(None)
 
     def _copy_output(self) -> None:
         assert self._process.stdout is not None
@@ -247,11 +215,11 @@ class Child:
             self._loop.call_soon_threadsafe(self._on_exit, exit_code)
 
     def _on_exit(self, exit_code: int) -> None:
-        ended = ChildExit(exit_code, tuple(self._last_lines))
         if not self.exited.done():
-            self.exited.set_result(ended)
-        for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(ChildExited(self.name, exit_code, ended.last_lines))
+            self.exited.set_result(ChildExit(exit_code, tuple(self._last_lines)))
+        if self._reading is not None:
+            self._reading.cancel()
         if self._writer is not None:
             self._writer.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._closing = asyncio.ensure_future(self.channel.close())

@@ -1,113 +1,155 @@
-"""The child's side of `relaxd.process.child`: answers requests, emits events, ends with its parent."""
+"""The child's side of `relaxd.process.child`: a gRPC server on a thread of its own, which ends with the parent."""
 
+import asyncio
+import contextvars
 import ctypes
+import inspect
 import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from relaxd.process.child import SOCKET_VARIABLE
-from relaxd.process.frames import HEADER, FrameError, body_length, decode, encode
+import grpc
+
+from relaxd.process.child import LIFELINE_VARIABLE, SOCKET_VARIABLE, TOKEN_VARIABLE
 from relaxd.process.gpu_lease import end_with_lease
+from relaxd.rpc.access import Tokens
+from relaxd.rpc.interceptor import CallInterceptor
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
-
-Handler = Callable[[dict[str, Any]], Any]
-
-
-class HandlerError(Exception):
-    """Raised by a handler to answer with an error and details for programs; `kind` defaults to the class name."""
-
-    def __init__(self, message: str, details: Mapping[str, Any] | None = None, *, kind: str | None = None) -> None:
-        super().__init__(message)
-        self.details = dict(details or {})
-        self.kind = kind or type(self).__name__
 
 
 class ChildServer:
-    """Answers the parent's requests, each in its own thread, so that none waits for another."""
+    """Answers the parent's calls.
 
-    def __init__(self, handlers: Mapping[str, Handler], connection: socket.socket | None = None) -> None:
-        """`connection` leads to the parent; by default it is the one that `relaxd.process.child` passed on."""
-        if connection is None:
-            if SOCKET_VARIABLE not in os.environ:
-                raise RuntimeError(f"{SOCKET_VARIABLE} is not set: this program is started by its service, not by hand")
-            connection = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
+    A handler that is a plain function runs in a fresh thread, so that none waits for another; coroutines and
+    asynchronous generators run in the server's event loop and must not block. Handlers fail by raising RpcError.
+    """
+
+    def __init__(self, *services: tuple[Callable[[Any, Any], None], Any]) -> None:
+        """Serve pairs of a generated add_<Name>Servicer_to_server and its servicer."""
+        if LIFELINE_VARIABLE not in os.environ:
+            raise RuntimeError(f"{LIFELINE_VARIABLE} is not set: this program is started by its service, not by hand")
+        self._lifeline = socket.socket(fileno=int(os.environ.pop(LIFELINE_VARIABLE)))
+        self._lifeline.set_inheritable(False)
+        self._path, self._token = os.environ.pop(SOCKET_VARIABLE), os.environ.pop(TOKEN_VARIABLE)
         die_with_parent()
         end_with_lease()
-        self._handlers = dict(handlers)
-        self._socket = connection
-        self._socket.set_inheritable(False)
-        self._sending = threading.Lock()
-
-    def emit(self, event: str, params: Mapping[str, Any]) -> None:
-        """Send an event to the parent, from any thread. Raises FrameError, and sends nothing, when it is too large."""
-        self._send(encode({"event": event, "params": dict(params)}))
+        self._services = services
 
     def serve(self) -> None:
-        """Answer requests until the parent has ended; then end this process, even if its other threads hang."""
+        """Answer calls until the parent has ended; then end this process, even if its other threads hang."""
+        threading.Thread(target=self._serve, name="gRPC", daemon=True).start()
+        with suppress(OSError):
+            self._lifeline.recv(1)
+        os._exit(0)
+
+    def _serve(self) -> None:
         try:
-            while True:
-                header = self._receive_exactly(HEADER.size)
-                message = decode(self._receive_exactly(body_length(header)))
-                name = f"request {message['method']}"
-                threading.Thread(target=self._answer, args=(message,), name=name, daemon=True).start()
-        except (EOFError, ConnectionError):
-            os._exit(0)
+            asyncio.run(serve_socket(self._path, self._token, self._services, lambda: self._lifeline.send(b"\0")))
         except BaseException:
-            logger.exception("the connection to the parent broke")
-            os._exit(1)
+            logger.exception("the server of the parent's calls failed")
+        os._exit(1)
 
-    def _answer(self, message: dict[str, Any]) -> None:
-        method = message["method"]
-        try:
-            handler = self._handlers.get(method)
-            if handler is None:
-                raise HandlerError(f"no method {method!r}; there are {sorted(self._handlers)}", kind="UnknownMethod")
-            reply = {"id": message["id"], "result": handler(message["params"])}
-        except HandlerError as error:
-            details = {"kind": error.kind, "message": str(error), "details": error.details}
-            reply = {"id": message["id"], "error": details}
-        except Exception as error:
-            logger.exception("%s failed", method)
-            text = str(error) or type(error).__name__
-            reply = {"id": message["id"], "error": {"kind": type(error).__name__, "message": text, "details": {}}}
-        try:
-            data = encode(reply)
-        except FrameError as error:
-            logger.error("the answer to %s can't be sent: %s", method, error)
-            details = {"kind": "FrameError", "message": f"the answer to {method} is {error}", "details": {}}
-            data = encode({"id": message["id"], "error": details})
-        self._send(data)
 
-    def _send(self, data: bytes) -> None:
-        with self._sending:
-            try:
-                self._socket.sendall(data)
-            except ConnectionError:
-                os._exit(0)
+async def serve_socket(
+    path: str, token: str, services: tuple[tuple[Callable[[Any, Any], None], Any], ...], on_listening: Callable[[], Any]
+) -> None:
+    """Serve `services` (see ChildServer) on a Unix socket, to callers with `token`, until cancelled."""
+    interceptor = CallInterceptor(tokens=Tokens(token=token), deadline_seconds=None, stream_deadline_seconds=None)
+    unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    server = grpc.aio.server(interceptors=[interceptor], options=unlimited)
+    for add, servicer in services:
+        add(_Threaded(servicer), server)
+    server.add_insecure_port(f"unix:{path}")
+    try:
+        await server.start()
+        on_listening()
+        await server.wait_for_termination()
+    finally:
+        await server.stop(None)
 
-    def _receive_exactly(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            piece = self._socket.recv(min(count - len(data), 1 << 20))
-            if not piece:
-                raise EOFError
-            data += piece
-        return bytes(data)
+
+class Outbox(Generic[T]):
+    """Messages from any thread to a stream that the parent reads. None is lost before it reads."""
+
+    def __init__(self) -> None:
+        self._messages: deque[T] = deque()
+        self._lock = threading.Lock()
+        self._wake: Callable[[], object] | None = None
+
+    def put(self, message: T) -> None:
+        """Add a message."""
+        with self._lock:
+            self._messages.append(message)
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        """Yield the messages in order, as they come. Only one reader at a time."""
+        loop = asyncio.get_running_loop()
+        while True:
+            come = asyncio.Event()
+            with self._lock:
+                messages = list(self._messages)
+                self._messages.clear()
+                if not messages:
+                    self._wake = partial(loop.call_soon_threadsafe, come.set)
+            for message in messages:
+                yield message
+            if not messages:
+                await come.wait()
+
+
+class _Threaded:
+    """A servicer whose plain functions became coroutines that run them in fresh threads."""
+
+    def __init__(self, servicer: Any) -> None:
+        self._servicer = servicer
+
+    def __getattr__(self, name: str) -> Any:
+        handler = getattr(self._servicer, name)
+        if inspect.iscoroutinefunction(handler) or inspect.isasyncgenfunction(handler):
+            return handler
+
+        async def call(request: Any, context: Any) -> Any:
+            answer: Future[Any] = Future()
+            answer.set_running_or_notify_cancel()  # a caller that leaves doesn't end it
+            carried = contextvars.copy_context()
+            work = threading.Thread(
+                target=lambda: _settle(answer, lambda: carried.run(handler, request, context)), name=name, daemon=True
+            )
+            work.start()
+            return await asyncio.wrap_future(answer)
+
+        return call
+
+
+def _settle(answer: "Future[Any]", work: Callable[[], Any]) -> None:
+    try:
+        answer.set_result(work())
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 def die_with_parent() -> None:
     """Have Linux kill this process when its parent ends, even while no Python code can run here.
 
-    If the parent has ended already, the closed socket reports it.
+    If the parent has ended already, the closed lifeline reports it.
     """
     try:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except AttributeError:
-        logger.debug("no prctl on this system: only the closed socket reports the parent's end")
+        logger.debug("no prctl on this system: only the closed lifeline reports the parent's end")

@@ -42,7 +42,7 @@ def channel(
     plain = open_channel(
         grpc.aio, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
     )
-    return _AsyncChannel(plain, _call_metadata(token))
+    return _AsyncChannel(plain, call_metadata(token))
 
 
 def sync_channel(
@@ -56,7 +56,7 @@ def sync_channel(
     plain = open_channel(
         grpc, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
     )
-    return _SyncChannel(plain, _call_metadata(token))
+    return _SyncChannel(plain, call_metadata(token))
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
@@ -97,7 +97,8 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
     ]
 
 
-def _call_metadata(token: str | None) -> Callable[[Any], list[tuple[str, Any]] | None]:
+def call_metadata(token: str | None) -> Callable[[Any], list[tuple[str, Any]] | None]:
+    """Return a function that adds the token and the current trace context to a call's metadata."""
     token = token or read_token()
     fixed = [("authorization", f"Bearer {token}")] if token else []
 

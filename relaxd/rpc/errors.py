@@ -6,7 +6,6 @@ relaxd.rpc.interceptor).
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import ClassVar
 
 import grpc
 import pydantic
@@ -39,7 +38,7 @@ class RpcError(Exception):
     a google.rpc.ErrorInfo. Its `reason` is for programs, such as "RUN_ACTIVE"; by default the status's name.
     """
 
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+    code = grpc.StatusCode.UNKNOWN
 
     def __init__(self, message: str, details: Sequence[Message] = (), *, reason: str = "") -> None:
         super().__init__(message)
@@ -56,8 +55,9 @@ class RpcError(Exception):
         """Return this error's google.rpc.Status as trailing metadata, without details that don't fit."""
         status = status_pb2.Status(code=self.code.value[0], message=shortened(self.message, MAX_DETAILS // 5))
         for detail in self.details:
-            packed = any_pb2.Any()
-            packed.Pack(detail)
+            packed = detail if isinstance(detail, any_pb2.Any) else any_pb2.Any()
+            if packed is not detail:
+                packed.Pack(detail)
             if status.ByteSize() + packed.ByteSize() <= MAX_DETAILS:
                 status.details.append(packed)
         return ((STATUS_DETAILS_KEY, status.SerializeToString()),)
@@ -236,6 +236,29 @@ def _violations_in(serialized: str | bytes) -> list[tuple[str, str]]:
     except DecodeError:
         pass  # not a google.rpc.Status; the message says what happened
     return []
+
+
+def has_status(error: grpc.RpcError) -> bool:
+    """Return whether a failed call's error was raised by a handler of relaxd, not by gRPC."""
+    return _status_bytes(error) is not None
+
+
+def from_call(error: grpc.RpcError) -> RpcError:
+    """Return the error that the handler of a failed call raised, with its details, for raising it again."""
+    code, message = getattr(error, "code", lambda: RpcError.code)(), getattr(error, "details", lambda: str(error))()
+    status = status_pb2.Status.FromString(_status_bytes(error) or b"")
+    info = error_details_pb2.ErrorInfo()
+    rest = [detail for detail in status.details if not detail.Unpack(info)]
+    kinds = {kind.code: kind for kind in RpcError.__subclasses__()}
+    raised = RpcError.__new__(kinds.get(code, RpcError))
+    raised.code = code
+    RpcError.__init__(raised, message or "", rest, reason=info.reason)
+    return raised
+
+
+def _status_bytes(error: grpc.RpcError) -> bytes | None:
+    metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
+    return next((value for key, value in metadata if key == STATUS_DETAILS_KEY), None)
 
 
 def explain(error: grpc.RpcError) -> str:

@@ -38,7 +38,10 @@ _log = logging.getLogger(__name__)
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler except those of the health service."""
 
-    def __init__(self, *, tokens: Tokens | None, deadline_seconds: float, stream_deadline_seconds: float) -> None:
+    def __init__(
+        self, *, tokens: Tokens | None, deadline_seconds: float | None, stream_deadline_seconds: float | None
+    ) -> None:
+        """The deadlines are those of calls without one; None means no deadline."""
         self._tokens = tokens
         self._deadline_seconds = deadline_seconds
         self._stream_deadline_seconds = stream_deadline_seconds
@@ -96,7 +99,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         )
 
     @asynccontextmanager
-    async def _around(self, method: str, context: Any, deadline_seconds: float) -> AsyncIterator[None]:
+    async def _around(self, method: str, context: Any, deadline_seconds: float | None) -> AsyncIterator[None]:
         carrier: dict[str, str] = {}
         authorization = None
         for key, value in context.invocation_metadata() or ():

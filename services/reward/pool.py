@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from relaxd.process.child import Child, ChildExited, ChildTimeout
+from relaxd.process.child import ChildExited
+from relaxd.process.json_child import ChildTimeout, JsonChild
 from relaxd.rewards import RewardInput, RewardOutput
 from services.reward.environment import worker_environment
 
@@ -31,7 +32,7 @@ class PoolClosedError(Exception):
 class _Worker:
     """A slot for a process. Empty until it is needed, and after the process has died."""
 
-    child: Child | None = None
+    child: JsonChild | None = None
     loaded: set[str] = field(default_factory=set)
 
     def kill(self) -> None:
@@ -142,10 +143,10 @@ class WorkerPool:
         if self._closed:
             raise PoolClosedError("the pool of reward workers was closed")
 
-    async def _ready(self, worker: _Worker) -> Child:
+    async def _ready(self, worker: _Worker) -> JsonChild:
         if worker.child is None or not worker.child.alive:
             worker.kill()
-            worker.child = await Child.start(
+            worker.child = await JsonChild.start(
                 "services.reward.worker", env=self._environment, inherit=False, name="reward worker"
             )
         return worker.child

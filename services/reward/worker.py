@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from relaxd.process.child_server import ChildServer
+from relaxd.process.json_child_server import JsonChildServer
 from relaxd.rewards import BadRewardError, Reward, RewardInput, UnknownRewardError, check_output, resolve
 
 MAX_REASON = 2000
@@ -57,7 +57,7 @@ def _reason(error: BaseException) -> str:
 def main() -> None:
     """Serve the pool until its process ends."""
     rewards = Rewards()
-    server = ChildServer({"load": rewards.ask, "score": rewards.ask})
+    server = JsonChildServer({"load": rewards.ask, "score": rewards.ask})
     threading.Thread(target=server.serve, name="requests", daemon=True).start()
     rewards.work()
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from relaxd.process.child_server import ChildServer
+from relaxd.process.json_child_server import JsonChildServer
 
 BYTES = 1 << 30
 
@@ -16,7 +16,7 @@ def main() -> None:
         held.append(torch.ones(BYTES, dtype=torch.uint8, device="cuda"))
         return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
 
-    ChildServer({"hold": hold}).serve()
+    JsonChildServer({"hold": hold}).serve()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from relaxd.config import RunConfig
-from relaxd.process.child import Child
+from relaxd.process.json_child import JsonChild
 from relaxd.replica.context import ReplicaContext, open_context
 from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.replica import run_replica
@@ -24,12 +24,12 @@ class Holder(ReplicaService):
 
     def __init__(self, context: ReplicaContext) -> None:
         self.context = context
-        self.child: Child | None = None
+        self.child: JsonChild | None = None
 
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         gpus = await self.context.gpus.lease(1)
         lease = self.context.gpus.child_lease
-        self.child = await Child.start("tests.gpu.gpu_child", env=gpu_environment(gpus), gpu_lease=lease)
+        self.child = await JsonChild.start("tests.gpu.gpu_child", env=gpu_environment(gpus), gpu_lease=lease)
         devices = await self.child.request("hold", {}, 60)
         Path(os.environ["HOLDER_FILE"]).write_text(json.dumps(devices))
 

@@ -20,7 +20,7 @@ pytest.importorskip("sglang")
 
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from relaxd.process.child import ChildTimeout
+from relaxd.process.json_child import ChildTimeout
 from relaxd.weights.group import WeightGroupError
 from services.rollout.engines.types import Output, Sampling, Version
 from tests.integration.sglang_external.external_kit import PROMPT, Engine, Server, Trainer, connect, logprobs

@@ -25,6 +25,7 @@ WITHOUT_DEADLINE = {
     DONE: {
         ("relaxd/board/worker.py", "StageWorker._work.finish_future"),
         ("relaxd/process/child.py", "Child._raise_if_exited"),
+        ("relaxd/process/json_child.py", "JsonChild._fail_requests"),
         ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),
         ("services/coordinator/runs/evaluation.py", "_Evaluation.run"),
@@ -40,6 +41,8 @@ WITHOUT_DEADLINE = {
     WORK: {
         ("relaxd/board/worker.py", "StageWorker._commit"),
         ("relaxd/process/child.py", "Child._watch"),  # a thread for the life of the child
+        ("relaxd/process/child_server.py", "serve_socket"),
+        ("relaxd/process/child_server.py", "Outbox.__aiter__"),  # its reader's call ends
         ("relaxd/launcher/server.py", "run_launcher"),
         ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),
@@ -58,6 +61,7 @@ WITHOUT_DEADLINE = {
         ("services/trainer/service/rank_supervisor.py", "RankSupervisor._announce"),
     },
     ENDS: {
+        ("relaxd/process/child.py", "Child.wait_connected"),  # the call's deadline, or the child's end
         ("relaxd/board/worker.py", "StageWorker.stop"),  # its threads look at the stop between waits of 0.5 s
         ("relaxd/replica/assignment.py", "AssignmentFollower.dismiss"),  # STOP_RUN_SECONDS
         (

@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from relaxd.process.child_server import ChildServer, Handler, HandlerError
 from relaxd.process.frames import MAX_FRAME_BYTES
+from relaxd.process.json_child_server import Handler, HandlerError, JsonChildServer
 from relaxd.telemetry import setup_logging
 from services.rollout.engines.output_encoding import encode_output, pack_messages
 from services.rollout.engines.types import EngineError, MemoryPart, Output, PauseMode, Request, Sampling
@@ -67,7 +67,7 @@ class EngineProcess(ABC):
             "receive": self.receive,
             "leave": self.leave,
         }
-        self.server = ChildServer(handlers)
+        self.server = JsonChildServer(handlers)
 
     @abstractmethod
     def load(self, params: dict[str, Any]) -> dict[str, Any]:

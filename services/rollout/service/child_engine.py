@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from relaxd.config import RolloutConfig
-from relaxd.process.child import Child, ChildError, ChildExit, ChildExited
+from relaxd.process.child import ChildError, ChildExit, ChildExited
 from relaxd.process.gpu_lease import GpuLease
+from relaxd.process.json_child import JsonChild
 from services.rollout.engines.output_encoding import decode_output
 from services.rollout.engines.types import (
     AnswerTooLarge,
@@ -47,7 +48,7 @@ class ChildEngine:
     def __init__(self, on_exit: Callable[[ChildExit], None], on_tokens: Callable[[int, float], None]) -> None:
         self._on_exit = on_exit
         self._on_tokens = on_tokens
-        self._child: Child | None = None
+        self._child: JsonChild | None = None
         self._queues: dict[str, asyncio.Queue[Output | Exception]] = {}
         self._numbers = itertools.count()
         self._measured = (time.monotonic(), 0)
@@ -99,7 +100,7 @@ class ChildEngine:
         """
         engine = cls(on_exit, on_tokens)
         threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
-        child = await Child.start(
+        child = await JsonChild.start(
             MODULES[config.engine],
             ["--name", f"{name}/engine", "--log-level", log_level],
             {**environment, **threads},

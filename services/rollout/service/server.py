@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.process.child import ChildError
+from relaxd.process.json_child import ChildRequestError, ChildTimeout
 from relaxd.replica.sync_ids import SyncIds
 from relaxd.rpc.errors import (
     Aborted,

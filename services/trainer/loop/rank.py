@@ -19,7 +19,7 @@ from relaxd.algorithms import create
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
-from relaxd.process.child_server import ChildServer, HandlerError
+from relaxd.process.json_child_server import HandlerError, JsonChildServer
 from relaxd.weights.group import WeightGroupError, host_store
 from relaxd.weights.manifest import to_proto
 from services.trainer.learner.learner import Learner
@@ -47,7 +47,7 @@ class Rank:
         self._controls = Controls()
         self._broadcaster: WeightBroadcaster | None = None
         self._weights: WeightReadLock | None = None
-        self._server = ChildServer(
+        self._server = JsonChildServer(
             {
                 "start": self._start,
                 "pause": lambda _: self._controls.paused.set(),

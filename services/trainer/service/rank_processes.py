@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from relaxd.process.child import Child, ChildExit
+from relaxd.process.child import ChildExit
 from relaxd.process.gpu_lease import GpuLease
+from relaxd.process.json_child import JsonChild
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class RankProcesses:
         self._on_event = on_event
         self._environment = environment
         self._gpu_lease = gpu_lease
-        self._children: list[Child] = []
+        self._children: list[JsonChild] = []
         self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
@@ -50,7 +51,7 @@ class RankProcesses:
             rendezvous["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         for rank in range(self._count):
             self._children.append(
-                await Child.start(
+                await JsonChild.start(
                     "services.trainer.loop.rank",
                     env={**self._environment, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     name=f"rank {rank}",
@@ -67,7 +68,7 @@ class RankProcesses:
         return await asyncio.shield(self._reason)
 
     async def request(self, rank: int, method: str, params: Mapping[str, Any], timeout: float) -> Any:
-        """Send a request to one rank; see `Child.request`."""
+        """Send a request to one rank; see `JsonChild.request`."""
         return await self._children[rank].request(method, params, timeout)
 
     async def kill(self) -> None:

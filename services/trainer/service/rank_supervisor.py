@@ -147,7 +147,7 @@ class RankSupervisor:
 
         Raises:
             Unavailable: no ranks are running.
-            ChildError: see `Child.request`.
+            ChildError: see `JsonChild.request`.
         """
         if self._ranks is None:
             raise Unavailable(f"the trainer's ranks aren't running: {self.detail}")

@@ -12,7 +12,8 @@ import grpc
 
 from relaxd import telemetry
 from relaxd.config import RunConfig
-from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.process.child import ChildError
+from relaxd.process.json_child import ChildRequestError, ChildTimeout
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.replica import advertised_address

@@ -8,21 +8,27 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
+import grpc
 import pytest
+from google.protobuf.struct_pb2 import Struct
 
-from relaxd.process.child import Child, ChildExited, ChildRequestError, ChildTimeout
+from relaxd.process.child import LIFELINE_VARIABLE, SOCKET_VARIABLE, TOKEN_VARIABLE, Child, ChildExited
+from relaxd.process.child_server import serve_socket
+from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError
+from tests.integration.rpc.echo_child import Echo, EchoStub, add_echo, struct
 
 MODULE = "tests.integration.rpc.echo_child"
 PARENT = f"""
 import asyncio, time
 from relaxd.process.child import Child
+from tests.integration.rpc.echo_child import EchoStub, struct
 async def main():
     child = await Child.start("{MODULE}")
-    await child.request("echo", {{}}, 30)
+    echo = EchoStub(child.channel)
+    await echo.echo(struct(), timeout=30)
     print(child.pid, flush=True)
-    await child.request("freeze", {{}}, 3600)
+    await echo.freeze(struct(), timeout=None)
 asyncio.run(main())
 """
 
@@ -35,81 +41,113 @@ async def child() -> AsyncIterator[Child]:
     await child.exited
 
 
-async def test_answers_carry_values_of_any_size(child: Child) -> None:
-    params = {"tokens": list(range(200_000)), "text": "żółw\n", "logprob": -0.25, "none": None}
-    assert await child.request("echo", params, 30) == params
+@pytest.fixture
+def echo(child: Child) -> EchoStub:
+    return EchoStub(child.channel)
 
 
-async def test_a_request_that_waits_holds_up_no_other(child: Child) -> None:
-    waiting = asyncio.create_task(child.request("hang", {}, 30))
-    assert await child.request("echo", {"a": 1}, 30) == {"a": 1}
-    await child.request("release", {}, 30)
-    assert await waiting == "released"
+async def test_answers_carry_values_of_any_size(echo: EchoStub) -> None:
+    request = struct(tokens=list(range(200_000)), text="żółw\n", logprob=-0.25, none=None)
+    assert await echo.echo(request, timeout=30) == request
+    long = await echo.repeat(struct(text="x", times=80 << 20), timeout=60)  # above the limits between services
+    assert len(long["text"]) == 80 << 20
 
 
-async def test_a_deadline_is_kept_and_a_late_answer_harms_nobody(child: Child) -> None:
-    await child.request("echo", {}, 30)
-    with pytest.raises(ChildTimeout, match=r"echo did not answer hang within 0\.1 s"):
-        await child.request("hang", {}, 0.1)
-    await child.request("release", {}, 30)
-    assert await child.request("echo", {"still": "there"}, 30) == {"still": "there"}
+async def test_a_request_that_waits_holds_up_no_other(echo: EchoStub) -> None:
+    waiting = [asyncio.create_task(echo.hang(Struct(), timeout=30)) for _ in range(100)]
+    assert await echo.echo(struct(a=1), timeout=30) == struct(a=1)
+    await echo.release(Struct(), timeout=30)
+    assert await asyncio.gather(*waiting) == [struct(answer="released")] * 100
 
 
-async def test_errors_carry_kind_message_and_details(child: Child) -> None:
-    with pytest.raises(ChildRequestError, match="no") as refused:
-        await child.request("refuse", {}, 30)
-    assert (refused.value.kind, refused.value.details) == ("HandlerError", {"field": "x"})
-    with pytest.raises(ChildRequestError, match="bad value 7") as failed:
-        await child.request("fail", {}, 30)
-    assert failed.value.kind == "ValueError"
-    with pytest.raises(ChildRequestError, match="no method 'fly'; there are"):
-        await child.request("fly", {}, 30)
+async def test_a_deadline_is_kept_and_a_late_answer_harms_nobody(echo: EchoStub) -> None:
+    await echo.echo(Struct(), timeout=30)
+    with pytest.raises(DeadlineExceeded, match=r"echo did not answer hang within 0\.1 s"):
+        await echo.hang(Struct(), timeout=0.1)
+    await echo.release(Struct(), timeout=30)
+    assert await echo.echo(struct(still="there"), timeout=30) == struct(still="there")
 
 
-async def test_an_answer_that_is_too_large_is_an_error_and_the_child_goes_on(child: Child) -> None:
-    await child.request("limit", {"bytes": 1000})
-    with pytest.raises(
-        ChildRequestError, match=r"the answer to repeat is a message of 20.. bytes; at most 1000"
-    ) as caught:
-        await child.request("repeat", {"text": "x", "times": 2000}, timeout=5)
-    assert caught.value.kind == "FrameError"
-    assert await child.request("echo", {"text": "y"}, timeout=5) == {"text": "y"}
+async def test_handlers_know_their_deadline_and_calls_without_one_have_none(echo: EchoStub) -> None:
+    assert 25 < (await echo.seconds_left(Struct(), timeout=30))["seconds"] <= 30
+    assert (await echo.seconds_left(Struct(), timeout=None))["seconds"] is None
+    with pytest.raises(TypeError, match="timeout"):
+        await echo.seconds_left(Struct())
 
 
-async def test_events_come_in_order_and_before_the_answer_that_follows_them() -> None:
-    seen: list[Any] = []
-    child = await Child.start(MODULE, on_event=lambda event, params: seen.append((event, params["number"])))
-    assert await child.request("count", {"to": 100}, 30) == 100
-    assert seen == [("number", number) for number in range(100)]
-    await child.stop()
+async def test_errors_carry_code_message_and_details(echo: EchoStub) -> None:
+    with pytest.raises(InvalidArgument, match="no") as refused:
+        await echo.refuse(Struct(), timeout=30)
+    assert refused.value.reason == "INVALID_ARGUMENT"
+    assert b"is wrong" in dict(refused.value.trailing_metadata())["grpc-status-details-bin"]
+    with pytest.raises(RpcError, match="ValueError: bad value 7") as failed:
+        await echo.fail(Struct(), timeout=30)
+    assert failed.value.code is grpc.StatusCode.INTERNAL
+    with pytest.raises(RpcError, match="UNIMPLEMENTED: Method not found"):
+        await echo.fly(Struct(), timeout=30)
 
 
-async def test_death_is_noticed_at_once_with_code_and_last_lines(child: Child) -> None:
-    waiting = asyncio.create_task(child.request("hang", {}, 30))
-    await child.request("echo", {}, 30)
-    dying = asyncio.create_task(child.request("die", {"code": 3}, 30))
+async def test_a_stream_comes_in_order_and_can_be_left(echo: EchoStub) -> None:
+    seen = [answer["number"] async for answer in echo.count(struct(to=100), timeout=30)]
+    assert seen == list(range(100))
+    stream = echo.count(struct(to=100), timeout=30)
+    assert (await anext(stream))["number"] == 0
+    await stream.aclose()
+    assert await echo.echo(Struct(), timeout=30) == Struct()
+
+
+async def test_only_the_parent_is_answered(echo: EchoStub, child: Child) -> None:
+    variables = dict(
+        line.split("=", 1) for line in Path(f"/proc/{child.pid}/environ").read_text().split("\0") if "=" in line
+    )
+    folder = Path(variables[SOCKET_VARIABLE]).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert variables[TOKEN_VARIABLE]
+    assert variables[LIFELINE_VARIABLE]
+    await echo.echo(Struct(), timeout=30)
+    assert not folder.exists()  # nobody else can connect any more
+
+
+async def test_a_call_without_the_token_of_this_launch_is_refused(tmp_path: Path) -> None:
+    listening = asyncio.Event()
+    serving = asyncio.create_task(serve_socket(str(tmp_path / "socket"), "right", ((add_echo, Echo()),), listening.set))
+    await listening.wait()
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path / 'socket'}") as channel:
+        for metadata in ((), (("authorization", "Bearer wrong"),)):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await EchoStub(channel).echo(Struct(), timeout=30, metadata=metadata)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        answer = await EchoStub(channel).echo(struct(a=1), timeout=30, metadata=(("authorization", "Bearer right"),))
+        assert answer == struct(a=1)
+    serving.cancel()
+
+
+async def test_death_is_noticed_at_once_with_code_and_last_lines(child: Child, echo: EchoStub) -> None:
+    waiting = asyncio.create_task(echo.hang(Struct(), timeout=30))
+    await echo.echo(Struct(), timeout=30)
+    dying = asyncio.create_task(echo.die(struct(code=3), timeout=30))
     with pytest.raises(ChildExited, match="echo exited with code 3; its last lines:\nlast words"):
         await asyncio.wait_for(dying, 5)
     with pytest.raises(ChildExited):
         await waiting
     assert not child.alive
     with pytest.raises(ChildExited):
-        await child.request("echo", {}, 30)
+        await echo.echo(Struct(), timeout=30)
 
 
-async def test_a_killed_child_names_the_signal(child: Child) -> None:
-    await child.request("echo", {}, 30)
+async def test_a_killed_child_names_the_signal(child: Child, echo: EchoStub) -> None:
+    await echo.echo(Struct(), timeout=30)
     os.kill(child.pid, signal.SIGKILL)
     ended = await asyncio.wait_for(asyncio.shield(child.exited), 5)
     assert ended.exit_code == -signal.SIGKILL
     with pytest.raises(ChildExited, match="echo was killed by signal 9"):
-        await child.request("echo", {}, 30)
+        await echo.echo(Struct(), timeout=30)
 
 
 async def test_a_child_that_cannot_start_says_why() -> None:
     child = await Child.start("tests.integration.rpc.no_such_module")
     with pytest.raises(ChildExited, match="No module named"):
-        await child.request("echo", {}, 30)
+        await EchoStub(child.channel).echo(Struct(), timeout=30)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

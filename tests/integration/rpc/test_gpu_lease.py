@@ -16,6 +16,7 @@ import pytest
 from relaxd.process.child import Child, ChildError
 from relaxd.process.gpu_lease import GpuLease, LeaseOver
 from relaxd.replica.gpus import Gpu, gpu_environment
+from tests.integration.rpc.echo_child import EchoStub, struct
 from tests.kit.waiting import wait_until
 
 MODULE = "tests.integration.rpc.echo_child"
@@ -24,11 +25,12 @@ PARENT = f"""
 import asyncio, sys, time
 from relaxd.process.child import Child
 from relaxd.process.gpu_lease import GpuLease
+from tests.integration.rpc.echo_child import EchoStub, struct
 async def main():
     lease = GpuLease(lambda: print("over", flush=True))
     lease.begin(time.monotonic() + 60)
     child = await Child.start("{MODULE}", env={ON_GPU!r}, gpu_lease=lease)
-    await child.request("echo", {{}}, 30)
+    await EchoStub(child.channel).echo(struct(), timeout=30)
     lease.renew(time.monotonic() + 1.5)
     print(child.pid, flush=True)
     await asyncio.shield(child.exited)
@@ -51,7 +53,7 @@ def lease(over: threading.Event) -> GpuLease:
 async def started(lease: GpuLease | None) -> AsyncIterator[Child]:
     child = await Child.start(MODULE, env=ON_GPU if lease else {}, name="the engine", gpu_lease=lease)
     try:
-        await child.request("echo", {}, 30)
+        await EchoStub(child.channel).echo(struct(), timeout=30)
         yield child
     finally:
         child.kill()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from relaxd.process.child import ChildExited, ChildRequestError
+from relaxd.process.child import ChildExited
+from relaxd.process.json_child import ChildRequestError
 from relaxd.v1 import weights_pb2
 from services.rollout.engines.types import RequestFailed
 from tests.integration.rollout.rollout_kit import Source

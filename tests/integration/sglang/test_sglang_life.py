@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.process.child import ChildExited, ChildRequestError
+from relaxd.process.child import ChildExited
+from relaxd.process.json_child import ChildRequestError
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.sglang.syncs import sync
 from tests.kit.engines import EngineRunner, assert_gone, family

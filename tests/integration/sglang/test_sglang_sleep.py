@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.process.child import ChildRequestError
+from relaxd.process.json_child import ChildRequestError
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.sglang.conftest import Start
 from tests.integration.sglang.syncs import check_logprobs, join, sync, transfer

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from relaxd.config import RolloutConfig
-from relaxd.process.child import ChildRequestError, ChildTimeout
+from relaxd.process.json_child import ChildRequestError, ChildTimeout
 from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
 from services.rollout.engines.sglang_external.connect import ServerMismatch
 from services.rollout.engines.sglang_external.engine import ExternalEngine

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from relaxd.process.child import ChildRequestError
+from relaxd.process.json_child import ChildRequestError
 from relaxd.v1 import sample_pb2, weights_pb2
 from services.rollout.engines.sglang_external.client import ServerGone
 from services.rollout.engines.sglang_external.samples import ONLY_AT_END, EventStyle, ExternalSample, label, parse_label

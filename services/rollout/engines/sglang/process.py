@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from relaxd.process.child_server import HandlerError
+from relaxd.process.json_child_server import HandlerError
 from services.rollout.engines.engine_process import EngineProcess, read_arguments
 from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.sglang.engine import SGLangEngine

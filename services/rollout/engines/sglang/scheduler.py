@@ -23,7 +23,8 @@ from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGener
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 
-from relaxd.process.child_server import ChildServer, HandlerError, die_with_parent
+from relaxd.process.child_server import die_with_parent
+from relaxd.process.json_child_server import HandlerError, JsonChildServer
 from relaxd.weights.group import WeightGroupError
 from relaxd.weights.manifest import ManifestMismatch
 from services.rollout.engines.sglang.schedulers import ADDRESS_VARIABLE
@@ -160,7 +161,7 @@ class _ControlServer:
         connection.connect(os.environ[ADDRESS_VARIABLE])
         handlers = (self.wait_change, self.commit, self.end_all, self.stats, self.memory)
         weight_handlers = (self.join, self.receive, self.leave)
-        self.server = ChildServer({each.__name__: each for each in (*handlers, *weight_handlers)}, connection)
+        self.server = JsonChildServer({each.__name__: each for each in (*handlers, *weight_handlers)}, connection)
         threading.Thread(target=self.server.serve, name="control", daemon=True).start()
 
     def wait_change(self, params: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import aiohttp
 
-from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.process.child import ChildError
+from relaxd.process.json_child import ChildRequestError, ChildTimeout
 
 CONNECT_SECONDS = 5.0
 _MAX_REASON = 500

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from relaxd.config import RolloutConfig
-from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.process.child import ChildError
+from relaxd.process.json_child import ChildRequestError, ChildTimeout
 from services.rollout.engines.model_folder import ModelFolder
 from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
 
@@ -92,7 +93,7 @@ async def _wait_until_up(client: SGLangClient) -> dict[str, Any]:
         try:
             return await client.call("/server_info", timeout=CALL_SECONDS)
         except (ServerGone, ChildTimeout, ChildRequestError) as error:
-            refused = isinstance(error, ChildRequestError) and error.details["status"] < 500
+            refused = isinstance(error, ChildRequestError) and error.error_details["status"] < 500
             if refused:
                 raise
             if str(error) != logged:

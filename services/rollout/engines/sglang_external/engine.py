@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.config import RolloutConfig
-from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.process.child import ChildError
+from relaxd.process.json_child import ChildRequestError, ChildTimeout
 from services.rollout.engines.model_folder import ModelFolder, read_model_folder
 from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
 from services.rollout.engines.sglang_external.connect import KEEP_MEMORY, ServerInfo, connect

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import contextmanager
 from typing import Any
 
-from relaxd.process.child import ChildError, ChildRequestError
+from relaxd.process.child import ChildError
+from relaxd.process.json_child import ChildRequestError
 from services.rollout.engines.model_folder import ModelFolder
 from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
 from services.rollout.engines.sglang_external.connect import ServerInfo

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from relaxd.process.child import ChildRequestError
+from relaxd.process.json_child import ChildRequestError
 from services.rollout.engines.sglang_external.client import ServerGone
 from services.rollout.engines.types import FinishReason, Output, Version
 

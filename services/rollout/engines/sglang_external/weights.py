@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from relaxd.process.child import ChildError, ChildRequestError, ChildTimeout
+from relaxd.process.child import ChildError
+from relaxd.process.json_child import ChildRequestError, ChildTimeout
 from relaxd.v1 import sample_pb2, weights_pb2
 from services.rollout.engines.sglang_external.client import SGLangClient
 

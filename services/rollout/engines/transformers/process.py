@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from relaxd.process.child_server import HandlerError
+from relaxd.process.json_child_server import HandlerError
 from relaxd.v1 import weights_pb2
 from relaxd.weights.group import WeightGroup, WeightGroupError
 from relaxd.weights.manifest import ManifestError, ManifestMismatch, from_proto
