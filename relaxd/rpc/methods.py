@@ -14,9 +14,19 @@ from relaxd.v1 import (
     reward_pb2,
     rollout_pb2,
     trainer_pb2,
+    trainer_rank_pb2,
 )
 
-_FILES = (advantage_pb2, coordinator_pb2, launcher_pb2, replica_pb2, reward_pb2, rollout_pb2, trainer_pb2)
+_FILES = (
+    advantage_pb2,
+    coordinator_pb2,
+    launcher_pb2,
+    replica_pb2,
+    reward_pb2,
+    rollout_pb2,
+    trainer_pb2,
+    trainer_rank_pb2,
+)
 
 
 def methods() -> Iterator[MethodDescriptor]:

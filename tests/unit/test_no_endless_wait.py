@@ -11,6 +11,7 @@ from relaxd.v1 import (  # noqa: F401 (their services are in the pool once they 
     reward_pb2,
     rollout_pb2,
     trainer_pb2,
+    trainer_rank_pb2,
 )
 from tests.unit.source import Place, calls
 
@@ -95,7 +96,6 @@ WITHOUT_DEADLINE = {
         ("services/rollout/service/service.py", "RolloutService.stop_run"),  # cancelled
         ("services/rollout/engines/sglang/process.py", "SGLangProcess.load"),  # see health.start_seconds
         ("services/trainer/learner/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
-        ("services/trainer/loop/rank.py", "Rank._join_group"),  # not a thread's join: it has a timeout among its params
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled
     },
@@ -122,7 +122,7 @@ def test_every_wait_has_a_deadline_or_a_reason_not_to_need_one() -> None:
 
 def test_every_call_of_a_service_has_a_timeout() -> None:
     pool = descriptor_pool.Default()
-    names = ("coordinator", "trainer", "rollout", "reward", "advantage", "launcher", "replica")
+    names = ("coordinator", "trainer", "trainer_rank", "rollout", "reward", "advantage", "launcher", "replica")
     services = [s for name in names for s in pool.FindFileByName(f"relaxd/v1/{name}.proto").services_by_name.values()]
     methods = {method.name for service in services for method in service.methods}
     wrong = [

@@ -3,8 +3,10 @@
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from relaxd.rpc.errors import DeadlineExceeded, Unavailable
 
 if TYPE_CHECKING:
     from services.trainer.loop.training import Training
@@ -22,12 +24,13 @@ class RequestQueue:
         """Have the training thread run `action`, and return the result.
 
         Raises:
-            TimeoutError: it didn't end within `seconds`. If it hasn't begun by then, it never will.
+            DeadlineExceeded: it didn't end within `seconds`. If it hasn't begun by then, it never will.
+            Unavailable: it failed.
         """
         answer: Future[T] = Future()
         self._requests.put((action, answer))
         try:
-            return answer.result(seconds)
+            return result_of(answer, seconds)
         finally:
             answer.cancel()
 
@@ -49,6 +52,22 @@ class RequestQueue:
             except BaseException as error:
                 answer.set_exception(error)
                 raise  # the other ranks fail as well
+
+
+def result_of(answer: "Future[T]", seconds: float) -> T:
+    """Wait up to `seconds` for an answer of the training thread.
+
+    Raises:
+        DeadlineExceeded: it didn't come.
+        Unavailable: it is an error.
+    """
+    wait([answer], seconds)
+    if not answer.done():
+        raise DeadlineExceeded(f"the training thread did not answer within {seconds:g} s")
+    try:
+        return answer.result(0.0)
+    except Exception as error:
+        raise Unavailable(f"{type(error).__name__}: {error}") from error
 
 
 class Controls:

@@ -1,94 +1,163 @@
 """One rank of the Megatron world: a child process of the trainer service.
 
-Its place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, everything else from the parent's
-"start" request. Training runs in its own thread; other threads answer requests.
+Its place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, everything else from the parent's Train
+call. Training runs in a thread of its own, and each of the parent's calls in another, so that broadcasts overlap
+training and LeaveWeightGroup reaches a rank that is stuck.
 """
 
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
-
-from google.protobuf.json_format import MessageToDict
+from typing import Any, cast
 
 from relaxd import telemetry
 from relaxd.algorithms import create
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
-from relaxd.process.json_child_server import HandlerError, JsonChildServer
-from relaxd.weights.group import WeightGroupError, host_store
+from relaxd.process.child_server import ChildServer, Outbox
+from relaxd.rpc.errors import Aborted, FailedPrecondition, RpcError, Unavailable
+from relaxd.v1 import replica_pb2, trainer_pb2, trainer_pb2_grpc, trainer_rank_pb2, trainer_rank_pb2_grpc
+from relaxd.weights.group import Transport, WeightGroupError, host_store
 from relaxd.weights.manifest import to_proto
 from services.trainer.learner.learner import Learner
-from services.trainer.loop.broadcast import WeightBroadcaster, result_to_json, weight_buckets
-from services.trainer.loop.checkpoints import CheckpointFailed
+from services.trainer.loop.broadcast import WeightBroadcaster, weight_buckets
 from services.trainer.loop.commands import Export, TrainingRank
-from services.trainer.loop.controls import Controls, RequestQueue
+from services.trainer.loop.controls import Controls, result_of
 from services.trainer.loop.intake import Intake
 from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.training import Training
-from services.trainer.loop.weight_read_lock import HoldRefused, WeightReadLock
+from services.trainer.loop.weight_read_lock import WeightReadLock
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import RankChannel
 
-T = TypeVar("T")
+END_SECONDS = 5.0
+"""Time in which the parent reads why a rank failed, and kills it."""
 
 logger = logging.getLogger(__name__)
 
 
-class Rank:
-    """The rank process: handlers of the parent's requests, and the training thread."""
+class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankServicer):
+    """The rank's handlers, and its training thread. The parent has validated what it passes on."""
 
     def __init__(self) -> None:
         self._number = int(os.environ.get("RANK", "0"))
         self._controls = Controls()
+        self._events: Outbox[trainer_rank_pb2.TrainResponse] = Outbox()
         self._broadcaster: WeightBroadcaster | None = None
         self._weights: WeightReadLock | None = None
-        self._server = JsonChildServer(
-            {
-                "start": self._start,
-                "pause": lambda _: self._controls.paused.set(),
-                "resume": lambda _: self._controls.paused.clear(),
-                "drain": self._drain,
-                "hold": self._hold,
-                "release": self._release,
-                "join_group": self._join_group,
-                "leave_group": self._leave_group,
-                "broadcast": self._broadcast,
-                "export": self._export,
-                "checkpoint": self._checkpoint,
-                "sleep": self._sleep,
-                "wake": self._wake,
-            }
-        )
 
-    def serve(self) -> None:
-        """Answer requests until the parent exits."""
-        self._server.serve()
-
-    def _start(self, params: dict[str, Any]) -> None:
-        if params["paused"]:
+    async def Train(
+        self, request: trainer_rank_pb2.TrainRequest, context: Any
+    ) -> AsyncIterator[trainer_rank_pb2.TrainResponse]:
+        """Start the training thread and stream its events."""
+        if request.paused:
             self._controls.paused.set()
-        telemetry.setup_logging(f"{params['replica_id']}/rank{self._number}", params["log_level"])
-        logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
-        telemetry.setup("trainer", params["replica_id"])
-        threading.Thread(target=self._work, args=(params,), name="training", daemon=True).start()
+        threading.Thread(target=self._work, args=(request,), name="training", daemon=True).start()
+        async for event in self._events:
+            yield event
 
-    def _work(self, params: dict[str, Any]) -> None:
+    def SetPaused(self, request: trainer_rank_pb2.SetPausedRequest, context: Any) -> trainer_rank_pb2.SetPausedResponse:
+        """Pause or resume."""
+        (self._controls.paused.set if request.paused else self._controls.paused.clear)()
+        return trainer_rank_pb2.SetPausedResponse()
+
+    def HandBackGroups(
+        self, request: trainer_rank_pb2.HandBackGroupsRequest, context: Any
+    ) -> trainer_rank_pb2.HandBackGroupsResponse:
+        """Have the training thread hand back its groups."""
+        self._controls.draining.set()
+        done = self._controls.drained.wait(request.seconds)
+        telemetry.flush()  # the end of a run kills the ranks right after
+        return trainer_rank_pb2.HandBackGroupsResponse(done=done)
+
+    def HoldWeights(
+        self, request: trainer_rank_pb2.HoldWeightsRequest, context: Any
+    ) -> trainer_rank_pb2.HoldWeightsResponse:
+        """Hold the weights; see `WeightReadLock.acquire`."""
+        hold = self._read_lock().acquire(request.weights.term, request.weights.version, request.seconds)
+        return trainer_rank_pb2.HoldWeightsResponse(hold=hold)
+
+    def ReleaseWeights(
+        self, request: trainer_rank_pb2.ReleaseWeightsRequest, context: Any
+    ) -> trainer_rank_pb2.ReleaseWeightsResponse:
+        """Release the weights."""
+        return trainer_rank_pb2.ReleaseWeightsResponse(in_time=self._read_lock().release(request.hold))
+
+    def JoinWeightGroup(
+        self, request: trainer_pb2.TrainerJoinWeightGroupRequest, context: Any
+    ) -> trainer_pb2.TrainerJoinWeightGroupResponse:
+        """Connect this rank to the engines."""
+        group = request.group
+        transport, host = cast(Transport, group.transport), group.store_host or "127.0.0.1"
+        with _group_errors():
+            self._loaded_broadcaster().join(
+                transport, host, group.store_port, group.name, group.world_size, group.timeout_seconds
+            )
+        return trainer_pb2.TrainerJoinWeightGroupResponse()
+
+    def LeaveWeightGroup(
+        self, request: trainer_pb2.TrainerLeaveWeightGroupRequest, context: Any
+    ) -> trainer_pb2.TrainerLeaveWeightGroupResponse:
+        """Abort and forget a group."""
+        self._loaded_broadcaster().leave(request.group_name)
+        return trainer_pb2.TrainerLeaveWeightGroupResponse()
+
+    def BroadcastWeights(
+        self, request: trainer_pb2.BroadcastWeightsRequest, context: Any
+    ) -> trainer_pb2.BroadcastWeightsResponse:
+        """Take part in a broadcast."""
+        with _group_errors():
+            return self._loaded_broadcaster().broadcast(request.group_name, request.timeout_seconds, request.checksum)
+
+    def ExportHuggingFace(
+        self, request: trainer_pb2.ExportHuggingFaceRequest, context: Any
+    ) -> trainer_pb2.ExportHuggingFaceResponse:
+        """Have the ranks write the weights, to an absolute path."""
+        export = Export(Path(request.folder))
+        version = self._controls.requests.ask(lambda training: training.rank.run(export), context.time_remaining())
+        return trainer_pb2.ExportHuggingFaceResponse(path=request.folder, weights=self._weight_version(version))
+
+    def SaveCheckpoint(
+        self, request: trainer_pb2.TrainerSaveCheckpointRequest, context: Any
+    ) -> trainer_pb2.TrainerSaveCheckpointResponse:
+        """Have the ranks take a checkpoint."""
+        saved = self._controls.requests.ask(lambda training: training.checkpoints.request(), context.time_remaining())
+        path, step = result_of(saved, context.time_remaining())
+        return trainer_pb2.TrainerSaveCheckpointResponse(path=path, weights=self._weight_version(step))
+
+    def Sleep(self, request: trainer_pb2.TrainerSleepRequest, context: Any) -> trainer_pb2.TrainerSleepResponse:
+        """Have the ranks sleep."""
+        sleep = self._controls.sleep_requests.ask(lambda training: training.sleeping.sleep(), context.time_remaining())
+        return trainer_pb2.TrainerSleepResponse(memory=sleep)
+
+    def Wake(self, request: trainer_pb2.TrainerWakeRequest, context: Any) -> trainer_pb2.TrainerWakeResponse:
+        """Have the ranks wake up."""
+        wake = self._controls.sleep_requests.ask(
+            lambda training: training.sleeping.wake(request.metrics), context.time_remaining()
+        )
+        return trainer_pb2.TrainerWakeResponse(memory=wake)
+
+    def _work(self, request: trainer_rank_pb2.TrainRequest) -> None:
         """Run the training thread. Any error ends the process; the parent then restarts the world."""
+        telemetry.setup_logging(f"{request.replica_id}/rank{self._number}", request.log_level)
+        logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
+        telemetry.setup("trainer", request.replica_id)
         try:
-            self._train(params)
+            self._train(request)
         except BaseException as error:
             logger.exception("rank %d failed", self._number)
-            self._server.emit("failed", {"reason": f"{type(error).__name__}: {error}"})
+            self._events.put(trainer_rank_pb2.TrainResponse(failed=f"{type(error).__name__}: {error}"))
             telemetry.shutdown()
+            time.sleep(END_SECONDS)
             os._exit(1)
 
-    def _train(self, params: dict[str, Any]) -> None:
-        config = RunConfig.model_validate_json(params["config"])
+    def _train(self, request: trainer_rank_pb2.TrainRequest) -> None:
+        config = RunConfig.model_validate_json(request.config_json)
         learner = Learner(
             resolve_model(config.model.path),
             config.trainer,
@@ -99,33 +168,33 @@ class Rank:
         )
         freeze_objects()
         algorithm = create(config.algorithm)
-        buckets = weight_buckets(learner, config.weights.bucket_bytes)
-        self._broadcaster = WeightBroadcaster(learner, buckets, config.rollout.engine)
-        board = Board(params["redis"], params["run_id"], stages_for(config), config.board)
-        gather = learner.world.gather
-        gathers = gather.dense is not None or gather.experts is not None
-        self._server.emit("loaded", {"source": gather.source, "stage": learner.world.pp_rank, "gathers": gathers})
+        board = Board(request.redis, request.run_id, stages_for(config), config.board)
         rank = TrainingRank(
             channel=RankChannel(config.trainer.collective_timeout_seconds, learner.world.disk),
             learner=learner,
             runner=RoundRunner(learner, algorithm, config.rollout.temperature),
             board=board,
-            run_folder=Path(params["folder"]),
+            run_folder=Path(request.folder),
             board_timeout_seconds=config.trainer.collective_timeout_seconds / 2,
         )
+        buckets = weight_buckets(learner, config.weights.bucket_bytes)
+        self._broadcaster = WeightBroadcaster(learner, buckets, config.rollout.engine)
+        gather = learner.world.gather
+        loaded = trainer_rank_pb2.RankLoaded(
+            source=gather.source, gathers=gather.dense is not None or gather.experts is not None
+        )
+        self._events.put(trainer_rank_pb2.TrainResponse(loaded=loaded))
         if self._number != 0:
             rank.follow()
-        store = host_store(params["store_host"])
-        term = board.new_trainer_term()
-        self._weights = WeightReadLock(term)
-        manifest = MessageToDict(to_proto(buckets))
-        self._server.emit(
-            "term",
-            {"term": term, "manifest": manifest, "source_ranks": learner.world.pp_size, "store_port": store.port},
+        store = host_store(request.store_host)
+        self._weights = WeightReadLock(board.new_trainer_term())
+        manifest = trainer_pb2.GetWeightManifestResponse(
+            manifest=to_proto(buckets), source_ranks=learner.world.pp_size, store_port=store.port
         )
+        self._events.put(trainer_rank_pb2.TrainResponse(manifest=manifest))
         intake = Intake(
             board,
-            params["replica_id"],
+            request.replica_id,
             groups_per_step=config.trainer.groups_per_step,
             max_staleness=config.board.max_staleness,
             max_sample_tokens=config.trainer.micro_batch_tokens,
@@ -133,88 +202,50 @@ class Rank:
         )
         Training(
             config=config,
-            run_id=params["run_id"],
-            term=term,
+            run_id=request.run_id,
             rank=rank,
             intake=intake,
             algorithm=algorithm,
             weights=self._weights,
             controls=self._controls,
-            emit=self._server.emit,
+            emit=self._events.put,
         ).run()
 
     def _report_loading(self, detail: str) -> None:
         """Report loading progress to the parent; later `Training` reports."""
-        self._server.emit("progress", {"detail": detail, "held": 0, "done": 0, "iterations": 0})
+        progress = trainer_rank_pb2.TrainingProgress(detail=detail)
+        self._events.put(trainer_rank_pb2.TrainResponse(progress=progress))
 
-    def _drain(self, params: dict[str, Any]) -> bool:
-        self._controls.draining.set()
-        drained = self._controls.drained.wait(params["seconds"])
-        telemetry.flush()  # the end of a run kills the ranks right after
-        return drained
+    def _weight_version(self, version: int) -> replica_pb2.WeightVersion:
+        return replica_pb2.WeightVersion(term=self._read_lock().term, version=version)
 
-    def _hold(self, params: dict[str, Any]) -> int:
+    def _read_lock(self) -> WeightReadLock:
         if self._weights is None:
-            raise HandlerError("the trainer has no weights yet", kind="HoldRefused")
-        try:
-            return self._weights.acquire(params["term"], params["version"], params["seconds"])
-        except HoldRefused as error:
-            raise HandlerError(str(error), kind="HoldRefused") from error
+            raise FailedPrecondition("the trainer has no weights yet")
+        return self._weights
 
-    def _release(self, params: dict[str, Any]) -> bool:
-        return self._weights is not None and self._weights.release(params["hold"])
-
-    def _join_group(self, params: dict[str, Any]) -> None:
-        try:
-            self._require_broadcaster().join(**params)
-        except WeightGroupError as error:
-            raise HandlerError(str(error), kind="WeightGroupError") from error
-
-    def _leave_group(self, params: dict[str, Any]) -> None:
-        self._require_broadcaster().leave(params["name"])
-
-    def _broadcast(self, params: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return result_to_json(self._require_broadcaster().broadcast(**params))
-        except WeightGroupError as error:
-            raise HandlerError(str(error), kind="WeightGroupError") from error
-
-    def _export(self, params: dict[str, Any]) -> int:
-        export = Export(Path(params["folder"]))
-        return self._ask(self._controls.requests, lambda training: training.rank.run(export), params["seconds"])
-
-    def _checkpoint(self, params: dict[str, Any]) -> dict[str, Any]:
-        began = time.monotonic()
-        answer = self._ask(self._controls.requests, lambda training: training.checkpoints.request(), params["seconds"])
-        try:
-            path, step = answer.result(params["seconds"] - (time.monotonic() - began))
-        except CheckpointFailed as error:
-            raise HandlerError(str(error), kind="CheckpointFailed") from error
-        return {"path": path, "step": step}
-
-    def _sleep(self, params: dict[str, Any]) -> dict[str, Any]:
-        change = self._ask(self._controls.sleep_requests, lambda training: training.sleeping.sleep(), params["seconds"])
-        return {"before": change.before_bytes, "after": change.after_bytes, "seconds": change.seconds}
-
-    def _wake(self, params: dict[str, Any]) -> dict[str, Any]:
-        change = self._ask(
-            self._controls.sleep_requests,
-            lambda training: training.sleeping.wake(params["metrics"]),
-            params["seconds"],
-        )
-        return {"before": change.before_bytes, "after": change.after_bytes, "seconds": change.seconds}
-
-    def _ask(self, requests: RequestQueue, action: Callable[[Training], T], seconds: float) -> T:
-        try:
-            return requests.ask(action, seconds)
-        except TimeoutError as error:
-            raise HandlerError(f"the training thread did not answer within {seconds:g} s", kind="Late") from error
-
-    def _require_broadcaster(self) -> WeightBroadcaster:
+    def _loaded_broadcaster(self) -> WeightBroadcaster:
         if self._broadcaster is None:
-            raise HandlerError("this rank has no model yet", kind="WeightGroupError")
+            raise Aborted("this rank has no model yet")
         return self._broadcaster
 
 
+@contextmanager
+def _group_errors() -> Iterator[None]:
+    """Translate the errors of a weight group."""
+    try:
+        yield
+    except WeightGroupError as error:  # caused by other members, not by this trainer
+        raise Aborted(str(error)) from error
+    except RpcError:
+        raise
+    except Exception as error:  # such as a transport that this machine doesn't have
+        raise Unavailable(f"{type(error).__name__}: {error}") from error
+
+
 if __name__ == "__main__":
-    Rank().serve()
+    rank = Rank()
+    ChildServer(
+        (trainer_pb2_grpc.add_TrainerServicer_to_server, rank),
+        (trainer_rank_pb2_grpc.add_TrainerRankServicer_to_server, rank),
+    ).serve()

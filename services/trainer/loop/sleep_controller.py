@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from relaxd.v1.weights_pb2 import MemoryChange
 from services.trainer.learner.offload import memory_in_use
-from services.trainer.loop.commands import Command, MoveToDevices, MoveToHost, TrainingRank
+from services.trainer.loop.commands import MoveToDevices, MoveToHost, TrainingRank
 from services.trainer.loop.weight_read_lock import WeightReadLock
 from services.trainer.megatron.rank_channel import TICK_SECONDS
 
@@ -26,9 +26,9 @@ class SleepController:
             return self._no_change()
         started = time.monotonic()
         with self._weights.changing(self._rank.channel.tick, TICK_SECONDS):
-            change = self._run(MoveToHost(), started)
+            before, after = self._rank.run(MoveToHost())
         self.asleep, self._asleep_since = True, started
-        return change
+        return MemoryChange(before_bytes=before, after_bytes=after, seconds=time.monotonic() - started)
 
     def wake(self, metrics: Mapping[str, float]) -> MemoryChange:
         """Move the state back to the devices and add `metrics` to the next step's."""
@@ -39,12 +39,14 @@ class SleepController:
                 self._metrics[name] = value
         if not self.asleep:
             return self._no_change()
-        change = self._run(MoveToDevices(), time.monotonic())
+        started = time.monotonic()
+        before, after = self._rank.run(MoveToDevices())
         self._weights.publish(self._rank.learner.step)
         self.asleep = False
-        self._add("switch_trainer_onload_seconds", change.seconds)
-        self._add("asleep_seconds", time.monotonic() - self._asleep_since)
-        return change
+        ended = time.monotonic()
+        self._add("switch_trainer_onload_seconds", ended - started)
+        self._add("asleep_seconds", ended - self._asleep_since)
+        return MemoryChange(before_bytes=before, after_bytes=after, seconds=ended - started)
 
     def take_metrics(self) -> dict[str, float]:
         """Return and reset the metrics since the last step: seconds spent on sleeps and wake-ups, and memory freed."""
@@ -54,10 +56,6 @@ class SleepController:
                 value for name, value in metrics.items() if name.startswith("switch_") and name.endswith("_seconds")
             )
         return metrics
-
-    def _run(self, command: Command[tuple[int, int]], started: float) -> MemoryChange:
-        before, after = self._rank.run(command)
-        return MemoryChange(before_bytes=before, after_bytes=after, seconds=time.monotonic() - started)
 
     def _no_change(self) -> MemoryChange:
         now = memory_in_use(self._rank.learner.world.device)

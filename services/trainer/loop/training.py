@@ -5,12 +5,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from relaxd import telemetry
 from relaxd.algorithms import Algorithm
 from relaxd.board import BoardUnavailable, LedgerEntry, microseconds
 from relaxd.config import RunConfig
+from relaxd.v1.replica_pb2 import WeightVersion
+from relaxd.v1.trainer_rank_pb2 import TrainingProgress, TrainResponse, VersionCommitted
 from services.trainer.batch.plan import OUTCOME, MicroBatchRound, StepPlan
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.step_file import step_file_path, write_step_file
@@ -29,8 +30,6 @@ from services.trainer.megatron.rank_channel import TICK_SECONDS
 
 logger = logging.getLogger(__name__)
 
-Emit = Callable[[str, dict[str, Any]], None]
-
 IDLE_SECONDS = 0.02
 """Interval at which the training thread checks for requests while it may not train."""
 
@@ -43,30 +42,25 @@ class Training:
         *,
         config: RunConfig,
         run_id: str,
-        term: int,
         rank: TrainingRank,
         intake: Intake,
         algorithm: Algorithm,
         weights: WeightReadLock,
         controls: Controls,
-        emit: Emit,
+        emit: Callable[[TrainResponse], None],
     ) -> None:
-        """Connect the parts of a run.
-
-        `emit` sends events to the parent: "progress" (detail, held, done, iterations) and
-        "version" (term, version, trace).
-        """
+        """Connect the parts of a run. `emit` sends progress and new versions to the parent."""
         self._config = config
         self._run_id = run_id
         self._run_folder = rank.run_folder
-        self._term = term
+        self._term = weights.term
         self._board = rank.board
         self._intake = intake
         self._learner = rank.learner
         self._algorithm = algorithm
         self.rank = rank
         self._weights = weights
-        self.checkpoints = Checkpoints(config, run_id, term, rank)
+        self.checkpoints = Checkpoints(config, run_id, weights.term, rank)
         self._weights_checksum = 0
         self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
         self._controls = controls
@@ -75,7 +69,7 @@ class Training:
         # In a colocated run every wait of this thread delays the engines' turn.
         self._take_seconds = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
         rank.learner.world.disk.report = self._report
-        self._reported: dict[str, Any] = {}
+        self._reported = TrainingProgress()
         self._done_groups = 0
         self._iterations = 0
         self._reported_at = 0.0
@@ -225,7 +219,8 @@ class Training:
     def _announce(self, trace: dict[str, str]) -> None:
         """Allow broadcasts of the new version and announce it to the coordinator."""
         self._weights.publish(self._learner.step)
-        self._emit("version", {"term": self._term, "version": self._learner.step, "trace": trace})
+        weights = WeightVersion(term=self._term, version=self._learner.step)
+        self._emit(TrainResponse(version=VersionCommitted(weights=weights, trace=trace)))
 
     def _replay(self) -> None:
         """Load the newest checkpoint and replay the later steps of the ledger from their files."""
@@ -279,7 +274,10 @@ class Training:
     def _report(self, detail: str) -> None:
         """Report progress to the parent if it changed, and every second to show that this thread is alive."""
         self._iterations += 1
-        now, state = time.monotonic(), {"detail": detail, "held": self._intake.held, "done": self._done_groups}
-        if state != self._reported or now - self._reported_at > 1.0:
-            self._reported, self._reported_at = state, now
-            self._emit("progress", {**state, "iterations": self._iterations})
+        now = time.monotonic()
+        progress = TrainingProgress(detail=detail, held_groups=self._intake.held, done_groups=self._done_groups)
+        if progress != self._reported or now - self._reported_at > 1.0:
+            self._reported, self._reported_at = progress, now
+            event = TrainResponse(progress=progress)
+            event.progress.iterations = self._iterations
+            self._emit(event)
