@@ -31,15 +31,11 @@ class CheckpointPart:
         """Wait up to `seconds` for the snapshot's copies. Return whether they are complete."""
         return self._snapshot is None or self._snapshot.copies.wait(seconds)
 
-    def end(self) -> None:
-        """Write the metadata, after every rank has reported success."""
+    def end(self, written: bool = True) -> None:
+        """Write the metadata if every rank has written its part; drop the snapshot."""
         snapshot, self._snapshot = self._snapshot, None
-        assert snapshot is not None
-        snapshot.finish()
-
-    def abandon(self) -> None:
-        """Drop the snapshot, which could not be written."""
-        self._snapshot = None
+        if written and snapshot is not None:
+            snapshot.finish()
 
     def intact(self, path: Path) -> bool:
         """Verify this rank's share of a checkpoint's files; log the first damage."""

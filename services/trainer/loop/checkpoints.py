@@ -16,7 +16,6 @@ from services.trainer.batch.step_file import step_file_path
 from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointBroken, CheckpointState, Ledger
 from services.trainer.loop.commands import (
-    AbandonCheckpoint,
     BeginCheckpoint,
     EndCheckpoint,
     Restore,
@@ -133,7 +132,7 @@ class Checkpoints:
 
     def _complete(self, saving: "_Saving") -> None:
         began = time.monotonic()
-        self._rank.run(EndCheckpoint())
+        self._rank.run(EndCheckpoint(written=True))
         self._saving = None
         step = saving.state.step
         problem, oldest = "", None
@@ -158,7 +157,7 @@ class Checkpoints:
 
     def _abandon(self, saving: "_Saving", reason: str) -> None:
         self._saving = None
-        self._rank.run(AbandonCheckpoint())
+        self._rank.run(EndCheckpoint(written=False))
         with self._rank.rank0_only(f"removing {saving.partial}"):
             shutil.rmtree(saving.partial, ignore_errors=True)
         self._fail(saving.answers, reason)

@@ -40,19 +40,14 @@ class TrainingRank:
     """Model and optimizer."""
     runner: RoundRunner
     """Runs rounds on the learner."""
+    checkpoint: CheckpointPart
+    """This rank's part of the checkpoint that is being written."""
     board: Board
     """Source of the groups' columns."""
     run_folder: Path
     """The run's folder, for step files."""
-    board_timeout_seconds: float
-    """Longest wait for an unavailable board."""
-    checkpoint: CheckpointPart = field(init=False)
-    """This rank's part of the checkpoint that is being written."""
     groups: dict[str, TrainGroup] = field(default_factory=dict)
     """Groups of the open step, by id. Rank 0 sets them; the other ranks load those that their micro-batches need."""
-
-    def __post_init__(self) -> None:
-        self.checkpoint = CheckpointPart(self.learner)
 
     def run(self, command: Command[T_co]) -> T_co:
         """Rank 0: execute a command on all ranks. Return this rank's result."""
@@ -64,7 +59,7 @@ class TrainingRank:
 
         Raises:
             RuntimeError: rank 0 is gone, or was silent for longer than the channel's deadline.
-            BoardUnavailable: the board was unavailable for longer than `board_timeout_seconds`.
+            BoardUnavailable: the board was unavailable for longer than half of that deadline.
         """
         while True:
             self.channel.receive().execute(self)
@@ -78,7 +73,7 @@ class TrainingRank:
 
     def load(self, deliveries: Collection[Delivery]) -> None:
         """Add groups to `groups`, except those that were closed meanwhile: rank 0 then discards the step."""
-        deadline = time.monotonic() + self.board_timeout_seconds
+        deadline = time.monotonic() + self.channel.timeout_seconds / 2
         while deliveries:
             try:
                 loaded = self.board.load(list(deliveries), tuple(TRAIN_COLUMNS))
@@ -102,7 +97,6 @@ class Round:
     """Run forward and backward of a round."""
 
     micro_batches: MicroBatchRound
-    """The round."""
     deliveries: tuple[Delivery, ...]
     """Deliveries of its groups."""
 
@@ -115,10 +109,9 @@ class Round:
 
 @dataclass(frozen=True)
 class Finish:
-    """Update the weights."""
+    """Update the weights; `normalizer` divides the step's summed loss."""
 
     normalizer: float
-    """Divisor of the step's summed loss."""
 
     def execute(self, rank: TrainingRank) -> tuple[StepStats, int]:
         """Return the step's statistics and the checksum of the new weights."""
@@ -129,10 +122,10 @@ class Finish:
 
 @dataclass(frozen=True)
 class Discard:
-    """Drop the open step's gradients."""
+    """Drop the open step's gradients and groups."""
 
     def execute(self, rank: TrainingRank) -> None:
-        """Drop them, and the step's groups."""
+        """Drop them."""
         rank.learner.discard()
         rank.groups.clear()
 
@@ -142,16 +135,11 @@ class Replay:
     """Repeat a committed step from its file."""
 
     step: int
-    """The step."""
     plan: Mapping[str, Any]
-    """Its plan in the ledger."""
+    """The step's plan in the ledger."""
 
     def execute(self, rank: TrainingRank) -> tuple[StepStats, int]:
-        """Return the step's statistics and the checksum of the new weights.
-
-        Raises:
-            StepFileError: the file is missing or damaged, or has another plan.
-        """
+        """Return the step's statistics and the checksum of the new weights. Raises StepFileError."""
         with rank.channel.disk.all_ranks(f"reading the file of step {self.step}") as progress:
             file = read_committed(rank.run_folder, self.step, self.plan, progress)
         stats = rank.runner.replay(file, self.plan.get(OUTCOME))
@@ -163,7 +151,6 @@ class WaitForDisk:
     """Wait for disk work of rank 0, which sends this in `TrainingRank.rank0_only`."""
 
     work: str
-    """Its description."""
 
     def execute(self, rank: TrainingRank) -> None:
         """Wait."""
@@ -176,7 +163,6 @@ class Export:
     """Write the weights as a Hugging Face folder."""
 
     folder: Path
-    """The folder."""
 
     def execute(self, rank: TrainingRank) -> int:
         """Return the version of the weights."""
@@ -185,31 +171,22 @@ class Export:
 
 
 @dataclass(frozen=True)
-class MoveToHost:
-    """Move the state from the devices to the host's memory."""
+class Move:
+    """Move the state from the devices to the host's memory, or back."""
+
+    to_host: bool
 
     def execute(self, rank: TrainingRank) -> tuple[int, int]:
         """Return the bytes in use on all devices before and after."""
-        before, after = rank.learner.offload()
-        return rank.channel.sum_over_ranks(before), rank.channel.sum_over_ranks(after)
-
-
-@dataclass(frozen=True)
-class MoveToDevices:
-    """Move the state back to the devices."""
-
-    def execute(self, rank: TrainingRank) -> tuple[int, int]:
-        """Return the bytes in use on all devices before and after."""
-        before, after = rank.learner.onload()
+        before, after = rank.learner.offload() if self.to_host else rank.learner.onload()
         return rank.channel.sum_over_ranks(before), rank.channel.sum_over_ranks(after)
 
 
 @dataclass(frozen=True)
 class BeginCheckpoint:
-    """Take a snapshot and start writing it."""
+    """Take a snapshot and start writing it to an empty folder."""
 
     folder: Path
-    """An empty folder."""
 
     def execute(self, rank: TrainingRank) -> int:
         """Return the checksum of the weights."""
@@ -220,20 +197,13 @@ class BeginCheckpoint:
 
 @dataclass(frozen=True)
 class EndCheckpoint:
-    """Complete the snapshot, after every rank has reported success."""
+    """Complete the snapshot if every rank has written its part; otherwise drop it."""
+
+    written: bool
 
     def execute(self, rank: TrainingRank) -> None:
-        """Write the metadata."""
-        rank.checkpoint.end()
-
-
-@dataclass(frozen=True)
-class AbandonCheckpoint:
-    """Drop a snapshot that could not be written."""
-
-    def execute(self, rank: TrainingRank) -> None:
-        """Drop it."""
-        rank.checkpoint.abandon()
+        """Write the metadata, or nothing."""
+        rank.checkpoint.end(self.written)
 
 
 @dataclass(frozen=True)
@@ -241,7 +211,6 @@ class VerifyCheckpoint:
     """Compare a checkpoint's files with its manifest."""
 
     folder: Path
-    """The checkpoint."""
 
     def execute(self, rank: TrainingRank) -> bool:
         """Return whether all files are intact; each rank reads a share of them."""
@@ -250,19 +219,12 @@ class VerifyCheckpoint:
 
 @dataclass(frozen=True)
 class Restore:
-    """Load a checkpoint."""
+    """Load a checkpoint; see `Learner.restore`."""
 
     folder: Path
-    """The checkpoint."""
     step: int
-    """Its step."""
     same_layout: bool
-    """Whether it was saved with this parallel layout."""
 
     def execute(self, rank: TrainingRank) -> None:
-        """Load this rank's part.
-
-        Raises:
-            CheckpointError: it doesn't fit this model.
-        """
+        """Load this rank's part. Raises CheckpointError if it doesn't fit this model."""
         rank.learner.restore(self.folder, self.step, same_layout=self.same_layout)

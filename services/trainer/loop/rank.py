@@ -21,9 +21,12 @@ from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
 from relaxd.process.child_server import ChildServer, Outbox
 from relaxd.rpc.errors import Aborted, FailedPrecondition, RpcError, Unavailable
-from relaxd.v1 import replica_pb2, trainer_pb2, trainer_pb2_grpc, trainer_rank_pb2, trainer_rank_pb2_grpc
+from relaxd.v1 import replica_pb2, trainer_pb2_grpc, trainer_rank_pb2_grpc
+from relaxd.v1 import trainer_pb2 as pb
+from relaxd.v1 import trainer_rank_pb2 as rank_pb
 from relaxd.weights.group import Transport, WeightGroupError, host_store
 from relaxd.weights.manifest import to_proto
+from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.broadcast import WeightBroadcaster, weight_buckets
 from services.trainer.loop.commands import Export, TrainingRank
@@ -47,13 +50,11 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
     def __init__(self) -> None:
         self._number = int(os.environ.get("RANK", "0"))
         self._controls = Controls()
-        self._events: Outbox[trainer_rank_pb2.TrainResponse] = Outbox()
+        self._events: Outbox[rank_pb.TrainResponse] = Outbox()
         self._broadcaster: WeightBroadcaster | None = None
         self._weights: WeightReadLock | None = None
 
-    async def Train(
-        self, request: trainer_rank_pb2.TrainRequest, context: Any
-    ) -> AsyncIterator[trainer_rank_pb2.TrainResponse]:
+    async def Train(self, request: rank_pb.TrainRequest, context: Any) -> AsyncIterator[rank_pb.TrainResponse]:
         """Start the training thread and stream its events."""
         if request.paused:
             self._controls.paused.set()
@@ -61,36 +62,30 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
         async for event in self._events:
             yield event
 
-    def SetPaused(self, request: trainer_rank_pb2.SetPausedRequest, context: Any) -> trainer_rank_pb2.SetPausedResponse:
+    def SetPaused(self, request: rank_pb.SetPausedRequest, context: Any) -> rank_pb.SetPausedResponse:
         """Pause or resume."""
         (self._controls.paused.set if request.paused else self._controls.paused.clear)()
-        return trainer_rank_pb2.SetPausedResponse()
+        return rank_pb.SetPausedResponse()
 
-    def HandBackGroups(
-        self, request: trainer_rank_pb2.HandBackGroupsRequest, context: Any
-    ) -> trainer_rank_pb2.HandBackGroupsResponse:
+    def HandBackGroups(self, request: rank_pb.HandBackGroupsRequest, context: Any) -> rank_pb.HandBackGroupsResponse:
         """Have the training thread hand back its groups."""
         self._controls.draining.set()
         done = self._controls.drained.wait(request.seconds)
         telemetry.flush()  # the end of a run kills the ranks right after
-        return trainer_rank_pb2.HandBackGroupsResponse(done=done)
+        return rank_pb.HandBackGroupsResponse(done=done)
 
-    def HoldWeights(
-        self, request: trainer_rank_pb2.HoldWeightsRequest, context: Any
-    ) -> trainer_rank_pb2.HoldWeightsResponse:
+    def HoldWeights(self, request: rank_pb.HoldWeightsRequest, context: Any) -> rank_pb.HoldWeightsResponse:
         """Hold the weights; see `WeightReadLock.acquire`."""
         hold = self._read_lock().acquire(request.weights.term, request.weights.version, request.seconds)
-        return trainer_rank_pb2.HoldWeightsResponse(hold=hold)
+        return rank_pb.HoldWeightsResponse(hold=hold)
 
-    def ReleaseWeights(
-        self, request: trainer_rank_pb2.ReleaseWeightsRequest, context: Any
-    ) -> trainer_rank_pb2.ReleaseWeightsResponse:
+    def ReleaseWeights(self, request: rank_pb.ReleaseWeightsRequest, context: Any) -> rank_pb.ReleaseWeightsResponse:
         """Release the weights."""
-        return trainer_rank_pb2.ReleaseWeightsResponse(in_time=self._read_lock().release(request.hold))
+        return rank_pb.ReleaseWeightsResponse(in_time=self._read_lock().release(request.hold))
 
     def JoinWeightGroup(
-        self, request: trainer_pb2.TrainerJoinWeightGroupRequest, context: Any
-    ) -> trainer_pb2.TrainerJoinWeightGroupResponse:
+        self, request: pb.TrainerJoinWeightGroupRequest, context: Any
+    ) -> pb.TrainerJoinWeightGroupResponse:
         """Connect this rank to the engines."""
         group = request.group
         transport, host = cast(Transport, group.transport), group.store_host or "127.0.0.1"
@@ -98,51 +93,47 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
             self._loaded_broadcaster().join(
                 transport, host, group.store_port, group.name, group.world_size, group.timeout_seconds
             )
-        return trainer_pb2.TrainerJoinWeightGroupResponse()
+        return pb.TrainerJoinWeightGroupResponse()
 
     def LeaveWeightGroup(
-        self, request: trainer_pb2.TrainerLeaveWeightGroupRequest, context: Any
-    ) -> trainer_pb2.TrainerLeaveWeightGroupResponse:
+        self, request: pb.TrainerLeaveWeightGroupRequest, context: Any
+    ) -> pb.TrainerLeaveWeightGroupResponse:
         """Abort and forget a group."""
         self._loaded_broadcaster().leave(request.group_name)
-        return trainer_pb2.TrainerLeaveWeightGroupResponse()
+        return pb.TrainerLeaveWeightGroupResponse()
 
-    def BroadcastWeights(
-        self, request: trainer_pb2.BroadcastWeightsRequest, context: Any
-    ) -> trainer_pb2.BroadcastWeightsResponse:
+    def BroadcastWeights(self, request: pb.BroadcastWeightsRequest, context: Any) -> pb.BroadcastWeightsResponse:
         """Take part in a broadcast."""
         with _group_errors():
             return self._loaded_broadcaster().broadcast(request.group_name, request.timeout_seconds, request.checksum)
 
-    def ExportHuggingFace(
-        self, request: trainer_pb2.ExportHuggingFaceRequest, context: Any
-    ) -> trainer_pb2.ExportHuggingFaceResponse:
+    def ExportHuggingFace(self, request: pb.ExportHuggingFaceRequest, context: Any) -> pb.ExportHuggingFaceResponse:
         """Have the ranks write the weights, to an absolute path."""
         export = Export(Path(request.folder))
         version = self._controls.requests.ask(lambda training: training.rank.run(export), context.time_remaining())
-        return trainer_pb2.ExportHuggingFaceResponse(path=request.folder, weights=self._weight_version(version))
+        return pb.ExportHuggingFaceResponse(path=request.folder, weights=self._weight_version(version))
 
     def SaveCheckpoint(
-        self, request: trainer_pb2.TrainerSaveCheckpointRequest, context: Any
-    ) -> trainer_pb2.TrainerSaveCheckpointResponse:
+        self, request: pb.TrainerSaveCheckpointRequest, context: Any
+    ) -> pb.TrainerSaveCheckpointResponse:
         """Have the ranks take a checkpoint."""
         saved = self._controls.requests.ask(lambda training: training.checkpoints.request(), context.time_remaining())
         path, step = result_of(saved, context.time_remaining())
-        return trainer_pb2.TrainerSaveCheckpointResponse(path=path, weights=self._weight_version(step))
+        return pb.TrainerSaveCheckpointResponse(path=path, weights=self._weight_version(step))
 
-    def Sleep(self, request: trainer_pb2.TrainerSleepRequest, context: Any) -> trainer_pb2.TrainerSleepResponse:
+    def Sleep(self, request: pb.TrainerSleepRequest, context: Any) -> pb.TrainerSleepResponse:
         """Have the ranks sleep."""
         sleep = self._controls.sleep_requests.ask(lambda training: training.sleeping.sleep(), context.time_remaining())
-        return trainer_pb2.TrainerSleepResponse(memory=sleep)
+        return pb.TrainerSleepResponse(memory=sleep)
 
-    def Wake(self, request: trainer_pb2.TrainerWakeRequest, context: Any) -> trainer_pb2.TrainerWakeResponse:
+    def Wake(self, request: pb.TrainerWakeRequest, context: Any) -> pb.TrainerWakeResponse:
         """Have the ranks wake up."""
         wake = self._controls.sleep_requests.ask(
             lambda training: training.sleeping.wake(request.metrics), context.time_remaining()
         )
-        return trainer_pb2.TrainerWakeResponse(memory=wake)
+        return pb.TrainerWakeResponse(memory=wake)
 
-    def _work(self, request: trainer_rank_pb2.TrainRequest) -> None:
+    def _work(self, request: rank_pb.TrainRequest) -> None:
         """Run the training thread. Any error ends the process; the parent then restarts the world."""
         telemetry.setup_logging(f"{request.replica_id}/rank{self._number}", request.log_level)
         logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
@@ -151,12 +142,12 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
             self._train(request)
         except BaseException as error:
             logger.exception("rank %d failed", self._number)
-            self._events.put(trainer_rank_pb2.TrainResponse(failed=f"{type(error).__name__}: {error}"))
+            self._events.put(rank_pb.TrainResponse(failed=f"{type(error).__name__}: {error}"))
             telemetry.shutdown()
             time.sleep(END_SECONDS)
             os._exit(1)
 
-    def _train(self, request: trainer_rank_pb2.TrainRequest) -> None:
+    def _train(self, request: rank_pb.TrainRequest) -> None:
         config = RunConfig.model_validate_json(request.config_json)
         learner = Learner(
             resolve_model(config.model.path),
@@ -173,25 +164,25 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
             channel=RankChannel(config.trainer.collective_timeout_seconds, learner.world.disk),
             learner=learner,
             runner=RoundRunner(learner, algorithm, config.rollout.temperature),
+            checkpoint=CheckpointPart(learner),
             board=board,
             run_folder=Path(request.folder),
-            board_timeout_seconds=config.trainer.collective_timeout_seconds / 2,
         )
         buckets = weight_buckets(learner, config.weights.bucket_bytes)
         self._broadcaster = WeightBroadcaster(learner, buckets, config.rollout.engine)
         gather = learner.world.gather
-        loaded = trainer_rank_pb2.RankLoaded(
+        loaded = rank_pb.RankLoaded(
             source=gather.source, gathers=gather.dense is not None or gather.experts is not None
         )
-        self._events.put(trainer_rank_pb2.TrainResponse(loaded=loaded))
+        self._events.put(rank_pb.TrainResponse(loaded=loaded))
         if self._number != 0:
             rank.follow()
         store = host_store(request.store_host)
         self._weights = WeightReadLock(board.new_trainer_term())
-        manifest = trainer_pb2.GetWeightManifestResponse(
+        manifest = pb.GetWeightManifestResponse(
             manifest=to_proto(buckets), source_ranks=learner.world.pp_size, store_port=store.port
         )
-        self._events.put(trainer_rank_pb2.TrainResponse(manifest=manifest))
+        self._events.put(rank_pb.TrainResponse(manifest=manifest))
         intake = Intake(
             board,
             request.replica_id,
@@ -213,8 +204,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
 
     def _report_loading(self, detail: str) -> None:
         """Report loading progress to the parent; later `Training` reports."""
-        progress = trainer_rank_pb2.TrainingProgress(detail=detail)
-        self._events.put(trainer_rank_pb2.TrainResponse(progress=progress))
+        progress = rank_pb.TrainingProgress(detail=detail)
+        self._events.put(rank_pb.TrainResponse(progress=progress))
 
     def _weight_version(self, version: int) -> replica_pb2.WeightVersion:
         return replica_pb2.WeightVersion(term=self._read_lock().term, version=version)

@@ -28,6 +28,7 @@ class RankChannel:
         """Create the channel's process group. Receiving fails after `timeout_seconds` without a command or tick."""
         self.size = dist.get_world_size()
         self.disk = disk
+        self.timeout_seconds = timeout_seconds
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._last = time.monotonic()
 

@@ -7,8 +7,6 @@ from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import grpc
-
 from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.replica.context import ReplicaContext
@@ -26,7 +24,9 @@ from relaxd.rpc.errors import (
 )
 from relaxd.rpc.security import is_loopback
 from relaxd.rpc.settings import ServiceSettings
-from relaxd.v1 import coordinator_pb2, replica_pb2, trainer_pb2, trainer_pb2_grpc, trainer_rank_pb2
+from relaxd.v1 import coordinator_pb2, replica_pb2, trainer_pb2_grpc
+from relaxd.v1 import trainer_pb2 as pb
+from relaxd.v1 import trainer_rank_pb2 as rank_pb
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.service.export import export_folder
 from services.trainer.service.rank_supervisor import RankSupervisor
@@ -60,7 +60,7 @@ class TrainerService(ReplicaService):
         """Start the run's ranks, which load, replay and train on their own; `status` reports their progress."""
         self.run_folder = Path(assignment.folder)
         gpus = await self._context.gpus.lease(config.trainer.ranks)
-        request = trainer_rank_pb2.TrainRequest(
+        request = rank_pb.TrainRequest(
             run_id=assignment.run_id,
             config_json=config.model_dump_json(),
             folder=assignment.folder,
@@ -128,11 +128,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         """Term and name of the group that the source ranks are in."""
 
     async def GetWeightManifest(
-        self, request: trainer_pb2.GetWeightManifestRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.GetWeightManifestResponse:
+        self, request: pb.GetWeightManifestRequest, context: Any
+    ) -> pb.GetWeightManifestResponse:
         """Return the manifest of a broadcast and the address of the ranks' store."""
         world = self._ready_world()
-        response = trainer_pb2.GetWeightManifestResponse(weights=world.weights)
+        response = pb.GetWeightManifestResponse(weights=world.weights)
         response.MergeFrom(world.manifest)
         # The store has this process's advertised host and its own port.
         host, _, _ = advertised_address(self._settings, 0).rpartition(":")
@@ -140,8 +140,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         return response
 
     async def JoinWeightGroup(
-        self, request: trainer_pb2.TrainerJoinWeightGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.TrainerJoinWeightGroupResponse:
+        self, request: pb.TrainerJoinWeightGroupRequest, context: Any
+    ) -> pb.TrainerJoinWeightGroupResponse:
         """Connect the source ranks to the engines."""
         group = request.group
         world = self._ready_world()
@@ -172,11 +172,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         except BaseException:
             await self._leave(world, group.name)
             raise
-        return trainer_pb2.TrainerJoinWeightGroupResponse()
+        return pb.TrainerJoinWeightGroupResponse()
 
-    async def BroadcastWeights(
-        self, request: trainer_pb2.BroadcastWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.BroadcastWeightsResponse:
+    async def BroadcastWeights(self, request: pb.BroadcastWeightsRequest, context: Any) -> pb.BroadcastWeightsResponse:
         """Broadcast the weights once. The optimizer waits until it ends."""
         world = self._ready_world()
         seconds = request.timeout_seconds
@@ -191,7 +189,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         with telemetry.tracer().start_as_current_span("broadcast", attributes=attributes, links=[link] if link else []):
             control = world.rank0.control
             timeout = seconds + HOLD_MARGIN_SECONDS
-            hold = trainer_rank_pb2.HoldWeightsRequest(weights=request.weights, seconds=timeout)
+            hold = rank_pb.HoldWeightsRequest(weights=request.weights, seconds=timeout)
             held = await control.HoldWeights(hold, timeout=HOLD_SECONDS)
             try:
                 results = await _first_error(
@@ -201,30 +199,30 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                 await self._leave(world, request.group_name)
                 raise
             finally:
-                release = trainer_rank_pb2.ReleaseWeightsRequest(hold=held.hold)
+                release = rank_pb.ReleaseWeightsRequest(hold=held.hold)
                 released = await control.ReleaseWeights(release, timeout=LEAVE_SECONDS)
             if not released.in_time:
                 raise Aborted(f"the broadcast took longer than {seconds:g} s")
-        return trainer_pb2.BroadcastWeightsResponse(
+        return pb.BroadcastWeightsResponse(
             seconds=max(result.seconds for result in results),
             bytes=sum(result.bytes for result in results),
             checksums={name: value for result in results for name, value in result.checksums.items()},
         )
 
     async def LeaveWeightGroup(
-        self, request: trainer_pb2.TrainerLeaveWeightGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.TrainerLeaveWeightGroupResponse:
+        self, request: pb.TrainerLeaveWeightGroupRequest, context: Any
+    ) -> pb.TrainerLeaveWeightGroupResponse:
         """Abort and forget a group, even during a broadcast. Do nothing if the trainer isn't in it."""
         if request.sync_id:
             self._sync_ids.take(request.sync_id)
         world = self._service.world
         if world is not None and world.ready:
             await self._leave(world, request.group_name)
-        return trainer_pb2.TrainerLeaveWeightGroupResponse()
+        return pb.TrainerLeaveWeightGroupResponse()
 
     async def ExportHuggingFace(
-        self, request: trainer_pb2.ExportHuggingFaceRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.ExportHuggingFaceResponse:
+        self, request: pb.ExportHuggingFaceRequest, context: Any
+    ) -> pb.ExportHuggingFaceResponse:
         """Write the current weights as a Hugging Face folder."""
         rank0 = self._ready_world().rank0
         try:
@@ -234,15 +232,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         return await rank0.trainer.ExportHuggingFace(request, timeout=self._seconds_left(context))
 
     async def SaveCheckpoint(
-        self, request: trainer_pb2.TrainerSaveCheckpointRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.TrainerSaveCheckpointResponse:
+        self, request: pb.TrainerSaveCheckpointRequest, context: Any
+    ) -> pb.TrainerSaveCheckpointResponse:
         """Take a checkpoint and wait until it is on disk."""
         rank0 = self._ready_world().rank0
         return await rank0.trainer.SaveCheckpoint(request, timeout=self._seconds_left(context))
 
-    async def Sleep(
-        self, request: trainer_pb2.TrainerSleepRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.TrainerSleepResponse:
+    async def Sleep(self, request: pb.TrainerSleepRequest, context: Any) -> pb.TrainerSleepResponse:
         """Move everything from the devices to the host's memory."""
         world = self._world_to_switch(request.timeout_seconds)
         if not world.colocated:
@@ -252,9 +248,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         world.awake = False
         return response
 
-    async def Wake(
-        self, request: trainer_pb2.TrainerWakeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.TrainerWakeResponse:
+    async def Wake(self, request: pb.TrainerWakeRequest, context: Any) -> pb.TrainerWakeResponse:
         """Move everything back to the devices."""
         world = self._world_to_switch(request.timeout_seconds, request.metrics)
         self._sync_ids.take(request.sync_id)
@@ -269,7 +263,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         violations.raise_if_any()
         return self._ready_world()
 
-    def _seconds_left(self, context: grpc.aio.ServicerContext[Any, Any]) -> float:
+    def _seconds_left(self, context: Any) -> float:
         remaining = context.time_remaining()
         return self._settings.deadline_seconds if remaining is None else remaining
 
@@ -284,7 +278,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def _leave(self, world: RankSupervisor, name: str) -> None:
         if self._group is not None and self._group[1] == name:
             self._group = None
-        request = trainer_pb2.TrainerLeaveWeightGroupRequest(group_name=name)
+        request = pb.TrainerLeaveWeightGroupRequest(group_name=name)
         with contextlib.suppress(RpcError):  # a dead rank has left
             await _first_error(rank.trainer.LeaveWeightGroup(request, timeout=LEAVE_SECONDS) for rank in world.senders)
 
