@@ -126,7 +126,7 @@ class Bench:
         began = time.perf_counter()
         path = folders.checkpoint_path(self.folder, step)
         assert self.part.intact(path)
-        self.part.restore(path, step, same_layout=True)
+        self.learner.restore(path, step, same_layout=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter() - began

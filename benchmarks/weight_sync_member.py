@@ -93,7 +93,7 @@ class TrainerSide(Side):
 
     def sync(self, name: str, checksum: bool) -> dict[str, Any]:
         """Send the weights."""
-        return {"checksums": self.broadcaster.broadcast(name, TIMEOUT, checksum).checksums}
+        return {"checksums": dict(self.broadcaster.broadcast(name, TIMEOUT, checksum).checksums)}
 
     def sync_stock(self) -> None:
         """Send as SGLang expects it: each bucket flattened."""

@@ -15,9 +15,20 @@ from relaxd.v1 import (
     reward_pb2,
     rollout_pb2,
     trainer_pb2,
+    trainer_rank_pb2,
 )
 
-_FILES = (advantage_pb2, coordinator_pb2, engine_pb2, launcher_pb2, replica_pb2, reward_pb2, rollout_pb2, trainer_pb2)
+_FILES = (
+    advantage_pb2,
+    coordinator_pb2,
+    engine_pb2,
+    launcher_pb2,
+    replica_pb2,
+    reward_pb2,
+    rollout_pb2,
+    trainer_pb2,
+    trainer_rank_pb2,
+)
 _WORK = ("/relaxd.v1.Advantage/Compute", "/relaxd.v1.Reward/Score", "/relaxd.v1.Rollout/Generate")
 """Calls that anybody may make of a replica: they change nothing but its load."""
 

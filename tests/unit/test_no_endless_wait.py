@@ -12,6 +12,7 @@ from relaxd.v1 import (  # noqa: F401 (their services are in the pool once they 
     reward_pb2,
     rollout_pb2,
     trainer_pb2,
+    trainer_rank_pb2,
 )
 from tests.unit.source import Place, calls
 
@@ -62,7 +63,6 @@ WITHOUT_DEADLINE = {
             "services/rollout/engines/sglang/process.py",
             "SGLangProcess._launch",
         ),  # schedulers end with the thread
-        ("services/trainer/loop/sleep_controller.py", "SleepController.run_requests"),
         ("services/trainer/service/rank_supervisor.py", "RankSupervisor._announce"),
     },
     ENDS: {
@@ -101,12 +101,9 @@ WITHOUT_DEADLINE = {
         ("services/rollout/service/service.py", "RolloutService.stop_run"),  # cancelled
         ("services/rollout/engines/sglang/process.py", "SGLangProcess.load"),  # see health.start_seconds
         ("services/trainer/learner/checkpoint_copies.py", "HostCopies.check"),  # copies within this process
-        ("services/trainer/loop/rank.py", "Rank._join_group"),  # not a thread's join: it has a timeout among its params
         ("services/trainer/service/rank_processes.py", "RankProcesses.kill"),  # SIGKILL was sent
         ("services/trainer/service/server.py", "TrainerService.stop_run"),  # cancelled
         ("services/trainer/reference/service.py", "ReferenceService.start_run"),  # see health.start_seconds
-        ("services/trainer/loop/training.py", "Training._serve_requests"),  # it was seen that there is something
-        ("services/trainer/loop/training.py", "Training._export"),
     },
 }
 
@@ -131,7 +128,17 @@ def test_every_wait_has_a_deadline_or_a_reason_not_to_need_one() -> None:
 
 def test_every_call_of_a_service_has_a_timeout() -> None:
     pool = descriptor_pool.Default()
-    names = ("coordinator", "engine", "trainer", "rollout", "reward", "advantage", "launcher", "replica")
+    names = (
+        "coordinator",
+        "engine",
+        "trainer",
+        "trainer_rank",
+        "rollout",
+        "reward",
+        "advantage",
+        "launcher",
+        "replica",
+    )
     services = [s for name in names for s in pool.FindFileByName(f"relaxd/v1/{name}.proto").services_by_name.values()]
     methods = {method.name for service in services for method in service.methods}
     wrong = [

@@ -12,15 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointPart:
-    """Takes, writes, verifies and loads this rank's part. All ranks call begin, end, intact and restore together."""
+    """Takes, writes and verifies this rank's part. All ranks call begin, end and intact together."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
         self._snapshot: Snapshot | None = None
-
-    def checksum(self) -> int:
-        """`Learner.checksum` of this rank's weights."""
-        return self._learner.checksum()
 
     def begin(self, partial: Path) -> None:
         """Take a snapshot and start writing it to an empty folder, where a report will tell the outcome."""
@@ -35,15 +31,11 @@ class CheckpointPart:
         """Wait up to `seconds` for the snapshot's copies. Return whether they are complete."""
         return self._snapshot is None or self._snapshot.copies.wait(seconds)
 
-    def end(self) -> None:
-        """Write the metadata, after every rank has reported success."""
+    def end(self, written: bool = True) -> None:
+        """Write the metadata if every rank has written its part; drop the snapshot."""
         snapshot, self._snapshot = self._snapshot, None
-        assert snapshot is not None
-        snapshot.finish()
-
-    def abandon(self) -> None:
-        """Drop the snapshot, which could not be written."""
-        self._snapshot = None
+        if written and snapshot is not None:
+            snapshot.finish()
 
     def intact(self, path: Path) -> bool:
         """Verify this rank's share of a checkpoint's files; log the first damage."""
@@ -55,14 +47,6 @@ class CheckpointPart:
                 logger.error("checkpoint %s can't be used: %s", path.name, error)
                 return False
         return True
-
-    def restore(self, path: Path, step: int, *, same_layout: bool) -> None:
-        """Load a checkpoint.
-
-        Raises:
-            CheckpointError: it doesn't fit this model.
-        """
-        self._learner.restore(path, step, same_layout=same_layout)
 
 
 def _write(snapshot: Snapshot, partial: Path, rank: int) -> None:

@@ -10,12 +10,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 
+from relaxd.v1.trainer_pb2 import BroadcastWeightsResponse
 from relaxd.weights.checksum import checksums
 from relaxd.weights.group import Transfer, Transport, WeightGroup, WeightGroupError
 from relaxd.weights.layout import Layout, as_sent, broadcast_layout, piece_bytes, pieces
@@ -28,18 +28,6 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT = 2
 """Buckets in flight: one is sent while the next is filled."""
 _POLL_SECONDS = 0.0005
-
-
-@dataclass(frozen=True)
-class BroadcastResult:
-    """Result of a broadcast on one rank."""
-
-    seconds: float
-    """Time from the call to the end of the last collective."""
-    bytes: int
-    """Bytes in this rank's own buckets."""
-    checksums: dict[str, int] = field(default_factory=dict)
-    """Checksums of this rank's own buckets by tensor, if requested."""
 
 
 def weight_buckets(learner: Learner, bucket_bytes: int) -> list[Bucket]:
@@ -106,8 +94,10 @@ class WeightBroadcaster:
             self._membership = None
         membership.group.abort()
 
-    def broadcast(self, name: str, timeout: float, with_checksums: bool) -> BroadcastResult:
+    def broadcast(self, name: str, timeout: float, with_checksums: bool) -> BroadcastWeightsResponse:
         """Take part in one broadcast. All ranks that hold parts of the weights call it together.
+
+        Returns this rank's seconds, and the bytes and checksums of its own buckets.
 
         Raises:
             WeightGroupError: this rank isn't in the group; a member died or was late; the group was left meanwhile.
@@ -117,7 +107,7 @@ class WeightBroadcaster:
         with self._gathering, torch.no_grad(), stream:
             return self._broadcast(name, started, timeout, with_checksums)
 
-    def _broadcast(self, name: str, started: float, timeout: float, with_checksums: bool) -> BroadcastResult:
+    def _broadcast(self, name: str, started: float, timeout: float, with_checksums: bool) -> BroadcastWeightsResponse:
         tensors = self._learner.iter_hf_tensors()
         source = self._learner.world.gather.source
         try:
@@ -136,7 +126,7 @@ class WeightBroadcaster:
             for _ in tensors:
                 pass
         self._wait_until_gathered(started + timeout)
-        return BroadcastResult(time.monotonic() - started, 0)
+        return BroadcastWeightsResponse(seconds=time.monotonic() - started)
 
     def _send(
         self,
@@ -145,7 +135,7 @@ class WeightBroadcaster:
         deadline: float,
         started: float,
         with_checksums: bool,
-    ) -> BroadcastResult:
+    ) -> BroadcastWeightsResponse:
         group, stage = membership.group, self._learner.world.pp_rank
         transfers: list[Transfer] = []
         kept: deque[list[torch.Tensor]] = deque()
@@ -174,7 +164,7 @@ class WeightBroadcaster:
             kept.append(wire)
         for transfer in transfers:
             transfer.wait()
-        return BroadcastResult(time.monotonic() - started, sent, found)
+        return BroadcastWeightsResponse(seconds=time.monotonic() - started, bytes=sent, checksums=found)
 
     def _make_buffers(self, layout: Layout, device: torch.device) -> list[torch.Tensor]:
         """Allocate buffers: for all buckets in the flat layout, otherwise only to receive other stages' buckets.
@@ -206,8 +196,3 @@ class _Membership:
     group: WeightGroup
     layout: Layout
     buffers: list[torch.Tensor]
-
-
-def result_to_json(result: BroadcastResult) -> dict[str, Any]:
-    """Convert the result for the parent process."""
-    return {"seconds": result.seconds, "bytes": result.bytes, "checksums": result.checksums}

@@ -1,96 +1,157 @@
 """One rank of the Megatron world: a child process of the trainer service.
 
-Its place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, everything else from the parent's
-"start" request. Training runs in its own thread; other threads answer requests.
+Its place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, everything else from the parent's Train
+call. Training runs in a thread of its own, and each of the parent's calls in another, so that broadcasts overlap
+training and LeaveWeightGroup reaches a rank that is stuck.
 """
 
 import logging
 import os
 import threading
-from concurrent.futures import Future
-from dataclasses import asdict
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
-
-from google.protobuf.json_format import MessageToDict
+from typing import Any, cast
 
 from relaxd import telemetry
 from relaxd.algorithms import create
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
-from relaxd.process.json_child_server import HandlerError, JsonChildServer
-from relaxd.weights.group import WeightGroupError, host_store
+from relaxd.process.child_server import ChildServer, Outbox
+from relaxd.roles import TRAINER
+from relaxd.rpc.enums import words
+from relaxd.rpc.errors import Aborted, FailedPrecondition, RpcError, Unavailable
+from relaxd.v1 import replica_pb2, trainer_pb2_grpc, trainer_rank_pb2_grpc, weights_pb2
+from relaxd.v1 import trainer_pb2 as pb
+from relaxd.v1 import trainer_rank_pb2 as rank_pb
+from relaxd.weights.group import Transport, WeightGroupError, host_store
 from relaxd.weights.manifest import to_proto
-from services.trainer.checkpoints.checkpoints import Answer, CheckpointFailed, Checkpoints
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
-from services.trainer.loop.broadcast import WeightBroadcaster, result_to_json, weight_buckets
-from services.trainer.loop.follower import follow
+from services.trainer.loop.broadcast import WeightBroadcaster, weight_buckets
+from services.trainer.loop.commands import Export, TrainingRank
+from services.trainer.loop.controls import Controls, result_of
 from services.trainer.loop.intake import Intake
 from services.trainer.loop.round_runner import RoundRunner
-from services.trainer.loop.sleep_controller import SleepRequest
-from services.trainer.loop.training import Controls, Training
-from services.trainer.loop.weight_read_lock import HoldRefused, WeightReadLock
+from services.trainer.loop.training import Training
+from services.trainer.loop.weight_read_lock import WeightReadLock
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import RankChannel
 
-T = TypeVar("T")
+END_SECONDS = 5.0
+"""Time in which the parent reads why a rank failed, and kills it."""
 
 logger = logging.getLogger(__name__)
 
 
-class Rank:
-    """The rank process: handlers of the parent's requests, and the training thread."""
+class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankServicer):
+    """The rank's handlers, and its training thread. The parent has validated what it passes on."""
 
     def __init__(self) -> None:
         self._number = int(os.environ.get("RANK", "0"))
-        self._controls = Controls(paused=False)
+        self._controls = Controls()
+        self._events: Outbox[rank_pb.TrainResponse] = Outbox()
         self._broadcaster: WeightBroadcaster | None = None
         self._weights: WeightReadLock | None = None
-        self._server = JsonChildServer(
-            {
-                "start": self._start,
-                "pause": lambda _: self._controls.paused.set(),
-                "resume": lambda _: self._controls.paused.clear(),
-                "drain": self._drain,
-                "hold": self._hold,
-                "release": self._release,
-                "join_group": self._join_group,
-                "leave_group": self._leave_group,
-                "broadcast": self._broadcast,
-                "export": self._export,
-                "checkpoint": self._checkpoint,
-                "sleep": lambda params: self._change_sleep(SleepRequest(asleep=True), params["seconds"]),
-                "wake": lambda params: self._change_sleep(SleepRequest(False, params["metrics"]), params["seconds"]),
-            }
-        )
 
-    def serve(self) -> None:
-        """Answer requests until the parent exits."""
-        self._server.serve()
-
-    def _start(self, params: dict[str, Any]) -> None:
-        if params["paused"]:
+    async def Train(self, request: rank_pb.TrainRequest, context: Any) -> AsyncIterator[rank_pb.TrainResponse]:
+        """Start the training thread and stream its events."""
+        if request.paused:
             self._controls.paused.set()
-        telemetry.setup_logging(f"{params['replica_id']}/rank{self._number}", params["log_level"])
-        logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
-        telemetry.setup("trainer", params["replica_id"])
-        threading.Thread(target=self._work, args=(params,), name="training", daemon=True).start()
+        threading.Thread(target=self._work, args=(request,), name="training", daemon=True).start()
+        async for event in self._events:
+            yield event
 
-    def _work(self, params: dict[str, Any]) -> None:
+    def SetPaused(self, request: rank_pb.SetPausedRequest, context: Any) -> rank_pb.SetPausedResponse:
+        """Pause or resume."""
+        (self._controls.paused.set if request.paused else self._controls.paused.clear)()
+        return rank_pb.SetPausedResponse()
+
+    def HandBackGroups(self, request: rank_pb.HandBackGroupsRequest, context: Any) -> rank_pb.HandBackGroupsResponse:
+        """Have the training thread hand back its groups."""
+        self._controls.draining.set()
+        done = self._controls.drained.wait(request.seconds)
+        telemetry.flush()  # the end of a run kills the ranks right after
+        return rank_pb.HandBackGroupsResponse(done=done)
+
+    def HoldWeights(self, request: rank_pb.HoldWeightsRequest, context: Any) -> rank_pb.HoldWeightsResponse:
+        """Hold the weights; see `WeightReadLock.acquire`."""
+        hold = self._read_lock().acquire(request.weights.term, request.weights.version, request.seconds)
+        return rank_pb.HoldWeightsResponse(hold=hold)
+
+    def ReleaseWeights(self, request: rank_pb.ReleaseWeightsRequest, context: Any) -> rank_pb.ReleaseWeightsResponse:
+        """Release the weights."""
+        return rank_pb.ReleaseWeightsResponse(in_time=self._read_lock().release(request.hold))
+
+    def JoinWeightGroup(
+        self, request: pb.TrainerJoinWeightGroupRequest, context: Any
+    ) -> pb.TrainerJoinWeightGroupResponse:
+        """Connect this rank to the engines."""
+        group = request.group
+        transport = cast(Transport, words(weights_pb2.Transport)[group.transport])
+        host = group.store_host or "127.0.0.1"
+        with _group_errors():
+            self._loaded_broadcaster().join(
+                transport, host, group.store_port, group.name, group.world_size, group.timeout_seconds
+            )
+        return pb.TrainerJoinWeightGroupResponse()
+
+    def LeaveWeightGroup(
+        self, request: pb.TrainerLeaveWeightGroupRequest, context: Any
+    ) -> pb.TrainerLeaveWeightGroupResponse:
+        """Abort and forget a group."""
+        self._loaded_broadcaster().leave(request.group_name)
+        return pb.TrainerLeaveWeightGroupResponse()
+
+    def BroadcastWeights(self, request: pb.BroadcastWeightsRequest, context: Any) -> pb.BroadcastWeightsResponse:
+        """Take part in a broadcast."""
+        with _group_errors():
+            return self._loaded_broadcaster().broadcast(request.group_name, request.timeout_seconds, request.checksum)
+
+    def ExportHuggingFace(self, request: pb.ExportHuggingFaceRequest, context: Any) -> pb.ExportHuggingFaceResponse:
+        """Have the ranks write the weights, to an absolute path."""
+        export = Export(Path(request.folder))
+        version = self._controls.requests.ask(lambda training: training.rank.run(export), context.time_remaining())
+        return pb.ExportHuggingFaceResponse(path=request.folder, weights=self._weight_version(version))
+
+    def SaveCheckpoint(
+        self, request: pb.TrainerSaveCheckpointRequest, context: Any
+    ) -> pb.TrainerSaveCheckpointResponse:
+        """Have the ranks take a checkpoint."""
+        saved = self._controls.requests.ask(lambda training: training.checkpoints.request(), context.time_remaining())
+        path, step = result_of(saved, context.time_remaining())
+        return pb.TrainerSaveCheckpointResponse(path=path, weights=self._weight_version(step))
+
+    def Sleep(self, request: pb.TrainerSleepRequest, context: Any) -> pb.TrainerSleepResponse:
+        """Have the ranks sleep."""
+        sleep = self._controls.sleep_requests.ask(lambda training: training.sleeping.sleep(), context.time_remaining())
+        return pb.TrainerSleepResponse(memory=sleep)
+
+    def Wake(self, request: pb.TrainerWakeRequest, context: Any) -> pb.TrainerWakeResponse:
+        """Have the ranks wake up."""
+        wake = self._controls.sleep_requests.ask(
+            lambda training: training.sleeping.wake(request.metrics), context.time_remaining()
+        )
+        return pb.TrainerWakeResponse(memory=wake)
+
+    def _work(self, request: rank_pb.TrainRequest) -> None:
         """Run the training thread. Any error ends the process; the parent then restarts the world."""
+        telemetry.setup_logging(f"{request.replica_id}/rank{self._number}", request.log_level)
+        logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
+        telemetry.setup(TRAINER, request.replica_id)
         try:
-            self._train(params)
+            self._train(request)
         except BaseException as error:
             logger.exception("rank %d failed", self._number)
-            self._server.emit("failed", {"reason": f"{type(error).__name__}: {error}"})
+            self._events.put(rank_pb.TrainResponse(failed=f"{type(error).__name__}: {error}"))
             telemetry.shutdown()
+            time.sleep(END_SECONDS)
             os._exit(1)
 
-    def _train(self, params: dict[str, Any]) -> None:
-        config = RunConfig.model_validate_json(params["config"])
-        run_folder = Path(params["folder"])
+    def _train(self, request: rank_pb.TrainRequest) -> None:
+        config = RunConfig.model_validate_json(request.config_json)
         learner = Learner(
             resolve_model(config.model.path),
             config.trainer,
@@ -101,35 +162,34 @@ class Rank:
             report=self._report_loading if self._number == 0 else None,
         )
         freeze_objects()
-        channel = RankChannel(config.trainer.collective_timeout_seconds, learner.world.disk)
         algorithm = create(config.algorithm)
+        board = Board(request.redis, request.run_id, stages_for(config), config.board)
+        rank = TrainingRank(
+            channel=RankChannel(config.trainer.collective_timeout_seconds, learner.world.disk),
+            learner=learner,
+            runner=RoundRunner(learner, config),
+            checkpoint=CheckpointPart(learner),
+            board=board,
+            run_folder=Path(request.folder),
+        )
         buckets = weight_buckets(learner, config.weights.bucket_bytes)
         self._broadcaster = WeightBroadcaster(learner, buckets, config.rollout.engine)
-        board = Board(params["redis"], params["run_id"], stages_for(config), config.board)
         gather = learner.world.gather
-        gathers = gather.dense is not None or gather.experts is not None
-        self._server.emit("loaded", {"source": gather.source, "stage": learner.world.pp_rank, "gathers": gathers})
-        if self._number != 0:
-            runner = RoundRunner(learner, config)
-            follow(
-                channel=channel,
-                learner=learner,
-                runner=runner,
-                board=board,
-                run_folder=run_folder,
-                board_timeout_seconds=config.trainer.collective_timeout_seconds / 2,
-            )
-        store = host_store(params["store_host"])
-        term = board.new_trainer_term()
-        self._weights = WeightReadLock(term)
-        manifest = MessageToDict(to_proto(buckets))
-        self._server.emit(
-            "term",
-            {"term": term, "manifest": manifest, "source_ranks": learner.world.pp_size, "store_port": store.port},
+        loaded = rank_pb.RankLoaded(
+            source=gather.source, gathers=gather.dense is not None or gather.experts is not None
         )
+        self._events.put(rank_pb.TrainResponse(loaded=loaded))
+        if self._number != 0:
+            rank.follow()
+        store = host_store(request.store_host)
+        self._weights = WeightReadLock(board.new_trainer_term())
+        manifest = pb.GetWeightManifestResponse(
+            manifest=to_proto(buckets), source_ranks=learner.world.pp_size, store_port=store.port
+        )
+        self._events.put(rank_pb.TrainResponse(manifest=manifest))
         intake = Intake(
             board,
-            params["replica_id"],
+            request.replica_id,
             groups_per_step=config.trainer.groups_per_step,
             max_staleness=config.board.max_staleness,
             max_sequence_tokens=config.trainer.micro_batch_tokens,
@@ -137,94 +197,50 @@ class Rank:
         )
         Training(
             config=config,
-            run_id=params["run_id"],
-            run_folder=run_folder,
-            term=term,
-            board=board,
+            run_id=request.run_id,
+            rank=rank,
             intake=intake,
-            learner=learner,
             algorithm=algorithm,
-            channel=channel,
             weights=self._weights,
-            checkpoints=Checkpoints(
-                config=config,
-                run_id=params["run_id"],
-                run_folder=run_folder,
-                term=term,
-                board=board,
-                part=CheckpointPart(learner),
-                channel=channel,
-            ),
             controls=self._controls,
-            emit=self._server.emit,
+            emit=self._events.put,
         ).run()
 
     def _report_loading(self, detail: str) -> None:
         """Report loading progress to the parent; later `Training` reports."""
-        self._server.emit("progress", {"detail": detail, "held": 0, "done": 0, "iterations": 0})
+        progress = rank_pb.TrainingProgress(detail=detail)
+        self._events.put(rank_pb.TrainResponse(progress=progress))
 
-    def _drain(self, params: dict[str, Any]) -> bool:
-        self._controls.draining.set()
-        drained = self._controls.drained.wait(params["seconds"])
-        telemetry.flush()  # the end of a run kills the ranks right after
-        return drained
+    def _weight_version(self, version: int) -> replica_pb2.WeightVersion:
+        return replica_pb2.WeightVersion(term=self._read_lock().term, version=version)
 
-    def _hold(self, params: dict[str, Any]) -> int:
+    def _read_lock(self) -> WeightReadLock:
         if self._weights is None:
-            raise HandlerError("the trainer has no weights yet", kind="HoldRefused")
-        try:
-            return self._weights.acquire(params["term"], params["version"], params["seconds"])
-        except HoldRefused as error:
-            raise HandlerError(str(error), kind="HoldRefused") from error
+            raise FailedPrecondition("the trainer has no weights yet")
+        return self._weights
 
-    def _release(self, params: dict[str, Any]) -> bool:
-        return self._weights is not None and self._weights.release(params["hold"])
-
-    def _join_group(self, params: dict[str, Any]) -> None:
-        try:
-            self._require_broadcaster().join(**params)
-        except WeightGroupError as error:
-            raise HandlerError(str(error), kind="WeightGroupError") from error
-
-    def _leave_group(self, params: dict[str, Any]) -> None:
-        self._require_broadcaster().leave(params["name"])
-
-    def _broadcast(self, params: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return result_to_json(self._require_broadcaster().broadcast(**params))
-        except WeightGroupError as error:
-            raise HandlerError(str(error), kind="WeightGroupError") from error
-
-    def _export(self, params: dict[str, Any]) -> int:
-        answer: Future[int] = Future()
-        self._controls.exports.put((Path(params["folder"]), answer))
-        return self._wait_for(answer, params["seconds"])
-
-    def _checkpoint(self, params: dict[str, Any]) -> dict[str, Any]:
-        answer: Answer = Future()
-        self._controls.checkpoints.put(answer)
-        try:
-            path, step = self._wait_for(answer, params["seconds"])
-        except CheckpointFailed as error:
-            raise HandlerError(str(error), kind="CheckpointFailed") from error
-        return {"path": path, "step": step}
-
-    def _change_sleep(self, request: SleepRequest, seconds: float) -> dict[str, Any]:
-        self._controls.sleep_requests.put(request)
-        return asdict(self._wait_for(request.answer, seconds))
-
-    def _wait_for(self, answer: "Future[T]", seconds: float) -> T:
-        """Wait for the training thread's answer. Raises HandlerError after `seconds`."""
-        try:
-            return answer.result(seconds)
-        except TimeoutError as error:
-            raise HandlerError(f"the training thread did not answer within {seconds:g} s", kind="Late") from error
-
-    def _require_broadcaster(self) -> WeightBroadcaster:
+    def _loaded_broadcaster(self) -> WeightBroadcaster:
         if self._broadcaster is None:
-            raise HandlerError("this rank has no model yet", kind="WeightGroupError")
+            raise Aborted("this rank has no model yet")
         return self._broadcaster
 
 
+@contextmanager
+def _group_errors() -> Iterator[None]:
+    """Translate the errors of a weight group."""
+    try:
+        yield
+    except WeightGroupError as error:  # caused by other members, not by this trainer
+        raise Aborted(str(error)) from error
+    except RpcError:
+        raise
+    except Exception as error:  # such as a transport that this machine doesn't have
+        raise Unavailable(f"{type(error).__name__}: {error}") from error
+
+
 if __name__ == "__main__":
-    Rank().serve()
+    rank = Rank()
+    ChildServer(
+        (trainer_pb2_grpc.add_TrainerServicer_to_server, rank),
+        (trainer_rank_pb2_grpc.add_TrainerRankServicer_to_server, rank),
+    ).serve()

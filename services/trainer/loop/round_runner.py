@@ -26,10 +26,10 @@ class RoundRunner:
         needed = dict.fromkeys((ROLLOUT_LOGPROBS, *self._algorithm.needs.loss))
         self._packed_columns = [name for name in needed if name in self._columns]
 
-    def own_groups(self, entry: MicroBatchRound) -> list[str]:
-        """Return the ids of the groups whose columns this rank needs in a round, in order."""
+    def own_groups(self, entry: MicroBatchRound) -> set[str]:
+        """Return the ids of the groups whose columns this rank needs in a round."""
         own = entry.micro_batches[self._learner.world.dp_rank]
-        return list(dict.fromkeys(piece.group_id for micro_batch in own for piece in micro_batch))
+        return {piece.group_id for micro_batch in own for piece in micro_batch}
 
     def run(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup]) -> None:
         """Run forward and backward on this rank's micro-batches of a round. Skip groups that aren't in `groups`."""

@@ -2,102 +2,74 @@
 
 import logging
 import math
-import queue
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 from relaxd import telemetry
 from relaxd.algorithms import Algorithm
-from relaxd.board import Board, BoardUnavailable, DropReason, LedgerEntry, microseconds
+from relaxd.board import BoardUnavailable, DropReason, LedgerEntry, microseconds
 from relaxd.config import RunConfig
+from relaxd.v1.replica_pb2 import WeightVersion
+from relaxd.v1.trainer_rank_pb2 import TrainingProgress, TrainResponse, VersionCommitted
 from services.trainer.batch.plan import OUTCOME, MicroBatchRound, StepPlan
 from services.trainer.batch.round_packer import Packer
-from services.trainer.batch.step_file import read_committed, step_file_path, write_step_file
-from services.trainer.checkpoints.checkpoints import Answer, Checkpoints
-from services.trainer.learner.learner import Learner, StepStats
+from services.trainer.batch.step_file import step_file_path, write_step_file
+from services.trainer.learner.learner import StepStats
+from services.trainer.loop.checkpoints import Checkpoints
+from services.trainer.loop.commands import Discard, Finish, Replay, Round, TrainingRank
+from services.trainer.loop.controls import Controls
 from services.trainer.loop.intake import Intake
-from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.skip_limit import SkippedUpdates, TooManySkippedUpdates
-from services.trainer.loop.sleep_controller import SleepController, SleepRequest
+from services.trainer.loop.sleep_controller import SleepController
 from services.trainer.loop.step_builder import StepBuilder
 from services.trainer.loop.step_metrics import group_metrics, record_samples, shown_samples
 from services.trainer.loop.step_times import group_times, trainer_times
 from services.trainer.loop.weight_read_lock import WeightReadLock
-from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
+from services.trainer.megatron.rank_channel import TICK_SECONDS
 
 logger = logging.getLogger(__name__)
-
-Emit = Callable[[str, dict[str, Any]], None]
 
 IDLE_SECONDS = 0.02
 """Interval at which the training thread checks for requests while it may not train."""
 
 
-class Controls:
-    """Requests of other threads to the training thread."""
-
-    def __init__(self, paused: bool) -> None:
-        self.paused = threading.Event()
-        self.draining = threading.Event()
-        self.drained = threading.Event()
-        self.exports: queue.SimpleQueue[tuple[Path, Future[int]]] = queue.SimpleQueue()
-        self.checkpoints: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self.sleep_requests: queue.SimpleQueue[SleepRequest] = queue.SimpleQueue()
-        if paused:
-            self.paused.set()
-
-
 class Training:
-    """Drives all ranks through the steps of a run. Runs on rank 0, whose commands the other ranks follow."""
+    """Drives all ranks through the steps of a run, from rank 0."""
 
     def __init__(
         self,
         *,
         config: RunConfig,
         run_id: str,
-        run_folder: Path,
-        term: int,
-        board: Board,
+        rank: TrainingRank,
         intake: Intake,
-        learner: Learner,
         algorithm: Algorithm,
-        channel: RankChannel,
         weights: WeightReadLock,
-        checkpoints: Checkpoints,
         controls: Controls,
-        emit: Emit,
+        emit: Callable[[TrainResponse], None],
     ) -> None:
-        """Connect the parts of a run.
-
-        `emit` sends events to the parent: "progress" (detail, held, done, iterations) and
-        "version" (term, version, trace).
-        """
+        """Connect the parts of a run. `emit` sends progress and new versions to the parent."""
         self._config = config
         self._run_id = run_id
-        self._run_folder = run_folder
-        self._term = term
-        self._board = board
+        self._run_folder = rank.run_folder
+        self._term = weights.term
+        self._board = rank.board
         self._intake = intake
-        self._learner = learner
+        self._learner = rank.learner
         self._algorithm = algorithm
-        self._runner = RoundRunner(learner, config)
-        self._channel = channel
+        self.rank = rank
         self._weights = weights
-        self._checkpoints = checkpoints
+        self.checkpoints = Checkpoints(config, run_id, weights.term, rank)
         self._weights_checksum = 0
         self._skipped = SkippedUpdates(config.trainer.max_skipped_updates)
         self._controls = controls
-        self._sleep_controller = SleepController(learner, channel, weights, controls.sleep_requests)
+        self.sleeping = SleepController(rank, weights)
         self._emit = emit
         # In a colocated run every wait of this thread delays the engines' turn.
         self._take_seconds = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
-        learner.world.disk.report = self._report
-        self._reported: dict[str, Any] = {}
+        rank.learner.world.disk.report = self._report
+        self._reported = TrainingProgress()
         self._done_groups = 0
         self._iterations = 0
         self._reported_at = 0.0
@@ -116,16 +88,16 @@ class Training:
                 columns = {group_id: group.columns for group_id, group in opened.groups.items()}
                 began = time.monotonic()
                 path = step_file_path(self._run_folder, plan.step)
-                with self._channel.rank0_only(f"writing {path}"):
+                with self.rank.rank0_only(f"writing {path}"):
                     write_step_file(path, plan, columns)
                 opened.wrote = time.monotonic() - began
-                self._checkpoints.wait_for_copies()
+                self.checkpoints.wait_for_copies()
                 began = time.monotonic()
                 stats, opened.held_back = self._finish(opened, plan)
                 opened.worked += time.monotonic() - began - opened.held_back
                 self._commit(opened, plan, stats)
                 self._announce(telemetry.inject(span))
-                self._checkpoints.after_step(plan.step)
+                self.checkpoints.after_step(plan.step)
         while True:
             self._serve_requests(f"all {self._config.run.steps} steps are done")
             time.sleep(IDLE_SECONDS)
@@ -134,9 +106,7 @@ class Training:
         """Take groups and train on them as they arrive, until the step may close. Return None if it was discarded."""
         unavailable = False
         while True:
-            if not self._serve_requests(f"step {opened.number}: {len(opened.members)} groups"):
-                self._discard(opened)
-                return None
+            self._serve_requests(f"step {opened.number}: {len(opened.members)} groups")
             try:
                 selection = self._intake.select(opened.number, opened.members)
                 opened.add(selection.chosen)
@@ -154,7 +124,8 @@ class Training:
                             ", ".join(lost),
                         )
                         self._intake.forget(lost)
-                        self._discard(opened)
+                        opened.end_spans()
+                        self.rank.run(Discard())
                         return None
                     opened.times = self._board.times(list(opened.members))
                     return opened
@@ -173,9 +144,9 @@ class Training:
         self._report(f"step {opened.number}: {len(opened.members)} groups")
         began = time.monotonic()
         needed = {piece.group_id for rank in entry.micro_batches for micro_batch in rank for piece in micro_batch}
-        deliveries = [asdict(opened.members[group_id].delivery) for group_id in sorted(needed)]
-        self._channel.send({"do": "round", "round": entry.to_json(), "deliveries": deliveries})
-        self._runner.run(entry, opened.groups)
+        deliveries = tuple(opened.members[group_id].delivery for group_id in sorted(needed))
+        self.rank.groups = opened.groups
+        self.rank.run(Round(entry, deliveries))
         opened.rounds.append(entry)
         opened.worked += time.monotonic() - began
 
@@ -184,12 +155,10 @@ class Training:
 
         def on_wait() -> None:
             self._report(f"step {opened.number}: waiting for a weight broadcast to end")
-            self._channel.tick()
+            self.rank.channel.tick()
 
         with self._weights.changing(on_wait, TICK_SECONDS) as held_back:
-            self._channel.send({"do": "finish", "normalizer": plan.normalizer})
-            stats = self._learner.finish(plan.normalizer)
-            self._weights_checksum = self._channel.sum_over_ranks(self._learner.checksum())
+            stats, self._weights_checksum = self.rank.run(Finish(plan.normalizer))
         if stats.skipped:
             logger.warning(
                 "the update of step %d is skipped: loss %g, gradient norm %g, groups %s",
@@ -219,11 +188,11 @@ class Training:
         metrics |= {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, **stats.metrics}
         metrics |= {"skipped_updates": float(stats.skipped)}
         metrics |= {
-            **trainer_times(opened, seconds, self._checkpoints.take_stall()),
+            **trainer_times(opened, seconds, self.checkpoints.take_stall()),
             **group_times(opened, ended),
             "tokens_per_second": metrics["tokens"] / max(seconds, 1e-9),
             "weights_checksum": float(self._weights_checksum),
-            **self._sleep_controller.take_metrics(),
+            **self.sleeping.take_metrics(),
         }
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN
         samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step)
@@ -235,7 +204,7 @@ class Training:
                 break
             except BoardUnavailable as error:
                 logger.warning("step %d can't be committed yet: %s", plan.step, error)
-                self._channel.tick()
+                self.rank.channel.tick()
                 time.sleep(TICK_SECONDS)
         self._skipped.record(plan.step, plan.groups, skipped=stats.skipped)
         opened.end_spans(ended)
@@ -250,13 +219,14 @@ class Training:
     def _announce(self, trace: dict[str, str]) -> None:
         """Allow broadcasts of the new version and announce it to the coordinator."""
         self._weights.publish(self._learner.step)
-        self._emit("version", {"term": self._term, "version": self._learner.step, "trace": trace})
+        weights = WeightVersion(term=self._term, version=self._learner.step)
+        self._emit(TrainResponse(version=VersionCommitted(weights=weights, trace=trace)))
 
     def _replay(self) -> None:
         """Load the newest checkpoint and replay the later steps of the ledger from their files."""
         self._report("looking for a checkpoint")
         ledger = self._board.ledger()
-        done = self._checkpoints.restore(ledger)
+        done = self.checkpoints.restore(ledger)
         for entry in ledger:
             if entry.step > done:
                 self._replay_step(entry)
@@ -266,62 +236,36 @@ class Training:
     def _replay_step(self, entry: LedgerEntry) -> None:
         """Replay one step of the ledger on all ranks."""
         self._report(f"replaying step {entry.step}")
-        skipped = entry.plan.get(OUTCOME)
-        self._channel.send({"do": "replay", "step": entry.step, "skipped_updates": skipped})
-        with self._channel.disk.all_ranks(f"reading the file of step {entry.step}") as progress:
-            file = read_committed(self._run_folder, entry.step, entry.plan, progress)
-        stats = self._runner.replay(file, skipped)
-        checksum = float(self._channel.sum_over_ranks(self._learner.checksum()))
+        stats, checksum = self.rank.run(Replay(entry.step, entry.plan))
         was = entry.metrics.get("grad_norm")
         if was is not None and abs(stats.grad_norm - was) > 1e-3 * abs(was):
             logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, stats.grad_norm, was)
         elif checksum != entry.metrics.get("weights_checksum", checksum):
             logger.info("replayed step %d: the weights are not bitwise the same", entry.step)
 
-    def _serve_requests(self, detail: str) -> bool:
-        """Serve other threads' requests; wait while paused, asleep or draining. Return False if the step must end."""
-        go_on = True
+    def _serve_requests(self, detail: str) -> None:
+        """Serve other threads' requests; wait while paused, asleep or draining."""
         while True:
             self._report(detail)
-            self._channel.tick()
-            self._sleep_controller.run_requests(self._channel.tick)
-            asleep = self._sleep_controller.asleep
+            self.rank.channel.tick()
+            self._controls.sleep_requests.run(self)
+            asleep = self.sleeping.asleep
+            self.checkpoints.complete_if_written()
             if not asleep:
-                self._export()
-            while not asleep and not self._controls.checkpoints.empty():
-                self._checkpoints.request(self._controls.checkpoints.get())
-            self._checkpoints.poll(self._learner.step)
+                self._controls.requests.run(self)
+                self.checkpoints.begin_if_wanted(self._learner.step)
             if self._controls.draining.is_set():
                 if not self._controls.drained.is_set():
                     self._intake.release_all()
                     self._controls.drained.set()
                     self._report("drained")
-                go_on = False
             elif asleep:
                 self._report("asleep: the engines use the devices")
             elif not self._controls.paused.is_set():
-                return go_on
+                return
             else:
                 self._report("paused")
             time.sleep(IDLE_SECONDS)
-
-    def _export(self) -> None:
-        """Write the requested exports of the model."""
-        while not self._controls.exports.empty():
-            folder, answer = self._controls.exports.get()
-            try:
-                self._channel.send({"do": "save", "folder": str(folder)})
-                self._learner.save_hf(folder)
-                answer.set_result(self._learner.step)
-            except Exception as error:
-                answer.set_exception(error)
-                raise  # the other ranks fail as well
-
-    def _discard(self, opened: StepBuilder) -> None:
-        """Discard the open step; its groups stay held for the next attempt."""
-        opened.end_spans()
-        self._channel.send({"do": "discard"})
-        self._learner.discard()
 
     def _packer(self) -> Packer:
         trainer = self._config.trainer
@@ -330,7 +274,10 @@ class Training:
     def _report(self, detail: str) -> None:
         """Report progress to the parent if it changed, and every second to show that this thread is alive."""
         self._iterations += 1
-        now, state = time.monotonic(), {"detail": detail, "held": self._intake.held, "done": self._done_groups}
-        if state != self._reported or now - self._reported_at > 1.0:
-            self._reported, self._reported_at = state, now
-            self._emit("progress", {**state, "iterations": self._iterations})
+        now = time.monotonic()
+        progress = TrainingProgress(detail=detail, held_groups=self._intake.held, done_groups=self._done_groups)
+        if progress != self._reported or now - self._reported_at > 1.0:
+            self._reported, self._reported_at = progress, now
+            event = TrainResponse(progress=progress)
+            event.progress.iterations = self._iterations
+            self._emit(event)

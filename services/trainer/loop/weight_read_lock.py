@@ -5,8 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from relaxd.rpc.errors import FailedPrecondition
 
-class HoldRefused(Exception):
+
+class HoldRefused(FailedPrecondition):
     """The requested weights can't be read now."""
 
 
@@ -17,7 +19,7 @@ class WeightReadLock:
     """
 
     def __init__(self, term: int) -> None:
-        self._term = term
+        self.term = term
         self._condition = threading.Condition()
         self._version: int | None = None
         self._held_until = 0.0
@@ -40,10 +42,10 @@ class WeightReadLock:
             HoldRefused: the current weights are other ones, or are being changed.
         """
         with self._condition:
-            if (term, version) != (self._term, self._version):
+            if (term, version) != (self.term, self._version):
                 now = "they are being changed"
                 if self._version is not None:
-                    now = f"the trainer has ({self._term}, {self._version})"
+                    now = f"the trainer has ({self.term}, {self._version})"
                 raise HoldRefused(f"weights (term {term}, version {version}) can't be sent: {now}")
             self._hold += 1
             self._held_until = time.monotonic() + seconds

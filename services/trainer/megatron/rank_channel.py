@@ -6,15 +6,13 @@ the other ranks wait as `DiskWork` does.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from services.trainer.megatron.disk_work import DiskWork, Progress
+from services.trainer.megatron.disk_work import DiskWork
 
 TICK_SECONDS = 0.5
 """Longest silence of rank 0 while it waits."""
@@ -30,6 +28,7 @@ class RankChannel:
         """Create the channel's process group. Receiving fails after `timeout_seconds` without a command or tick."""
         self.size = dist.get_world_size()
         self.disk = disk
+        self.timeout_seconds = timeout_seconds
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._last = time.monotonic()
 
@@ -38,13 +37,6 @@ class RankChannel:
         self._last = time.monotonic()
         if self.size > 1:
             dist.broadcast_object_list([command], 0, group=self._group)
-
-    @contextmanager
-    def rank0_only(self, work: str) -> Iterator[Progress]:
-        """Rank 0: do disk work in the block while the other ranks wait; see `DiskWork.all_ranks`."""
-        self.send({"do": "wait", "work": work})
-        with self.disk.all_ranks(work) as progress:
-            yield progress
 
     def all_ranks_agree(self, yes: bool) -> bool:
         """Return whether `yes` is True on all ranks. All call it together."""

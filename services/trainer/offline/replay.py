@@ -43,8 +43,8 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         OfflineError, StepFileError: a step file is missing or damaged.
         CheckpointError: the checkpoint doesn't fit the model.
     """
-    from services.trainer.checkpoints.checkpoints import same_layout
     from services.trainer.learner.learner import Learner
+    from services.trainer.loop.checkpoints import same_layout
     from services.trainer.loop.round_runner import RoundRunner
     from services.trainer.megatron.rank_channel import RankChannel
 

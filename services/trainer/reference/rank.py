@@ -6,7 +6,8 @@ Rank 0 takes groups from the board and sends their packed tokens to the other ra
 import logging
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,49 +17,66 @@ from relaxd import telemetry
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig, TrainerConfig
 from relaxd.data.models import resolve_model
-from relaxd.process.json_child_server import JsonChildServer
+from relaxd.process.child_server import ChildServer, Outbox
 from relaxd.roles import REFERENCE
+from relaxd.v1 import trainer_rank_pb2 as pb
+from relaxd.v1 import trainer_rank_pb2_grpc
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.forward import Forward
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 from services.trainer.reference.stage import ReferenceStage
 
+END_SECONDS = 5.0
+"""Time in which the parent reads why a rank failed, and kills it."""
+
 logger = logging.getLogger(__name__)
 
 
-class ReferenceRank:
-    """The rank process: handlers of the parent's requests, and the thread that computes."""
+class ReferenceRank(trainer_rank_pb2_grpc.TrainerRankServicer):
+    """The rank's handlers, and the thread that computes. It has no weights to hold or send: those calls are refused."""
 
     def __init__(self) -> None:
         self._number = int(os.environ.get("RANK", "0"))
         self._stage: ReferenceStage | None = None
-        self._server = JsonChildServer(
-            {"start": self._start, "pause": self._pause, "resume": self._resume, "drain": self._drain}
-        )
+        self._reported = pb.TrainingProgress()
+        self._events: Outbox[pb.TrainResponse] = Outbox()
 
-    def serve(self) -> None:
-        """Answer requests until the parent exits."""
-        self._server.serve()
+    async def Train(self, request: pb.TrainRequest, context: Any) -> AsyncIterator[pb.TrainResponse]:
+        """Start the thread that computes and stream its events."""
+        threading.Thread(target=self._work, args=(request,), name="reference", daemon=True).start()
+        async for event in self._events:
+            yield event
 
-    def _start(self, params: dict[str, Any]) -> None:
-        telemetry.setup_logging(f"{params['replica_id']}/rank{self._number}", params["log_level"])
-        logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
-        telemetry.setup(REFERENCE, params["replica_id"])
-        threading.Thread(target=self._work, args=(params,), name="reference", daemon=True).start()
+    def SetPaused(self, request: pb.SetPausedRequest, context: Any) -> pb.SetPausedResponse:
+        """Take no more groups, or take them again."""
+        if self._stage is not None:
+            (self._stage.worker.pause if request.paused else self._stage.worker.resume)()
+        return pb.SetPausedResponse()
 
-    def _work(self, params: dict[str, Any]) -> None:
+    def HandBackGroups(self, request: pb.HandBackGroupsRequest, context: Any) -> pb.HandBackGroupsResponse:
+        """Finish held groups in time and hand back the others."""
+        if self._stage is not None:
+            self._stage.worker.drain(request.seconds)
+            telemetry.flush()  # the parent kills the ranks next
+        return pb.HandBackGroupsResponse(done=self._stage is None or not self._stage.worker.held)
+
+    def _work(self, request: pb.TrainRequest) -> None:
         """Run the thread that computes. Any error ends the process, and the replica with it."""
+        telemetry.setup_logging(f"{request.replica_id}/rank{self._number}", request.log_level)
+        logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
+        telemetry.setup(REFERENCE, request.replica_id)
         try:
-            self._compute(params)
+            self._compute(request)
         except BaseException as error:
             logger.exception("rank %d failed", self._number)
             self._fail(f"{type(error).__name__}: {error}")
             telemetry.shutdown()
+            time.sleep(END_SECONDS)
             os._exit(1)
 
-    def _compute(self, params: dict[str, Any]) -> None:
-        config = RunConfig.model_validate_json(params["config"])
+    def _compute(self, request: pb.TrainRequest) -> None:
+        config = RunConfig.model_validate_json(request.config_json)
         trainer = world_config(config)
         report = self._report_loading if self._number == 0 else None
         forward = Forward(resolve_model(config.model.path), trainer, seed=config.run.seed, report=report)
@@ -74,10 +92,10 @@ class ReferenceRank:
             channel.send(micro_batches)
             return forward.log_probs(model, micro_batches)
 
-        board = Board(params["redis"], params["run_id"], stages_for(config), config.board)
+        board = Board(request.redis, request.run_id, stages_for(config), config.board)
         self._stage = stage = ReferenceStage(
             board,
-            params["replica_id"],
+            request.replica_id,
             compute,
             temperature=config.rollout.temperature,
             micro_batch_tokens=trainer.micro_batch_tokens,
@@ -85,38 +103,26 @@ class ReferenceRank:
             on_failure=self._fail,
         )
         stage.worker.start()
-        self._server.emit("loaded", {})
+        self._events.put(pb.TrainResponse(loaded=pb.RankLoaded()))
         while True:
             stage.run(TICK_SECONDS)
             channel.tick()
             self._report_progress()
 
     def _report_loading(self, detail: str) -> None:
-        self._server.emit("loading", {"detail": detail})
+        self._events.put(pb.TrainResponse(progress=pb.TrainingProgress(detail=detail)))
 
     def _report_progress(self) -> None:
         if (stage := self._stage) is not None:
-            counts = {"held": stage.worker.held, "done": stage.worker.done, "turns": stage.turns}
-            self._server.emit("progress", counts)
+            progress = pb.TrainingProgress(
+                held_groups=stage.worker.held, done_groups=stage.worker.done, iterations=stage.turns
+            )
+            if progress != self._reported:
+                self._reported = progress
+                self._events.put(pb.TrainResponse(progress=progress))
 
     def _fail(self, reason: str) -> None:
-        self._server.emit("failed", {"reason": reason})
-
-    def _pause(self, params: dict[str, Any]) -> None:
-        if self._stage is not None:
-            self._stage.worker.pause()
-
-    def _resume(self, params: dict[str, Any]) -> None:
-        if self._stage is not None:
-            self._stage.worker.resume()
-
-    def _drain(self, params: dict[str, Any]) -> int:
-        """Finish held groups in time and hand back the others. Returns how many are still held."""
-        if self._stage is None:
-            return 0
-        self._stage.worker.drain(params["seconds"])
-        telemetry.flush()  # the parent kills the ranks next
-        return self._stage.worker.held
+        self._events.put(pb.TrainResponse(failed=reason))
 
 
 def world_config(config: RunConfig) -> TrainerConfig:
@@ -137,4 +143,4 @@ def world_config(config: RunConfig) -> TrainerConfig:
 
 
 if __name__ == "__main__":
-    ReferenceRank().serve()
+    ChildServer((trainer_rank_pb2_grpc.add_TrainerRankServicer_to_server, ReferenceRank())).serve()

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-from typing import Any
 
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
@@ -12,9 +11,11 @@ from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.roles import REFERENCE
+from relaxd.rpc.errors import RpcError
+from relaxd.v1 import trainer_rank_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
-from services.trainer.service.rank_processes import RankProcesses
+from services.trainer.service.rank_processes import RankProcess, RankProcesses
 
 RANK_MODULE = "services.trainer.reference.rank"
 REQUEST_SECONDS = 10.0
@@ -57,13 +58,13 @@ class ReferenceService(ReplicaService):
         self._loaded.clear()
         self._ranks = ranks = RankProcesses(sizes.ranks, self._on_event, environment, gpu_lease, RANK_MODULE)
         await ranks.start(
-            {
-                "config": config.model_dump_json(),
-                "run_id": assignment.run_id,
-                "redis": self._settings.redis,
-                "replica_id": self._settings.replica_id,
-                "log_level": self._settings.log_level,
-            }
+            pb.TrainRequest(
+                config_json=config.model_dump_json(),
+                run_id=assignment.run_id,
+                redis=self._settings.redis,
+                replica_id=self._settings.replica_id,
+                log_level=self._settings.log_level,
+            )
         )
         failed, loaded = asyncio.create_task(ranks.failed()), asyncio.create_task(self._loaded.wait())
         try:
@@ -93,16 +94,20 @@ class ReferenceService(ReplicaService):
 
     async def pause_run(self) -> None:
         """See ReplicaService."""
-        await self._request("pause")
+        await self._set_paused(True)
 
     async def resume_run(self) -> None:
         """See ReplicaService."""
-        await self._request("resume")
+        await self._set_paused(False)
 
     async def drain(self, seconds: float) -> int:
         """See ReplicaService. Groups not finished in time return to the board."""
-        held = await self._request("drain", seconds, seconds=max(0.0, seconds - DRAIN_MARGIN_SECONDS))
-        self._held = self._held if held is None else held
+        if self._ranks is not None:
+            request = pb.HandBackGroupsRequest(seconds=max(0.0, seconds - DRAIN_MARGIN_SECONDS))
+            with contextlib.suppress(RpcError):  # a rank that fails ends this replica
+                control = self._ranks.ranks[0].control
+                if (await control.HandBackGroups(request, timeout=seconds + REQUEST_SECONDS)).done:
+                    self._held = 0
         return self._held
 
     def status(self) -> ServiceStatus:
@@ -116,22 +121,21 @@ class ReferenceService(ReplicaService):
             gauges={"ranks": float(len(pids)), **{f"rank{i}_pid": float(pid) for i, pid in enumerate(pids)}},
         )
 
-    async def _request(self, method: str, timeout: float = 0.0, **params: Any) -> Any:
-        """Send a request to rank 0; returns None if there is none, or it fails, which ends this replica."""
-        if self._ranks is None:
-            return None
-        with contextlib.suppress(ChildError):
-            return await self._ranks.request(0, method, params, timeout + REQUEST_SECONDS)
-        return None
+    async def _set_paused(self, paused: bool) -> None:
+        if self._ranks is not None:
+            with contextlib.suppress(RpcError):  # a rank that fails ends this replica
+                await self._ranks.ranks[0].control.SetPaused(
+                    pb.SetPausedRequest(paused=paused), timeout=REQUEST_SECONDS
+                )
 
     async def _give_up_with(self, ranks: RankProcesses) -> None:
         self._context.give_up(await ranks.failed())
 
-    def _on_event(self, rank: int, event: str, values: dict[str, Any]) -> None:
-        match event:
-            case "loading":
-                self._detail = values["detail"]
-            case "loaded":
-                self._loaded.set()
-            case "progress":
-                self._held, self._done, self._turns = values["held"], values["done"], values["turns"]
+    def _on_event(self, rank: RankProcess, event: pb.TrainResponse) -> None:
+        if rank.number:
+            return
+        if event.HasField("loaded"):
+            self._loaded.set()
+        elif event.HasField("progress"):
+            self._detail, self._held = event.progress.detail, event.progress.held_groups
+            self._done, self._turns = event.progress.done_groups, event.progress.iterations

@@ -1,24 +1,37 @@
 """The rank processes of one Megatron world, as children of the service: started together, killed together."""
 
 import asyncio
-import logging
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from relaxd.process.child import ChildExit
+from relaxd.process.child import Child, ChildError
 from relaxd.process.gpu_lease import GpuLease
-from relaxd.process.json_child import JsonChild
+from relaxd.rpc.errors import RpcError
+from relaxd.v1 import trainer_pb2_grpc, trainer_rank_pb2, trainer_rank_pb2_grpc
 
-logger = logging.getLogger(__name__)
-
-RankEvent = Callable[[int, str, dict[str, Any]], None]
-"""Callback with rank, event name and event parameters."""
+RankEvent = Callable[["RankProcess", trainer_rank_pb2.TrainResponse], None]
+"""Callback with the rank and its event."""
 
 START_SECONDS = 60.0
-"""Deadline of a child's first request; importing torch and Megatron takes seconds."""
+"""Deadline for a child to serve; importing torch and Megatron takes seconds."""
+
+
+@dataclass
+class RankProcess:
+    """One rank: its process and the stubs of what it serves."""
+
+    number: int
+    child: Child
+    trainer: Any
+    """A trainer_pb2_grpc.TrainerStub."""
+    control: Any
+    """A trainer_rank_pb2_grpc.TrainerRankStub."""
+    loaded: trainer_rank_pb2.RankLoaded | None = None
+    """Its part in broadcasts; None until it has its model."""
 
 
 class RankProcesses:
@@ -37,16 +50,12 @@ class RankProcesses:
         self._on_event = on_event
         self._environment = environment
         self._gpu_lease = gpu_lease
-        self._children: list[JsonChild] = []
+        self.ranks: list[RankProcess] = []
+        self._reading: list[asyncio.Task[None]] = []
         self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids, by rank."""
-        return [child.pid for child in self._children]
-
-    async def start(self, params: Mapping[str, Any]) -> None:
-        """Start every rank and send it its start request.
+    async def start(self, request: trainer_rank_pb2.TrainRequest) -> None:
+        """Start every rank and have it train.
 
         Raises:
             ChildError: a rank didn't start.
@@ -55,46 +64,55 @@ class RankProcesses:
         if sys.platform == "linux":
             # All ranks are on this machine, and gloo has no authentication: bind it to the loopback interface.
             rendezvous["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-        for rank in range(self._count):
-            self._children.append(
-                await JsonChild.start(
-                    self._module,
-                    env={**self._environment, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    name=f"rank {rank}",
-                    on_event=lambda event, values, rank=rank: self._on_child_event(rank, event, values),  # type: ignore[misc]
-                    gpu_lease=self._gpu_lease,
-                )
+        for number in range(self._count):
+            child = await Child.start(
+                self._module,
+                env={**self._environment, **rendezvous, "RANK": str(number), "LOCAL_RANK": str(number)},
+                name=f"rank {number}",
+                gpu_lease=self._gpu_lease,
             )
-        for child in self._children:
-            child.exited.add_done_callback(lambda future, name=child.name: self._exited(name, future))  # type: ignore[misc]
-        await asyncio.gather(*(child.request("start", params, START_SECONDS) for child in self._children))
+            trainer = trainer_pb2_grpc.TrainerStub(child.channel)
+            control = trainer_rank_pb2_grpc.TrainerRankStub(child.channel)
+            self.ranks.append(RankProcess(number, child, trainer, control))
+            child.exited.add_done_callback(lambda _, child=child: self._exited(child))  # type: ignore[misc]
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.gather(*(rank.child.wait_connected() for rank in self.ranks))
+        except TimeoutError:
+            raise ChildError(f"a rank did not start within {START_SECONDS:g} s") from None
+        self._reading = [asyncio.create_task(self._read(rank, request)) for rank in self.ranks]
 
     async def failed(self) -> str:
         """Wait until a rank fails or dies; return the reason."""
         return await asyncio.shield(self._reason)
 
-    async def request(self, rank: int, method: str, params: Mapping[str, Any], timeout: float) -> Any:
-        """Send a request to one rank; see `JsonChild.request`."""
-        return await self._children[rank].request(method, params, timeout)
-
     async def kill(self) -> None:
         """Kill all ranks and wait until they have exited."""
-        for child in self._children:
-            child.kill()
-        if self._children:
-            await asyncio.wait({asyncio.ensure_future(asyncio.shield(child.exited)) for child in self._children})
+        for task in self._reading:
+            task.cancel()
+        for rank in self.ranks:
+            rank.child.kill()
+        if self.ranks:
+            await asyncio.wait({asyncio.ensure_future(asyncio.shield(rank.child.exited)) for rank in self.ranks})
 
-    def _on_child_event(self, rank: int, event: str, values: dict[str, Any]) -> None:
-        if event == "failed":
-            self._fail(f"rank {rank}: {values['reason']}")
-        else:
-            self._on_event(rank, event, values)
+    async def _read(self, rank: RankProcess, request: trainer_rank_pb2.TrainRequest) -> None:
+        """Read the events of a rank until it ends."""
+        try:
+            async for event in rank.control.Train(request, timeout=None):
+                if event.HasField("failed"):
+                    self._fail(f"{rank.child.name}: {event.failed}")
+                else:
+                    self._on_event(rank, event)
+        except ChildError:
+            pass  # `_exited` says how
+        except RpcError as error:
+            self._fail(f"{rank.child.name}: {error}")
 
-    def _exited(self, name: str, future: "asyncio.Future[ChildExit]") -> None:
-        code = future.result().exit_code
+    def _exited(self, child: Child) -> None:
+        ended = child.exited.result()
+        code, last = ended.exit_code, ended.last_lines[-1:]
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        last = future.result().last_lines[-1:]
-        self._fail(f"{name} {how}" + (f": {last[0]}" if last and code > 0 else ""))
+        self._fail(f"{child.name} {how}" + (f": {last[0]}" if last and code > 0 else ""))
 
     def _fail(self, reason: str) -> None:
         if not self._reason.done():

@@ -5,18 +5,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 import grpc
-from google.protobuf.json_format import ParseDict
 
 from relaxd.process.child import ChildError
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.rpc.client import channel
-from relaxd.rpc.errors import Unavailable, explain
+from relaxd.rpc.errors import RpcError, Unavailable, explain
 from relaxd.rpc.settings import ServiceSettings
-from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2, weights_pb2
-from services.trainer.service.rank_processes import RankProcesses
+from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2, trainer_pb2, trainer_rank_pb2
+from services.trainer.service.rank_processes import RankProcess, RankProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +24,8 @@ FAILED_AFTER = 3
 """Consecutive failures after which the replica counts as failed; restarts go on."""
 DRAIN_MARGIN_SECONDS = 5.0
 """Extra time for the answer to a drain, in which rank 0 sends its last traces and metrics."""
+PAUSE_SECONDS = 10.0
+"""Deadline for pausing or resuming, which only changes a flag."""
 ANNOUNCE_SECONDS = 10.0
 """Deadline of one announcement."""
 ANNOUNCE_AGAIN_SECONDS = 0.5
@@ -38,7 +38,8 @@ class RankSupervisor:
     def __init__(
         self,
         settings: ServiceSettings,
-        start: Mapping[str, Any],
+        count: int,
+        request: trainer_rank_pb2.TrainRequest,
         environment: Mapping[str, str],
         take_turn: Callable[[Callable[[str], None]], Awaitable[None]] | None = None,
         gpu_lease: GpuLease | None = None,
@@ -47,7 +48,8 @@ class RankSupervisor:
 
         Args:
             settings: the service's settings.
-            start: parameters of the ranks' start request.
+            count: number of ranks.
+            request: what the ranks are asked to train.
             environment: environment variables, in addition to this process's.
             take_turn: in a colocated run, awaited before each start (ReplicaContext.take_turn).
             gpu_lease: the ranks are killed when it is over.
@@ -58,16 +60,13 @@ class RankSupervisor:
         self._gpu_lease = gpu_lease
         self.awake = False
         """Whether the ranks use the devices, in a colocated run."""
-        self._start = dict(start)
-        self._count: int = start["ranks"]
-        self._ranks: RankProcesses | None = None
+        self._count = count
+        self._request = request
+        self._processes: RankProcesses | None = None
         self._failures = 0
-        self._facts: dict[int, dict[str, Any]] = {}
         self._announcement = asyncio.Event()
-        self._pause_task: asyncio.Task[None] | None = None
-        self.term = 0
-        self.version: int | None = None
-        """Newest committed version; None before the first one of this term."""
+        self.weights = replica_pb2.WeightVersion()
+        """The newest committed weights; term 0 before the first ones of this term."""
         self.step_trace: dict[str, str] = {}
         """Trace context of the step that produced it."""
         self.detail = "starting the ranks"
@@ -76,9 +75,8 @@ class RankSupervisor:
         self._done_before = 0
         self.iterations = 0
         """Iterations of the training loop, as last reported by rank 0."""
-        self.manifest = weights_pb2.WeightManifest()
-        self.source_ranks = 0
-        self.store_port = 0
+        self.manifest = trainer_pb2.GetWeightManifestResponse()
+        """What a broadcast sends, without the store's host and the weights' version; empty while the ranks load."""
 
     @property
     def colocated(self) -> bool:
@@ -88,7 +86,7 @@ class RankSupervisor:
     @property
     def ready(self) -> bool:
         """Whether the ranks have weights."""
-        return self.version is not None
+        return self.weights.term > 0 and all(rank.loaded for rank in self.ranks)
 
     @property
     def state(self) -> replica_pb2.ReplicaState.ValueType:
@@ -99,25 +97,26 @@ class RankSupervisor:
         return replica_pb2.REPLICA_STATE_FAILED if failed else replica_pb2.REPLICA_STATE_STARTING
 
     @property
-    def weights(self) -> replica_pb2.WeightVersion:
-        """The newest committed weights."""
-        return replica_pb2.WeightVersion(term=self.term, version=self.version or 0)
+    def ranks(self) -> list[RankProcess]:
+        """The running ranks, by number."""
+        return self._processes.ranks if self._processes else []
 
     @property
-    def senders(self) -> list[int]:
-        """Ranks that connect to the engines, by pipeline stage."""
-        sources = [rank for rank, facts in self._facts.items() if facts["source"]]
-        return sorted(sources, key=lambda rank: self._facts[rank]["stage"])
+    def rank0(self) -> RankProcess:
+        """Rank 0. Raises Unavailable if no ranks are running."""
+        if not self.ranks:
+            raise Unavailable(f"the trainer's ranks aren't running: {self.detail}")
+        return self.ranks[0]
 
     @property
-    def gatherers(self) -> list[int]:
+    def senders(self) -> list[RankProcess]:
+        """Ranks that connect to the engines: one for each pipeline stage."""
+        return [rank for rank in self.ranks if rank.loaded and rank.loaded.source]
+
+    @property
+    def gatherers(self) -> list[RankProcess]:
         """Ranks that take part in a broadcast: the senders and the ranks that hold parts of their tensors."""
-        return sorted(rank for rank, facts in self._facts.items() if facts["gathers"])
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids, by rank."""
-        return self._ranks.pids if self._ranks else []
+        return [rank for rank in self.ranks if rank.loaded and rank.loaded.gathers]
 
     async def live(self) -> None:
         """Run the ranks and restart them when they fail, until cancelled."""
@@ -142,85 +141,59 @@ class RankSupervisor:
                 with contextlib.suppress(asyncio.CancelledError):
                     await announcing
 
-    async def request(self, rank: int, method: str, params: Mapping[str, Any], timeout: float) -> Any:
-        """Send a request to one rank.
-
-        Raises:
-            Unavailable: no ranks are running.
-            ChildError: see `JsonChild.request`.
-        """
-        if self._ranks is None:
-            raise Unavailable(f"the trainer's ranks aren't running: {self.detail}")
-        return await self._ranks.request(rank, method, params, timeout)
-
     async def set_paused(self, paused: bool) -> None:
         """Pause or resume the ranks, also after restarts."""
-        self._start["paused"] = paused
-        if 0 in self._facts:
-            await self._send_paused()
-
-    async def change_sleep(self, *, asleep: bool, metrics: Mapping[str, float], seconds: float) -> dict[str, Any]:
-        """Put the ranks to sleep or wake them up. Returns before and after (bytes in use) and seconds."""
-        if not asleep:
-            self.awake = True
-        params = {"seconds": seconds, "metrics": dict(metrics)}
-        change: dict[str, Any] = await self.request(0, "sleep" if asleep else "wake", params, seconds)
-        self.awake = not asleep
-        return change
+        self._request.paused = paused
+        with contextlib.suppress(RpcError):  # after a restart, Train says it
+            request = trainer_rank_pb2.SetPausedRequest(paused=paused)
+            await self.rank0.control.SetPaused(request, timeout=PAUSE_SECONDS)
 
     async def drain(self, seconds: float) -> int:
         """Stop taking groups and hand back the held ones. Returns the number of groups that are still held."""
-        if self._ranks is None or 0 not in self._facts or self.term == 0:
+        if not self.manifest.source_ranks:
             return 0
-        with contextlib.suppress(ChildError, Unavailable):
-            if await self.request(0, "drain", {"seconds": seconds}, seconds + DRAIN_MARGIN_SECONDS):
+        with contextlib.suppress(RpcError):
+            request = trainer_rank_pb2.HandBackGroupsRequest(seconds=seconds)
+            if (await self.rank0.control.HandBackGroups(request, timeout=seconds + DRAIN_MARGIN_SECONDS)).done:
                 self.held_groups = 0
         return self.held_groups
 
     async def _run_world(self) -> str:
         """Run the ranks until one fails; return the reason."""
-        self._facts.clear()
-        ranks = RankProcesses(self._count, self._on_event, self._environment, self._gpu_lease)
-        self._ranks = ranks
+        processes = RankProcesses(self._count, self._on_event, self._environment, self._gpu_lease)
+        self._processes = processes
         try:
-            await ranks.start(self._start)
-            return await ranks.failed()
+            await processes.start(self._request)
+            return await processes.failed()
         except ChildError as error:
             return str(error)
         finally:
-            self._ranks, self.version = None, None
-            self.term, self.held_groups = 0, 0
+            self._processes, self.held_groups = None, 0
+            self.weights = replica_pb2.WeightVersion()
+            self.manifest = trainer_pb2.GetWeightManifestResponse()
             self._done_before = self.done_groups
             self._announcement.clear()
-            await ranks.kill()
+            await processes.kill()
             self.awake = False  # not earlier: dying ranks still use the devices
 
-    def _on_event(self, rank: int, event: str, values: dict[str, Any]) -> None:
-        match event:
+    def _on_event(self, rank: RankProcess, event: trainer_rank_pb2.TrainResponse) -> None:
+        match event.WhichOneof("event"):
             case "loaded":
-                self._facts[rank] = values
-                if rank == 0:  # it may have missed an earlier request
-                    self._pause_task = asyncio.create_task(self._send_paused())
-            case "term":
-                self.term = values["term"]
-                self.manifest = ParseDict(values["manifest"], weights_pb2.WeightManifest())
-                self.source_ranks, self.store_port = values["source_ranks"], values["store_port"]
+                rank.loaded = event.loaded
+            case "manifest":
+                self.manifest = event.manifest
             case "progress":
-                self.detail, self.held_groups = values["detail"], values["held"]
-                self.done_groups = self._done_before + values["done"]
-                self.iterations = values["iterations"]
+                self.detail, self.held_groups = event.progress.detail, event.progress.held_groups
+                self.done_groups = self._done_before + event.progress.done_groups
+                self.iterations = event.progress.iterations
             case "version":
-                if self.version is not None:
+                if self.weights.term:
                     self._failures = 0
-                self.version, self.step_trace = values["version"], values["trace"]
+                self.weights, self.step_trace = event.version.weights, dict(event.version.trace)
                 self._announcement.set()
 
     def _set_detail(self, detail: str) -> None:
         self.detail = detail
-
-    async def _send_paused(self) -> None:
-        with contextlib.suppress(ChildError, Unavailable):  # after a restart, the start request says it
-            await self.request(0, "pause" if self._start["paused"] else "resume", {}, 10.0)
 
     async def _announce(self, coordinator: coordinator_pb2_grpc.CoordinatorStub) -> None:
         """Announce each version to the coordinator, retrying until the newest one arrives."""
@@ -228,10 +201,10 @@ class RankSupervisor:
         while True:
             await self._announcement.wait()
             self._announcement.clear()
-            if self.version is None:
+            if not self.weights.term:
                 continue
             request = coordinator_pb2.AnnounceVersionRequest(
-                run_id=self._start["run_id"], replica_id=self._settings.replica_id, weights=self.weights
+                run_id=self._request.run_id, replica_id=self._request.replica_id, weights=self.weights
             )
             try:
                 trace = tuple(self.step_trace.items())

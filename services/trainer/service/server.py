@@ -3,17 +3,12 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-import grpc
+from typing import Any, TypeVar
 
 from relaxd import telemetry
 from relaxd.config import RunConfig
-from relaxd.process.child import ChildError
-from relaxd.process.json_child import ChildRequestError, ChildTimeout
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.replica import advertised_address
@@ -23,23 +18,29 @@ from relaxd.roles import TRAINER
 from relaxd.rpc.enums import words
 from relaxd.rpc.errors import (
     Aborted,
-    DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
+    RpcError,
     Unavailable,
     Violations,
 )
 from relaxd.rpc.security import is_loopback
 from relaxd.rpc.settings import ServiceSettings
-from relaxd.v1 import coordinator_pb2, replica_pb2, trainer_pb2, trainer_pb2_grpc, weights_pb2
+from relaxd.v1 import coordinator_pb2, trainer_pb2_grpc, weights_pb2
+from relaxd.v1 import trainer_pb2 as pb
+from relaxd.v1 import trainer_rank_pb2 as rank_pb
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.service.export import export_folder
 from services.trainer.service.rank_supervisor import RankSupervisor
+
+T = TypeVar("T")
 
 LEAVE_SECONDS = 5.0
 """Deadline for leaving a group, which only sets a flag and closes connections."""
 HOLD_MARGIN_SECONDS = 1.0
 """The hold on the weights outlasts the broadcast's deadline by this much, so that they never change during one."""
+HOLD_SECONDS = 10.0
+"""Deadline for a hold, which only changes a number."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Environment that makes torch allocate host memory in huge pages, which speeds up a checkpoint's copies."""
 
@@ -60,21 +61,20 @@ class TrainerService(ReplicaService):
         """Start the run's ranks, which load, replay and train on their own; `status` reports their progress."""
         self.run_folder = Path(assignment.folder)
         gpus = await self._context.gpus.lease(config.trainer.ranks)
-        start = {
-            "config": config.model_dump_json(),
-            "run_id": assignment.run_id,
-            "folder": assignment.folder,
-            "redis": self._settings.redis,
-            "store_host": _store_host(self._settings),
-            "replica_id": self._settings.replica_id,
-            "log_level": self._settings.log_level,
-            "ranks": config.trainer.ranks,
-            "paused": False,  # pause_run follows, if it is
-        }
+        request = rank_pb.TrainRequest(
+            run_id=assignment.run_id,
+            config_json=config.model_dump_json(),
+            folder=assignment.folder,
+            redis=self._settings.redis,
+            store_host=_store_host(self._settings),
+            replica_id=self._settings.replica_id,
+            log_level=self._settings.log_level,
+        )
         take_turn = self._context.take_turn if config.run.colocate else None
         environment = gpu_environment(gpus) | NCCL_ENVIRONMENT | (HUGE_PAGES if gpus else {})
         gpu_lease = self._context.gpus.child_lease if gpus else None
-        self.world = RankSupervisor(self._settings, start, environment, take_turn, gpu_lease)
+        ranks = config.trainer.ranks
+        self.world = RankSupervisor(self._settings, ranks, request, environment, take_turn, gpu_lease)
         self._living = asyncio.create_task(self.world.live(), name="world")
 
     async def stop_run(self) -> None:
@@ -105,6 +105,7 @@ class TrainerService(ReplicaService):
         world = self.world
         if world is None:
             return ServiceStatus()
+        pids = {f"rank{rank.number}_pid": float(rank.child.pid) for rank in world.ranks}
         return ServiceStatus(
             held_groups=world.held_groups,
             done_groups=world.done_groups,
@@ -113,12 +114,12 @@ class TrainerService(ReplicaService):
             state=world.state,
             weights=world.weights if world.ready else None,
             awake=world.awake,
-            gauges={"ranks": float(len(world.pids)), **{f"rank{i}_pid": float(p) for i, p in enumerate(world.pids)}},
+            gauges={"ranks": float(len(pids)), **pids},
         )
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
-    """Handlers of relaxd.v1.Trainer."""
+    """Handlers of relaxd.v1.Trainer: they validate a request and pass it on to the ranks that it concerns."""
 
     def __init__(self, service: TrainerService, settings: ServiceSettings) -> None:
         self._service = service
@@ -128,34 +129,32 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         """Term and name of the group that the source ranks are in."""
 
     async def GetWeightManifest(
-        self, request: trainer_pb2.GetWeightManifestRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.GetWeightManifestResponse:
+        self, request: pb.GetWeightManifestRequest, context: Any
+    ) -> pb.GetWeightManifestResponse:
         """Return the manifest of a broadcast and the address of the ranks' store."""
         world = self._ready_world()
+        response = pb.GetWeightManifestResponse(weights=world.weights)
+        response.MergeFrom(world.manifest)
         # The store has this process's advertised host and its own port.
         host, _, _ = advertised_address(self._settings, 0).rpartition(":")
-        return trainer_pb2.GetWeightManifestResponse(
-            manifest=world.manifest,
-            source_ranks=world.source_ranks,
-            store_host=host.strip("[]"),
-            store_port=world.store_port,
-            weights=world.weights,
-        )
+        response.store_host = host.strip("[]")
+        return response
 
     async def JoinWeightGroup(
-        self, request: trainer_pb2.TrainerJoinWeightGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.TrainerJoinWeightGroupResponse:
+        self, request: pb.TrainerJoinWeightGroupRequest, context: Any
+    ) -> pb.TrainerJoinWeightGroupResponse:
         """Connect the source ranks to the engines."""
         group = request.group
         world = self._ready_world()
+        sources = world.manifest.source_ranks
         violations = Violations()
         violations.check(group.name, "group.name", "is empty: it must be a name that was never used before")
-        transport = words(weights_pb2.Transport).get(group.transport, "")
-        violations.check(transport, "group.transport", f"is {group.transport}: it must be a transport's number")
+        known = words(weights_pb2.Transport).get(group.transport)
+        violations.check(known, "group.transport", f"is {group.transport}: it must be a transport's number")
         violations.check(
-            group.world_size > world.source_ranks,
+            group.world_size > sources,
             "group.world_size",
-            f"is {group.world_size}: it must be above the {world.source_ranks} source ranks",
+            f"is {group.world_size}: it must be above the {sources} source ranks",
         )
         violations.check_seconds(group.timeout_seconds, "group.timeout_seconds")
         violations.check(
@@ -163,26 +162,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         )
         violations.raise_if_any()
         self._sync_ids.take(request.sync_id)
-        params = {
-            "transport": transport,
-            "host": group.store_host or "127.0.0.1",
-            "port": group.store_port or world.store_port,
-            "name": group.name,
-            "world_size": group.world_size,
-            "timeout": group.timeout_seconds,
-        }
-        self._group = (world.term, group.name)
-        with _translate_errors(f"join weight group {group.name}"):
-            try:
-                await _request_all(world, world.senders, "join_group", params, group.timeout_seconds + 1.0)
-            except BaseException:
-                await self._leave(world, group.name)
-                raise
-        return trainer_pb2.TrainerJoinWeightGroupResponse()
+        group.store_port = group.store_port or world.manifest.store_port
+        self._group = (world.weights.term, group.name)
+        timeout = group.timeout_seconds + 1.0
+        try:
+            await _first_error(rank.trainer.JoinWeightGroup(request, timeout=timeout) for rank in world.senders)
+        except BaseException:
+            await self._leave(world, group.name)
+            raise
+        return pb.TrainerJoinWeightGroupResponse()
 
-    async def BroadcastWeights(
-        self, request: trainer_pb2.BroadcastWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.BroadcastWeightsResponse:
+    async def BroadcastWeights(self, request: pb.BroadcastWeightsRequest, context: Any) -> pb.BroadcastWeightsResponse:
         """Broadcast the weights once. The optimizer waits until it ends."""
         world = self._ready_world()
         seconds = request.timeout_seconds
@@ -190,112 +180,88 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         violations.check_seconds(seconds, "timeout_seconds")
         violations.raise_if_any()
         self._sync_ids.take(request.sync_id)
-        if self._group != (world.term, request.group_name):
+        if self._group != (world.weights.term, request.group_name):
             raise FailedPrecondition(f'this trainer is not in weight group "{request.group_name}": join it first')
-        version = {"term": request.weights.term, "version": request.weights.version}
         link = telemetry.link_from(world.step_trace)
         attributes = {"relaxd.sync_id": request.sync_id, "relaxd.version": request.weights.version}
-        with (
-            telemetry.tracer().start_as_current_span("broadcast", attributes=attributes, links=[link] if link else []),
-            _translate_errors(f"broadcast version {request.weights.version}"),
-        ):
-            hold = await world.request(0, "hold", {**version, "seconds": seconds + HOLD_MARGIN_SECONDS}, 10.0)
-            params = {"name": request.group_name, "timeout": seconds, "with_checksums": request.checksum}
-            in_time = False
+        with telemetry.tracer().start_as_current_span("broadcast", attributes=attributes, links=[link] if link else []):
+            control = world.rank0.control
+            timeout = seconds + HOLD_MARGIN_SECONDS
+            hold = rank_pb.HoldWeightsRequest(weights=request.weights, seconds=timeout)
+            held = await control.HoldWeights(hold, timeout=HOLD_SECONDS)
             try:
-                results = await _request_all(world, world.gatherers, "broadcast", params, seconds + HOLD_MARGIN_SECONDS)
+                results = await _first_error(
+                    rank.trainer.BroadcastWeights(request, timeout=timeout) for rank in world.gatherers
+                )
             except BaseException:
                 await self._leave(world, request.group_name)
                 raise
             finally:
-                in_time = await world.request(0, "release", {"hold": hold}, LEAVE_SECONDS)
-            if not in_time:
+                release = rank_pb.ReleaseWeightsRequest(hold=held.hold)
+                released = await control.ReleaseWeights(release, timeout=LEAVE_SECONDS)
+            if not released.in_time:
                 raise Aborted(f"the broadcast took longer than {seconds:g} s")
-        return trainer_pb2.BroadcastWeightsResponse(
-            seconds=max(result["seconds"] for result in results),
-            bytes=sum(result["bytes"] for result in results),
-            checksums={name: value for result in results for name, value in result["checksums"].items()},
+        return pb.BroadcastWeightsResponse(
+            seconds=max(result.seconds for result in results),
+            bytes=sum(result.bytes for result in results),
+            checksums={name: value for result in results for name, value in result.checksums.items()},
         )
 
     async def LeaveWeightGroup(
-        self, request: trainer_pb2.TrainerLeaveWeightGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.TrainerLeaveWeightGroupResponse:
+        self, request: pb.TrainerLeaveWeightGroupRequest, context: Any
+    ) -> pb.TrainerLeaveWeightGroupResponse:
         """Abort and forget a group, even during a broadcast. Do nothing if the trainer isn't in it."""
         if request.sync_id:
             self._sync_ids.take(request.sync_id)
         world = self._service.world
         if world is not None and world.ready:
             await self._leave(world, request.group_name)
-        return trainer_pb2.TrainerLeaveWeightGroupResponse()
+        return pb.TrainerLeaveWeightGroupResponse()
 
     async def ExportHuggingFace(
-        self, request: trainer_pb2.ExportHuggingFaceRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.ExportHuggingFaceResponse:
+        self, request: pb.ExportHuggingFaceRequest, context: Any
+    ) -> pb.ExportHuggingFaceResponse:
         """Write the current weights as a Hugging Face folder."""
-        world = self._ready_world()
+        rank0 = self._ready_world().rank0
         try:
-            target = export_folder(self._service.run_folder, request.folder)
+            request.folder = str(export_folder(self._service.run_folder, request.folder))
         except ValueError as error:
             raise InvalidArgument(str(error), [("folder", str(error))]) from error
-        term = world.term
-        seconds = self._seconds_left(context)
-        with _translate_errors(f"export to {target}"):
-            version = await world.request(0, "export", {"folder": str(target), "seconds": seconds}, seconds)
-        return trainer_pb2.ExportHuggingFaceResponse(
-            path=str(target), weights=replica_pb2.WeightVersion(term=term, version=version)
-        )
+        return await rank0.trainer.ExportHuggingFace(request, timeout=self._seconds_left(context))
 
     async def SaveCheckpoint(
-        self, request: trainer_pb2.TrainerSaveCheckpointRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.TrainerSaveCheckpointResponse:
+        self, request: pb.TrainerSaveCheckpointRequest, context: Any
+    ) -> pb.TrainerSaveCheckpointResponse:
         """Take a checkpoint and wait until it is on disk."""
-        world = self._ready_world()
-        term = world.term
-        seconds = self._seconds_left(context)
-        with _translate_errors("take a checkpoint"):
-            saved = await world.request(0, "checkpoint", {"seconds": seconds}, seconds)
-        return trainer_pb2.TrainerSaveCheckpointResponse(
-            path=saved["path"], weights=replica_pb2.WeightVersion(term=term, version=saved["step"])
-        )
+        rank0 = self._ready_world().rank0
+        return await rank0.trainer.SaveCheckpoint(request, timeout=self._seconds_left(context))
 
-    async def Sleep(
-        self, request: trainer_pb2.TrainerSleepRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.TrainerSleepResponse:
+    async def Sleep(self, request: pb.TrainerSleepRequest, context: Any) -> pb.TrainerSleepResponse:
         """Move everything from the devices to the host's memory."""
-        memory = await self._change_sleep(request, asleep=True, metrics={})
-        return trainer_pb2.TrainerSleepResponse(memory=memory)
-
-    async def Wake(
-        self, request: trainer_pb2.TrainerWakeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.TrainerWakeResponse:
-        """Move everything back to the devices."""
-        memory = await self._change_sleep(request, asleep=False, metrics=request.metrics)
-        return trainer_pb2.TrainerWakeResponse(memory=memory)
-
-    async def _change_sleep(
-        self,
-        request: trainer_pb2.TrainerSleepRequest | trainer_pb2.TrainerWakeRequest,
-        *,
-        asleep: bool,
-        metrics: Mapping[str, float],
-    ) -> weights_pb2.MemoryChange:
-        seconds = request.timeout_seconds
-        violations = Violations()
-        violations.check_seconds(seconds, "timeout_seconds")
-        for name, value in metrics.items():
-            violations.check(math.isfinite(value), f"metrics[{name!r}]", f"is {value}: it must be finite")
-        violations.raise_if_any()
-        world = self._ready_world()
-        if asleep and not world.colocated:
+        world = self._world_to_switch(request.timeout_seconds)
+        if not world.colocated:
             raise FailedPrecondition("this run isn't colocated (run.colocate): the trainer would never be woken up")
         self._sync_ids.take(request.sync_id)
-        with _translate_errors("sleep" if asleep else "wake up"):
-            change = await world.change_sleep(asleep=asleep, metrics=metrics, seconds=seconds)
-        return weights_pb2.MemoryChange(
-            before_bytes=change["before"], after_bytes=change["after"], seconds=change["seconds"]
-        )
+        response = await world.rank0.trainer.Sleep(request, timeout=request.timeout_seconds)
+        world.awake = False
+        return response
 
-    def _seconds_left(self, context: grpc.aio.ServicerContext[Any, Any]) -> float:
+    async def Wake(self, request: pb.TrainerWakeRequest, context: Any) -> pb.TrainerWakeResponse:
+        """Move everything back to the devices."""
+        world = self._world_to_switch(request.timeout_seconds, request.metrics)
+        self._sync_ids.take(request.sync_id)
+        world.awake = True
+        return await world.rank0.trainer.Wake(request, timeout=request.timeout_seconds)
+
+    def _world_to_switch(self, seconds: float, metrics: Mapping[str, float] | None = None) -> RankSupervisor:
+        violations = Violations()
+        violations.check_seconds(seconds, "timeout_seconds")
+        for name, value in (metrics or {}).items():
+            violations.check(math.isfinite(value), f"metrics[{name!r}]", f"is {value}: it must be finite")
+        violations.raise_if_any()
+        return self._ready_world()
+
+    def _seconds_left(self, context: Any) -> float:
         remaining = context.time_remaining()
         return self._settings.deadline_seconds if remaining is None else remaining
 
@@ -310,39 +276,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def _leave(self, world: RankSupervisor, name: str) -> None:
         if self._group is not None and self._group[1] == name:
             self._group = None
-        with contextlib.suppress(ChildError, Unavailable):  # a dead rank has left
-            await _request_all(world, world.senders, "leave_group", {"name": name}, LEAVE_SECONDS)
+        request = pb.TrainerLeaveWeightGroupRequest(group_name=name)
+        with contextlib.suppress(RpcError):  # a dead rank has left
+            await _first_error(rank.trainer.LeaveWeightGroup(request, timeout=LEAVE_SECONDS) for rank in world.senders)
 
 
-async def _request_all(
-    world: RankSupervisor, ranks: Sequence[int], method: str, params: dict[str, Any], timeout: float
-) -> list[Any]:
-    """Send a request to several ranks at once. The first error ends the wait for the others."""
-    tasks = [asyncio.create_task(world.request(rank, method, params, timeout)) for rank in ranks]
+async def _first_error(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await several calls at once. The first error ends the wait for the others."""
+    tasks = [asyncio.create_task(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
         for task in tasks:
             task.cancel()
-
-
-@contextmanager
-def _translate_errors(action: str) -> Iterator[None]:
-    """Translate errors of the ranks into gRPC errors."""
-    try:
-        yield
-    except ChildRequestError as error:
-        if error.kind == "Late":
-            raise DeadlineExceeded(f"could not {action}: {error}") from error
-        if error.kind == "HoldRefused":
-            raise FailedPrecondition(f"could not {action}: {error}") from error
-        if error.kind == "WeightGroupError":  # caused by other members, not by this trainer
-            raise Aborted(f"could not {action}: {error}") from error
-        raise Unavailable(f"could not {action}: {error.kind}: {error}") from error
-    except ChildTimeout as error:
-        raise DeadlineExceeded(f"could not {action}: {error}") from error
-    except ChildError as error:
-        raise Unavailable(f"could not {action}: {error}") from error
 
 
 def _store_host(settings: ServiceSettings) -> str:

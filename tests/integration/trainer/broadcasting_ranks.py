@@ -26,7 +26,7 @@ def main() -> None:
         broadcaster.join("gloo", "127.0.0.1", int(port), name, int(size), 60)
     for checksums in (False, True):
         result = broadcaster.broadcast(name, 60, checksums)
-    print(json.dumps({"bytes": result.bytes, "checksums": result.checksums}))
+    print(json.dumps({"bytes": result.bytes, "checksums": dict(result.checksums)}))
 
 
 if __name__ == "__main__":

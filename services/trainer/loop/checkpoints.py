@@ -10,13 +10,19 @@ from importlib.metadata import version
 from pathlib import Path
 
 from relaxd import __version__, telemetry
-from relaxd.board import Board, BoardUnavailable, LedgerEntry
+from relaxd.board import BoardUnavailable, LedgerEntry
 from relaxd.config import RunConfig
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointBroken, CheckpointState, Ledger
-from services.trainer.checkpoints.part import CheckpointPart
-from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
+from services.trainer.loop.commands import (
+    BeginCheckpoint,
+    EndCheckpoint,
+    Restore,
+    TrainingRank,
+    VerifyCheckpoint,
+)
+from services.trainer.megatron.rank_channel import TICK_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -31,25 +37,14 @@ class CheckpointFailed(Exception):
 class Checkpoints:
     """Takes, completes, removes and loads checkpoints. Used by rank 0's training thread only."""
 
-    def __init__(
-        self,
-        *,
-        config: RunConfig,
-        run_id: str,
-        run_folder: Path,
-        term: int,
-        board: Board,
-        part: CheckpointPart,
-        channel: RankChannel,
-    ) -> None:
+    def __init__(self, config: RunConfig, run_id: str, term: int, rank: TrainingRank) -> None:
         self._config = config
         self._settings = config.trainer.checkpoint
         self._run_id = run_id
-        self._run_folder = run_folder
+        self._run_folder = rank.run_folder
         self._term = term
-        self._board = board
-        self._part = part
-        self._channel = channel
+        self._board = rank.board
+        self._rank = rank
         self._wanted = False
         self._requesters: list[Answer] = []
         """Requesters of the next checkpoint."""
@@ -63,19 +58,19 @@ class Checkpoints:
         if self._settings.every and step % self._settings.every == 0:
             self._wanted = True
 
-    def request(self, answer: Answer) -> None:
+    def request(self) -> Answer:
         """Request a checkpoint as soon as possible."""
         self._wanted = True
-        self._requesters.append(answer)
+        self._requesters.append(Future())
+        return self._requesters[-1]
 
-    def poll(self, step: int) -> None:
-        """Start a requested checkpoint; complete one that is written. Call it between rounds.
-
-        Args:
-            step: the last committed step, whose weights the learner has.
-        """
+    def complete_if_written(self) -> None:
+        """Complete a checkpoint that all ranks have written. Call it between rounds."""
         if self._saving is not None:
             self._check(self._saving)
+
+    def begin_if_wanted(self, step: int) -> None:
+        """Start a requested checkpoint of the last committed step, whose weights the learner has."""
         if self._wanted and self._saving is None:
             try:
                 self._begin(step)
@@ -84,12 +79,12 @@ class Checkpoints:
 
     def wait_for_copies(self) -> None:
         """Wait for a snapshot's copies, after which the weights may change. The learner enforces the deadline."""
-        if self._part.copied(0.0):
+        if self._rank.checkpoint.copied(0.0):
             return
         began = time.monotonic()
         deadline = began + self._config.trainer.collective_timeout_seconds
-        while not self._part.copied(TICK_SECONDS) and time.monotonic() < deadline:
-            self._channel.tick()
+        while not self._rank.checkpoint.copied(TICK_SECONDS) and time.monotonic() < deadline:
+            self._rank.channel.tick()
         self._stalled += time.monotonic() - began
 
     def take_stall(self) -> float:
@@ -109,14 +104,12 @@ class Checkpoints:
         self._wanted, self._requesters = False, []
         began = time.monotonic()
         partial = folders.partial_path(self._run_folder, step, self._term)
-        with self._channel.rank0_only(f"creating {partial}"):
+        with self._rank.rank0_only(f"creating {partial}"):
             problem = _make_empty_folder(partial)
         if problem:
             self._fail(answers, f"{partial} can't be created: {problem}")
             return
-        self._channel.send({"do": "begin_checkpoint", "folder": str(partial)})
-        state = state.model_copy(update={"weights_checksum": self._channel.sum_over_ranks(self._part.checksum())})
-        self._part.begin(partial)
+        state = state.model_copy(update={"weights_checksum": self._rank.run(BeginCheckpoint(partial))})
         self._stalled += time.monotonic() - began
         self._saving = _Saving(state, partial, final, answers, began)
 
@@ -130,21 +123,20 @@ class Checkpoints:
         errors = [str(report["error"]) for report in reports.values() if "error" in report]
         if errors:
             self._abandon(saving, "; ".join(errors))
-        elif len(reports) == self._channel.size:
+        elif len(reports) == self._rank.channel.size:
             self._complete(saving)
         elif time.monotonic() - saving.began > self._settings.timeout_seconds:
-            late = sorted(set(range(self._channel.size)) - set(reports))
+            late = sorted(set(range(self._rank.channel.size)) - set(reports))
             seconds = self._settings.timeout_seconds
             self._abandon(saving, f"ranks {late} did not write within trainer.checkpoint.timeout_seconds = {seconds:g}")
 
     def _complete(self, saving: "_Saving") -> None:
         began = time.monotonic()
-        self._channel.send({"do": "end_checkpoint"})
-        self._part.end()
+        self._rank.run(EndCheckpoint(written=True))
         self._saving = None
         step = saving.state.step
         problem, oldest = "", None
-        with self._channel.rank0_only(f"completing {saving.final}"):
+        with self._rank.rank0_only(f"completing {saving.final}"):
             try:
                 folders.seal(saving.partial, saving.final, saving.state)
                 oldest = folders.rotate(self._run_folder, self._settings.keep)
@@ -165,9 +157,8 @@ class Checkpoints:
 
     def _abandon(self, saving: "_Saving", reason: str) -> None:
         self._saving = None
-        self._channel.send({"do": "abandon_checkpoint"})
-        self._part.abandon()
-        with self._channel.rank0_only(f"removing {saving.partial}"):
+        self._rank.run(EndCheckpoint(written=False))
+        with self._rank.rank0_only(f"removing {saving.partial}"):
             shutil.rmtree(saving.partial, ignore_errors=True)
         self._fail(saving.answers, reason)
 
@@ -218,7 +209,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it is intact, but doesn't fit this model.
         """
-        with self._channel.rank0_only("removing unfinished checkpoints"):
+        with self._rank.rank0_only("removing unfinished checkpoints"):
             folders.remove_partials(self._run_folder, self._term)
         entries = {entry.step: entry for entry in ledger}
         for step in folders.checkpoint_steps(self._run_folder):
@@ -226,8 +217,7 @@ class Checkpoints:
             if step and step not in entries:
                 logger.error("checkpoint %s isn't used: the ledger ends earlier, at step %d", path, len(entries))
                 continue
-            self._channel.send({"do": "verify_checkpoint", "folder": str(path)})
-            if not self._channel.all_ranks_agree(self._part.intact(path)):
+            if not self._rank.run(VerifyCheckpoint(path)):
                 self._put_aside(path)
                 continue
             try:
@@ -241,14 +231,13 @@ class Checkpoints:
             same = same_layout(state, self._config)
             if not same:
                 logger.warning("checkpoint %s has another parallel layout: sums will differ in their order", path.name)
-            self._channel.send({"do": "restore", "folder": str(path), "step": step, "same_layout": same})
-            self._part.restore(path, step, same_layout=same)
+            self._rank.run(Restore(path, step, same))
             logger.info("checkpoint %s is loaded", path.name)
             return step
         return 0
 
     def _put_aside(self, path: Path) -> None:
-        with self._channel.rank0_only(f"putting {path} aside"):
+        with self._rank.rank0_only(f"putting {path} aside"):
             aside = folders.put_aside(path)
         logger.error("checkpoint %s is broken and was renamed to %s; trying the previous one", path, aside)
 

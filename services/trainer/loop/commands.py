@@ -1,0 +1,231 @@
+"""Training commands: rank 0 sends them over the rank channel, and all ranks, rank 0 included, execute them.
+
+All ranks execute the same commands in the same order, so a command may contain collectives. Rank 0 gets the results.
+"""
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from relaxd.board import TRAIN, Board, BoardUnavailable, Delivery
+from services.trainer.batch.groups import TrainGroup, check_group
+from services.trainer.batch.plan import OUTCOME, MicroBatchRound
+from services.trainer.batch.step_file import read_committed
+from services.trainer.checkpoints.part import CheckpointPart
+from services.trainer.learner.learner import Learner, StepStats
+from services.trainer.loop.round_runner import RoundRunner
+from services.trainer.megatron.disk_work import Progress
+from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Command(Protocol[T_co]):
+    """A training command."""
+
+    def execute(self, rank: "TrainingRank") -> T_co:
+        """Do this rank's part, in its training thread. All ranks call it together."""
+
+
+@dataclass
+class TrainingRank:
+    """What one rank's commands work on. Used by its training thread only."""
+
+    channel: RankChannel
+    """The channel from rank 0 to the other ranks."""
+    learner: Learner
+    """Model and optimizer."""
+    runner: RoundRunner
+    """Runs rounds on the learner."""
+    checkpoint: CheckpointPart
+    """This rank's part of the checkpoint that is being written."""
+    board: Board
+    """Source of the groups' columns."""
+    run_folder: Path
+    """The run's folder, for step files."""
+    groups: dict[str, TrainGroup] = field(default_factory=dict)
+    """Groups of the open step, by id. Rank 0 sets them; the other ranks load those that their micro-batches need."""
+
+    def run(self, command: Command[T_co]) -> T_co:
+        """Rank 0: execute a command on all ranks. Return this rank's result."""
+        self.channel.send(command)
+        return command.execute(self)
+
+    def follow(self) -> NoReturn:
+        """Other ranks: execute rank 0's commands.
+
+        Raises:
+            RuntimeError: rank 0 is gone, or was silent for longer than the channel's deadline.
+            BoardUnavailable: the board was unavailable for longer than half of that deadline.
+        """
+        while True:
+            self.channel.receive().execute(self)
+
+    @contextmanager
+    def rank0_only(self, work: str) -> Iterator[Progress]:
+        """Rank 0: do disk work in the block while the other ranks wait; see `DiskWork.all_ranks`."""
+        self.channel.send(WaitForDisk(work))
+        with self.channel.disk.all_ranks(work) as progress:
+            yield progress
+
+    def load(self, deliveries: Collection[Delivery]) -> None:
+        """Add groups to `groups`, except those that were closed meanwhile: rank 0 then discards the step."""
+        names = self.board.needs(TRAIN)
+        deadline = time.monotonic() + self.channel.timeout_seconds / 2
+        while deliveries:
+            try:
+                loaded = self.board.load(list(deliveries), names)
+            except BoardUnavailable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(TICK_SECONDS)
+                continue
+            for delivery, columns in zip(deliveries, loaded, strict=True):
+                if columns is not None:
+                    self.groups[delivery.group_id] = check_group(delivery.group_id, columns, names)
+            return
+
+    def checksum(self) -> int:
+        """Return `Learner.checksum`, summed over all ranks, which call it together."""
+        return self.channel.sum_over_ranks(self.learner.checksum())
+
+
+@dataclass(frozen=True)
+class Round:
+    """Run forward and backward of a round."""
+
+    micro_batches: MicroBatchRound
+    deliveries: tuple[Delivery, ...]
+    """Deliveries of its groups."""
+
+    def execute(self, rank: TrainingRank) -> None:
+        """Load this rank's missing groups and accumulate gradients."""
+        missing = rank.runner.own_groups(self.micro_batches) - rank.groups.keys()
+        rank.load([delivery for delivery in self.deliveries if delivery.group_id in missing])
+        rank.runner.run(self.micro_batches, rank.groups)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Update the weights; `normalizer` divides the step's summed loss."""
+
+    normalizer: float
+
+    def execute(self, rank: TrainingRank) -> tuple[StepStats, int]:
+        """Return the step's statistics and the checksum of the new weights."""
+        stats = rank.learner.finish(self.normalizer)
+        rank.groups.clear()
+        return stats, rank.checksum()
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Drop the open step's gradients and groups."""
+
+    def execute(self, rank: TrainingRank) -> None:
+        """Drop them."""
+        rank.learner.discard()
+        rank.groups.clear()
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Repeat a committed step from its file."""
+
+    step: int
+    plan: Mapping[str, Any]
+    """The step's plan in the ledger."""
+
+    def execute(self, rank: TrainingRank) -> tuple[StepStats, int]:
+        """Return the step's statistics and the checksum of the new weights. Raises StepFileError."""
+        with rank.channel.disk.all_ranks(f"reading the file of step {self.step}") as progress:
+            file = read_committed(rank.run_folder, self.step, self.plan, progress)
+        stats = rank.runner.replay(file, self.plan.get(OUTCOME))
+        return stats, rank.checksum()
+
+
+@dataclass(frozen=True)
+class WaitForDisk:
+    """Wait for disk work of rank 0, which sends this in `TrainingRank.rank0_only`."""
+
+    work: str
+
+    def execute(self, rank: TrainingRank) -> None:
+        """Wait."""
+        with rank.channel.disk.all_ranks(self.work):
+            pass
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the weights as a Hugging Face folder."""
+
+    folder: Path
+
+    def execute(self, rank: TrainingRank) -> int:
+        """Return the version of the weights."""
+        rank.learner.save_hf(self.folder)
+        return rank.learner.step
+
+
+@dataclass(frozen=True)
+class Move:
+    """Move the state from the devices to the host's memory, or back."""
+
+    to_host: bool
+
+    def execute(self, rank: TrainingRank) -> tuple[int, int]:
+        """Return the bytes in use on all devices before and after."""
+        before, after = rank.learner.offload() if self.to_host else rank.learner.onload()
+        return rank.channel.sum_over_ranks(before), rank.channel.sum_over_ranks(after)
+
+
+@dataclass(frozen=True)
+class BeginCheckpoint:
+    """Take a snapshot and start writing it to an empty folder."""
+
+    folder: Path
+
+    def execute(self, rank: TrainingRank) -> int:
+        """Return the checksum of the weights."""
+        checksum = rank.checksum()
+        rank.checkpoint.begin(self.folder)
+        return checksum
+
+
+@dataclass(frozen=True)
+class EndCheckpoint:
+    """Complete the snapshot if every rank has written its part; otherwise drop it."""
+
+    written: bool
+
+    def execute(self, rank: TrainingRank) -> None:
+        """Write the metadata, or nothing."""
+        rank.checkpoint.end(self.written)
+
+
+@dataclass(frozen=True)
+class VerifyCheckpoint:
+    """Compare a checkpoint's files with its manifest."""
+
+    folder: Path
+
+    def execute(self, rank: TrainingRank) -> bool:
+        """Return whether all files are intact; each rank reads a share of them."""
+        return rank.channel.all_ranks_agree(rank.checkpoint.intact(self.folder))
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Load a checkpoint; see `Learner.restore`."""
+
+    folder: Path
+    step: int
+    same_layout: bool
+
+    def execute(self, rank: TrainingRank) -> None:
+        """Load this rank's part. Raises CheckpointError if it doesn't fit this model."""
+        rank.learner.restore(self.folder, self.step, same_layout=self.same_layout)

@@ -1,0 +1,83 @@
+"""Requests of other threads to rank 0's training thread, which serves them between two rounds of micro-batches."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from relaxd.rpc.errors import DeadlineExceeded, Unavailable
+
+if TYPE_CHECKING:
+    from services.trainer.loop.training import Training
+
+T = TypeVar("T")
+
+
+class RequestQueue:
+    """Actions for the training thread, in the order in which they were requested."""
+
+    def __init__(self) -> None:
+        self._requests: queue.SimpleQueue[tuple[Callable[[Training], Any], Future[Any]]] = queue.SimpleQueue()
+
+    def ask(self, action: "Callable[[Training], T]", seconds: float) -> T:
+        """Have the training thread run `action`, and return the result.
+
+        Raises:
+            DeadlineExceeded: it didn't end within `seconds`. If it hasn't begun by then, it never will.
+            Unavailable: it failed.
+        """
+        answer: Future[T] = Future()
+        self._requests.put((action, answer))
+        try:
+            return result_of(answer, seconds)
+        finally:
+            answer.cancel()
+
+    def run(self, training: "Training") -> None:
+        """Run the pending actions. Called by the training thread.
+
+        Raises:
+            Exception: an action failed. The requester gets the error too.
+        """
+        while True:
+            try:
+                action, answer = self._requests.get_nowait()
+            except queue.Empty:
+                return
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                answer.set_result(action(training))
+            except BaseException as error:
+                answer.set_exception(error)
+                raise  # the other ranks fail as well
+
+
+def result_of(answer: "Future[T]", seconds: float) -> T:
+    """Wait up to `seconds` for an answer of the training thread.
+
+    Raises:
+        DeadlineExceeded: it didn't come.
+        Unavailable: it is an error.
+    """
+    wait([answer], seconds)
+    if not answer.done():
+        raise DeadlineExceeded(f"the training thread did not answer within {seconds:g} s")
+    try:
+        return answer.result(0.0)
+    except Exception as error:
+        raise Unavailable(f"{type(error).__name__}: {error}") from error
+
+
+class Controls:
+    """What other threads ask of the training thread."""
+
+    def __init__(self) -> None:
+        self.paused = threading.Event()
+        self.draining = threading.Event()
+        self.drained = threading.Event()
+        self.sleep_requests = RequestQueue()
+        """Requests to sleep or wake up."""
+        self.requests = RequestQueue()
+        """All others, which wait while the trainer is asleep."""
