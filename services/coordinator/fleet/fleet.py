@@ -1,7 +1,7 @@
 """The replicas of one run and the versions that its engines serve."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from relaxd.v1.replica_pb2 import (
     REPLICA_STATE_FAILED,
@@ -26,11 +26,12 @@ FAILURE_LEASES = 2.5
 class Fleet:
     """One run's view of the registry."""
 
-    def __init__(self, registry: Registry, run_id: str) -> None:
+    def __init__(self, registry: Registry, run_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = registry
         self.run_id = run_id
+        self._clock = clock
         self._failing: dict[str, float] = {}
-        """Monotonic time of a role's first failure since it last worked."""
+        """Clock time of a role's first failure since it last worked."""
         self._set_aside: frozenset[str] = frozenset()
         """Ids of engines that are excluded from weight synchronisation: their old version must not close the gate."""
 
@@ -92,7 +93,7 @@ class Fleet:
         Replicas retry by themselves, so a failure counts only once it has lasted, and not while a replica starts. Call
         it several times per lease.
         """
-        now, patience = time.monotonic(), FAILURE_LEASES * self.registry.lease_seconds
+        now, patience = self._clock(), FAILURE_LEASES * self.registry.lease_seconds
         found = None
         for name, role in NEEDED.items():
             replicas = self._of(role)
