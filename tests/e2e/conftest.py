@@ -1,8 +1,10 @@
 """A tiny run: a random model, a reward of the test's own, and the real command on real services."""
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,11 +91,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@pytest.fixture
-def workplace(tmp_path: Path, tiny_model: Path):
-    (tmp_path / "tiny_reward.py").write_text(REWARD)
-    (tmp_path / "tiny.toml").write_text(CONFIG.format(model=tiny_model, steps=3))
-    place = Workplace(tmp_path)
+@contextlib.contextmanager
+def open_workplace(folder: Path, model: Path) -> Iterator[Workplace]:
+    """A workplace whose processes end with the block."""
+    (folder / "tiny_reward.py").write_text(REWARD)
+    (folder / "tiny.toml").write_text(CONFIG.format(model=model, steps=3))
+    place = Workplace(folder)
     yield place
     for process in place.processes:
         if process.poll() is None:
@@ -101,3 +104,9 @@ def workplace(tmp_path: Path, tiny_model: Path):
             process.wait(timeout=60)
     code, output = place.relaxd("down")
     assert code == 0, output
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, tiny_model: Path) -> Iterator[Workplace]:
+    with open_workplace(tmp_path, tiny_model) as place:
+        yield place
