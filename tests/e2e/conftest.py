@@ -1,9 +1,7 @@
 """A tiny run: a random model, a reward of the test's own, and the real command on real services."""
 
 import contextlib
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +10,7 @@ import pytest
 
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import occupy_default_port
-
-ROOT = Path(__file__).parents[2]
+from tests.kit.processes import start_python
 
 # A random model never adds right: reward something that differs between samples.
 REWARD = """
@@ -65,13 +62,11 @@ class Workplace:
     def start(self, *words: str, **environment: str) -> "subprocess.Popen[str]":
         """Start `relaxd WORDS` without waiting for it."""
         occupy_default_port()
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("RELAXD_")}
-        clean.pop("REDIS_URL", None)
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "relaxd.cli", *words],
+        process = start_python(
+            *("-m", "relaxd.cli", *words),
             cwd=self.folder,
-            env=clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CI": "1"} | environment,
+            environment={"CI": "1"} | environment,
+            clean=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

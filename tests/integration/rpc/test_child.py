@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from relaxd.process.child import Child, ChildExited, ChildRequestError, ChildTimeout
+from tests.kit.processes import start_python
 
 MODULE = "tests.integration.rpc.echo_child"
 PARENT = f"""
@@ -114,7 +114,7 @@ async def test_a_child_that_cannot_start_says_why() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_child_dies_with_its_parent(how: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+    with start_python("-c", PARENT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         os.kill(parent.pid, how)

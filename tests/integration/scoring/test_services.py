@@ -4,8 +4,6 @@ import asyncio
 import json
 import math
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -20,7 +18,8 @@ from relaxd.v1.advantage_pb2 import ComputeRequest
 from relaxd.v1.advantage_pb2_grpc import AdvantageStub
 from relaxd.v1.reward_pb2 import ListRewardsRequest, ScoreRequest
 from relaxd.v1.reward_pb2_grpc import RewardStub
-from tests.integration.scoring.processes import ROOT, Bench, bench, run_config
+from tests.integration.scoring.processes import Bench, bench, run_config
+from tests.kit.processes import run_python
 
 BAD = "bad_rewards:by_response"
 
@@ -253,15 +252,9 @@ async def test_a_worker_that_breaks_is_reported_and_ends_the_process(here):
         assert "giving up: the worker of stage advantage failed" in process.log
 
 
-# --- what they import ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", ["services.reward", "services.advantage"])
-def test_help_and_no_torch(module):
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
+@pytest.mark.parametrize("module", ["services.reward", "services.advantage", "services.trainer"])
+def test_help(module):
+    done = run_python("-m", module, "--help")
+    assert done.returncode == 0, done.stderr
     assert "--coordinator" in done.stdout
     assert "RELAXD_REDIS" in done.stdout
-    code = f"import sys, {module}.__main__; assert not {{'torch', 'transformers', 'megatron'}} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from safetensors.numpy import load_file
 
 from relaxd.v1 import coordinator_pb2
 from services.trainer.batch.step_file import read_committed, step_file_path
-from tests.integration.trainer.service_kit import ROOT, error_code, export, make_config, trainer_service
+from tests.integration.trainer.service_kit import error_code, export, make_config, trainer_service
 from tests.kit.models import make_tiny_model
 from tests.kit.waiting import wait_until
 
@@ -27,21 +25,6 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def same_weights(one: Path, other: Path) -> bool:
     """Whether two exports are the same, bit for bit."""
     return (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
-
-
-def test_help_needs_no_torch() -> None:
-    check = (
-        "import runpy, sys\n"
-        "sys.argv = ['trainer', '--help']\n"
-        "try:\n"
-        "    runpy.run_module('services.trainer', run_name='__main__')\n"
-        "except SystemExit as end:\n"
-        "    assert end.code == 0\n"
-        "assert 'torch' not in sys.modules and 'megatron' not in sys.modules\n"
-    )
-    shown = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert shown.returncode == 0, shown.stderr
-    assert "--coordinator" in shown.stdout
 
 
 def test_trains_a_run_on_policy_and_ends_cleanly(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
