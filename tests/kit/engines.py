@@ -15,6 +15,7 @@ from relaxd.config import RolloutConfig
 from relaxd.process.child import ChildExit
 from services.rollout.engines.types import Output, Sampling, Version
 from services.rollout.service.child_engine import ChildEngine
+from tests.kit.waiting import eventually
 
 PATIENCE = 120.0
 
@@ -160,12 +161,7 @@ class EngineRunner:
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Until it holds; the engine's events are heard meanwhile."""
-
-        async def poll() -> None:
-            while not condition():
-                await asyncio.sleep(0.02)
-
-        self.run(poll())
+        self.run(eventually(condition, seconds=PATIENCE))
 
     def close(self) -> None:
         if hasattr(self, "engine"):

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -56,6 +58,14 @@ def kill(*processes: "subprocess.Popen[Any]") -> None:
         process.kill()
     for process in processes:
         process.wait(timeout=20)
+
+
+def is_alive(pid: int | None) -> bool:
+    """Return whether a process runs; a zombie doesn't."""
+    try:
+        return pid is not None and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Partner:

@@ -15,7 +15,7 @@ from relaxd.local.embedded_redis import server_command, url, wait_until_up
 from relaxd.local.ports import free_port
 from relaxd.local.state import ServiceState, StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
-from tests.kit.processes import kill, run_python, start_python
+from tests.kit.processes import is_alive, kill, run_python, start_python
 from tests.kit.waiting import wait_until
 
 FAST = {"grace_seconds": 5.0, "first_backoff_seconds": 0.05}
@@ -88,11 +88,7 @@ def all_running(state: StackState) -> bool:
 
 def gone(pid: int | None, seconds: float = 10) -> bool:
     assert pid is not None
-
-    def is_gone() -> bool:
-        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-    return wait_until(is_gone, f"process {pid} is gone", seconds, forgive=(psutil.NoSuchProcess,))
+    return wait_until(lambda: not is_alive(pid), f"process {pid} is gone", seconds)
 
 
 def test_a_killed_redis_comes_back_with_its_data(harness: Harness) -> None:

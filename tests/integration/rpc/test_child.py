@@ -4,15 +4,14 @@ import asyncio
 import os
 import signal
 import subprocess
-import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relaxd.process.child import Child, ChildExited, ChildRequestError, ChildTimeout
-from tests.kit.processes import start_python
+from tests.kit.processes import is_alive, start_python
+from tests.kit.waiting import wait_until
 
 MODULE = "tests.integration.rpc.echo_child"
 PARENT = f"""
@@ -118,10 +117,4 @@ def test_the_child_dies_with_its_parent(how: signal.Signals) -> None:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         os.kill(parent.pid, how)
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            break  # dead, waiting for init to look
-        time.sleep(0.01)
-    else:
-        assert not Path(f"/proc/{pid}").exists()
+    wait_until(lambda: not is_alive(pid), "the child is dead", 5)

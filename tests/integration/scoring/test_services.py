@@ -19,7 +19,8 @@ from relaxd.v1.advantage_pb2_grpc import AdvantageStub
 from relaxd.v1.reward_pb2 import ListRewardsRequest, ScoreRequest
 from relaxd.v1.reward_pb2_grpc import RewardStub
 from tests.integration.scoring.processes import Bench, bench, run_config
-from tests.kit.processes import run_python
+from tests.kit.processes import is_alive, run_python
+from tests.kit.waiting import eventually
 
 BAD = "bad_rewards:by_response"
 
@@ -149,9 +150,8 @@ async def test_a_run_whose_reward_does_not_exist_says_so(here):
         status = await here.coordinator.hears("reward-1", "FAILED")
         assert "did you mean addition?" in status.detail
         here.coordinator.assign(run_config(reward={"name": "bad_rewards:by_respnse"}), "other")
-        async with asyncio.timeout(20):
-            while "did you mean by_response?" not in here.coordinator.statuses["reward-1"].detail:
-                await asyncio.sleep(0.02)
+        detail = lambda: here.coordinator.statuses["reward-1"].detail  # noqa: E731
+        await eventually(lambda: "did you mean by_response?" in detail(), "the name that was meant", 20)
 
 
 async def test_a_run_whose_reward_wants_a_variable_that_is_not_set_says_so(here, monkeypatch, tmp_path):
@@ -203,14 +203,9 @@ async def test_the_groups_of_a_killed_process_go_to_another_and_its_workers_die(
     async with here.service("reward", "reward-1") as process:
         await here.coordinator.hears("reward-1", "READY")
         (group,) = here.generate(["parts", f"hang-once {path}"])
-        async with asyncio.timeout(20):
-            while not path.exists() or not path.read_text():
-                await asyncio.sleep(0.02)
+        worker = await eventually(lambda: path.exists() and path.read_text(), "the worker's pid", 20)
         await process.ends(signal.SIGKILL)
-        worker = Path(f"/proc/{path.read_text()}/status")
-        async with asyncio.timeout(10):
-            while worker.exists() and "State:\tZ" not in worker.read_text():
-                await asyncio.sleep(0.02)
+        await eventually(lambda: not is_alive(int(worker)), "the worker is gone", 10)
     async with here.service("reward", "reward-2"), here.service("advantage", "advantage-1"):
         assert set(await here.trained(1)) == {group}
 
