@@ -162,7 +162,7 @@ class Replica:
     def close(self) -> None:
         if self._channel is not None:
             self._channel.close()
-        kill(self.process)
+        processes.kill(self.process)
 
 
 def generate_request(prompt: Sequence[int], n: int = 1, **sampling: Any) -> rollout_pb2.GenerateRequest:
