@@ -27,6 +27,7 @@ from tests.chaos.relay import Relay
 from tests.chaos.reward import HUGE_VARIABLE
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
+from tests.kit.processes import is_alive
 
 RUN = "chaos"
 LEASE_SECONDS = 2.0
@@ -255,7 +256,7 @@ class ChaosStack:
         Nothing counts that a service said before `since` (Unix time).
         """
         state = self._state()
-        if late := [s.name for s in state.services if s.phase != "running" or not _alive(s.pid)]:
+        if late := [s.name for s in state.services if s.phase != "running" or not is_alive(s.pid)]:
             return f"not running: {', '.join(late)}"
         try:
             run, replicas = self.coordinator.run(RUN), self.coordinator.replicas()
@@ -286,13 +287,6 @@ class ChaosStack:
 
 def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
-
-
-def _alive(pid: int | None) -> bool:
-    try:
-        return pid is not None and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _command(process: psutil.Process) -> str:

@@ -1,8 +1,8 @@
 """A tiny run: a random model, a reward of the test's own, and the real command on real services."""
 
-import os
+import contextlib
 import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,8 +10,7 @@ import pytest
 
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import occupy_default_port
-
-ROOT = Path(__file__).parents[2]
+from tests.kit.processes import start_python
 
 # A random model never adds right: reward something that differs between samples.
 REWARD = """
@@ -63,13 +62,11 @@ class Workplace:
     def start(self, *words: str, **environment: str) -> "subprocess.Popen[str]":
         """Start `relaxd WORDS` without waiting for it."""
         occupy_default_port()
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("RELAXD_")}
-        clean.pop("REDIS_URL", None)
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "relaxd.cli", *words],
+        process = start_python(
+            *("-m", "relaxd.cli", *words),
             cwd=self.folder,
-            env=clean | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CI": "1"} | environment,
+            environment={"CI": "1"} | environment,
+            clean=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -89,11 +86,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@pytest.fixture
-def workplace(tmp_path: Path, tiny_model: Path):
-    (tmp_path / "tiny_reward.py").write_text(REWARD)
-    (tmp_path / "tiny.toml").write_text(CONFIG.format(model=tiny_model, steps=3))
-    place = Workplace(tmp_path)
+@contextlib.contextmanager
+def open_workplace(folder: Path, model: Path) -> Iterator[Workplace]:
+    """A workplace whose processes end with the block."""
+    (folder / "tiny_reward.py").write_text(REWARD)
+    (folder / "tiny.toml").write_text(CONFIG.format(model=model, steps=3))
+    place = Workplace(folder)
     yield place
     for process in place.processes:
         if process.poll() is None:
@@ -101,3 +99,9 @@ def workplace(tmp_path: Path, tiny_model: Path):
             process.wait(timeout=60)
     code, output = place.relaxd("down")
     assert code == 0, output
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, tiny_model: Path) -> Iterator[Workplace]:
+    with open_workplace(tmp_path, tiny_model) as place:
+        yield place

@@ -1,7 +1,6 @@
-"""The whole loop, from the command line: five real services train a tiny random model."""
+"""Runs from the command line: services die, services stay up for several runs, and Ctrl-C ends everything."""
 
 import json
-import math
 import os
 import re
 import signal
@@ -10,8 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relaxd.local.state import StateFolder
 from tests.e2e.conftest import Workplace
@@ -27,41 +24,6 @@ def check_books(summary: dict[str, Any], steps: int, groups_per_step: int = 2) -
     assert summary["trained"] == steps * groups_per_step
     assert summary["in_flight"] == 0
     assert summary["published"] == summary["trained"] + summary["dropped"]
-
-
-@pytest.mark.timeout(240)
-def test_one_command_trains_and_leaves_everything(workplace: Workplace, tiny_model: Path) -> None:
-    code, output = workplace.relaxd("run", "tiny.toml", "--run-id", "tiny", "--run.seed", "3", timeout=200)
-    assert code == 0, output
-    folder = workplace.folder / "runs" / "tiny"
-    summary = read_summary(folder)
-    check_books(summary, steps=3)
-    for name in ("accuracy_before", "accuracy_after", "format_before", "format_after"):
-        assert 0 <= summary[name] <= 1
-    assert 0 < summary["wall_seconds"] < 200
-
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    for line in lines[1:]:
-        assert 0 <= line["staleness_max"] <= 1
-        assert math.isfinite(line["loss"])
-        assert line["grad_norm"] > 0
-        assert line.get("logprob_difference", 0.0) < 1e-4
-        assert line["policy_drift"] < 1.0
-    assert lines[1]["logprob_difference"] > 0
-    for name in ("config.toml", "curve.png", "report.html", "samples.jsonl", "logs/trainer.log"):
-        assert (folder / name).stat().st_size > 0
-    assert len(list((folder / "steps").glob("step-*.safetensors"))) == 3
-    for line in ("step 1/3", "step 3/3", "held-out, before training", "held-out accuracy"):
-        assert line in output
-    assert not StateFolder(workplace.folder / ".relaxd").is_up()
-
-    before = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    after = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    names = dict(before.named_parameters()).keys()
-    assert dict(after.named_parameters()).keys() == names
-    assert any(not torch.equal(before.get_parameter(name), after.get_parameter(name)) for name in names)
-    assert AutoTokenizer.from_pretrained(folder / "model").decode([1]) == "<|im_start|>"
 
 
 @pytest.mark.slow

@@ -8,10 +8,8 @@ waits to be asked (--standby).
 
 import contextlib
 import json
-import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from relaxd.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_gr
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
+from tests.kit.processes import kill, start_python
 from tests.kit.redis_server import RedisServer
 from tests.kit.waiting import wait_until
 
@@ -218,22 +217,13 @@ class Fleet:
                 for child in psutil.Process(process.pid).children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         child.kill()
-            process.kill()
-        for process in self.processes.values():
-            process.wait(timeout=20)
+        kill(*self.processes.values())
         self.redis.kill()
 
     def _start(self, name: str, module: str, *arguments: str) -> None:
         common = ("--port", str(self.ports[name]), "--replica-id", name, "--log-level", "warning", *self._arguments)
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("RELAXD_", "OTEL_"))}
-        with (self.folder / f"{name}.log").open("wb") as log:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments, *common],
-                cwd=ROOT,
-                env=clean | {"OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=log,
-            )
+        log = self.folder / f"{name}.log"
+        self.processes[name] = start_python("-m", module, *arguments, *common, log=log, clean=True)
 
     def _train_a_step(self) -> None:
         up = lambda: self.coordinator.ListRuns(pb.ListRunsRequest(), timeout=5) is not None  # noqa: E731

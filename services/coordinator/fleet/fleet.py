@@ -1,7 +1,7 @@
 """The replicas of one run and the versions that its engines serve."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from relaxd.roles import REWARD, ROLES, ROLLOUT, TRAINER
 from relaxd.v1.replica_pb2 import (
@@ -20,13 +20,16 @@ FAILURE_LEASES = 2.5
 class Fleet:
     """One run's view of the registry."""
 
-    def __init__(self, registry: Registry, run_id: str, roles: Sequence[str]) -> None:
+    def __init__(
+        self, registry: Registry, run_id: str, roles: Sequence[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.registry = registry
         self.run_id = run_id
         self.roles = tuple(roles)
         """Names of the roles that the run needs."""
+        self._clock = clock
         self._failing: dict[str, float] = {}
-        """Monotonic time of a role's first failure since it last worked."""
+        """Clock time of a role's first failure since it last worked."""
         self._set_aside: frozenset[str] = frozenset()
         """Ids of engines that are excluded from weight synchronisation: their old version must not close the gate."""
 
@@ -88,7 +91,7 @@ class Fleet:
         Replicas retry by themselves, so a failure counts only once it has lasted, and not while a replica starts. Call
         it several times per lease.
         """
-        now, patience = time.monotonic(), FAILURE_LEASES * self.registry.lease_seconds
+        now, patience = self._clock(), FAILURE_LEASES * self.registry.lease_seconds
         found = None
         for role in self.roles:
             replicas = self._of(role)

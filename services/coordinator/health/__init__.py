@@ -1,4 +1,4 @@
 """Health of a run's replicas and roles.
 
-Reconcilers decide on records only; `health_manager.py` carries their decisions out.
+`health_policy.py` decides on records only; `health_manager.py` carries its decisions out.
 """

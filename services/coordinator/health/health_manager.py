@@ -15,13 +15,11 @@ from relaxd.board import BoardUnavailable
 from relaxd.roles import ROLES
 from relaxd.rpc.errors import RpcError
 from services.coordinator.fleet.checkpoints import save_checkpoint
-from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.health.health_policy import HealthPolicy
 from services.coordinator.health.health_update import HealthUpdate, RestartOrder
-from services.coordinator.health.replica_reconciler import ReplicaReconciler
 from services.coordinator.health.restarter import Restarter
-from services.coordinator.health.role_reconciler import RoleReconciler, RoleSigns
-from services.coordinator.health.signs import Signs
+from services.coordinator.health.role_reconciler import RoleSigns
 from services.coordinator.state.health_records import Health, HealthRecord
 from services.coordinator.state.records import Phase, RunRecord
 from services.coordinator.state.store import StoreUnavailable
@@ -51,11 +49,15 @@ class HealthManager:
     def __init__(self, run: PausableRun, context: RunContext, sync: WeightSync) -> None:
         self._run = run
         self._context = context
-        config = context.config
-        self._signs = Signs(config, context.registry.heartbeat_seconds, sync.failures)
         self._restarter = Restarter(context.peers, context.launcher)
-        self._replicas = ReplicaReconciler(context.run_id, config.health, self._signs, self._restarter.failures)
-        self._roles = RoleReconciler(config.health)
+        self._policy = HealthPolicy(
+            context.run_id,
+            context.config,
+            context.fleet.roles,
+            context.registry.heartbeat_seconds,
+            sync.failures,
+            self._restarter.failures,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._unknown: set[str] = set()
         """Instances that the launcher no longer knows: they were removed."""
@@ -68,7 +70,7 @@ class HealthManager:
     @property
     def failure(self) -> str:
         """Reason why the run can't continue; empty while it can."""
-        return self._roles.failure
+        return self._policy.failure
 
     async def run_forever(self) -> None:
         """Check and act every TICK_SECONDS. Raises Superseded, Fenced."""
@@ -100,25 +102,19 @@ class HealthManager:
     def _reset_timers(self) -> None:
         """Restart all waits: replicas are not to blame for an outage of this coordinator or of Redis."""
         self.record = self.record.with_reset_timers(time.time())
-        self._signs.reset_timers()
-        self._roles.reset_timers()
+        self._policy.reset_timers()
 
     async def _tick(self) -> None:
         phase = self._run.record.phase
         if phase not in (Phase.PENDING, Phase.RUNNING) or self._run.record.stop_reason:
             return
         last_step = await asyncio.to_thread(self._context.board.last_step)  # also raises if Redis is away
-        live = self._live()
-        draft = HealthUpdate(self.record)
+        draft = HealthUpdate(self.record, time.time())
         for instance in self._unknown & set(draft.replicas):
             del draft.replicas[instance]
         self._unknown.clear()
-        self._replicas.update(draft, live)
-        if phase == Phase.RUNNING:
-            signs = RoleSigns(self._context.fleet.missing(), last_step)
-            for role in self._context.fleet.roles:
-                of_role = {instance: replica for instance, replica in live.items() if replica.registration.role == role}
-                self._roles.update(draft, role, of_role, signs)
+        roles = RoleSigns(self._context.fleet.missing(), last_step) if phase == Phase.RUNNING else None
+        self._policy.update(draft, self._context.registry.all(), roles)
         if (changed := draft.result()) != self.record:
             await asyncio.to_thread(self._context.store.save_health, self._context.run_id, changed)
             self.record = changed
@@ -135,12 +131,6 @@ class HealthManager:
             if freed:
                 logger.warning("%d groups held by %s are reclaimed", freed, self._to_reclaim[-1])
             self._to_reclaim.pop()
-
-    def _live(self) -> dict[str, Replica]:
-        """Return the newest registered replica of each instance, for the roles that a run needs."""
-        roles = self._context.fleet.roles
-        replicas = (one for one in self._context.registry.all() if one.registration.role in roles)
-        return {one.instance: one for one in sorted(replicas, key=lambda one: one.registered_at)}
 
     def _report(self, draft: HealthUpdate) -> None:
         """Log the decisions and record their metrics."""

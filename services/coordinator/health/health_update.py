@@ -1,8 +1,8 @@
 """A draft of a run's health record: changes are collected, saved at once, and only then acted upon."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import Enum, auto
 from typing import Any
 
@@ -44,10 +44,12 @@ class RestartOrder:
 
 
 class HealthUpdate:
-    """A health record with pending changes."""
+    """A health record with pending changes, all of one moment."""
 
-    def __init__(self, record: HealthRecord) -> None:
+    def __init__(self, record: HealthRecord, now: float) -> None:
+        """`now` is the Unix time of the changes, and of all decisions on them."""
         self._before = record
+        self.now = now
         self.replicas = dict(record.replicas)
         self.roles = dict(record.roles)
         self.events = list(record.events)
@@ -69,33 +71,34 @@ class HealthUpdate:
     def set_replica(self, one: ReplicaHealth, **changes: Any) -> ReplicaHealth:
         """Update a replica."""
         if changes.get("state", one.state) != one.state:
-            changes.setdefault("since", time.time())
+            changes.setdefault("since", self.now)
             if changes["state"] in DOWN and one.state not in DOWN:
-                changes["down_since"] = time.time()
+                changes["down_since"] = self.now
         self.replicas[one.instance] = changed = one.model_copy(update=changes)
         return changed
 
     def set_role(self, role: RoleHealth, **changes: Any) -> RoleHealth:
         """Update a role."""
         if changes.get("state", role.state) != role.state:
-            changes.setdefault("since", time.time())
+            changes.setdefault("since", self.now)
         self.roles[role.role] = changed = role.model_copy(update=changes)
         return changed
 
     def add_event(self, role: str, instance: str, state: Health, text: str) -> None:
         """Add an event."""
         number = (self.events[-1].number if self.events else 0) + 1
-        self.events.append(Event(number=number, role=role, instance=instance, state=state, text=text))
+        at = datetime.fromtimestamp(self.now, UTC)
+        self.events.append(Event(number=number, time=at, role=role, instance=instance, state=state, text=text))
 
     def restart(self, one: ReplicaHealth, reason: str, mode: RestartMode = RestartMode.REQUEST) -> None:
         """Order a replica's restart."""
         self.set_replica(
             one,
             state=Health.RESTARTING,
-            since=time.time(),
+            since=self.now,
             reason=reason,
             stopped_id="" if mode == RestartMode.PROBE else one.replica_id,
-            restarts=one.restarts if mode == RestartMode.PROBE else (*one.restarts, time.time()),
+            restarts=one.restarts if mode == RestartMode.PROBE else (*one.restarts, self.now),
             tries=1 if one.seen_working else one.tries + 1,
             seen_working=False,
         )
@@ -104,17 +107,17 @@ class HealthUpdate:
         self.restarts.append(RestartOrder(one.instance, one.role, one.replica_id, one.address, reason, mode))
 
 
-def recent(restarts: Sequence[float], config: HealthConfig) -> tuple[float, ...]:
-    """Return the restarts within the window."""
-    return tuple(at for at in restarts if at > time.time() - config.restart_window_seconds)
+def recent(restarts: Sequence[float], config: HealthConfig, now: float) -> tuple[float, ...]:
+    """Return the restarts within the window that ends at `now`."""
+    return tuple(at for at in restarts if at > now - config.restart_window_seconds)
 
 
-def next_restart(restarts: Sequence[float], config: HealthConfig) -> float:
+def next_restart(restarts: Sequence[float], config: HealthConfig, now: float) -> float:
     """Return the Unix time of the next allowed restart.
 
     Back-off is exponential, with at most max_restarts within restart_window_seconds.
     """
-    latest = recent(restarts, config)
+    latest = recent(restarts, config, now)
     if not latest:
         return 0.0
     if len(latest) >= config.max_restarts:

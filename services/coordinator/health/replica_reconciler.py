@@ -1,7 +1,6 @@
 """First tier of health: one replica at a time. Changes only the draft; the health manager acts on it."""
 
 import logging
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +60,7 @@ class ReplicaReconciler:
             replica_id=replica.replica_id,
             address=registration.address,
             supervised=bool(registration.instance),
-            since=time.time(),
+            since=draft.now,
         )
         return draft.set_replica(one)
 
@@ -81,7 +80,7 @@ class ReplicaReconciler:
         issue = self._signs.issue(replica)
         if one.state in DOWN and replica.replica_id == one.stopped_id:
             ready = replica.status.state == REPLICA_STATE_READY and issue is None
-            if ready and time.time() - one.since > IGNORED_RESTART_SECONDS:
+            if ready and draft.now - one.since > IGNORED_RESTART_SECONDS:
                 self._record_recovery(draft, one, f"{one.replica_id} works again without a restart")
             else:
                 self._await_return(draft, one)
@@ -89,7 +88,7 @@ class ReplicaReconciler:
             self._restart(draft, one, issue)
         elif one.state in DOWN:
             if replica.status.state in (REPLICA_STATE_READY, REPLICA_STATE_QUARANTINED):
-                self._record_recovery(draft, one, f"{one.replica_id} works after {time.time() - one.down_since:.1f} s")
+                self._record_recovery(draft, one, f"{one.replica_id} works after {draft.now - one.down_since:.1f} s")
         else:
             changes: dict[str, Any] = {"state": Health.HEALTHY, "reason": ""}
             if issue is not None:
@@ -103,20 +102,20 @@ class ReplicaReconciler:
     def _record_recovery(self, draft: HealthUpdate, one: ReplicaHealth, text: str) -> None:
         draft.add_event(one.role, one.instance, Health.HEALTHY, text)
         labels = {"relaxd.run_id": self._run_id, "relaxd.role": one.role}
-        telemetry.record("health.recovery_seconds", time.time() - one.down_since, labels)
+        telemetry.record("health.recovery_seconds", draft.now - one.down_since, labels)
         draft.set_replica(one, state=Health.HEALTHY, reason="", stopped_id="")
 
     def _restart(self, draft: HealthUpdate, one: ReplicaHealth, issue: HealthIssue) -> None:
         """Restart a registered replica if supervision, back-off and the limit of tries allow it."""
-        allowed_at = next_restart(one.restarts, self._config)
+        allowed_at = next_restart(one.restarts, self._config, draft.now)
         reason = issue.text
         if not one.supervised:
             reason += "; no supervisor would start it again (RELAXD_INSTANCE is not set): restart it by hand"
-        elif one.tries >= self._config.max_restarts and not one.seen_working and not self._may_retry(one):
+        elif one.tries >= self._config.max_restarts and not one.seen_working and not self._may_retry(draft, one):
             self._fail(draft, one, issue.text)
             return
-        elif time.time() < allowed_at:
-            reason += f"; restarted {len(one.restarts)} times already, next in {allowed_at - time.time():.0f} s"
+        elif draft.now < allowed_at:
+            reason += f"; restarted {len(one.restarts)} times already, next in {allowed_at - draft.now:.0f} s"
         else:
             draft.restart(one, issue.text)
             return
@@ -140,9 +139,9 @@ class ReplicaReconciler:
 
     def _await_return(self, draft: HealthUpdate, one: ReplicaHealth) -> None:
         """Update a replica whose next process has not registered yet."""
-        waited = time.time() - one.since
+        waited = draft.now - one.since
         if one.state == Health.FAILED:
-            if self._may_retry(one) and one.supervised:
+            if self._may_retry(draft, one) and one.supervised:
                 draft.restart(one, f"it failed {waited:.0f} s ago: trying again", RestartMode.FORCE)
         elif waited > (timeout := self._timeout(one)):
             why = f"it did not come back within {timeout:g} s"
@@ -150,7 +149,7 @@ class ReplicaReconciler:
                 why += f": {failure}"
             if one.tries >= self._config.max_restarts:
                 self._fail(draft, one, why)
-            elif time.time() >= next_restart(one.restarts, self._config):
+            elif draft.now >= next_restart(one.restarts, self._config, draft.now):
                 draft.restart(one, why, RestartMode.FORCE)
 
     def _timeout(self, one: ReplicaHealth) -> float:
@@ -159,9 +158,9 @@ class ReplicaReconciler:
         doubled = Backoff(config.restart_timeout_seconds, config.role_timeout_seconds).pause(max(1, one.tries))
         return max(config.restart_timeout_seconds, doubled)
 
-    def _may_retry(self, one: ReplicaHealth) -> bool:
+    def _may_retry(self, draft: HealthUpdate, one: ReplicaHealth) -> bool:
         """Return whether it failed so long ago that it may be tried again."""
-        return one.state == Health.FAILED and time.time() - one.since > self._config.restart_window_seconds
+        return one.state == Health.FAILED and draft.now - one.since > self._config.restart_window_seconds
 
     def _fail(self, draft: HealthUpdate, one: ReplicaHealth, why: str) -> None:
         if one.state == Health.FAILED:

@@ -1,7 +1,7 @@
 """Second tier of health: a role without any working replica is rebuilt as a whole."""
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from relaxd.config import HealthConfig
@@ -25,10 +25,11 @@ class RoleSigns:
 class RoleReconciler:
     """Decides on rebuilds of a run's roles. `failure` is set once the run can't continue."""
 
-    def __init__(self, config: HealthConfig) -> None:
+    def __init__(self, config: HealthConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
+        self._clock = clock
         self._last_hope: dict[str, float] = {}
-        """Monotonic time at which a role last had a working or starting replica."""
+        """Clock time at which a role last had a working or starting replica."""
         self.failure = ""
 
     def reset_timers(self) -> None:
@@ -37,10 +38,10 @@ class RoleReconciler:
 
     def update(self, draft: HealthUpdate, role: str, live: Mapping[str, Replica], signs: RoleSigns) -> None:
         """Update the draft for a role; `live`: its registered replicas, by instance."""
-        one = draft.roles.get(role) or draft.set_role(RoleHealth(role=role, since=time.time()))
+        one = draft.roles.get(role) or draft.set_role(RoleHealth(role=role, since=draft.now))
         places = [replica for replica in draft.replicas.values() if replica.role == role]
         if role not in signs.missing:
-            self._last_hope[role] = time.monotonic()
+            self._last_hope[role] = self._clock()
             self._record_recovery(draft, one, signs)
             return
         coming = any(
@@ -49,8 +50,8 @@ class RoleReconciler:
             for instance, replica in live.items()
         )
         if coming:  # without a limit: the first tier restarts a replica that hangs at its start
-            self._last_hope[role] = time.monotonic()
-        absent = time.monotonic() - self._last_hope.setdefault(role, time.monotonic())
+            self._last_hope[role] = self._clock()
+        absent = self._clock() - self._last_hope.setdefault(role, self._clock())
         exhausted = bool(places) and all(place.state == Health.FAILED for place in places)
         why = places[-1].reason if exhausted else f"no {role} replica for {absent:.0f} s"
         if one.state == Health.HEALTHY:
@@ -63,7 +64,7 @@ class RoleReconciler:
 
     def _record_recovery(self, draft: HealthUpdate, one: RoleHealth, signs: RoleSigns) -> None:
         if one.state == Health.REBUILDING:
-            draft.add_event(one.role, "", Health.HEALTHY, f"rebuilt after {time.time() - one.since:.1f} s")
+            draft.add_event(one.role, "", Health.HEALTHY, f"rebuilt after {draft.now - one.since:.1f} s")
         if one.state != Health.HEALTHY:
             one = draft.set_role(one, state=Health.HEALTHY, reason="")
         if one.rebuilds and signs.last_step > one.rebuilt_at_step:
@@ -76,15 +77,15 @@ class RoleReconciler:
             draft.add_event(one.role, "", Health.FAILED, self.failure)
             draft.set_role(one, state=Health.FAILED, reason=self.failure)
             return
-        if one.rebuilds and time.time() - one.since < Backoff(config.first_backoff_seconds).pause(one.rebuilds):
+        if one.rebuilds and draft.now - one.since < Backoff(config.first_backoff_seconds).pause(one.rebuilds):
             return
-        self._last_hope[one.role] = time.monotonic()
+        self._last_hope[one.role] = self._clock()
         number = one.rebuilds + 1
         text = f"rebuilding {name} ({number} of {config.max_rebuilds}): {why}"
         one = draft.set_role(
             one,
             state=Health.REBUILDING,
-            since=time.time(),
+            since=draft.now,
             reason=why,
             rebuilds=number,
             rebuilt_at_step=signs.last_step,

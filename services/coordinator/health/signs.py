@@ -24,7 +24,7 @@ class HealthIssue:
 
 @dataclass
 class _Watch:
-    """Observations of one process; times are monotonic."""
+    """Observations of one process; times are the clock's."""
 
     registered_at: float
     progress: int
@@ -40,9 +40,19 @@ class _Watch:
 class Signs:
     """Detects problems of one run's replicas."""
 
-    def __init__(self, config: RunConfig, heartbeat_seconds: float, sync_failures: Callable[[Replica], int]) -> None:
-        """`sync_failures` returns the consecutive weight synchronisations that failed because of a replica."""
+    def __init__(
+        self,
+        config: RunConfig,
+        heartbeat_seconds: float,
+        sync_failures: Callable[[Replica], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`sync_failures` returns the consecutive weight synchronisations that failed because of a replica.
+
+        `clock` is the one of the registry.
+        """
         self._config = config
+        self._clock = clock
         self._late_seconds = 3 * heartbeat_seconds
         self._sync_failures = sync_failures
         self._watches: dict[str, _Watch] = {}
@@ -59,7 +69,7 @@ class Signs:
         """Return a replica's problem, if it has one. Call it at every tick."""
         if replica.unheard or not replica.status.state or replica.draining:
             return None
-        now = time.monotonic()
+        now = self._clock()
         watch = self._watched(replica, now)
         health, status = self._config.health, replica.status
         if now - replica.seen > self._late_seconds:

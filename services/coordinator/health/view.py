@@ -1,5 +1,6 @@
 """Health records as protobuf."""
 
+import time
 from collections.abc import Sequence
 
 from relaxd.config import HealthConfig
@@ -22,7 +23,7 @@ def health_messages(record: HealthRecord, config: HealthConfig) -> list[health_p
                 replica_id=one.replica_id,
                 state=health_pb2.HealthState.Value(f"HEALTH_STATE_{one.state}"),
                 reason=one.reason,
-                restarts=len(recent(one.restarts, config)),
+                restarts=len(recent(one.restarts, config, time.time())),
             )
         )
     return sorted(messages, key=lambda message: (message.role, message.instance))

@@ -7,6 +7,7 @@ the recorded state.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from relaxd.roles import ROLES
@@ -47,7 +48,10 @@ class ReplicaDrive:
         registry: Registry,
         runs: RunManager,
         launchers: Launchers,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """`clock` returns the Unix time that is compared with the request's deadline."""
+        self._clock = clock
         self._launch_id = launch_id
         self._request_id = request_id
         self._log = log
@@ -122,7 +126,7 @@ class ReplicaDrive:
         """Raise ScaleFailed once the request is cancelled or its deadline has passed."""
         if self._record.cancelled:
             raise ScaleFailed("cancelled")
-        if not ended and time.time() > self._record.deadline.timestamp():
+        if not ended and self._clock() > self._record.deadline.timestamp():
             reason = detail or self._scaled.detail or "it did not register"
             raise ScaleFailed(f"not active within {self._record.spec.seconds:g} s: {reason}")
 
@@ -156,7 +160,7 @@ class ReplicaDrive:
         deadline = self._record.deadline.timestamp()
         draining: asyncio.Task[int] | None = None
         try:
-            while time.time() < deadline + HAND_BACK_SECONDS:
+            while self._clock() < deadline + HAND_BACK_SECONDS:
                 if self._record.cancelled:
                     break
                 replica = self._newest()
@@ -186,7 +190,7 @@ class ReplicaDrive:
     async def _request_drain(self, replica: Replica, deadline: float) -> int:
         """Ask the replica to drain; returns the number of groups that it still holds."""
         try:
-            return await self._launchers.drain(replica, max(0.0, deadline - time.time()))
+            return await self._launchers.drain(replica, max(0.0, deadline - self._clock()))
         except LauncherError as error:
             logger.info("%s", error)
             await asyncio.sleep(RETRY_SECONDS)

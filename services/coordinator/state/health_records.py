@@ -1,6 +1,6 @@
 """Records of a run's health in Redis."""
 
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 
 from pydantic import Field
@@ -67,7 +67,7 @@ class Event(Record):
     """A change of a run's health, or an action on it."""
 
     number: int
-    time: datetime = Field(default_factory=lambda: datetime.now(UTC))
+    time: datetime
     role: str
     instance: str
     """Empty for the role as a whole."""

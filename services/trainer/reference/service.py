@@ -102,7 +102,7 @@ class ReferenceService(ReplicaService):
 
     async def drain(self, seconds: float) -> int:
         """See ReplicaService. Groups not finished in time return to the board."""
-        if self._ranks is not None:
+        if self._ranks is not None and self._ranks.ranks:
             request = pb.HandBackGroupsRequest(seconds=max(0.0, seconds - DRAIN_MARGIN_SECONDS))
             with contextlib.suppress(RpcError):  # a rank that fails ends this replica
                 control = self._ranks.ranks[0].control
@@ -112,7 +112,7 @@ class ReferenceService(ReplicaService):
 
     def status(self) -> ServiceStatus:
         """See ReplicaService."""
-        pids = self._ranks.pids if self._ranks is not None else []
+        pids = [rank.child.pid for rank in self._ranks.ranks] if self._ranks is not None else []
         return ServiceStatus(
             held_groups=self._held,
             done_groups=self._done_before + self._done,
@@ -122,7 +122,7 @@ class ReferenceService(ReplicaService):
         )
 
     async def _set_paused(self, paused: bool) -> None:
-        if self._ranks is not None:
+        if self._ranks is not None and self._ranks.ranks:
             with contextlib.suppress(RpcError):  # a rank that fails ends this replica
                 await self._ranks.ranks[0].control.SetPaused(
                     pb.SetPausedRequest(paused=paused), timeout=REQUEST_SECONDS

@@ -1,33 +1,21 @@
 """The command as a person uses it: what it says when something is wrong, without services."""
 
-import os
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from relaxd.cli.main import app
+from tests.kit.processes import ROOT, run_python
 
-ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "addition.toml"
 
 
 def relaxd(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {
-        name: value for name, value in os.environ.items() if not name.startswith("RELAXD_") and name != "REDIS_URL"
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "relaxd.cli", *words],
-        cwd=cwd,
-        env=clean | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return run_python("-m", "relaxd.cli", *words, cwd=cwd, environment=environment, clean=True)
 
 
 def test_help_teaches() -> None:

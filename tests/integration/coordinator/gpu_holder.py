@@ -8,8 +8,6 @@ import asyncio
 import os
 from pathlib import Path
 
-import psutil
-
 from relaxd.config import RunConfig
 from relaxd.process.child import Child
 from relaxd.replica import gpus
@@ -20,6 +18,7 @@ from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.settings import parse_settings
 from relaxd.v1.coordinator_pb2 import Assignment
+from tests.kit.processes import is_alive
 
 GPU = Gpu("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 0)
 
@@ -58,14 +57,6 @@ class Holder(ReplicaService):
 
     def status(self) -> ServiceStatus:
         return ServiceStatus()
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie doesn't."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 async def main() -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,9 @@ from relaxd.config import RunConfig
 from relaxd.local.state import StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
 from relaxd.v1 import coordinator_pb2 as pb
-from tests.integration.coordinator.cluster import LEASE_SECONDS, ROOT, Cluster
+from tests.integration.coordinator.cluster import LEASE_SECONDS, Cluster
 from tests.kit.ports import free_port
+from tests.kit.processes import start_python
 
 
 class SupervisedCluster(Cluster):
@@ -60,9 +60,8 @@ class SupervisedCluster(Cluster):
             first_backoff_seconds=0.05,
         )
         self.state.plan.write_text(plan.model_dump_json())
-        with (self.folder / "supervisor.log").open("wb") as log:
-            command = [sys.executable, "-m", "relaxd.local.supervisor", str(self.state.plan)]
-            self.processes["supervisor"] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        words, log = ("-m", "relaxd.local.supervisor", str(self.state.plan)), self.folder / "supervisor.log"
+        self.processes["supervisor"] = start_python(*words, log=log)
 
     def close(self) -> None:
         supervisor = self.processes.get("supervisor")

@@ -1,7 +1,9 @@
 """Whole runs with real processes; only trainer and engines are doubles."""
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -15,15 +17,28 @@ PENDING, RUNNING, PAUSED = pb.RUN_STATE_PENDING, pb.RUN_STATE_RUNNING, pb.RUN_ST
 STOPPING, STOPPED, FAILED = pb.RUN_STATE_STOPPING, pb.RUN_STATE_STOPPED, pb.RUN_STATE_FAILED
 
 
-def start_all(cluster: Cluster) -> None:
-    cluster.judges()
-    cluster.trainer()
-    cluster.rollout("rollout-1")
-    cluster.rollout("rollout-2")
-
-
 def registered(cluster: Cluster, count: int) -> bool:
     return len(cluster.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas) == count
+
+
+def replicas(cluster: Cluster) -> list[pb.RegisteredReplica]:
+    return list(cluster.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas)
+
+
+@pytest.fixture
+def stack(shared_cluster: Cluster) -> Iterator[Cluster]:
+    """Everything that a run needs, idle before and after; several tests share it."""
+    cluster = shared_cluster
+    if "trainer" not in cluster.processes:
+        cluster.judges()
+        cluster.trainer()
+        cluster.rollout("rollout-1")
+        cluster.rollout("rollout-2")
+    cluster.until("registrations", lambda: registered(cluster, 5), 120)
+    yield cluster
+    with contextlib.suppress(grpc.RpcError):  # it has ended
+        cluster.stub.StopRun(pb.StopRunRequest(), timeout=5)
+    cluster.until("idle", lambda: all(not replica.status.run_id for replica in replicas(cluster)))
 
 
 def test_evaluations_beside_training(cluster: Cluster) -> None:
@@ -45,9 +60,10 @@ def test_evaluations_beside_training(cluster: Cluster) -> None:
     assert (summary["accuracy_after"], summary["notes"]) == (accuracy[10], [])
 
 
-def test_a_run_from_start_to_end(cluster: Cluster) -> None:
-    start_all(cluster)
-    cluster.until("registrations", lambda: registered(cluster, 5))
+def test_a_run_from_start_to_end(stack: Cluster) -> None:
+    cluster = stack
+    engines = ("rollout-1", "rollout-2")
+    earlier = {name: len(cluster.calls(name, "Generate")) for name in engines}
     started = cluster.start_run("first", eval__prompts=20, run__steps=6)
     assert (started.run_id, started.steps, started.state) == ("first", 6, PENDING)
 
@@ -83,7 +99,7 @@ def test_a_run_from_start_to_end(cluster: Cluster) -> None:
     assert lines[6]["eval_accuracy"] == summary["accuracy_after"] == run.metrics["eval_accuracy"]
     assert json.loads((folder / "model" / "config.json").read_text()) == {"version": 6}
 
-    asked = [call for name in ("rollout-1", "rollout-2") for call in cluster.calls(name, "Generate")]
+    asked = [call for name in engines for call in cluster.calls(name, "Generate")[earlier[name] :]]
     assert len(asked) == 40
     assert {call["version"] for call in asked} == {0, 6}
     assert all(call["greedy"] for call in asked)
@@ -100,9 +116,13 @@ def test_a_run_from_start_to_end(cluster: Cluster) -> None:
     cluster.until("idle", lambda: all(not r.status.run_id for r in replicas(cluster)))
     cluster.start_run("second", run__steps=1)
     assert cluster.until_state(STOPPED).run_id == "second"
-    assert [run.run_id for run in cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5).runs] == ["second", "first"]
+    assert [run.run_id for run in cluster.stub.ListRuns(pb.ListRunsRequest(page_size=2), timeout=5).runs] == [
+        "second",
+        "first",
+    ]
     page = cluster.stub.ListRuns(pb.ListRunsRequest(page_size=1), timeout=5)
-    (older,) = cluster.stub.ListRuns(pb.ListRunsRequest(page_token=page.next_page_token), timeout=5).runs
+    request = pb.ListRunsRequest(page_size=1, page_token=page.next_page_token)
+    (older,) = cluster.stub.ListRuns(request, timeout=5).runs
     whole = cluster.run("first")
     assert whole.metrics
     assert whole.config_json
@@ -111,13 +131,8 @@ def test_a_run_from_start_to_end(cluster: Cluster) -> None:
     assert older == whole
 
 
-def replicas(cluster: Cluster) -> list[pb.RegisteredReplica]:
-    return list(cluster.stub.ListReplicas(pb.ListReplicasRequest(), timeout=5).replicas)
-
-
-def test_pause_resume_stop_and_start_again(cluster: Cluster) -> None:
-    start_all(cluster)
-    cluster.until("registrations", lambda: registered(cluster, 5))
+def test_pause_resume_stop_and_start_again(stack: Cluster) -> None:
+    cluster = stack
     cluster.start_run("long", run__steps=1000)
     cluster.until_step(2)
 
@@ -149,9 +164,9 @@ def quiet(cluster: Cluster, seconds: float = 0.5) -> bool:
     return (before.groups, before.step) == (now.groups, now.step)
 
 
-def test_a_run_that_only_drops_pauses_itself_and_says_why(cluster: Cluster) -> None:
-    start_all(cluster)
-    cluster.start_when_up(
+def test_a_run_that_only_drops_pauses_itself_and_says_why(stack: Cluster) -> None:
+    cluster = stack
+    cluster.start_run(
         "broken", reward__name="tests.integration.coordinator.rewards:broken", board__max_consecutive_drops=5
     )
     run = cluster.until_state(PAUSED)
@@ -168,9 +183,9 @@ def test_a_run_that_only_drops_pauses_itself_and_says_why(cluster: Cluster) -> N
     cluster.until_state(PAUSED)
 
 
-def test_a_run_whose_replicas_keep_failing_fails_with_their_reason(cluster: Cluster) -> None:
-    start_all(cluster)
-    cluster.start_when_up("hopeless", reward__name="tests.integration.coordinator.rewards:missing")
+def test_a_run_whose_replicas_keep_failing_fails_with_their_reason(stack: Cluster) -> None:
+    cluster = stack
+    cluster.start_run("hopeless", reward__name="tests.integration.coordinator.rewards:missing")
     run = cluster.until_state(FAILED)
     assert run.reason.startswith("reward reward failed: ")
     assert run.outcome == pb.RUN_OUTCOME_REPLICAS_FAILED
@@ -182,21 +197,22 @@ def test_a_run_whose_replicas_keep_failing_fails_with_their_reason(cluster: Clus
     cluster.until_state(STOPPED)
 
 
-def test_ended_runs_are_deleted_when_asked(cluster: Cluster) -> None:
-    start_all(cluster)
-    cluster.start_when_up("first", run__steps=1)
+def test_ended_runs_are_deleted_when_asked(stack: Cluster) -> None:
+    cluster = stack
+    cluster.start_run("deleted", run__steps=1)
     with pytest.raises(grpc.RpcError) as caught:
-        cluster.stub.DeleteRun(pb.DeleteRunRequest(run_id="first"), timeout=5)
+        cluster.stub.DeleteRun(pb.DeleteRunRequest(run_id="deleted"), timeout=5)
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     folder = Path(cluster.until_state(STOPPED).folder)
     client = redis.Redis.from_url(cluster.redis_url)
-    assert client.keys("relaxd:first:*")
-    cluster.stub.DeleteRun(pb.DeleteRunRequest(run_id="first"), timeout=5)
-    assert not client.keys("relaxd:first:*")
-    assert not cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5).runs
+    assert client.keys("relaxd:deleted:*")
+    cluster.stub.DeleteRun(pb.DeleteRunRequest(run_id="deleted"), timeout=5)
+    assert not client.keys("relaxd:deleted:*")
+    runs = cluster.stub.ListRuns(pb.ListRunsRequest(), timeout=5).runs
+    assert "deleted" not in [run.run_id for run in runs]
     for call, request in ((cluster.stub.GetRun, pb.GetRunRequest), (cluster.stub.DeleteRun, pb.DeleteRunRequest)):
         with pytest.raises(grpc.RpcError) as caught:
-            call(request(run_id="first"), timeout=5)
+            call(request(run_id="deleted"), timeout=5)
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
     assert (folder / "summary.json").is_file()
 

@@ -1,6 +1,5 @@
 """A cluster under the real supervisor, with the real coordinator and launcher; trainer and engines are doubles."""
 
-import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import health_pb2
 from tests.integration.coordinator.supervised import SupervisedCluster
 
-HEALTHY, SUSPECT = health_pb2.HEALTH_STATE_HEALTHY, health_pb2.HEALTH_STATE_SUSPECT
+HEALTHY = health_pb2.HEALTH_STATE_HEALTHY
 RESTARTING, REBUILDING = health_pb2.HEALTH_STATE_RESTARTING, health_pb2.HEALTH_STATE_REBUILDING
 FAILED = health_pb2.HEALTH_STATE_FAILED
 
@@ -69,12 +68,6 @@ class HealthCluster(SupervisedCluster):
     def process(self, name: str) -> psutil.Process:
         """Return the current process of a service."""
         return psutil.Process(self.service(name).pid)
-
-    def remove(self, name: str) -> None:
-        """Kill a service and stop its supervisor, so that it never returns; only for the last fault of a test."""
-        process = self.process(name)
-        self.send("supervisor", signal.SIGSTOP)
-        process.terminate()
 
     # --- looking
 

@@ -1,7 +1,7 @@
-"""Second tier: a role without a working replica is rebuilt while the run is paused; then the run fails."""
+"""Second tier: a role without a working replica is rebuilt while the run is paused; then the run fails.
 
-import signal
-import time
+When that happens is in tests/unit/coordinator/test_health_policy.py.
+"""
 
 from relaxd.roles import ROLLOUT
 from relaxd.v1 import coordinator_pb2 as pb
@@ -29,12 +29,10 @@ def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: Hea
     events = cluster.events()
     kinds = [event.state for event in events if event.role == ROLLOUT and not event.instance]
     assert kinds == [REBUILDING, REBUILDING, FAILED], events
-    tries = [event for event in events if event.instance == "rollout-1"]
-    assert len(tries) < 20  # no storm
 
 
 def test_a_rebuilt_role_resumes_the_run(cluster: HealthCluster) -> None:
-    cluster.begin(max_restarts=1, **{**SHORT, "health__restart_timeout_seconds": 15.0})
+    cluster.begin(max_restarts=1, **{**SHORT, "health__restart_timeout_seconds": 6.0, "health__max_rebuilds": 5})
     fault = cluster.fault("fail", "trainer-1")
     cluster.process("trainer-1").kill()
     cluster.until_event("trainer", REBUILDING, seconds=90)
@@ -47,23 +45,4 @@ def test_a_rebuilt_role_resumes_the_run(cluster: HealthCluster) -> None:
     cluster.until_state(pb.RUN_STATE_RUNNING)
     cluster.goes_on()
     assert cluster.until("no rebuild counts", lambda: cluster.health("trainer").restarts == 0)
-    cluster.ended_run()
-
-
-def test_a_role_without_replicas_waits_for_new_ones(cluster: HealthCluster) -> None:
-    cluster.begin(health__role_timeout_seconds=2.0, health__max_rebuilds=1)
-    cluster.rollout("by-hand")
-    cluster.until("it works", lambda: cluster.calls("by-hand", "generate"), 60)
-    cluster.remove("rollout-1")
-    cluster.goes_on()
-    cluster.send("by-hand", signal.SIGTERM)
-    cluster.processes.pop("by-hand").wait()
-    run = cluster.until_state(pb.RUN_STATE_PAUSED, 60)
-    assert "no rollout replica for" in run.reason
-    events = cluster.events()
-    assert not [event for event in events if event.instance], events  # whoever goes in peace is not missed
-    time.sleep(3.0)  # longer than role_timeout_seconds, and no rebuild is left
-    cluster.rollout("another")
-    cluster.until_state(pb.RUN_STATE_RUNNING, 60)
-    cluster.goes_on()
     cluster.ended_run()

@@ -1,12 +1,8 @@
 """The rollout service as processes, a scripted coordinator, a source of weights, a board."""
 
 import itertools
-import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +26,8 @@ from relaxd.v1 import (
     sample_pb2,
     weights_pb2,
 )
+from tests.kit import processes
+from tests.kit.processes import Partner, start_python
 
 ROOT = Path(__file__).parents[3]
 RUN_ID = "run-1"
@@ -103,17 +101,11 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._server.stop(0).wait(5)
 
 
-class Source:
+class Source(Partner):
     """The trainer's side of the weight groups."""
 
     def __init__(self, model: Path, bucket_bytes: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.rollout.weight_source", str(model), str(bucket_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
+        super().__init__("-m", "tests.integration.rollout.weight_source", str(model), str(bucket_bytes))
         self._hello: dict[str, Any] | None = None
 
     @property
@@ -123,21 +115,6 @@ class Source:
     @property
     def manifest(self) -> weights_pb2.WeightManifest:
         return weights_pb2.WeightManifest.FromString(bytes.fromhex(self._greeting()["manifest"]))
-
-    def tell(self, **command: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
-        assert ready, "the source doesn't answer"
-        return dict(json.loads(self.process.stdout.readline()))
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
 
     def _greeting(self) -> dict[str, Any]:
         if self._hello is None:
@@ -152,11 +129,7 @@ class Replica:
         self.replica_id = replica_id
         self._coordinator = coordinator
         flags = ("--coordinator", f"127.0.0.1:{coordinator.port}", "--redis", redis_url, "--replica-id", replica_id)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "services.rollout", *flags, "--grace-seconds", "3"],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        self.process = start_python("-m", "services.rollout", *flags, "--grace-seconds", "3")
         self._channel: grpc.Channel | None = None
 
     @property
@@ -197,8 +170,7 @@ class Replica:
     def close(self) -> None:
         if self._channel is not None:
             self._channel.close()
-        self.process.kill()
-        self.process.wait(10)
+        processes.kill(self.process)
 
 
 def generate_request(prompt: Sequence[int], n: int = 1, **sampling: Any) -> rollout_pb2.GenerateRequest:

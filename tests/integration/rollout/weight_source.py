@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from relaxd.weights.checksum import checksum
 from relaxd.weights.group import WeightGroup, WeightGroupError, host_store
@@ -18,12 +18,11 @@ from relaxd.weights.manifest import TensorSpec, pack, plan_buckets, to_proto
 
 def weights_of(folder: Path, version: int) -> dict[str, torch.Tensor]:
     """The tensors of a version, by Hugging Face name; tied tensors once."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     generator = torch.Generator().manual_seed(version)
     tensors = {}
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator) * 0.05 if version else 0.0
-        tensors[name] = parameter.detach() + noise
+    for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
+        noise = torch.randn(tensor.shape, generator=generator) * 0.05 if version else 0.0
+        tensors[name] = tensor.float() + noise
     return tensors
 
 

@@ -4,8 +4,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,6 +16,8 @@ from relaxd.process.child_server import serve_socket
 from relaxd.rpc.errors import DeadlineExceeded, InvalidArgument, RpcError
 from tests.integration.rpc.echo_child import Echo, add_echo
 from tests.kit.child_service import ChildStub, struct
+from tests.kit.processes import is_alive, start_python
+from tests.kit.waiting import wait_until
 
 MODULE = "tests.integration.rpc.echo_child"
 PARENT = f"""
@@ -153,14 +153,8 @@ async def test_a_child_that_cannot_start_says_why() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_child_dies_with_its_parent(how: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+    with start_python("-c", PARENT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         os.kill(parent.pid, how)
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            break  # dead, waiting for init to look
-        time.sleep(0.01)
-    else:
-        assert not Path(f"/proc/{pid}").exists()
+    wait_until(lambda: not is_alive(pid), "the child is dead", 5)

@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -17,6 +16,7 @@ from relaxd.process.child import Child, ChildError
 from relaxd.process.gpu_lease import GpuLease, LeaseOver
 from relaxd.replica.gpus import Gpu, gpu_environment
 from tests.kit.child_service import ChildStub, struct
+from tests.kit.processes import start_python
 from tests.kit.waiting import wait_until
 
 MODULE = "tests.integration.rpc.echo_child"
@@ -112,7 +112,7 @@ async def test_what_was_given_back_is_used_by_nobody(lease: GpuLease, over: thre
 
 
 def test_the_child_of_a_stopped_parent_ends_by_itself() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+    with start_python("-c", PARENT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         os.kill(parent.pid, signal.SIGSTOP)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -23,6 +22,7 @@ from relaxd.rpc.server import RunningServer, Service, start_server
 from relaxd.rpc.terms import NewestTerm
 from relaxd.v1 import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tests.kit.ports import free_port
+from tests.kit.processes import run_python
 
 REWARD = "relaxd.v1.Reward"
 GRPCURL = Path(sys.executable).parent / "grpcurl"
@@ -376,13 +376,9 @@ async def test_a_restarted_server_is_found_again_soon():
 
 async def test_the_health_check_of_containers_tells_serving_from_not():
     async def check(port: int) -> tuple[int | None, str]:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "relaxd.rpc.health_check"),
-            env=os.environ | {"RELAXD_PORT": str(port)},
-            stdout=asyncio.subprocess.PIPE,
-        )
-        output, _ = await process.communicate()
-        return process.returncode, output.decode()
+        words, environment = ("-m", "relaxd.rpc.health_check"), {"RELAXD_PORT": str(port)}
+        done = await asyncio.to_thread(run_python, *words, environment=environment)
+        return done.returncode, done.stdout
 
     server = await start_server([], serving=True, security=RIGHT)
     try:

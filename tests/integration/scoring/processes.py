@@ -19,6 +19,7 @@ from relaxd.rpc.errors import NotFound
 from relaxd.rpc.server import start_server
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2
 from tests.kit.ports import free_port
+from tests.kit.waiting import eventually
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -176,9 +177,7 @@ class Bench:
     async def dropped(self, count: int, seconds: float = 30.0) -> dict[str, str]:
         """Wait until `count` groups are dropped; returns the reason of each."""
         assert self.board
-        async with asyncio.timeout(seconds):
-            while self.board.counts().dropped < count:
-                await asyncio.sleep(0.02)
+        await eventually(lambda: self.board.counts().dropped >= count, f"{count} dropped groups", seconds)
         return {group.group_id: group.reason for group in self.board.dropped()}
 
 

@@ -13,6 +13,8 @@ import pytest
 from relaxd.rewards import RewardInput, RewardOutput
 from services.reward.environment import MissingVariableError
 from services.reward.pool import Failure, PoolClosedError, WorkerPool
+from tests.kit.processes import is_alive
+from tests.kit.waiting import eventually
 
 BAD = "bad_rewards:by_response"
 FILE = Path(__file__).with_name("bad_rewards.py").relative_to(Path.cwd())
@@ -38,9 +40,7 @@ async def score(pool: WorkerPool, *responses: str, timeout_seconds: float = 10.0
 
 
 async def gone(pid: int) -> None:
-    async with asyncio.timeout(10):
-        while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not is_alive(pid), f"worker {pid} is gone", 10)
 
 
 async def test_a_worker_gets_no_secret_but_those_that_are_named(pool, monkeypatch, tmp_path):
@@ -75,10 +75,8 @@ async def test_scores_come_back_in_order(pool):
 
 async def test_a_sample_whose_process_was_killed_is_tried_once_more(pool, tmp_path):
     scoring = asyncio.create_task(score(pool, f"hang-once {tmp_path / 'pid'}"))
-    async with asyncio.timeout(30):
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            await asyncio.sleep(0.01)
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    pid = await eventually(lambda: (path := tmp_path / "pid").exists() and path.read_text(), "the worker's pid", 30)
+    os.kill(int(pid), signal.SIGKILL)
     assert await scoring == [RewardOutput(1.0)]
 
 

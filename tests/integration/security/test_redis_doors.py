@@ -1,8 +1,5 @@
 """Redis behind a password, an ACL and TLS."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +13,7 @@ from relaxd.local import embedded_redis
 from relaxd.rpc.settings import parse_settings
 from tests.kit.boards import advance, group, make_board, take
 from tests.kit.certificates import CertificateAuthority
+from tests.kit.processes import run_python
 from tests.kit.redis_acl import USER, apply_acl
 from tests.kit.tls_proxy import tls_proxy
 
@@ -109,9 +107,7 @@ def test_a_redis_for_another_host_is_not_talked_to(locked: Locked):
 
 
 def coordinator(**variables: str) -> tuple[int, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RELAXD_")}
-    command = [sys.executable, "-m", "services.coordinator", "--port", "0"]
-    done = subprocess.run(command, env=clean | variables, capture_output=True, text=True, timeout=60, check=False)
+    done = run_python("-m", "services.coordinator", "--port", "0", environment=variables, clean=True)
     return done.returncode, done.stderr
 
 

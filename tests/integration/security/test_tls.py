@@ -4,7 +4,6 @@ import asyncio
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from relaxd.rpc.tls import TlsFiles, connection_hint
 from relaxd.v1 import coordinator_pb2, replica_pb2, replica_pb2_grpc
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 from tests.kit.certificates import CertificateAuthority, environment
+from tests.kit.processes import run_python
 
 PLAIN = TlsFiles()
 
@@ -157,13 +157,8 @@ async def test_a_renewed_certificate_is_used_without_a_restart(ours, theirs, tmp
 
 
 async def run(*words: str, **variables: str) -> tuple[int | None, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RELAXD_")}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *words, env=clean | variables, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    async with asyncio.timeout(60):
-        output, _ = await process.communicate()
-    return process.returncode, " ".join(output.decode().split())
+    done = await asyncio.to_thread(run_python, *words, environment=variables, clean=True)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
 async def test_the_health_check_knocks_with_the_services_own_certificate(ours):

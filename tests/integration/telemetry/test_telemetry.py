@@ -1,15 +1,12 @@
 """Traces and metrics of real processes, as a real OTLP receiver gets them."""
 
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.kit.otlp import OtlpReceiver, otlp_receiver
+from tests.kit.processes import run_python
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +16,7 @@ def receiver():
 
 
 def play(role: str, environment: dict[str, str], *words: str) -> str:
-    process = subprocess.run(
-        [sys.executable, Path(__file__).parent / "group_main.py", role, *words],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    process = run_python("-m", "tests.integration.telemetry.group_main", role, *words, environment=environment)
     assert process.returncode == 0, process.stderr
     return (process.stderr if role == "abandoned" else process.stdout).strip()
 

@@ -1,10 +1,7 @@
 """What the tests of the trainer service share: the service as a process, a scripted coordinator, made-up groups."""
 
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +25,7 @@ from relaxd.v1 import (
     trainer_pb2_grpc,
     weights_pb2,
 )
+from tests.kit.processes import kill, start_python
 
 ROOT = Path(__file__).parents[3]
 RUN_ID = "run-1"
@@ -203,11 +201,7 @@ class TrainerProcess:
         """`environment` is set on top of this process's."""
         self.coordinator = coordinator
         flags = ("--coordinator", f"127.0.0.1:{coordinator.port}", "--redis", redis_url, "--replica-id", "trainer-test")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *flags, "--grace-seconds", "5"],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
-        )
+        self.process = start_python("-m", module, *flags, "--grace-seconds", "5", environment=environment)
         self._channel: grpc.Channel | None = None
 
     @property
@@ -237,8 +231,7 @@ class TrainerProcess:
     def close(self) -> None:
         if self._channel is not None:
             self._channel.close()
-        self.process.kill()
-        self.process.wait(10)
+        kill(self.process)
 
 
 @contextlib.contextmanager

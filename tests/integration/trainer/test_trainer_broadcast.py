@@ -1,10 +1,7 @@
 """Broadcasts tensor by tensor: what the ranks of a world send is the model, whoever holds which part of it."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,8 @@ from relaxd.weights.manifest import TensorSpec, plan_buckets
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import hf_tensor_specs
 from tests.integration.trainer.broadcasting_ranks import BUCKET_BYTES
-from tests.integration.trainer.trainer_worlds import make_model
+from tests.integration.trainer.trainer_worlds import make_model, start_ranks
+from tests.kit.processes import kill
 
 
 @pytest.mark.parametrize("arrangement", ["pipeline_parallel", "tensor_parallel"])
@@ -30,18 +28,7 @@ def test_what_is_sent_directly_is_the_model(arrangement: str, tmp_path: Path) ->
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     arguments = [str(model), json.dumps({arrangement: 2}), str(store.port), "group", str(stages + 1)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.trainer.broadcasting_ranks", *arguments],
-            env={
-                **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-                "WORLD_SIZE": "2", "RANK": str(rank),
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    processes = start_ranks("tests.integration.trainer.broadcasting_ranks", *arguments, ranks=2, port=port)
     try:
         group = WeightGroup("gloo", "127.0.0.1", store.port, "group", stages, stages + 1)
         group.connect(60)
@@ -67,9 +54,7 @@ def test_what_is_sent_directly_is_the_model(arrangement: str, tmp_path: Path) ->
         told = [json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in processes]
         group.abort()
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        kill(*processes)
     assert sum(each["bytes"] for each in told) == sum(tensor.nbytes for tensor in expected.values())
     checksums = {name: value for each in told for name, value in each["checksums"].items()}
     assert checksums == {name: checksum(tensor) for name, tensor in expected.items()}

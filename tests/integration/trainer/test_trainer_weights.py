@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +15,6 @@ from safetensors.numpy import load_file
 from relaxd.v1 import replica_pb2, trainer_pb2, weights_pb2
 from relaxd.weights.checksum import checksum
 from tests.integration.trainer.service_kit import (
-    ROOT,
     Receiver,
     TrainerProcess,
     error_code,
@@ -26,6 +24,7 @@ from tests.integration.trainer.service_kit import (
     trainer_service,
 )
 from tests.kit.models import make_tiny_model
+from tests.kit.processes import kill, start_python
 
 DYING_RECEIVER = """
 import sys, time
@@ -91,7 +90,15 @@ def test_weights_arrive_and_wrong_requests_are_refused(tiny_qwen3: Path, redis_u
         lonely = join_request(receiver.manifest, "lonely", 4)
         lonely.group.timeout_seconds = 0.5
         assert error_code(lambda: process.trainer.JoinWeightGroup(lonely)) is grpc.StatusCode.ABORTED
-        Receiver(process.trainer, "group-2", sync_id=5).leave()
+        # An engine that leaves ends the broadcast that waits for it.
+        leaving = Receiver(process.trainer, "group-2", sync_id=5)
+        timer = threading.Timer(0.3, leaving.leave)
+        timer.start()
+        started = time.monotonic()
+        request = leaving.request(timeout_seconds=20.0)
+        assert error_code(lambda: process.trainer.BroadcastWeights(request)) is grpc.StatusCode.ABORTED
+        assert time.monotonic() - started < 5
+        timer.join()
         assert coordinator.status.weights == version_1
 
 
@@ -102,12 +109,10 @@ def test_receiver_killed_in_the_middle_costs_at_most_the_timeout(
         coordinator.wait_for_version(1, 0)
         manifest = process.trainer.GetWeightManifest(trainer_pb2.GetWeightManifestRequest())
         rank = process.rank_pid()
-        for number, kill in enumerate((True, False), start=1):
+        for number, dies in enumerate((True, False), start=1):
             name = f"group-{number}"
             place = (manifest.store_host, str(manifest.store_port), name, "1", "2")
-            engine = subprocess.Popen(
-                [sys.executable, "-c", DYING_RECEIVER, *place], cwd=ROOT, stdout=subprocess.PIPE, text=True
-            )
+            engine = start_python("-c", DYING_RECEIVER, *place, stdout=subprocess.PIPE, text=True)
             try:
                 process.trainer.JoinWeightGroup(join_request(manifest, name, number), timeout=20)
                 assert engine.stdout is not None
@@ -123,30 +128,16 @@ def test_receiver_killed_in_the_middle_costs_at_most_the_timeout(
                 coordinator.wait(lambda: "waiting for a weight broadcast to end" in coordinator.status.detail)
                 assert feeder.board.last_step() == number - 1
                 assert not call.done()
-                if kill:
+                if dies:
                     os.kill(engine.pid, signal.SIGKILL)
                 assert call.exception(timeout=20).code() is grpc.StatusCode.ABORTED
                 assert time.monotonic() - started < 5
                 coordinator.wait_for_version(1, number)
                 assert time.monotonic() - started < 6
             finally:
-                engine.kill()
-                engine.wait()
+                kill(engine)
         assert process.rank_pid() == rank
         assert_received(Receiver(process.trainer, "group-9", sync_id=9), process, "model")
-
-
-def test_leaving_ends_a_running_broadcast(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
-    with trainer_service(make_config(tiny_qwen3), redis_url, tmp_path) as (coordinator, _, process):
-        coordinator.wait_for_version(1, 0)
-        receiver = Receiver(process.trainer, "group-1")
-        timer = threading.Timer(0.3, receiver.leave)
-        timer.start()
-        started = time.monotonic()
-        request = receiver.request(timeout_seconds=20.0)
-        assert error_code(lambda: process.trainer.BroadcastWeights(request)) is grpc.StatusCode.ABORTED
-        assert time.monotonic() - started < 5
-        timer.join()
 
 
 @pytest.mark.parametrize("arrangement", ["tensor_parallel", "pipeline_parallel"])

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from relaxd.config import AlgorithmConfig, TrainerConfig
+from tests.kit.processes import kill, start_python
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 COLUMNS = ("rollout_logprobs", "advantages")
@@ -258,27 +259,27 @@ def run_world(
     """
     folder.mkdir(exist_ok=True)
     (folder / "jobs.pickle").write_bytes(pickle.dumps(jobs))
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", program, str(folder)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**environment, "RANK": str(rank), "WORLD_SIZE": str(ranks)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    processes = start_ranks(program, str(folder), ranks=ranks, port=port, stderr=subprocess.STDOUT)
     try:
         outputs = [process.communicate(timeout=timeout)[0] for process in processes]
     finally:
-        for process in processes:
-            process.kill()
+        kill(*processes)
     for rank, process in enumerate(processes):
         assert process.returncode == 0, f"rank {rank} failed:\n{outputs[rank]}"
     by_rank = [pickle.loads((folder / f"rank-{rank}.pickle").read_bytes()) for rank in range(ranks)]
     return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def start_ranks(program: str, *words: str, ranks: int, port: int, **options: Any) -> "list[subprocess.Popen[str]]":
+    """Start `python -m PROGRAM WORDS` for each rank of a gloo world that meets at `port`."""
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    return [
+        start_python(
+            "-m", program, *words, environment=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE, text=True, **options,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
 
 
 def work(run: Callable[[Any, int], dict[str, Any]]) -> None:

@@ -1,45 +1,26 @@
 """Weight groups between real processes."""
 
-import json
-import os
-import select
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kit.processes import Partner, kill
 
-class Member:
+
+class Member(Partner):
     """One process of a group."""
 
     def __init__(self, *words: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.weights.member", *words],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-
-    def tell(self, **command: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], 60)
-        assert ready, "no answer within 60 s"
-        return dict(json.loads(self.process.stdout.readline()))
+        super().__init__("-m", "tests.integration.weights.member", *words)
 
 
 @pytest.fixture
 def members() -> Iterator[list[Member]]:
     members = [Member() for _ in range(3)]
     yield members
-    for member in members:
-        member.process.kill()
-        member.process.wait()
+    kill(*(member.process for member in members))
 
 
 def connect(members: list[Member], port: int, name: str, timeout: float = 20) -> list[dict[str, Any]]:

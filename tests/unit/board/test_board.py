@@ -21,6 +21,7 @@ from relaxd.board import (
 )
 from relaxd.config import BoardConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, RunSection
 from tests.kit.boards import LARGE, advance, audit, end_leases, group, make_board, output, take
+from tests.kit.waiting import wait_until
 
 
 def held_by_stage(board):
@@ -281,10 +282,7 @@ def test_what_a_worker_wrote_before_it_died_expires(redis_url):
     board._connection.pipeline(lambda pipe: payloads.write(pipe, [attempt], board.orphan_seconds))
     keys = [key for key, _ in attempt.large]
     assert len(keys) == 2
-    deadline = time.monotonic() + 5
-    while board._connection.client.exists(*keys) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not board._connection.client.exists(*keys)
+    wait_until(lambda: not board._connection.client.exists(*keys), "they have expired", 5)
     audit(board)
 
 

@@ -86,7 +86,8 @@ FIELDS = st.dictionaries(
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(FIELDS)
-def test_no_entry_kills_its_reader(redis_url, fields):
+def test_no_entry_kills_its_reader(redis_url, monkeypatch, fields):
+    monkeypatch.setattr("relaxd.board.worker.TAKE_SECONDS", 0.01)  # else each example waits for the end of a read
     board = make_board(redis_url, max_deliveries=2)
     board.delete()
     board.create(term=1, groups_per_step=4, steps=100)

@@ -1,13 +1,13 @@
 """A broadcast and the optimizer take turns, and neither waits for ever."""
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from services.trainer.loop.weight_read_lock import HoldRefused, WeightReadLock
 from services.trainer.service.export import export_folder
+from tests.kit.waiting import wait_until
 
 
 def test_the_optimizer_waits_for_the_broadcast_to_end() -> None:
@@ -22,8 +22,7 @@ def test_the_optimizer_waits_for_the_broadcast_to_end() -> None:
 
     optimizer = threading.Thread(target=change)
     optimizer.start()
-    while "tick" not in order:
-        time.sleep(0.001)
+    wait_until(lambda: "tick" in order, "the optimizer waits", 5)
     assert "changed" not in order
     assert weights.release(hold)
     optimizer.join(5)

@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.unit.source import ROOT, calls, files
+from tests.unit.source_code.calls import ROOT, calls, files
 
 PICKLES = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "joblib", "multiprocessing")
 PICKLES += ("torch.distributed.checkpoint", "megatron.core.dist_checkpointing")

@@ -14,7 +14,7 @@ from relaxd.board import DropReason
 from relaxd.v1 import coordinator_pb2, group_pb2, health_pb2, scaling_pb2
 from services.coordinator.state import health_records, records, scale_records
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 
 

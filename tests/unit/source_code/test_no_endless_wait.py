@@ -14,7 +14,7 @@ from relaxd.v1 import (  # noqa: F401 (their services are in the pool once they 
     trainer_pb2,
     trainer_rank_pb2,
 )
-from tests.unit.source import Place, calls
+from tests.unit.source_code.calls import Place, calls
 
 WAITS = {"wait", "join", "get", "result", "acquire", "communicate", "wait_for_termination"}
 """Methods that wait for ever when they are called without an argument."""

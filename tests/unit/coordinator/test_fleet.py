@@ -1,7 +1,5 @@
 """A run's failure when the replicas of a role keep failing."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from relaxd.roles import REPLICA_ROLES, ROLLOUT
@@ -12,7 +10,6 @@ from relaxd.v1.replica_pb2 import (
     ReplicaState,
     ReplicaStatus,
 )
-from services.coordinator.fleet import fleet as module
 from services.coordinator.fleet.fleet import FAILURE_LEASES, Fleet
 from services.coordinator.fleet.registry import Registry
 from services.coordinator.state.store import Store
@@ -31,15 +28,12 @@ def says(registry: Registry, name: str, state: "ReplicaState.ValueType") -> None
     registry.heartbeat(name, ReplicaStatus(state=state, run_id="run", detail="no disk"))
 
 
-async def test_a_role_fails_when_its_replicas_keep_failing_and_none_starts(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_role_fails_when_its_replicas_keep_failing_and_none_starts(registry: Registry) -> None:
     now = 1000.0
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     for name in ("one", "two"):
         await registry.register(Registration(replica_id=name, role=ROLLOUT, address="127.0.0.1:9"))
         says(registry, name, REPLICA_STATE_FAILED)
-    fleet = Fleet(registry, "run", REPLICA_ROLES)
+    fleet = Fleet(registry, "run", REPLICA_ROLES, clock=lambda: now)
     assert fleet.failure() is None
     now += FAILURE_LEASES * LEASE + 1
     says(registry, "one", REPLICA_STATE_STARTING)  # such as loading a large model, or waiting for a GPU

@@ -1,15 +1,23 @@
-"""One trace from prompt to optimizer step, collected from five real services by a real OTLP receiver."""
+"""One run from the command line, by five real services on a tiny random model: what it leaves, and its traces."""
 
 import json
+import math
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from relaxd.local.state import StateFolder
 from relaxd.telemetry import METRICS
-from tests.e2e.conftest import Workplace
-from tests.kit.otlp import ReceivedSpan, otlp_receiver
+from tests.e2e.conftest import open_workplace
+from tests.e2e.test_run import check_books, read_summary
+from tests.kit.otlp import ReceivedPoint, ReceivedSpan, otlp_receiver
 
 SERVICE_OF = {
     "publish": "relaxd-coordinator",
@@ -65,14 +73,67 @@ def check_step(line: dict[str, Any]) -> None:
     assert times <= METRICS.keys()
 
 
-@pytest.mark.timeout(240)
-def test_a_group_is_one_trace_from_prompt_to_step(workplace: Workplace) -> None:
-    with otlp_receiver() as receiver:
-        code, output = workplace.relaxd("run", "tiny.toml", "--run-id", "traced", timeout=200, **receiver.environment())
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run left: its folder, what the command printed, and what a collector got."""
+
+    folder: Path
+    output: str
+    spans: list[ReceivedSpan]
+    points: list[ReceivedPoint]
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The metrics of the steps, the evaluation before the first included."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[FinishedRun]:
+    with open_workplace(tmp_path_factory.mktemp("run"), tiny_model) as place, otlp_receiver() as receiver:
+        words = ("run", "tiny.toml", "--run-id", "tiny", "--run.seed", "3")
+        code, output = place.relaxd(*words, timeout=200, **receiver.environment())
         assert code == 0, output
-        spans = receiver.spans()
-        exported = {point.name: point.value for point in receiver.points() if point.name.startswith("relaxd.step.")}
-        metrics = {point.name for point in receiver.points()}
+        assert not StateFolder(place.folder / ".relaxd").is_up()
+        yield FinishedRun(place.folder / "runs" / "tiny", output, receiver.spans(), receiver.points())
+
+
+@pytest.mark.timeout(240)
+def test_one_command_trains_and_leaves_everything(finished: FinishedRun, tiny_model: Path) -> None:
+    folder = finished.folder
+    summary = read_summary(folder)
+    check_books(summary, steps=3)
+    for name in ("accuracy_before", "accuracy_after", "format_before", "format_after"):
+        assert 0 <= summary[name] <= 1
+    assert 0 < summary["wall_seconds"] < 200
+
+    lines = finished.lines()
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    for line in lines[1:]:
+        assert 0 <= line["staleness_max"] <= 1
+        assert math.isfinite(line["loss"])
+        assert line["grad_norm"] > 0
+        assert line.get("logprob_difference", 0.0) < 1e-4
+        assert line["policy_drift"] < 1.0
+    assert lines[1]["logprob_difference"] > 0
+    for name in ("config.toml", "curve.png", "report.html", "samples.jsonl", "logs/trainer.log"):
+        assert (folder / name).stat().st_size > 0
+    assert len(list((folder / "steps").glob("step-*.safetensors"))) == 3
+    for line in ("step 1/3", "step 3/3", "held-out, before training", "held-out accuracy"):
+        assert line in finished.output
+
+    before = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    after = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    names = dict(before.named_parameters()).keys()
+    assert dict(after.named_parameters()).keys() == names
+    assert any(not torch.equal(before.get_parameter(name), after.get_parameter(name)) for name in names)
+    assert AutoTokenizer.from_pretrained(folder / "model").decode([1]) == "<|im_start|>"
+
+
+@pytest.mark.timeout(240)
+def test_a_group_is_one_trace_from_prompt_to_step(finished: FinishedRun) -> None:
+    spans = finished.spans
+    exported = {point.name: point.value for point in finished.points if point.name.startswith("relaxd.step.")}
+    metrics = {point.name for point in finished.points}
 
     traces: dict[str, dict[str, ReceivedSpan]] = defaultdict(dict)
     for span in spans:
@@ -93,8 +154,7 @@ def test_a_group_is_one_trace_from_prompt_to_step(workplace: Workplace) -> None:
         assert len(trace["train"].links) == 1
         assert trace["train"].links[0] in steps
     assert {step.service for step in steps.values()} == {"relaxd-trainer"}
-    file = workplace.folder / "runs" / "traced" / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()][1:]
+    lines = finished.lines()[1:]
     assert len(lines) == 3
     waits = [span for span in spans if span.name == "wait"]
     for line in lines:

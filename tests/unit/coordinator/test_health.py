@@ -1,7 +1,5 @@
 """Health: detection of problems, back-off of restarts, rebuilds of roles."""
 
-import time
-
 import pytest
 
 from relaxd.config import DataConfig, HealthConfig, ModelConfig, RewardConfig, RunConfig, RunSection
@@ -9,7 +7,6 @@ from relaxd.roles import REWARD, ROLLOUT, TRAINER
 from relaxd.v1 import replica_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Registration
 from services.coordinator.fleet.registry import Replica
-from services.coordinator.health import signs as health_signs
 from services.coordinator.health.health_update import HealthUpdate, RestartMode, next_restart
 from services.coordinator.health.role_reconciler import RoleReconciler, RoleSigns
 from services.coordinator.health.signs import Signs
@@ -21,18 +18,16 @@ READY, STARTING, FAILED = pb.REPLICA_STATE_READY, pb.REPLICA_STATE_STARTING, pb.
 class Clock:
     now = 1000.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(health_signs, "time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
-def make_signs(failures: int = 0, **health: float) -> Signs:
+def make_signs(clock: Clock, failures: int = 0, **health: float) -> Signs:
     config = RunConfig(
         run=RunSection(steps=1),
         model=ModelConfig(path="model"),
@@ -40,7 +35,7 @@ def make_signs(failures: int = 0, **health: float) -> Signs:
         reward=RewardConfig(name="addition", timeout_seconds=10.0),
         health=HealthConfig(stuck_seconds=100.0, **health),
     )
-    return Signs(config, 1.0, lambda replica: failures)
+    return Signs(config, 1.0, lambda replica: failures, clock)
 
 
 def replica(clock: Clock, role: str, **status: object) -> Replica:
@@ -59,7 +54,7 @@ def after(clock: Clock, seconds: float, signs: Signs, one: Replica, **status: ob
 
 
 def test_a_replica_with_groups_and_no_progress_is_stuck(clock: Clock) -> None:
-    signs = make_signs()
+    signs = make_signs(clock)
     one = replica(clock, REWARD, state=READY, held_groups=2, progress=7)
     assert after(clock, 0, signs, one) is None
     assert after(clock, 50, signs, one) is None
@@ -77,7 +72,7 @@ def test_a_replica_with_groups_and_no_progress_is_stuck(clock: Clock) -> None:
 
 
 def test_an_engine_that_fails_synchronisations_can_also_be_stuck(clock: Clock) -> None:
-    signs = make_signs(failures=1)
+    signs = make_signs(clock, failures=1)
     one = replica(clock, ROLLOUT, state=READY, held_groups=2, progress=7)
     one.status.weights.version = 3
     failed = ("1 weight synchronisations in a row failed with it", False)
@@ -88,7 +83,7 @@ def test_an_engine_that_fails_synchronisations_can_also_be_stuck(clock: Clock) -
 
 
 def test_a_trainer_must_progress_even_without_groups(clock: Clock) -> None:
-    signs = make_signs()
+    signs = make_signs(clock)
     one = replica(clock, TRAINER, state=READY, held_groups=0, progress=7)
     assert after(clock, 0, signs, one) is None
     assert after(clock, 300, signs, one, progress=8) is None
@@ -98,7 +93,7 @@ def test_a_trainer_must_progress_even_without_groups(clock: Clock) -> None:
 
 
 def test_start_and_failure_have_time_limits(clock: Clock) -> None:
-    signs = make_signs(start_seconds=60, failed_seconds=10)
+    signs = make_signs(clock, start_seconds=60, failed_seconds=10)
     one = replica(clock, TRAINER, state=STARTING, detail="loading")
     assert after(clock, 0, signs, one) is None
     assert after(clock, 29, signs, one) is None
@@ -112,29 +107,35 @@ def test_start_and_failure_have_time_limits(clock: Clock) -> None:
 
 def test_late_heartbeats_and_failed_synchronisations(clock: Clock) -> None:
     one = replica(clock, ROLLOUT, state=READY)
-    assert after(clock, 0, make_signs(failures=3), one) == ("3 weight synchronisations in a row failed with it", False)
-    assert after(clock, 0, make_signs(failures=4), one) == ("4 weight synchronisations in a row failed with it", True)
+    assert after(clock, 0, make_signs(clock, failures=3), one) == (
+        "3 weight synchronisations in a row failed with it",
+        False,
+    )
+    assert after(clock, 0, make_signs(clock, failures=4), one) == (
+        "4 weight synchronisations in a row failed with it",
+        True,
+    )
     clock.now += 3.5
-    issue = make_signs().issue(one)
+    issue = make_signs(clock).issue(one)
     assert issue is not None
     assert (issue.text, issue.due) == ("no heartbeat for 3.5 s", False)
     one.draining = True
-    assert make_signs(failures=9).issue(one) is None
+    assert make_signs(clock, failures=9).issue(one) is None
 
 
 def test_restarts_back_off() -> None:
     config = HealthConfig(first_backoff_seconds=2.0, max_restarts=4, restart_window_seconds=600.0)
-    now = time.time()
-    assert next_restart((), config) == 0.0
-    assert next_restart((now - 601,), config) == 0.0
-    assert next_restart((now,), config) == now + 2
-    assert next_restart((now - 30, now - 10, now), config) == now + 8
-    assert next_restart((now - 100, now - 30, now - 10, now), config) == now + 500
+    now = 1e9
+    assert next_restart((), config, now) == 0.0
+    assert next_restart((now - 601,), config, now) == 0.0
+    assert next_restart((now,), config, now) == now + 2
+    assert next_restart((now - 30, now - 10, now), config, now) == now + 8
+    assert next_restart((now - 100, now - 30, now - 10, now), config, now) == now + 500
     # No window has more than max_restarts.
     restarts: tuple[float, ...] = ()
     moment = now
     while moment < now + 60:
-        if moment >= next_restart(restarts, config):
+        if moment >= next_restart(restarts, config, moment):
             restarts = (*restarts, moment)
         moment += 0.5
     assert len(restarts) == 4
@@ -142,12 +143,12 @@ def test_restarts_back_off() -> None:
 
 def test_tries_count_until_the_replica_makes_progress() -> None:
     one = ReplicaHealth(instance="rollout-1", role="rollout", replica_id="rollout-1", seen_working=True, tries=2)
-    draft = HealthUpdate(HealthRecord(replicas={"rollout-1": one}))
+    draft = HealthUpdate(HealthRecord(replicas={"rollout-1": one}), now=5.0)
     draft.restart(one, "it is stuck")
     draft.restart(draft.replicas["rollout-1"], "it is stuck", RestartMode.FORCE)
     after = draft.result().replicas["rollout-1"]
     assert (after.state, after.tries, len(after.restarts), after.stopped_id) == (Health.RESTARTING, 2, 2, "rollout-1")
-    assert after.down_since > 0
+    assert after.down_since == 5.0
     assert [order.mode for order in draft.restarts] == [RestartMode.REQUEST, RestartMode.FORCE]
     for _ in range(2 * KEPT_EVENTS):
         draft.add_event("rollout", "rollout-1", Health.HEALTHY, "works")
@@ -157,12 +158,12 @@ def test_tries_count_until_the_replica_makes_progress() -> None:
 
 
 def test_consecutive_rebuilds_share_one_pause() -> None:
-    tier = RoleReconciler(HealthConfig(first_backoff_seconds=0.0, max_rebuilds=3))
+    tier = RoleReconciler(HealthConfig(first_backoff_seconds=0.0, max_rebuilds=3), clock=lambda: 1000.0)
     gone = ReplicaHealth(instance="one", role="reward", replica_id="one", state=Health.FAILED, reason="it died")
     record = HealthRecord(replicas={"one": gone})
     seen = []
     for missing in (("reward",), ("reward",), (), ("reward",)):
-        draft = HealthUpdate(record)
+        draft = HealthUpdate(record, now=1000.0)
         tier.update(draft, "reward", {}, RoleSigns(missing, last_step=3))
         record = draft.result()
         role = record.roles["reward"]

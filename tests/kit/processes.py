@@ -1,0 +1,99 @@
+"""Python programs that tests run: services, doubles, members of a group."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+
+
+def start_python(
+    *words: str,
+    log: Path | None = None,
+    cwd: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+    clean: bool = False,
+    **options: Any,
+) -> "subprocess.Popen[Any]":
+    """Start `python WORDS`, which can import the repository's packages.
+
+    `environment` is set on top of this process's, of which `clean` leaves out what configures relaxd. Output is
+    appended to the file `log`, if given. Other options are those of Popen.
+    """
+    program = [sys.executable, *words]
+    variables = _environment(environment, clean=clean)
+    if log is None:
+        return subprocess.Popen(program, cwd=cwd, env=variables, **options)
+    with log.open("ab") as file:
+        return subprocess.Popen(program, cwd=cwd, env=variables, stdout=file, stderr=file, **options)
+
+
+def run_python(
+    *words: str,
+    seconds: float = 60.0,
+    cwd: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+    clean: bool = False,
+) -> "subprocess.CompletedProcess[str]":
+    """Run `python WORDS` to its end, which must come in time; see `start_python`."""
+    variables = _environment(environment, clean=clean)
+    program = [sys.executable, *words]
+    return subprocess.run(program, cwd=cwd, env=variables, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def kill(*processes: "subprocess.Popen[Any]") -> None:
+    """Kill processes, also stopped ones, and wait for their ends."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
+        process.kill()
+    for process in processes:
+        process.wait(timeout=20)
+
+
+def is_alive(pid: int | None) -> bool:
+    """Return whether a process runs; a zombie doesn't."""
+    try:
+        return pid is not None and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Partner:
+    """A Python program that takes commands as lines of JSON and answers with others."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = start_python(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, **command: Any) -> None:
+        """Send a command."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self, seconds: float = 60.0) -> dict[str, Any]:
+        """Wait for the next answer."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        assert ready, f"no answer within {seconds:g} s"
+        return dict(json.loads(self.process.stdout.readline()))
+
+    def close(self) -> None:
+        """Kill it."""
+        kill(self.process)
+
+
+def _environment(changes: Mapping[str, str] | None, *, clean: bool) -> dict[str, str]:
+    ours = ("RELAXD_", "OTEL_", "REDIS_URL") if clean else ()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(changes or {})}

@@ -1,0 +1,202 @@
+"""How one replica of a scale request ends, by a clock of the test's own; its launcher and its calls are real."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from relaxd.launcher.server import LauncherServicer
+from relaxd.rpc.errors import Unavailable
+from relaxd.rpc.server import Service, start_server
+from relaxd.rpc.terms import RedisTerm
+from relaxd.rpc.tls import TlsFiles
+from relaxd.v1 import launcher_pb2, launcher_pb2_grpc, replica_pb2_grpc
+from relaxd.v1 import replica_pb2 as pb
+from relaxd.v1.coordinator_pb2 import Registration
+from services.coordinator.fleet.peers import Peers
+from services.coordinator.fleet.registry import Registry
+from services.coordinator.scaling import drive as module
+from services.coordinator.scaling.drive import HAND_BACK_SECONDS, ReplicaDrive
+from services.coordinator.scaling.launchers import Launchers
+from services.coordinator.scaling.scale_log import ScaleLog
+from services.coordinator.state.scale_records import Direction, ScaledReplica, ScaleRecord, ScaleSpec, ScaleState
+from services.coordinator.state.store import Store
+from tests.kit.waiting import eventually
+
+LAUNCH, SECONDS = "rollout-r-1", 60.0
+IDLE, FAILED = pb.REPLICA_STATE_IDLE, pb.REPLICA_STATE_FAILED
+
+
+class Host:
+    """A launcher's host that starts nothing, and remembers what it was told to."""
+
+    roles = frozenset({"rollout"})
+
+    def __init__(self) -> None:
+        self.there: dict[str, launcher_pb2.Instance] = {}
+        self.refusal: Exception | None = None
+
+    def launch(self, launch_id: str, role: str, gpu_uuids: tuple[str, ...]) -> launcher_pb2.Instance:
+        if self.refusal is not None:
+            raise self.refusal
+        return self.there.setdefault(launch_id, launcher_pb2.Instance(launch_id=launch_id, role=role))
+
+    def remove(self, launch_id: str, grace_seconds: float) -> None:
+        self.there.pop(launch_id, None)
+
+    def instances(self) -> list[launcher_pb2.Instance]:
+        return list(self.there.values())
+
+
+class Holder(replica_pb2_grpc.ReplicaServicer):
+    """A replica that is asked to drain, and holds groups."""
+
+    def __init__(self) -> None:
+        self.held_groups = 2
+        self.asked = 0
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        self.asked += 1
+        return pb.DrainResponse(held_groups=self.held_groups)
+
+
+class Desk:
+    """A coordinator's scaling of one replica, without a run."""
+
+    def __init__(self, redis_url: str, port: int, host: Host, holder: Holder) -> None:
+        self.now = 1e9
+        self.host, self.holder = host, holder
+        self.address = f"127.0.0.1:{port}"
+        store = Store(redis_url)
+        term = store.take_over()
+        self.registry = Registry(store, lease_seconds=6.0, heartbeat_seconds=1.0, gpu_lease_seconds=60.0)
+        self.log = ScaleLog(store, self.registry.changed)
+        self.launchers = Launchers(Peers(None, TlsFiles(), term), self.address)
+
+    async def begin(self, direction: Direction) -> "asyncio.Task[None]":
+        """Drive the replica of a request that is made now."""
+        spec = ScaleSpec(direction=direction, role="rollout", replicas=1, seconds=SECONDS)
+        deadline = datetime.fromtimestamp(self.now + SECONDS, UTC)
+        scaled = (ScaledReplica(launch_id=LAUNCH),)
+        await self.log.add(ScaleRecord(request_id="r", spec=spec, scaled=scaled, deadline=deadline))
+        runs: Any = SimpleNamespace(active=None)
+        drive = ReplicaDrive(LAUNCH, "r", self.log, self.registry, runs, self.launchers, lambda: self.now)
+        return asyncio.create_task(drive.run())
+
+    async def register(self, state: "pb.ReplicaState.ValueType", detail: str = "") -> None:
+        await self.registry.register(
+            Registration(replica_id="one", role="rollout", address=self.address, launch_id=LAUNCH)
+        )
+        self.registry.heartbeat("one", pb.ReplicaStatus(state=state, detail=detail))
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.registry.changed.fire()
+
+    @property
+    def scaled(self) -> ScaledReplica:
+        return self.log.get("r").scaled[0]
+
+    async def until(self, state: ScaleState, detail: str = "") -> None:
+        await eventually(lambda: self.scaled.state == state and detail in self.scaled.detail, f"{state} {detail}", 20.0)
+
+
+@pytest.fixture
+async def desk(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Desk]:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.02)
+    host, holder = Host(), Holder()
+    launcher = LauncherServicer(host)
+    services = [
+        Service(launcher_pb2_grpc.add_LauncherServicer_to_server, launcher, "relaxd.v1.Launcher"),
+        Service(replica_pb2_grpc.add_ReplicaServicer_to_server, holder, "relaxd.v1.Replica"),
+    ]
+    server = await start_server(services, serving=True, fence=RedisTerm(redis_url))
+    yield Desk(redis_url, server.port, host, holder)
+    await server.stop(0)
+
+
+def break_it(desk: Desk) -> None:
+    desk.host.there[LAUNCH].state = launcher_pb2.INSTANCE_STATE_FAILED
+    desk.host.there[LAUNCH].detail = "exited with code 1"
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds", "then", "expected", "detail"),
+    [
+        (IDLE, 0.0, None, ScaleState.ACTIVE, ""),
+        (None, SECONDS + 1, None, ScaleState.FAILED, "not active within 60 s: it has not registered yet"),
+        (FAILED, SECONDS + 1, None, ScaleState.FAILED, "not active within 60 s: no disk"),
+        (None, 1.0, break_it, ScaleState.FAILED, "exited with code 1"),
+        (None, 1.0, lambda desk: desk.host.there.clear(), ScaleState.FAILED, "it is gone"),
+    ],
+)
+async def test_out(
+    desk: Desk,
+    said: "pb.ReplicaState.ValueType | None",
+    seconds: float,
+    then: Callable[[Desk], None] | None,
+    expected: ScaleState,
+    detail: str,
+) -> None:
+    driving = await desk.begin(Direction.OUT)
+    await eventually(lambda: LAUNCH in desk.host.there, "it is launched", 20.0)
+    if said is not None:
+        await desk.register(said, "no disk" if said == FAILED else "")
+    desk.passes(SECONDS - 1)
+    await desk.until(ScaleState.ACTIVE if expected == ScaleState.ACTIVE else ScaleState.CREATING)
+    if then is not None:
+        then(desk)
+    desk.passes(seconds)
+    await asyncio.wait_for(driving, 20.0)
+    assert (desk.scaled.state, desk.scaled.detail) == (expected, detail)
+    assert (LAUNCH in desk.host.there) == (expected == ScaleState.ACTIVE)  # what failed is removed
+    assert bool(desk.registry.all()) == (expected == ScaleState.ACTIVE)
+
+
+async def test_a_launcher_that_is_full_is_asked_again_until_the_deadline(desk: Desk) -> None:
+    desk.host.refusal = Unavailable("all GPUs are taken")
+    driving = await desk.begin(Direction.OUT)
+    await desk.until(ScaleState.CREATING, "all GPUs are taken")
+    desk.passes(SECONDS + 1)
+    await asyncio.wait_for(driving, 20.0)
+    assert desk.scaled.state == ScaleState.FAILED
+    assert desk.scaled.detail.startswith("not active within 60 s: could not be started: ")
+
+
+async def test_what_is_cancelled_on_its_way_up_is_removed(desk: Desk) -> None:
+    driving = await desk.begin(Direction.OUT)
+    await eventually(lambda: LAUNCH in desk.host.there, "it is launched", 20.0)
+    await desk.log.cancel("r")
+    await asyncio.wait_for(driving, 20.0)
+    assert (desk.scaled.state, desk.scaled.detail) == (ScaleState.CANCELLED, "cancelled")
+    assert not desk.host.there
+
+
+@pytest.mark.parametrize("ends_by", ["work that is done", "its deadline", "death", "cancellation"])
+async def test_in(desk: Desk, ends_by: str) -> None:
+    desk.host.launch(LAUNCH, "rollout", ())
+    await desk.register(IDLE)
+    driving = await desk.begin(Direction.IN)
+    await desk.until(ScaleState.DRAINING, "it holds 2 groups")
+    (one,) = desk.registry.all()
+    assert (one.draining, one.drain_until) == (True, 1e9 + SECONDS)
+    desk.passes(SECONDS + HAND_BACK_SECONDS - 1)
+    await eventually(lambda asked=desk.holder.asked: desk.holder.asked > asked + 1, "it is asked again", 20.0)
+    assert not driving.done()
+    if ends_by == "work that is done":
+        desk.holder.held_groups = 0
+    elif ends_by == "its deadline":
+        desk.passes(2.0)
+    elif ends_by == "death":
+        await desk.registry.remove([one])
+    else:
+        await desk.log.cancel("r")
+    await asyncio.wait_for(driving, 20.0)
+    if ends_by == "cancellation":  # it works again
+        assert (desk.scaled.state, LAUNCH in desk.host.there, one.draining) == (ScaleState.CANCELLED, True, False)
+    else:
+        assert (desk.scaled.state, desk.host.there, desk.registry.all()) == (ScaleState.DONE, {}, [])

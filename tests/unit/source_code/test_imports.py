@@ -1,0 +1,21 @@
+"""No service loads torch before it needs it: a child process of its own does."""
+
+from tests.kit.processes import run_python
+
+MODULES = (
+    *("relaxd.algorithms", "relaxd.rewards", "relaxd.telemetry", "relaxd.replica.replica", "relaxd.cli.main"),
+    *("services.coordinator.__main__", "services.reward.__main__", "services.advantage.__main__"),
+    *("services.launcher.__main__", "services.trainer.__main__", "services.rollout.__main__"),
+)
+PROGRAM = """
+import importlib, sys
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+    heavy = {"torch", "transformers", "megatron", "sglang"} & set(sys.modules)
+    assert not heavy, f"{module} imports {heavy}"
+"""
+
+
+def test_what_starts_first_needs_no_torch() -> None:
+    done = run_python("-c", PROGRAM, *MODULES)
+    assert done.returncode == 0, done.stderr
