@@ -92,7 +92,7 @@ def test_what_ends_an_answer(engine: EngineRunner, model: Path) -> None:
 
 def test_stop_strings_and_min_new_tokens(engine: EngineRunner, model: Path) -> None:
     decode = AutoTokenizer.from_pretrained(model).decode
-    stops = [chr(letter) for letter in range(ord("a"), ord("a") + 16)]
+    stops = [chr(letter) for letter in range(ord("A"), ord("A") + 16)]
     answers = engine.generate(SHORT, 8, max_new_tokens=400, temperature=1.5, ignore_eos=True, stop=tuple(stops))
     for answer in answers:
         assert answer.finish == "stop"
