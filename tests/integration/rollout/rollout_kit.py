@@ -17,6 +17,7 @@ from relaxd.board import Board, Delivery, NewGroup, stages_for
 from relaxd.config import RunConfig
 from relaxd.rpc.client import sync_channel
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2
+from tests.kit import processes
 from tests.kit.processes import Partner, start_python
 
 ROOT = Path(__file__).parents[3]
@@ -162,7 +163,7 @@ class Replica:
     def close(self) -> None:
         if self._channel is not None:
             self._channel.close()
-        kill(self.process)
+        processes.kill(self.process)
 
 
 def generate_request(prompt: Sequence[int], n: int = 1, **sampling: Any) -> rollout_pb2.GenerateRequest:
