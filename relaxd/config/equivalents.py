@@ -286,8 +286,9 @@ EQUIVALENTS = (
     Equivalent(
         "eval.max_new_tokens", "", "", "orchestrator.eval.sampling.max_completion_tokens", "--eval-max-response-len"
     ),
+    Equivalent("rollout.stop", "", "", "", "--rollout-stop"),
     # Without an equivalent.
-    Equivalent("", "", "", "", "--rollout-stop --rollout-stop-token-ids", "there are no stop strings"),
+    Equivalent("", "", "", "", "--rollout-stop-token-ids", "an answer ends at the model's own end tokens"),
     Equivalent("", "min_p", "", "", "", "there is no min-p sampling: use rollout.top_p or rollout.top_k"),
     Equivalent("", "repetition_penalty", "", "", "", "there is no penalty on repetition: it would change the policy"),
     Equivalent(

@@ -29,7 +29,6 @@ from tests.kit.processes import kill, start_python
 from tests.kit.redis_server import RedisServer
 from tests.kit.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 PATIENCE = 180.0
 RUN_ID = "run-1"
 Result = TypeVar("Result")

@@ -85,7 +85,10 @@ def test_the_table_of_other_names_is_sound() -> None:
         ("rollout.rollout_max_response_len", "Relax's --rollout-max-response-len is rollout.max_new_tokens here"),
         ("orchestrator.group_size", "prime-rl's orchestrator.group_size is rollout.samples_per_prompt here"),
         ("trainer.total_epochs", "verl's trainer.total_epochs is run.steps here: steps, not epochs"),
-        ("rollout.stop", "there are no stop strings (Relax's --rollout-stop)"),
+        (
+            "rollout.rollout_stop_token_ids",
+            "an answer ends at the model's own end tokens (Relax's --rollout-stop-token-ids)",
+        ),
         ("algorithm.gamma", "GRPO has no discount and no GAE (verl's algorithm.gamma)"),
         ("rollout.temprature", "did you mean rollout.temperature?"),
         ("trainer.optimizer.beta", "did you mean trainer.optimizer.beta"),  # TRL's beta is another thing

@@ -29,7 +29,6 @@ from relaxd.v1 import (
 from tests.kit import processes
 from tests.kit.processes import Partner, start_python
 
-ROOT = Path(__file__).parents[3]
 RUN_ID = "run-1"
 PATIENCE = 60.0
 READY, STARTING, QUARANTINED = (

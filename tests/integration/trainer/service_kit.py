@@ -27,7 +27,6 @@ from relaxd.v1 import (
 )
 from tests.kit.processes import kill, start_python
 
-ROOT = Path(__file__).parents[3]
 RUN_ID = "run-1"
 PATIENCE = 60.0
 """Longest wait for anything, in seconds."""
