@@ -13,6 +13,6 @@ def words(enum: Any) -> dict[int, str]:
 
 
 @cache
-def numbers(enum: Any) -> dict[str, int]:
+def numbers(enum: Any) -> dict[str, Any]:
     """Return an enum's numbers by word."""
     return {word: value for value, word in words(enum).items()}

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from relaxd.v1 import content_pb2 as _content_pb2
+from relaxd.v1 import sample_pb2 as _sample_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -48,8 +49,8 @@ class ScoreRequest(_message.Message):
         """The responses, one per sample: the messages that followed the prompt."""
 
     @_builtins.property
-    def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Why each response ended ("stop", "length", "abort"), parallel to responses; may be empty."""
+    def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_sample_pb2.FinishReason.ValueType]:
+        """Why each response ended, parallel to responses; may be empty."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class ScoreRequest(_message.Message):
         answer: _abc.Iterable[_content_pb2.Message] | None = ...,
         metadata_json: _builtins.str = ...,
         responses: _abc.Iterable[_content_pb2.Conversation] | None = ...,
-        finish_reasons: _abc.Iterable[_builtins.str] | None = ...,
+        finish_reasons: _abc.Iterable[_sample_pb2.FinishReason.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -98,10 +99,13 @@ class Score(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    TRACEBACK_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     """The reward. Meaningless when error is set."""
     error: _builtins.str
     """Why this response could not be scored; empty on success. A group with an unscored response is never trained on."""
+    traceback: _builtins.str
+    """Where in the reward's code the error was raised, for people; may be empty."""
     @_builtins.property
     def parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Named components, such as accuracy and format; reported, not trained on."""
@@ -112,10 +116,11 @@ class Score(_message.Message):
         reward: _builtins.float = ...,
         parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         error: _builtins.str = ...,
+        traceback: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "parts", b"parts", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "parts", b"parts", "reward", b"reward", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from relaxd.process.child import ChildExited
-from relaxd.process.json_child import ChildTimeout, JsonChild
+from relaxd.process.child import Child, ChildExited
 from relaxd.rewards import RewardInput, RewardOutput
+from relaxd.rpc.errors import DeadlineExceeded
+from relaxd.v1.reward_pb2 import ScoreRequest
+from relaxd.v1.reward_pb2_grpc import RewardStub
 from services.reward.environment import worker_environment
+from services.reward.samples import request_of_sample
 
 LOAD_SECONDS = 60.0
 """Deadline of loading a reward: starting a worker and importing the reward's module."""
@@ -34,7 +36,7 @@ class PoolClosedError(Exception):
 class _Worker:
     """A slot for a process. Empty until it is needed, and after the process has died."""
 
-    child: JsonChild | None = None
+    child: Child | None = None
     loaded: set[str] = field(default_factory=set)
     outdated: bool = False
     """Its rewards are to be loaded again: the next sample gets a new process."""
@@ -113,29 +115,34 @@ class WorkerPool:
         if isinstance(answer, Failure) and answer.died:
             answer = await self._request(reward, sample, timeout_seconds)
         self.scored += 1
-        return answer if isinstance(answer, Failure) else RewardOutput(answer["reward"], answer["parts"])
+        assert answer is not None
+        return answer
 
     async def _request(
         self, reward: str, sample: RewardInput | None, timeout_seconds: float
-    ) -> dict[str, Any] | Failure:
+    ) -> RewardOutput | Failure | None:
+        """Have a worker load a reward if it hasn't, and score a sample if one is given."""
         worker = await self._free.get()
         answered = False
         try:
             self._raise_if_closed()
-            child = await self._ready(worker)
+            stub = await self._ready(worker)
+            scores = []
             if reward not in worker.loaded:
-                answer = await child.request("load", {"reward": reward}, LOAD_SECONDS)
-                if "error" in answer:
-                    answered = True
-                    return _failure(answer)
+                scores = (await stub.Score(ScoreRequest(reward=reward), timeout=LOAD_SECONDS)).scores
+            if not scores:
                 worker.loaded.add(reward)
-            if sample is not None:
-                answer = await child.request("score", {"reward": reward, "sample": asdict(sample)}, timeout_seconds)
-            else:
-                answer = {}
+                if sample is not None:
+                    request = request_of_sample(reward, sample)
+                    scores = (await stub.Score(request, timeout=timeout_seconds)).scores
             answered = True
-            return _failure(answer) if "error" in answer else answer
-        except ChildTimeout:
+            if not scores:
+                return None
+            (score,) = scores
+            if score.error:
+                return Failure(score.error, traceback=score.traceback)
+            return RewardOutput(score.reward, dict(score.parts))
+        except DeadlineExceeded:
             self._raise_if_closed()
             task = "scoring a sample" if reward in worker.loaded else "loading the reward"
             limit = timeout_seconds if reward in worker.loaded else LOAD_SECONDS
@@ -153,17 +160,13 @@ class WorkerPool:
         if self._closed:
             raise PoolClosedError("the pool of reward workers was closed")
 
-    async def _ready(self, worker: _Worker) -> JsonChild:
+    async def _ready(self, worker: _Worker) -> RewardStub:
         if worker.child is None or not worker.child.alive or worker.outdated:
             worker.kill()
-            worker.child = await JsonChild.start(
+            worker.child = await Child.start(
                 "services.reward.worker", env=self._environment, inherit=False, name="reward worker"
             )
-        return worker.child
-
-
-def _failure(answer: dict[str, Any]) -> Failure:
-    return Failure(answer["error"], traceback=answer.get("traceback", ""))
+        return RewardStub(worker.child.channel)
 
 
 def _describe_exit(exit_code: int) -> str:

@@ -5,10 +5,12 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from relaxd.rewards import REWARDS, RewardInput, RewardOutput, UnknownRewardError, check_name, describe
-from relaxd.rewards.messages import text_and_media
+from relaxd.rpc.enums import words
 from relaxd.rpc.errors import InvalidArgument, PermissionDenied, Unavailable, Violations
 from relaxd.v1 import content_pb2, reward_pb2, reward_pb2_grpc
+from relaxd.v1.sample_pb2 import FinishReason
 from services.reward.pool import Failure, PoolClosedError
+from services.reward.samples import samples_of_request
 from services.reward.service import RewardService
 
 MAX_NESTING = 100
@@ -66,18 +68,16 @@ def parse_score_request(request: reward_pb2.ScoreRequest) -> list[RewardInput]:
         violations.add("reward", str(error))
     count = len(request.responses)
     violations.check(0 < count <= MAX_RESPONSES, "responses", f"has {count} entries: give 1 to {MAX_RESPONSES}")
-    reasons = list(request.finish_reasons) or [""] * len(request.responses)
+    reasons = len(request.finish_reasons)
     violations.check(
-        len(reasons) == len(request.responses),
+        reasons in (0, count),
         "finish_reasons",
-        f"has {len(reasons)} entries for {len(request.responses)} responses: give one each, or none at all",
+        f"has {reasons} entries for {count} responses: give one each, or none at all",
     )
-    for number, reason in enumerate(reasons):
-        violations.check(
-            reason in ("", "stop", "length", "abort"),
-            f"finish_reasons[{number}]",
-            f'is "{reason}": it must be stop, length or abort',
-        )
+    known = words(FinishReason)
+    for number, reason in enumerate(request.finish_reasons):
+        must = "it must be a finish reason's number"
+        violations.check(reason in known, f"finish_reasons[{number}]", f"is {reason}: {must}")
     metadata: Any = {}
     try:
         metadata = json.loads(request.metadata_json or "{}")
@@ -92,13 +92,7 @@ def parse_score_request(request: reward_pb2.ScoreRequest) -> list[RewardInput]:
     for number, response in enumerate(request.responses):
         _check_messages(violations, f"responses[{number}].messages", response.messages)
     violations.raise_if_any()
-    prompt, prompt_messages = text_and_media(request.prompt, "user")
-    answer, answer_messages = text_and_media(request.answer, "assistant")
-    samples = []
-    for response, reason in zip(request.responses, reasons, strict=True):
-        text, messages = text_and_media(response.messages, "assistant")
-        samples.append(RewardInput(prompt, text, answer, metadata, reason, prompt_messages, messages, answer_messages))
-    return samples
+    return samples_of_request(request)
 
 
 def _check_messages(violations: Violations, field: str, messages: Iterable[content_pb2.Message]) -> None:
@@ -126,5 +120,5 @@ def _nesting(value: Any) -> int:
 
 def _score(outcome: RewardOutput | Failure) -> reward_pb2.Score:
     if isinstance(outcome, Failure):
-        return reward_pb2.Score(error=outcome.reason)
+        return reward_pb2.Score(error=outcome.reason, traceback=outcome.traceback)
     return reward_pb2.Score(reward=outcome.reward, parts=outcome.parts)

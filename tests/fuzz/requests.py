@@ -96,7 +96,6 @@ def hints(fleet: Fleet) -> dict[str, tuple[Any, ...]]:
         "launch_id": ("launched-1", "launched-2", ""),
         "reward": ("addition", "exact_match", "f1"),
         "algorithm_json": ('{"name": "grpo"}', '{"name": "grpo", "kl": {}}'),
-        "finish_reasons": ("stop", "length", "abort", ""),
         "protocol_version": (PROTOCOL_VERSION,),
         "gpu_uuids": ("GPU-1", "GPU-2"),
         "candidate_uuids": ("GPU-1", "GPU-2"),

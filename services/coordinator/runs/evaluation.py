@@ -14,12 +14,11 @@ import grpc
 from relaxd.data.dataset import Prompt, RunData
 from relaxd.rewards.base import text_message
 from relaxd.rewards.messages import to_proto
-from relaxd.rpc.enums import words
 from relaxd.rpc.errors import explain
 from relaxd.v1.content_pb2 import Conversation
 from relaxd.v1.reward_pb2 import Score, ScoreRequest
 from relaxd.v1.rollout_pb2 import GenerateRequest, GenerateResponse
-from relaxd.v1.sample_pb2 import FINISH_REASON_ABORT, FinishReason, SamplingParams
+from relaxd.v1.sample_pb2 import FINISH_REASON_ABORT, SamplingParams
 from services.coordinator.fleet.patience import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.fleet.registry import Replica, Version
 from services.coordinator.fleet.run_context import RunContext
@@ -191,7 +190,7 @@ class _Evaluation:
             answer=to_proto([text_message("assistant", prompt.answer)]),
             metadata_json=json.dumps(prompt.metadata),
             responses=[Conversation(messages=to_proto([text_message("assistant", final.text)]))],
-            finish_reasons=[words(FinishReason)[final.finish_reason]],
+            finish_reasons=[final.finish_reason],
         )
         rewards = await self._await_any(self._context.fleet.rewards, "reward replica is ready")
         reward = min(rewards, key=lambda one: self._busy[one.replica_id])

@@ -120,6 +120,7 @@ class RunManager:
         Raises InvalidArgument, AlreadyExists, FailedPrecondition.
         """
         async with self._starting:
+            await self._wait_for_clean_up()
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
             restored = await asyncio.to_thread(read_run, folder)

@@ -105,7 +105,7 @@ class WeightGroupClient:
             world_size=next_rank,
             store_host=manifest.store_host,
             store_port=manifest.store_port,
-            transport=numbers(Transport)[self._config.transport],  # type: ignore[arg-type]
+            transport=numbers(Transport)[self._config.transport],
             timeout_seconds=seconds,
         )
 

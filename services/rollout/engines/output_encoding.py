@@ -25,7 +25,7 @@ def encode_output(request_id: str, output: Output) -> engine_pb2.EngineOutput:
         logprobs=np.array(output.logprobs, dtype=np.float32).tobytes(),
         versions=[version for version, _ in runs],
         version_lengths=[length for _, length in runs],
-        finish_reason=FINISH_NUMBERS[output.finish_reason or ""],  # type: ignore[arg-type]
+        finish_reason=FINISH_NUMBERS[output.finish_reason or ""],
         text=output.text,
         spans_weight_update=output.spans_weight_update,
     )

@@ -223,7 +223,7 @@ def _response(output: Output) -> rollout_pb2.GenerateResponse:
         tokens=_list(output.tokens),
         logprobs=_list(output.logprobs),
         versions=_list(output.versions),
-        finish_reason=FINISH_NUMBERS[output.finish_reason or ""],  # type: ignore[arg-type]
+        finish_reason=FINISH_NUMBERS[output.finish_reason or ""],
         text=output.text,
     )
 
@@ -231,7 +231,7 @@ def _response(output: Output) -> rollout_pb2.GenerateResponse:
 def _final_response(output: Output) -> rollout_pb2.GenerateResponse:
     return rollout_pb2.GenerateResponse(
         sample=output.sample,
-        finish_reason=FINISH_NUMBERS[output.finish_reason or ""],  # type: ignore[arg-type]
+        finish_reason=FINISH_NUMBERS[output.finish_reason or ""],
         text=output.text,
         token_count=len(output.tokens),
     )

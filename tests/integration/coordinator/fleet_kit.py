@@ -5,6 +5,7 @@ from typing import Any
 
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
+from relaxd.roles import REPLICA_ROLES
 from relaxd.rpc.server import start_server
 from relaxd.rpc.tls import TlsFiles
 from relaxd.v1.coordinator_pb2 import Registration
@@ -27,7 +28,7 @@ class FleetKit:
         self.store.take_over()
         self.registry = Registry(self.store, lease_seconds=60, heartbeat_seconds=0.1, gpu_lease_seconds=60)
         self.peers = Peers(None, TlsFiles(), 1)
-        self.fleet = Fleet(self.registry, RUN)
+        self.fleet = Fleet(self.registry, RUN, REPLICA_ROLES)
         self._life = contextlib.AsyncExitStack()
 
     def context(self, config: RunConfig) -> RunContext:

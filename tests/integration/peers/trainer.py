@@ -86,7 +86,8 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
                 if not self.paused:
                     taken = await asyncio.to_thread(board.take, "train", name, count=16, block_seconds=0.1)
                 for delivery, columns in zip(taken, await self.load(taken, ["versions"]), strict=True):
-                    held[delivery.group_id] = (int(columns["versions"].min()), delivery)
+                    if columns is not None:  # else closed since it was taken
+                        held[delivery.group_id] = (int(columns["versions"].min()), delivery)
                 await asyncio.to_thread(board.renew, "train", name, [delivery for _, delivery in held.values()])
                 for group_id, (version, delivery) in list(held.items()):
                     if step - 1 - version > config.board.max_staleness:

@@ -57,10 +57,10 @@ async def test_a_worker_gets_no_secret_but_those_that_are_named(pool, monkeypatc
             assert set(seen["environment"]) & (set(secrets) | {"LC_ALL"}) == passed | {"LC_ALL"}
             for name in ("PATH", "HOME", "PYTHONPATH"):
                 assert seen["environment"][name] == os.environ[name]
-            # Standard input and output, and the socket to the pool.
+            # Standard input and output, and what its server of the pool's calls has opened: no file.
             assert seen["files"].pop("0") == "/dev/null"
-            assert {target.partition(":")[0] for target in seen["files"].values()} == {"pipe", "socket"}
-            assert len(seen["files"]) == 3
+            kinds = {target.partition(":")[0] for target in seen["files"].values()}
+            assert kinds == {"pipe", "socket", "anon_inode"}, seen["files"]
     with pytest.raises(MissingVariableError, match=r"reward.environment names NO_SUCH_KEY, not set"):
         WorkerPool(1, ["JUDGE_KEY", "NO_SUCH_KEY"])
 

@@ -23,6 +23,7 @@ from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED
 from relaxd.v1.group_pb2 import DROP_REASON_UNSPECIFIED, DROP_REASON_ZERO_VARIANCE
 from relaxd.v1.reward_pb2 import ListRewardsRequest, ScoreRequest
 from relaxd.v1.reward_pb2_grpc import RewardStub
+from relaxd.v1.sample_pb2 import FinishReason
 from tests.integration.scoring.processes import Bench, bench, run_config
 from tests.kit.processes import is_alive, run_python
 from tests.kit.waiting import eventually
@@ -75,7 +76,7 @@ async def test_the_reward_calls(here, monkeypatch):
         request = score_request("addition", ["2"], answer="two")
         assert "needs a number" in (await stub.Score(request)).scores[0].error
 
-        bad = ScoreRequest(reward="additon", metadata_json="[1]", finish_reasons=["stop", "bored"])
+        bad = ScoreRequest(reward="additon", metadata_json="[1]", finish_reasons=[FinishReason.FINISH_REASON_STOP, 77])
         found = await violations(stub.Score(bad))
         assert set(found) == {"reward", "responses", "finish_reasons", "finish_reasons[1]", "metadata_json"}
         assert "did you mean addition?" in found["reward"]
@@ -215,8 +216,7 @@ async def test_a_resumed_run_loads_its_reward_again(here):
         await here.coordinator.hears("reward-1", "READY")
 
         async def worker() -> float:
-            request = ScoreRequest(reward=BAD, responses=["pid"])
-            return (await RewardStub(process.to).Score(request)).scores[0].reward
+            return (await RewardStub(process.to).Score(score_request(BAD, ["pid"]))).scores[0].reward
 
         first = await worker()
         assert await worker() == first

@@ -27,7 +27,6 @@ WITHOUT_DEADLINE = {
     DONE: {
         ("relaxd/board/worker.py", "StageWorker._work.finish_future"),
         ("relaxd/process/child.py", "Child._raise_if_exited"),
-        ("relaxd/process/json_child.py", "JsonChild._fail_requests"),
         ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),
         ("services/coordinator/runs/evaluation.py", "_Evaluation.run"),
@@ -90,7 +89,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),  # a call with a deadline
         ("services/coordinator/scaling/scaler.py", "Scaler.close"),  # cancelled
         ("services/reward/pool.py", "WorkerPool._request"),  # each sample before it has reward.timeout_seconds
-        ("services/reward/worker.py", "Rewards.ask"),  # the pool kills this process at the sample's deadline
+        ("services/reward/worker.py", "Rewards.Score"),  # the pool kills this process at the sample's deadline
         (
             "services/rollout/service/child_engine.py",
             "ChildEngine.generate",
