@@ -147,7 +147,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def Register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterResponse:
         assert request.registration.protocol_version == PROTOCOL_VERSION
-        assert request.registration.role == TRAINER
+        assert request.registration.role == self._role
         self._hear(address=request.registration.address)
         return coordinator_pb2.RegisterResponse(lease_seconds=5, heartbeat_seconds=0.1, assignment=self.assignment)
 
