@@ -12,12 +12,12 @@ import re
 from typing import Any
 
 from relaxd.launcher.host import Host
+from relaxd.process.signals import stop_signals
 from relaxd.rpc.errors import ServerError, Violations
 from relaxd.rpc.gpu_uuids import check_gpu_uuids
 from relaxd.rpc.paging import Page
 from relaxd.rpc.server import Service, start_service
 from relaxd.rpc.settings import ServiceSettings
-from relaxd.rpc.signals import stop_signals
 from relaxd.rpc.terms import RedisTerm
 from relaxd.telemetry import setup_logging
 from relaxd.v1 import launcher_pb2 as pb

@@ -1,1 +1,1 @@
-"""Child processes that hold torch, and the messages that they exchange with their parent service."""
+"""Processes: children that run torch or people's code, the channel between them and their service, and signals."""

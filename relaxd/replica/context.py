@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from relaxd import telemetry
+from relaxd.process.signals import stop_signals
 from relaxd.replica.gpus import GpuLeases, visible_gpus
 from relaxd.replica.turns import wait_for_turn
 from relaxd.rpc.client import channel
 from relaxd.rpc.settings import ServiceSettings
-from relaxd.rpc.signals import stop_signals
 from relaxd.telemetry import setup_logging
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 
