@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.engine import default_options
 from relaxd.config import RolloutConfig
+from relaxd.v1.weights_pb2 import WeightManifest
 from services.rollout.service import child_engine
 from tests.kit.engines import EngineRunner, reference_logprobs
 from tests.kit.models import byte_tokenizer
@@ -64,7 +65,7 @@ def engine(model: Path) -> Iterator[EngineRunner]:
 
 def commit(runner: EngineRunner, version: int, mode: str = "in_place") -> int:
     held = runner.pause(mode)
-    runner.join("none", 1, b"")
+    runner.join("none", 1, WeightManifest())
     runner.receive("none", version)
     runner.resume()
     return held
