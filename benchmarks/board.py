@@ -54,7 +54,7 @@ def redis_server(append_only: bool) -> Iterator[str]:
         command = [*server_command(Path(folder), port), "--appendonly", "yes" if append_only else "no"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
-            wait_until_up(url(port), seconds=10, gave_up=lambda: process.poll() is not None)
+            wait_until_up(url(port), seconds=10, ended=lambda: process.poll() is not None)
             yield url(port)
         finally:
             process.terminate()

@@ -36,7 +36,7 @@ def redis_on(folder: Path) -> Iterator[str]:
         port = free_port()
         process = subprocess.Popen(server_command(Path(data), port), stdout=subprocess.DEVNULL)
         try:
-            wait_until_up(url(port), seconds=10, gave_up=lambda: process.poll() is not None)
+            wait_until_up(url(port), seconds=10, ended=lambda: process.poll() is not None)
             yield url(port)
         finally:
             process.terminate()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_models import make_batch
-from services.trainer.learner import policy_loss
+from services.trainer.learner import forward
 from services.trainer.learner.learner import Learner
 
 SEQUENCE = 2048
@@ -33,9 +33,9 @@ def largest(learner: Learner, vocabulary: int, *, chunked: bool) -> dict[str, fl
 
     Memory grows linearly with tokens: two small sizes predict the largest one, and a few trials near it confirm it.
     """
-    original = policy_loss.token_logprobs
+    original = forward.token_logprobs
     if not chunked:
-        policy_loss.token_logprobs = whole_logprobs  # type: ignore[assignment]
+        forward.token_logprobs = whole_logprobs  # type: ignore[assignment]
     try:
         small, middle = _peak(learner, vocabulary, SMALL), _peak(learner, vocabulary, MIDDLE)
         assert small is not None
@@ -60,7 +60,7 @@ def largest(learner: Learner, vocabulary: int, *, chunked: bool) -> dict[str, fl
                 break
         return {"tokens": fits, "fails_at": fails or 0, "kb_per_token": slope / 1e3, "seconds": seconds}
     finally:
-        policy_loss.token_logprobs = original
+        forward.token_logprobs = original
 
 
 def _peak(learner: Learner, vocabulary: int, tokens: int) -> int | None:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from relaxd.board import Board, NewGroup, stages_for
-from relaxd.v1 import rollout_pb2, weights_pb2
+from relaxd.v1 import rollout_pb2
 from tests.integration.rollout.rollout_kit import READY, RUN_ID, STARTING, Coordinator, Replica, make_config
 from tests.integration.sglang_external.external_kit import KEY, PROMPT, Server, Trainer, changes, logprobs
 
@@ -18,16 +18,8 @@ from tests.integration.sglang_external.external_kit import KEY, PROMPT, Server, 
 def sync(replica: Replica, trainer: Trainer, sync_id: int) -> None:
     """The calls that the coordinator makes; the version is the synchronisation's number."""
     name, ids = f"service-{sync_id}", {"sync_id": sync_id}
-    member = trainer.member(name)
-    group = weights_pb2.WeightGroup(
-        name=name,
-        world_size=2,
-        store_host=member["store_host"],
-        store_port=member["store_port"],
-        transport="TRANSPORT_GLOO",
-        timeout_seconds=20,
-    )
-    join = rollout_pb2.JoinWeightGroupRequest(group=group, rank=1, manifest=trainer.manifest, **ids)
+    join = trainer.member(name, 20.0)
+    join.sync_id = sync_id
     receive = rollout_pb2.ReceiveWeightsRequest(
         group_name=name, weights={"term": 1, "version": sync_id}, timeout_seconds=20, checksum=True, **ids
     )
