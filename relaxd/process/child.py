@@ -204,10 +204,11 @@ class Child:
 
     def _copy_output(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            text = line.decode(errors="replace").rstrip("\n")
-            self._last_lines.append(text)
-            print(text, file=sys.stderr, flush=True)
+        with self._process.stdout as output:
+            for line in output:
+                text = line.decode(errors="replace").rstrip("\n")
+                self._last_lines.append(text)
+                print(text, file=sys.stderr, flush=True)
 
     def _watch(self, copier: threading.Thread) -> None:
         exit_code = self._process.wait()

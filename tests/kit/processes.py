@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -83,13 +83,18 @@ class Partner:
     def answer(self, seconds: float = 60.0) -> dict[str, Any]:
         """Wait for the next answer."""
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        with selectors.DefaultSelector() as selector:  # select() knows no descriptor above 1023
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            ready = selector.select(seconds)
         assert ready, f"no answer within {seconds:g} s"
         return dict(json.loads(self.process.stdout.readline()))
 
     def close(self) -> None:
         """Kill it."""
         kill(self.process)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def _environment(changes: Mapping[str, str] | None, *, clean: bool) -> dict[str, str]:
