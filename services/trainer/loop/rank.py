@@ -6,9 +6,6 @@ training and LeaveWeightGroup reaches a rank that is stuck.
 """
 
 import logging
-import os
-import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +16,7 @@ from relaxd.algorithms import create
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
-from relaxd.process.child_server import ChildServer, Outbox
+from relaxd.process.child_server import ChildServer
 from relaxd.roles import TRAINER
 from relaxd.rpc.enums import words
 from relaxd.rpc.errors import Aborted, FailedPrecondition, RpcError, Unavailable
@@ -34,14 +31,12 @@ from services.trainer.loop.broadcast import WeightBroadcaster, weight_buckets
 from services.trainer.loop.commands import Export, TrainingRank
 from services.trainer.loop.controls import Controls, result_of
 from services.trainer.loop.intake import Intake
+from services.trainer.loop.rank_thread import RankThread
 from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.training import Training
 from services.trainer.loop.weight_read_lock import WeightReadLock
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import RankChannel
-
-END_SECONDS = 5.0
-"""Time in which the parent reads why a rank failed, and kills it."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +45,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
     """The rank's handlers, and its training thread. The parent has validated what it passes on."""
 
     def __init__(self) -> None:
-        self._number = int(os.environ.get("RANK", "0"))
+        self._thread = RankThread(TRAINER)
         self._controls = Controls()
-        self._events: Outbox[rank_pb.TrainResponse] = Outbox()
         self._broadcaster: WeightBroadcaster | None = None
         self._weights: WeightReadLock | None = None
 
@@ -60,8 +54,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
         """Start the training thread and stream its events."""
         if request.paused:
             self._controls.paused.set()
-        threading.Thread(target=self._work, args=(request,), name="training", daemon=True).start()
-        async for event in self._events:
+        self._thread.start(request, self._train)
+        async for event in self._thread.events:
             yield event
 
     def SetPaused(self, request: rank_pb.SetPausedRequest, context: Any) -> rank_pb.SetPausedResponse:
@@ -136,20 +130,6 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
         )
         return pb.TrainerWakeResponse(memory=wake)
 
-    def _work(self, request: rank_pb.TrainRequest) -> None:
-        """Run the training thread. Any error ends the process; the parent then restarts the world."""
-        telemetry.setup_logging(f"{request.replica_id}/rank{self._number}", request.log_level)
-        logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
-        telemetry.setup(TRAINER, request.replica_id)
-        try:
-            self._train(request)
-        except BaseException as error:
-            logger.exception("rank %d failed", self._number)
-            self._events.put(rank_pb.TrainResponse(failed=f"{type(error).__name__}: {error}"))
-            telemetry.shutdown()
-            time.sleep(END_SECONDS)
-            os._exit(1)
-
     def _train(self, request: rank_pb.TrainRequest) -> None:
         config = RunConfig.model_validate_json(request.config_json)
         learner = Learner(
@@ -159,7 +139,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
             steps=config.run.steps,
             seed=config.run.seed,
             own_reference=not config.has_reference_service,
-            report=self._report_loading if self._number == 0 else None,
+            report=self._report_loading if self._thread.number == 0 else None,
         )
         freeze_objects()
         algorithm = create(config.algorithm)
@@ -178,15 +158,15 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
         loaded = rank_pb.RankLoaded(
             source=gather.source, gathers=gather.dense is not None or gather.experts is not None
         )
-        self._events.put(rank_pb.TrainResponse(loaded=loaded))
-        if self._number != 0:
+        self._thread.events.put(rank_pb.TrainResponse(loaded=loaded))
+        if self._thread.number != 0:
             rank.follow()
         store = host_store(request.store_host)
         self._weights = WeightReadLock(board.new_trainer_term())
         manifest = pb.GetWeightManifestResponse(
             manifest=to_proto(buckets), source_ranks=learner.world.pp_size, store_port=store.port
         )
-        self._events.put(rank_pb.TrainResponse(manifest=manifest))
+        self._thread.events.put(rank_pb.TrainResponse(manifest=manifest))
         intake = Intake(
             board,
             request.replica_id,
@@ -203,13 +183,13 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
             algorithm=algorithm,
             weights=self._weights,
             controls=self._controls,
-            emit=self._events.put,
+            emit=self._thread.events.put,
         ).run()
 
     def _report_loading(self, detail: str) -> None:
         """Report loading progress to the parent; later `Training` reports."""
         progress = rank_pb.TrainingProgress(detail=detail)
-        self._events.put(rank_pb.TrainResponse(progress=progress))
+        self._thread.events.put(rank_pb.TrainResponse(progress=progress))
 
     def _weight_version(self, version: int) -> replica_pb2.WeightVersion:
         return replica_pb2.WeightVersion(term=self._read_lock().term, version=version)

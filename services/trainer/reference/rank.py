@@ -4,9 +4,6 @@ Rank 0 takes groups from the board and sends their packed tokens to the other ra
 """
 
 import logging
-import os
-import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -17,18 +14,16 @@ from relaxd import telemetry
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig, TrainerConfig
 from relaxd.data.models import resolve_model
-from relaxd.process.child_server import ChildServer, Outbox
+from relaxd.process.child_server import ChildServer
 from relaxd.roles import REFERENCE
 from relaxd.v1 import trainer_rank_pb2 as pb
 from relaxd.v1 import trainer_rank_pb2_grpc
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.forward import Forward
+from services.trainer.loop.rank_thread import RankThread
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 from services.trainer.reference.stage import ReferenceStage
-
-END_SECONDS = 5.0
-"""Time in which the parent reads why a rank failed, and kills it."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +32,14 @@ class ReferenceRank(trainer_rank_pb2_grpc.TrainerRankServicer):
     """The rank's handlers, and the thread that computes. It has no weights to hold or send: those calls are refused."""
 
     def __init__(self) -> None:
-        self._number = int(os.environ.get("RANK", "0"))
+        self._thread = RankThread(REFERENCE)
         self._stage: ReferenceStage | None = None
         self._reported = pb.TrainingProgress()
-        self._events: Outbox[pb.TrainResponse] = Outbox()
 
     async def Train(self, request: pb.TrainRequest, context: Any) -> AsyncIterator[pb.TrainResponse]:
         """Start the thread that computes and stream its events."""
-        threading.Thread(target=self._work, args=(request,), name="reference", daemon=True).start()
-        async for event in self._events:
+        self._thread.start(request, self._compute)
+        async for event in self._thread.events:
             yield event
 
     def SetPaused(self, request: pb.SetPausedRequest, context: Any) -> pb.SetPausedResponse:
@@ -61,29 +55,15 @@ class ReferenceRank(trainer_rank_pb2_grpc.TrainerRankServicer):
             telemetry.flush()  # the parent kills the ranks next
         return pb.HandBackGroupsResponse(done=self._stage is None or not self._stage.worker.held)
 
-    def _work(self, request: pb.TrainRequest) -> None:
-        """Run the thread that computes. Any error ends the process, and the replica with it."""
-        telemetry.setup_logging(f"{request.replica_id}/rank{self._number}", request.log_level)
-        logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
-        telemetry.setup(REFERENCE, request.replica_id)
-        try:
-            self._compute(request)
-        except BaseException as error:
-            logger.exception("rank %d failed", self._number)
-            self._fail(f"{type(error).__name__}: {error}")
-            telemetry.shutdown()
-            time.sleep(END_SECONDS)
-            os._exit(1)
-
     def _compute(self, request: pb.TrainRequest) -> None:
         config = RunConfig.model_validate_json(request.config_json)
         trainer = world_config(config)
-        report = self._report_loading if self._number == 0 else None
+        report = self._report_loading if self._thread.number == 0 else None
         forward = Forward(resolve_model(config.model.path), trainer, seed=config.run.seed, report=report)
         model = forward.load().requires_grad_(False)
         freeze_objects()
         channel = RankChannel(trainer.collective_timeout_seconds, forward.world.disk)
-        if self._number != 0:
+        if self._thread.number != 0:
             while True:
                 forward.log_probs(model, channel.receive())
 
@@ -100,17 +80,17 @@ class ReferenceRank(trainer_rank_pb2_grpc.TrainerRankServicer):
             temperature=config.rollout.temperature,
             micro_batch_tokens=trainer.micro_batch_tokens,
             pipeline_stages=trainer.pipeline_parallel,
-            on_failure=self._fail,
+            on_failure=self._thread.fail,
         )
         stage.worker.start()
-        self._events.put(pb.TrainResponse(loaded=pb.RankLoaded()))
+        self._thread.events.put(pb.TrainResponse(loaded=pb.RankLoaded()))
         while True:
             stage.run(TICK_SECONDS)
             channel.tick()
             self._report_progress()
 
     def _report_loading(self, detail: str) -> None:
-        self._events.put(pb.TrainResponse(progress=pb.TrainingProgress(detail=detail)))
+        self._thread.events.put(pb.TrainResponse(progress=pb.TrainingProgress(detail=detail)))
 
     def _report_progress(self) -> None:
         if (stage := self._stage) is not None:
@@ -119,10 +99,7 @@ class ReferenceRank(trainer_rank_pb2_grpc.TrainerRankServicer):
             )
             if progress != self._reported:
                 self._reported = progress
-                self._events.put(pb.TrainResponse(progress=progress))
-
-    def _fail(self, reason: str) -> None:
-        self._events.put(pb.TrainResponse(failed=reason))
+                self._thread.events.put(pb.TrainResponse(progress=progress))
 
 
 def world_config(config: RunConfig) -> TrainerConfig:

@@ -1,0 +1,47 @@
+"""The thread in which a rank process works, and the events that it tells the service."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from relaxd import telemetry
+from relaxd.process.child_server import Outbox
+from relaxd.v1.trainer_rank_pb2 import TrainRequest, TrainResponse
+
+END_SECONDS = 5.0
+"""Time in which the parent reads why a rank failed, and kills it."""
+
+logger = logging.getLogger(__name__)
+
+
+class RankThread:
+    """Runs a rank's work. Any error ends the process; the parent then restarts the world or the replica."""
+
+    def __init__(self, role: str) -> None:
+        """`role`: the service's, in telemetry."""
+        self.number = int(os.environ.get("RANK", "0"))
+        self.events: Outbox[TrainResponse] = Outbox()
+        self._role = role
+
+    def start(self, request: TrainRequest, work: Callable[[TrainRequest], None]) -> None:
+        """Run `work`, which doesn't return, in a thread of its own."""
+        threading.Thread(target=self._run, args=(request, work), name=self._role, daemon=True).start()
+
+    def fail(self, reason: str) -> None:
+        """Tell the service why this rank can't go on."""
+        self.events.put(TrainResponse(failed=reason))
+
+    def _run(self, request: TrainRequest, work: Callable[[TrainRequest], None]) -> None:
+        telemetry.setup_logging(f"{request.replica_id}/rank{self.number}", request.log_level)
+        logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
+        telemetry.setup(self._role, request.replica_id)
+        try:
+            work(request)
+        except BaseException as error:
+            logger.exception("rank %d failed", self.number)
+            self.fail(f"{type(error).__name__}: {error}")
+            telemetry.shutdown()
+            time.sleep(END_SECONDS)
+            os._exit(1)
