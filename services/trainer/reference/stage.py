@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.board import REF_LOGPROBS, Board, Column, Delivery, Drop, DropReason, StageWorker
+from relaxd.board import REF_LOGPROBS, STAGES, Board, Column, Delivery, Drop, DropReason, StageWorker
 from relaxd.board.worker import Result
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
 
 STAGE = "reference"
-NEEDS = ("prompt_tokens", "tokens", "lengths", "loss_mask", "shares_prompt")
+NEEDS = STAGES[STAGE].needs
 BATCHES_PER_STAGE = 20
 """Micro-batches of one pass for each pipeline stage after the first: stages then wait for each other in a twentieth of
 the time."""
@@ -156,9 +156,11 @@ class ReferenceStage:
 
 def _group(group_id: str, columns: Mapping[str, Column], temperature: float) -> _Group:
     """Make a group of columns. Raises ValueError: they are malformed."""
-    prompt, tokens, lengths, mask, shares = (np.asarray(columns[name]) for name in NEEDS)
-    if any(column.ndim != 1 or column.dtype.kind not in "iu" for column in (prompt, tokens, lengths, mask, shares)):
+    arrays = {name: np.asarray(columns[name]) for name in NEEDS}
+    if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in arrays.values()):
         raise ValueError(f"{', '.join(NEEDS)} must be arrays [values] of integers")
+    prompt, tokens, lengths = arrays["prompt_tokens"], arrays["tokens"], arrays["lengths"]
+    mask, shares = arrays["loss_mask"], arrays["shares_prompt"]
     if not lengths.size or (lengths < 0).any() or not int(lengths.sum()) == len(tokens) == len(mask):
         raise ValueError(
             f"lengths add up to {int(lengths.sum())}, but tokens has {len(tokens)} values and loss_mask {len(mask)}"
