@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from relaxd import PROTOCOL_VERSION, __version__
-from relaxd.roles import REPLICA_ROLES, TRAINER
+from relaxd.roles import REPLICA_ROLES
 from relaxd.rpc.errors import FailedPrecondition, NotFound, Unavailable, Violations, explain, shortened
 from relaxd.rpc.paging import Page, newest_first
 from relaxd.v1 import coordinator_pb2 as pb
@@ -175,7 +175,8 @@ class CoordinatorService(CoordinatorServicer):
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Any) -> pb.ListReplicasResponse:
         """Return a page of the replicas whose lease holds."""
         violations = Violations()
-        check_role(request.role or TRAINER, REPLICA_ROLES, violations)
+        if request.role:
+            check_role(request.role, REPLICA_ROLES, violations)
         violations.raise_if_any()
         now = time.monotonic()
         page = Page[pb.RegisteredReplica](request, f"replicas {request.role}", default=100, maximum=MAX_PAGE)

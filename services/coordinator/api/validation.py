@@ -34,9 +34,9 @@ def checked_run_id(run_id: str, *, optional: bool = True) -> str:
     return run_id
 
 
-def check_role(role: str, known: Sequence[str], violations: Violations) -> None:
+def check_role(role: str, known: Sequence[str], violations: Violations, field: str = "role") -> None:
     """Add a violation unless a role is one of the known ones."""
-    violations.check(role in known, "role", unknown_role(role, known))
+    violations.check(role in known, field, unknown_role(role, known))
 
 
 def check_registration(registration: pb.Registration) -> None:
@@ -51,7 +51,7 @@ def check_registration(registration: pb.Registration) -> None:
         "replica_id",
         "must be 1 to 128 letters, digits, dots, dashes and underscores, the first one a letter or digit",
     )
-    check(registration.role in REPLICA_ROLES, "role", unknown_role(registration.role, REPLICA_ROLES))
+    check_role(registration.role, REPLICA_ROLES, violations, "registration.role")
     check(ADDRESS.fullmatch(registration.address), "address", "must be host:port")
     check(0 <= registration.engine_ranks <= MAX_RANKS, "engine_ranks", f"must be 0 to {MAX_RANKS}")
     check(len(registration.gpu_uuids) <= MAX_GPUS, "gpu_uuids", f"must be at most {MAX_GPUS}")
