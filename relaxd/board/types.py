@@ -140,4 +140,4 @@ class DroppedGroup:
     columns: dict[str, Column]
     """The prompt's columns, unless they exceed 64 KiB."""
     detail: str = ""
-    """What went wrong, for people."""
+    """The error, for people."""

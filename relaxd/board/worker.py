@@ -37,7 +37,7 @@ class Drop:
     filtered: bool = False
     """The algorithm filtered the group; it did not fail."""
     detail: str = ""
-    """What went wrong, for people."""
+    """The error, for people."""
 
 
 Result: TypeAlias = Mapping[str, Column] | Drop

@@ -23,7 +23,7 @@ class Equivalent(NamedTuple):
     relax: str = ""
     """Flags of Relax and slime, Megatron's included."""
     note: str = ""
-    """What differs, or what to do instead; a clause in plain text."""
+    """The difference, or the setting to use instead; a clause in plain text."""
 
     @property
     def names(self) -> dict[str, list[str]]:

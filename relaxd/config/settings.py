@@ -24,7 +24,7 @@ class Setting:
     place: Place
     """Its path."""
     kind: str
-    """What it takes, such as "integer ≥ 1"."""
+    """Its allowed values, such as "integer ≥ 1"."""
     required: bool
     """It has no default."""
     default: Any

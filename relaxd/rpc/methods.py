@@ -1,4 +1,4 @@
-"""What the protos say of methods: the access that each needs, whether gRPC may retry it, whether it needs a term."""
+"""Properties of methods, read from the protos: required access, whether gRPC may retry, whether a term is required."""
 
 from collections.abc import Iterator
 
