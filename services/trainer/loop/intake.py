@@ -15,12 +15,11 @@ import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from relaxd.board import Board, BoardUnavailable, Delivery, DropReason
+from relaxd.board import TRAIN, Board, BoardUnavailable, Delivery, DropReason
 from services.trainer.batch.groups import MalformedGroup, TrainGroup, check_group
 
 logger = logging.getLogger(__name__)
 
-STAGE = "train"
 MAX_GROUPS_PER_READ = 64
 """Largest number of groups in one read."""
 
@@ -103,7 +102,7 @@ class Intake:
     ) -> None:
         """Take groups as `consumer`; drop groups with a sequence longer than `max_sequence_tokens`."""
         self._board = board
-        self._columns = board.needs(STAGE)
+        self._columns = board.needs(TRAIN)
         self._consumer = consumer
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
@@ -127,7 +126,7 @@ class Intake:
 
         Groups that can't be trained on are dropped.
         """
-        deliveries = self._board.take(STAGE, self._consumer, count=MAX_GROUPS_PER_READ, block_seconds=block_seconds)
+        deliveries = self._board.take(TRAIN, self._consumer, count=MAX_GROUPS_PER_READ, block_seconds=block_seconds)
         if not deliveries:
             return False
         for delivery, columns in zip(deliveries, self._board.load(deliveries, self._columns), strict=True):
@@ -189,7 +188,7 @@ class Intake:
         """Ask the board which of a step's groups are no longer held; the step can't be committed with them."""
         with self._lock:
             deliveries = [taken.delivery for group_id, taken in self._held.items() if group_id in members]
-        held = self._board.renew(STAGE, self._consumer, deliveries)
+        held = self._board.renew(TRAIN, self._consumer, deliveries)
         return [group_id for group_id in members if group_id not in held]
 
     def forget(self, group_ids: Collection[str]) -> None:
@@ -204,7 +203,7 @@ class Intake:
             deliveries = [taken.delivery for taken in self._held.values()]
             self._held.clear()
         if deliveries:
-            self._board.nack(STAGE, self._consumer, deliveries)
+            self._board.nack(TRAIN, self._consumer, deliveries)
 
     def close(self) -> None:
         """Stop renewing leases."""
@@ -223,7 +222,7 @@ class Intake:
             if not deliveries:
                 continue
             try:
-                still_held = self._board.renew(STAGE, self._consumer, deliveries)
+                still_held = self._board.renew(TRAIN, self._consumer, deliveries)
                 unavailable = False
             except BoardUnavailable as error:
                 if not unavailable:

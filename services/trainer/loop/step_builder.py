@@ -7,11 +7,11 @@ from opentelemetry.trace import Span
 
 from relaxd import telemetry
 from relaxd.algorithms import Algorithm
-from relaxd.board import GroupTimes, StageTime, microseconds
+from relaxd.board import TRAIN, GroupTimes, StageTime, microseconds
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.plan import MicroBatchRound, StepPlan
 from services.trainer.batch.round_packer import Packer
-from services.trainer.loop.intake import STAGE, HeldGroup
+from services.trainer.loop.intake import HeldGroup
 
 
 class StepBuilder:
@@ -59,7 +59,7 @@ class StepBuilder:
             )
             self._spans.append(
                 telemetry.open_stage_span(
-                    STAGE,
+                    TRAIN,
                     taken.delivery.trace,
                     waited_seconds=StageTime(taken.delivery.enqueued_at, now, now).queue_seconds,
                     started_at=now,

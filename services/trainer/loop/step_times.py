@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from relaxd.board import StageTime
+from relaxd.board import TRAIN, StageTime
 from relaxd.board.times import MICROSECONDS
 from relaxd.telemetry.spans import SPAN_NAMES
-from services.trainer.loop.intake import STAGE
 from services.trainer.loop.step_builder import StepBuilder
 
 
@@ -30,10 +29,10 @@ def group_times(opened: StepBuilder, ended: int) -> dict[str, float]:
         ages.append(max(0, ended - before.published) / MICROSECONDS)
         for name, time in before.stages.items():
             stages.setdefault(name, []).append(time)
-        stages.setdefault(STAGE, []).append(StageTime(taken.delivery.enqueued_at, opened.started_at[group_id], ended))
+        stages.setdefault(TRAIN, []).append(StageTime(taken.delivery.enqueued_at, opened.started_at[group_id], ended))
     result = {"group_seconds": _mean(ages)} if ages else {}
     for name, all_times in stages.items():
-        work = "in_step" if name == STAGE else SPAN_NAMES.get(name, name)
+        work = "in_step" if name == TRAIN else SPAN_NAMES.get(name, name)
         result[f"queue_{name}_seconds"] = _mean([time.queue_seconds for time in all_times])
         result[f"{work}_seconds"] = _mean([time.work_seconds for time in all_times])
         if work == "generate":
