@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from relaxd.rpc.client import call_metadata
+from relaxd.rpc.client import AsyncChannel, call_metadata
 from relaxd.rpc.errors import DeadlineExceeded, Unavailable, from_call, has_status
 
 EXIT_SECONDS = 5.0
@@ -21,7 +21,7 @@ OPTIONS = [
 ]
 
 
-class ChildChannel(grpc.aio.Channel):
+class ChildChannel(AsyncChannel):
     """A channel for stubs, whose calls differ from gRPC's own in three ways.
 
     - `timeout` has to be given; None means no deadline.
@@ -39,8 +39,7 @@ class ChildChannel(grpc.aio.Channel):
         wait_exited: Callable[[float], Awaitable[None]],
     ) -> None:
         """See Child for the two functions; `name` is the child's."""
-        self._plain = grpc.aio.insecure_channel(target, OPTIONS)
-        self._metadata = call_metadata(token)
+        super().__init__(grpc.aio.insecure_channel(target, OPTIONS), call_metadata(token))
         self._name = name
         self._wait_connected = wait_connected
         self._wait_exited = wait_exited
@@ -62,32 +61,6 @@ class ChildChannel(grpc.aio.Channel):
     def stream_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
         """See grpc.aio.Channel."""
         return self._streaming(method, self._plain.stream_stream(method, *arguments, **options))
-
-    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        """See grpc.aio.Channel."""
-        return self._plain.stream_unary(*arguments, **options)
-
-    async def __aenter__(self) -> "ChildChannel":
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self.close()
-
-    async def close(self, grace: float | None = None) -> None:
-        """See grpc.aio.Channel."""
-        await self._plain.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """See grpc.aio.Channel."""
-        return self._plain.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """See grpc.aio.Channel."""
-        await self._plain.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        """See grpc.aio.Channel."""
-        await self._plain.channel_ready()
 
     def _streaming(self, method: str, plain: Any) -> Any:
         async def call(request: Any, *, timeout: float | None) -> AsyncIterator[Any]:

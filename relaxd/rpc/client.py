@@ -45,7 +45,7 @@ def channel(
     plain = open_channel(
         grpc.aio, address, channel_options(max_message_bytes), TlsFiles.from_environment() if tls is None else tls
     )
-    return _AsyncChannel(plain, call_metadata(token, term))
+    return AsyncChannel(plain, call_metadata(token, term))
 
 
 def sync_channel(
@@ -140,38 +140,48 @@ class _SyncCall(_Call):
 # gRPC's own client interceptors would do, but cost every call a task and a call object of its own.
 
 
-class _AsyncChannel(grpc.aio.Channel):
+class AsyncChannel(grpc.aio.Channel):
+    """A channel whose calls carry metadata and have a deadline."""
+
     def __init__(self, plain: grpc.aio.Channel, metadata: Callable[[Any], Any]) -> None:
         self._plain, self._metadata = plain, metadata
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        """See grpc.aio.Channel."""
         return _Call(self._plain.unary_unary(*arguments, **options), DEFAULT_DEADLINE_SECONDS, self._metadata)
 
     def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See grpc.aio.Channel."""
         return _Call(self._plain.unary_stream(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
 
     def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        """See grpc.aio.Channel."""
         return _Call(self._plain.stream_unary(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
 
     def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See grpc.aio.Channel."""
         return _Call(self._plain.stream_stream(*arguments, **options), DEFAULT_STREAM_DEADLINE_SECONDS, self._metadata)
 
-    async def __aenter__(self) -> "_AsyncChannel":
+    async def __aenter__(self) -> "AsyncChannel":
         return self
 
     async def __aexit__(self, *error: Any) -> None:
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
+        """See grpc.aio.Channel."""
         await self._plain.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """See grpc.aio.Channel."""
         return self._plain.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """See grpc.aio.Channel."""
         await self._plain.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
+        """See grpc.aio.Channel."""
         await self._plain.channel_ready()
 
 
