@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3M
 
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
+from services.trainer.learner import forward
 from services.trainer.learner.learner import Learner
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
@@ -70,7 +71,7 @@ def prepare_model(shape: str, folder: Path | None) -> Path:
 def make_learner(shape: str, ranks: int, settings: dict[str, object]) -> Learner:
     """Create the trainer's learner on a bf16 model of a shape, with random weights drawn on the device."""
     config = TrainerConfig.model_validate({"dtype": "bfloat16", "ranks": ranks, **settings})
-    with tempfile.TemporaryDirectory() as folder, mock.patch("services.trainer.learner.load_hf", _draw):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(forward, "load_hf", _draw):
         make_config(shape).save_pretrained(folder)
         return Learner(Path(folder), config, AlgorithmConfig(), steps=1000)
 

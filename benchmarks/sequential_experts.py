@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from services.trainer.kernels.swiglu import swiglu
+from services.trainer.learner import learner
+from services.trainer.model import layers
 
 
 class SequentialExperts(nn.Module):
@@ -52,7 +54,7 @@ def _weighted_swiglu(x: Tensor, bias: None, weights: Tensor, *_: object) -> Tens
 def sequential_experts() -> Iterator[None]:
     """Build learners with Megatron's experts inside the block. They can't export weights."""
     with (
-        mock.patch("services.trainer.model.layers.MixtureOfExperts", SequentialExperts),
-        mock.patch("services.trainer.learner.exported_parameters", return_value=[]),
+        mock.patch.object(layers, "MixtureOfExperts", SequentialExperts),
+        mock.patch.object(learner, "exported_parameters", return_value=[]),
     ):
         yield

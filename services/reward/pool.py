@@ -141,7 +141,7 @@ class WorkerPool:
             (score,) = scores
             if score.error:
                 return Failure(score.error, traceback=score.traceback)
-            return RewardOutput(score.reward, dict(score.parts))
+            return RewardOutput(score.reward, dict(sorted(score.parts.items())))  # a map has no order of its own
         except DeadlineExceeded:
             self._raise_if_closed()
             task = "scoring a sample" if reward in worker.loaded else "loading the reward"
