@@ -3,9 +3,10 @@
     python -m benchmarks.engine --shape 4b
 
 Three interfaces to the same model (random weights), with the same prompts, lengths and number of requests in flight:
-bare: sglang.Engine in this process, asked with async_generate. relaxd: ChildEngine of the rollout service, as the stage
-calls it: whole answers. grpc: the Generate call of a rollout service, token by token, from one client in its own
-process: the naive case. Each request is one prompt and one answer of a forced length, with log-probabilities.
+bare: sglang.Engine, asked with async_generate. relaxd: ChildEngine of the rollout service, as the stage calls it: whole
+answers. grpc: the Generate call of a rollout service, token by token, from one client in its own process: the naive
+case. Each request is one prompt and one answer of a forced length, with log-probabilities. Both engines stay on the
+same GPU, and rounds take turns, so that they run under the same conditions.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ import torch
 from transformers import Qwen3Config
 
 from benchmarks.reporting import report
+from tests.kit.engines import receive_request
 from tests.kit.models import byte_tokenizer
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -36,7 +39,8 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 """Shapes of Qwen3 models; 4b is Qwen3-4B's."""
 PROMPT_TOKENS = 32
-READY_SECONDS = 420.0
+ADDRESS_FILE = "relaxd-address"
+"""File in the model's folder with the address of relaxd's rollout service."""
 
 Ask = Callable[[list[int], int], Awaitable[int]]
 """Sends a prompt, waits for an answer of the given length, and returns its number of tokens."""
@@ -77,8 +81,8 @@ def default_options(concurrent: int) -> dict[str, Any]:
     return options
 
 
-async def measure(ask: Ask, arguments: argparse.Namespace) -> list[float]:
-    """Return the tokens per second of each round, after a warm-up round."""
+async def serve_rounds(ask: Ask, arguments: argparse.Namespace, ready: float) -> None:
+    """Warm up, print the seconds to ready, and then the tokens per second of a round for each line of stdin."""
     numbers = random.Random(0)
     vocabulary = SHAPES[arguments.shape]["vocab_size"]
     free = asyncio.Semaphore(arguments.concurrent)
@@ -89,20 +93,18 @@ async def measure(ask: Ask, arguments: argparse.Namespace) -> list[float]:
             return await ask(prompt, new)
 
     await asyncio.gather(*(one(min(32, arguments.new_tokens)) for _ in range(arguments.concurrent)))
-    speeds = []
-    for _ in range(arguments.rounds):
+    print(ready, flush=True)
+    while await asyncio.to_thread(sys.stdin.readline):
         started = time.perf_counter()
         counts = await asyncio.gather(*(one(arguments.new_tokens) for _ in range(arguments.requests)))
-        speeds.append(sum(counts) / (time.perf_counter() - started))
+        print(sum(counts) / (time.perf_counter() - started), flush=True)
         assert sum(counts) == arguments.requests * arguments.new_tokens, "an answer is too short"
-    return speeds
 
 
-async def measure_bare(arguments: argparse.Namespace) -> dict[str, Any]:
+async def serve_bare(arguments: argparse.Namespace) -> None:
     import sglang
 
     started = time.perf_counter()
-    fraction = {"mem_fraction_static": arguments.memory_fraction} if arguments.memory_fraction else {}
     engine = sglang.Engine(
         model_path=arguments.model,
         dtype="bfloat16",
@@ -110,7 +112,7 @@ async def measure_bare(arguments: argparse.Namespace) -> dict[str, Any]:
         max_running_requests=arguments.concurrent,
         skip_tokenizer_init=True,
         grammar_backend="none",
-        **fraction,
+        mem_fraction_static=arguments.memory_fraction,
         **json.loads(arguments.options),
     )
     ready = time.perf_counter() - started
@@ -121,9 +123,8 @@ async def measure_bare(arguments: argparse.Namespace) -> dict[str, Any]:
         assert len(answer["meta_info"]["output_token_logprobs"]) == new
         return len(answer["output_ids"])
 
-    speeds = await measure(ask, arguments)
+    await serve_rounds(ask, arguments, ready)
     engine.shutdown()
-    return {"bare": speeds, "seconds to ready": ready}
 
 
 class _Service:
@@ -136,7 +137,7 @@ class _Service:
         self.occupancy = Occupancy()
 
 
-async def measure_relaxd(arguments: argparse.Namespace) -> dict[str, Any]:
+async def serve_relaxd(arguments: argparse.Namespace) -> None:
     from relaxd.config import RolloutConfig
     from relaxd.rpc.server import start_server
     from relaxd.v1 import rollout_pb2, rollout_pb2_grpc
@@ -166,7 +167,7 @@ async def measure_relaxd(arguments: argparse.Namespace) -> dict[str, Any]:
     ready = time.perf_counter() - started
     await engine.pause("in_place", 60, 60)
     await engine.join(rollout_pb2.JoinWeightGroupRequest(group={"name": "none", "timeout_seconds": 10}))
-    await engine.receive("none", Version(1, 0), 10, checksum=False)
+    await engine.receive(receive_request("none", Version(1, 0), 10))
     await engine.resume()
 
     async def ask(prompt: list[int], new: int) -> int:
@@ -176,24 +177,20 @@ async def measure_relaxd(arguments: argparse.Namespace) -> dict[str, Any]:
             count += len(output.tokens)
         return count
 
-    speeds = await measure(ask, arguments)
     servicer = RolloutServicer(_Service(engine))  # type: ignore[arg-type]
     registration = (rollout_pb2_grpc.add_RolloutServicer_to_server, servicer, "relaxd.v1.Rollout")
     server = await start_server([registration], serving=True)
-    client = await asyncio.create_subprocess_exec(
-        *_command(arguments, "client", address=f"127.0.0.1:{server.port}"), stdout=subprocess.PIPE
-    )
-    output, _ = await client.communicate()
+    Path(arguments.model, ADDRESS_FILE).write_text(f"127.0.0.1:{server.port}")
+    await serve_rounds(ask, arguments, ready)
     await server.stop()
     await engine.stop()
-    return {"relaxd": speeds, "seconds to ready": ready, **json.loads(output.decode().splitlines()[-1])}
 
 
-async def measure_client(arguments: argparse.Namespace) -> dict[str, Any]:
+async def serve_client(arguments: argparse.Namespace) -> None:
     from relaxd.rpc.client import channel
     from relaxd.v1 import rollout_pb2, rollout_pb2_grpc
 
-    async with channel(arguments.address) as connection:
+    async with channel(Path(arguments.model, ADDRESS_FILE).read_text()) as connection:
         stub = rollout_pb2_grpc.RolloutStub(connection)
 
         async def ask(prompt: list[int], new: int) -> int:
@@ -202,13 +199,42 @@ async def measure_client(arguments: argparse.Namespace) -> dict[str, Any]:
             parts: AsyncIterator[Any] = stub.Generate(request, timeout=300)
             return sum([len(part.tokens) async for part in parts])
 
-        return {"grpc": await measure(ask, arguments)}
+        await serve_rounds(ask, arguments, 0.0)
 
 
-def _command(arguments: argparse.Namespace, part: str, **changes: Any) -> list[str]:
-    values = {**vars(arguments), "part": part, **changes}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value != ""]
-    return [sys.executable, "-m", "benchmarks.engine", *flags]
+class Part:
+    """A process that runs one round at a time."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        values = {**vars(arguments), "part": name}
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in values.items() if value != ""]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.engine", *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.ready = 0.0
+        self.speeds: list[float] = []
+
+    def wait_ready(self) -> None:
+        self.ready = self._number()
+
+    def run_round(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.speeds.append(self._number())
+
+    def end(self) -> None:
+        self.process.communicate(timeout=60)
+
+    def _number(self) -> float:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with suppress(ValueError):
+                return float(line)
+        raise RuntimeError(f"the benchmark's process ended with {self.process.wait()}")
 
 
 def main() -> None:
@@ -218,42 +244,42 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=256)
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--memory-fraction", type=float, default=0.0)
+    parser.add_argument("--memory-fraction", type=float, default=0.35, help="of the GPU's memory, for each engine")
     parser.add_argument("--options", default="", help="SGLang's options as JSON, instead of what fits this machine")
-    parser.add_argument("--part", choices=("all", "bare", "relaxd", "client"), default="all", help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("all", "bare", "relaxd", "grpc"), default="all", help=argparse.SUPPRESS)
     parser.add_argument("--model", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--address", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part != "all":
         if arguments.part == "bare":
             importlib.import_module("sglang.srt.entrypoints.engine")  # it selects its event loop
-        parts = {"bare": measure_bare, "relaxd": measure_relaxd, "client": measure_client}
-        print(json.dumps(asyncio.run(parts[arguments.part](arguments))))
+        asyncio.run({"bare": serve_bare, "relaxd": serve_relaxd, "grpc": serve_client}[arguments.part](arguments))
         return
     arguments.options = arguments.options or json.dumps(default_options(arguments.concurrent))
-    results: dict[str, Any] = {}
-    ready: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="relaxd-benchmark-") as folder:
         write_model(Path(folder), arguments.shape)
         arguments.model = folder
-        for part in ("bare", "relaxd"):
-            run = subprocess.run(_command(arguments, part), stdout=subprocess.PIPE, check=True, timeout=READY_SECONDS)
-            result = json.loads(run.stdout.decode().splitlines()[-1])
-            ready[part] = result.pop("seconds to ready")
-            results |= result
-    arguments.model = ""
-    bare = statistics.median(results["bare"])
+        parts = {name: Part(name, arguments) for name in ("bare", "relaxd")}
+        for part in parts.values():
+            part.wait_ready()
+        parts["grpc"] = Part("grpc", arguments)
+        parts["grpc"].wait_ready()
+        for _ in range(arguments.rounds):
+            for part in parts.values():
+                part.run_round()
+        for part in reversed(parts.values()):
+            part.end()
+    bare = statistics.median(parts["bare"].speeds)
     rows = [
         {
             "way": way,
-            "tokens/s": statistics.median(speeds),
-            "x bare": statistics.median(speeds) / bare,
-            "rounds": " ".join(f"{speed:,.0f}" for speed in speeds),
-            "seconds to ready": ready.get(way, ready["relaxd"]),
+            "tokens/s": statistics.median(part.speeds),
+            "x bare": statistics.median(part.speeds) / bare,
+            "rounds": " ".join(f"{speed:,.0f}" for speed in part.speeds),
+            "seconds to ready": part.ready,
         }
-        for way, speeds in results.items()
+        for way, part in parts.items()
     ]
     report(
         "engine",

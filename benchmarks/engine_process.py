@@ -13,7 +13,7 @@ class UntrainedProcess(SGLangProcess):
         """Do nothing."""
         return rollout_pb2.JoinWeightGroupResponse()
 
-    def ReceiveWeights(self, request: Any, context: Any) -> rollout_pb2.ReceiveWeightsResponse:
+    def _receive_weights(self, request: Any) -> rollout_pb2.ReceiveWeightsResponse:
         """Commit the current weights."""
         with self._loaded().update(Version(request.weights.term, request.weights.version)):
             pass

@@ -24,6 +24,7 @@ from relaxd.rpc.errors import DeadlineExceeded
 from relaxd.weights.group import WeightGroupError
 from services.rollout.engines.types import Output, Sampling, Version
 from tests.integration.sglang_external.external_kit import PROMPT, Engine, Server, Trainer, connect, logprobs
+from tests.kit.engines import receive_request
 from tests.kit.models import byte_tokenizer
 
 pytestmark = pytest.mark.gpu(2)
@@ -176,7 +177,7 @@ def test_nobody_who_does_not_come_costs_more_than_a_deadline(tell: Callable[[Sto
         await engine.engine.pause("in_place", 30, 10)
         await engine.join()
         with pytest.raises(DeadlineExceeded, match="bucket 1 of"):
-            await engine.engine.receive(engine.group, Version(1, 2), 3.0, checksum=False)
+            await engine.engine.receive(receive_request(engine.group, Version(1, 2), 3.0))
         assert engine.engine.quarantined
         server.kill()
         async with asyncio.timeout(70):

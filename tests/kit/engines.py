@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from relaxd.config import RolloutConfig
 from relaxd.process.child import ChildExit
-from relaxd.v1 import rollout_pb2, weights_pb2
+from relaxd.v1 import replica_pb2, rollout_pb2, weights_pb2
 from services.rollout.engines.types import Output, Sampling, Version
 from services.rollout.service.child_engine import ChildEngine
 from tests.kit.waiting import eventually
@@ -137,7 +137,7 @@ class EngineRunner:
 
     def receive(self, name: str, version: int, timeout: float = 20.0, *, checksum: bool = False) -> dict[str, int]:
         """Receive a version; returns its checksums."""
-        result = self.run(self.engine.receive(name, Version(1, version), timeout, checksum=checksum))
+        result = self.run(self.engine.receive(receive_request(name, Version(1, version), timeout, checksum=checksum)))
         return dict(result.checksums)
 
     def next_version(self) -> Version:
@@ -197,6 +197,18 @@ def join_request(
         timeout_seconds=timeout,
     )
     return rollout_pb2.JoinWeightGroupRequest(group=group, rank=1, manifest=manifest)
+
+
+def receive_request(
+    name: str, version: Version, timeout: float, *, checksum: bool = False
+) -> rollout_pb2.ReceiveWeightsRequest:
+    """A version that a paused engine receives in group `name`, and takes up without a resume."""
+    return rollout_pb2.ReceiveWeightsRequest(
+        group_name=name,
+        weights=replica_pb2.WeightVersion(term=version.term, version=version.version),
+        timeout_seconds=timeout,
+        checksum=checksum,
+    )
 
 
 def reference_logprobs(

@@ -112,6 +112,18 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         self._loaded().resume()
         return rollout_pb2.ResumeGenerationResponse()
 
+    def ReceiveWeights(
+        self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
+    ) -> rollout_pb2.ReceiveWeightsResponse:
+        """See the proto."""
+        engine = self._loaded()
+        if request.HasField("pause"):
+            engine.pause(PAUSE_MODES[request.pause.mode], request.pause.lease_seconds, request.pause_timeout_seconds)
+        response = self._receive_weights(request)
+        if request.resume:
+            engine.resume()
+        return response
+
     def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
         """See the proto."""
         asleep = self._loaded().asleep
@@ -133,6 +145,10 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
     @abstractmethod
     def _loaded(self) -> LoadedEngine:
         """Return the engine. Raises EngineError before a model is loaded."""
+
+    @abstractmethod
+    def _receive_weights(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
+        """Receive and commit a version in a pause."""
 
     @abstractmethod
     def _leave_groups(self) -> None:

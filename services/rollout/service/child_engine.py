@@ -12,7 +12,7 @@ from relaxd.config import RolloutConfig
 from relaxd.process.child import Child, ChildExit, ChildExited
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.rpc.errors import RpcError
-from relaxd.v1 import engine_pb2, engine_pb2_grpc, replica_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2
+from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.output_encoding import decode_output
 from services.rollout.engines.types import (
     MARGIN_SECONDS,
@@ -225,18 +225,11 @@ class ChildEngine:
         """Connect to a weight group."""
         await self._rollout.JoinWeightGroup(request, timeout=request.group.timeout_seconds + MARGIN_SECONDS)
 
-    async def receive(
-        self, group_name: str, weights: Version, timeout: float, *, checksum: bool
-    ) -> rollout_pb2.ReceiveWeightsResponse:
-        """Receive and commit one version."""
-        request = rollout_pb2.ReceiveWeightsRequest(
-            group_name=group_name,
-            weights=replica_pb2.WeightVersion(term=weights.term, version=weights.version),
-            timeout_seconds=timeout,
-            checksum=checksum,
-        )
-        answer = await self._rollout.ReceiveWeights(request, timeout=timeout + MARGIN_SECONDS)
-        self.weights, self.quarantined = weights, False
+    async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
+        """Receive and commit one version, with the pause before it and the resume after it that are asked for."""
+        timeout = request.pause_timeout_seconds + request.timeout_seconds + MARGIN_SECONDS
+        answer = await self._rollout.ReceiveWeights(request, timeout=timeout)
+        self.weights, self.quarantined = Version(request.weights.term, request.weights.version), False
         self._changes += 1
         return answer
 

@@ -78,7 +78,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self._sync_ids.take(request.sync_id)
         remaining = context.time_remaining()
         timeout = float("inf") if remaining is None else remaining - REPLY_SECONDS
-        paused = await self._pause(engine, request, timeout)
+        self._service.occupancy.pause(request.lease_seconds)
+        mode = PAUSE_MODES[request.mode]
+        paused = await engine.pause(mode, request.lease_seconds, _pause_timeout(request, timeout))
         return rollout_pb2.PauseGenerationResponse(paused_samples=paused)
 
     async def ResumeGeneration(
@@ -87,7 +89,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         """See the proto."""
         engine = self._engine()
         self._sync_ids.take(request.sync_id)
-        await self._resume(engine)
+        await engine.resume()
+        self._service.occupancy.resume()
         self._service.weights_changed()
         weights = engine.weights
         if weights is None:
@@ -145,10 +148,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
                 f"weights.term is {weights.term}, but the engine serves weights of the later term {engine.weights.term}"
             )
         if request.HasField("pause"):
-            await self._pause(engine, request.pause, request.pause_timeout_seconds)
-        response = await engine.receive(request.group_name, weights, timeout, checksum=request.checksum)
+            self._service.occupancy.pause(request.pause.lease_seconds)
+            request.pause_timeout_seconds = _pause_timeout(request.pause, request.pause_timeout_seconds)
+        response = await engine.receive(request)
         if request.resume:
-            await self._resume(engine)
+            self._service.occupancy.resume()
         self._service.weights_changed()
         return response
 
@@ -164,15 +168,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         quarantined = await engine.leave(request.group_name, quarantine=request.quarantine)
         self._service.weights_changed()
         return rollout_pb2.LeaveWeightGroupResponse(quarantined=quarantined)
-
-    async def _pause(self, engine: AnyEngine, request: rollout_pb2.PauseGenerationRequest, timeout: float) -> int:
-        lease = request.lease_seconds
-        self._service.occupancy.pause(lease)
-        return await engine.pause(PAUSE_MODES[request.mode], lease, max(min(lease, timeout), 0.1))
-
-    async def _resume(self, engine: AnyEngine) -> None:
-        await engine.resume()
-        self._service.occupancy.resume()
 
     async def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
         """See the proto."""
@@ -247,6 +242,11 @@ def _mark_span(request: rollout_pb2.GenerateRequest) -> None:
     for name, value in (("relaxd.request_id", request.request_id), ("relaxd.session_id", request.session_id)):
         if value:
             span.set_attribute(name, value)
+
+
+def _pause_timeout(request: rollout_pb2.PauseGenerationRequest, timeout: float) -> float:
+    """Return the seconds in which generation has to rest: a pause can't begin after the end of its lease."""
+    return max(min(request.lease_seconds, timeout), 0.1)
 
 
 def _check_pause(request: rollout_pb2.PauseGenerationRequest, prefix: str, violations: Violations) -> None:

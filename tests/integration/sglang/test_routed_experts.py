@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from relaxd.v1 import rollout_pb2
 from services.rollout.engines.types import Version
 from services.rollout.service import child_engine
-from tests.kit.engines import EngineRunner
+from tests.kit.engines import EngineRunner, receive_request
 from tests.kit.models import byte_tokenizer
 
 PROMPT = [5, 9, 17, 200, 33]
@@ -35,7 +35,7 @@ def test_they_are_those_of_transformers(
     runner = start(tmp_path, sglang={"disable_overlap_schedule": True}, return_routed_experts=True)
     runner.pause()
     runner.run(runner.engine.join(rollout_pb2.JoinWeightGroupRequest(group={"name": "none", "timeout_seconds": 10})))
-    runner.run(runner.engine.receive("none", Version(1, 0), 10, checksum=False))
+    runner.run(runner.engine.receive(receive_request("none", Version(1, 0), 10)))
     runner.resume()
 
     answers = runner.generate(PROMPT, 2, max_new_tokens=NEW, temperature=1.0, ignore_eos=True)

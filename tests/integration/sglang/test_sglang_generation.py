@@ -16,7 +16,7 @@ from relaxd.v1 import weights_pb2
 from services.rollout.engines.types import RequestFailed
 from tests.integration.rollout.rollout_kit import Source
 from tests.integration.sglang.syncs import check_logprobs, join, sync, transfer, with_weights
-from tests.kit.engines import EngineRunner, assert_gone, family, reference_logprobs
+from tests.kit.engines import EngineRunner, assert_gone, family, receive_request, reference_logprobs
 
 SHORT = [5, 9, 17, 200, 33]
 LONG = list(range(3, 103))
@@ -231,13 +231,13 @@ def test_a_pause_ends_by_itself(engine: EngineRunner, source: Source) -> None:
     engine.generate(SHORT, max_new_tokens=3, ignore_eos=True)
     assert 0.2 < time.monotonic() - started < 5
     with pytest.raises(FailedPrecondition, match="not paused"):
-        engine.run(engine.engine.receive(name, engine.next_version(), 5, checksum=False))
+        engine.run(engine.engine.receive(receive_request(name, engine.next_version(), 5)))
 
 
 def test_a_group_that_is_left_in_time_changes_nothing(engine: EngineRunner, source: Source, version: int) -> None:
     engine.pause()
     name = join(engine, source)
-    begun = engine.begin(engine.engine.receive(name, engine.next_version(), 20, checksum=False))
+    begun = engine.begin(engine.engine.receive(receive_request(name, engine.next_version(), 20)))
     assert not engine.run(engine.engine.leave(name, quarantine=False))
     with pytest.raises(Aborted):
         engine.finish(begun)
@@ -252,7 +252,7 @@ def test_a_broadcast_that_breaks_halfway_quarantines(engine: EngineRunner, model
     engine.wait_begun(held)
     engine.pause()
     name = join(engine, source)
-    begun = engine.begin(engine.engine.receive(name, engine.next_version(), 2, checksum=False))
+    begun = engine.begin(engine.engine.receive(receive_request(name, engine.next_version(), 2)))
     source.tell(do="broadcast", version=50, buckets=2)
     source.answer()
     with pytest.raises(Aborted):

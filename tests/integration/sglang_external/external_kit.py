@@ -24,6 +24,7 @@ from relaxd.weights.manifest import TensorSpec, pack, plan_buckets, to_proto
 from relaxd.weights.stock_group import StockWeightGroup
 from services.rollout.engines.sglang_external.engine import ExternalEngine
 from services.rollout.engines.types import Output, Sampling, Version
+from tests.kit.engines import receive_request
 from tests.kit.waiting import wait_until
 from tests.sglang.environment import CPU_ENVIRONMENT
 
@@ -139,7 +140,7 @@ class Engine:
     async def transfer(self, version: int, term: int = 1) -> None:
         """Weights whose output depends on the version."""
         sending = asyncio.to_thread(self.trainer.broadcast, changes(self.trainer.tensors, version))
-        receiving = self.engine.receive(self.group, Version(term, version), 20, checksum=True)
+        receiving = self.engine.receive(receive_request(self.group, Version(term, version), 20, checksum=True))
         await asyncio.gather(receiving, sending)
 
     async def sync(self, version: int, mode: Any = "in_place") -> int:

@@ -27,6 +27,7 @@ from tests.integration.sglang_external.external_kit import (
     connect,
     logprobs,
 )
+from tests.kit.engines import receive_request
 from tests.kit.models import make_tiny_model
 
 
@@ -249,7 +250,7 @@ async def test_a_pause_ends_by_itself(engine: Engine) -> None:
     await engine.generate(sampling=Sampling(max_new_tokens=1, ignore_eos=True))
     assert time.monotonic() - started > 0.3
     with pytest.raises(FailedPrecondition, match="not paused, or the lease"):
-        await engine.engine.receive(engine.group, Version(1, 2), 5, checksum=False)
+        await engine.engine.receive(receive_request(engine.group, Version(1, 2), 5))
 
 
 async def test_a_new_owner_ends_the_pause_of_one_that_died(server: Server, model: Path, trainer: Trainer) -> None:
@@ -267,7 +268,7 @@ async def test_a_broken_update_quarantines_until_one_succeeds(engine: Engine) ->
     await engine.sync(1)
     await engine.engine.pause("in_place", 30, 10)
     await engine.join()
-    receiving = asyncio.create_task(engine.engine.receive(engine.group, Version(1, 2), 10, checksum=False))
+    receiving = asyncio.create_task(engine.engine.receive(receive_request(engine.group, Version(1, 2), 10)))
     await asyncio.to_thread(engine.trainer.broadcast, {}, buckets=2)
     assert engine.trainer.group is not None
     engine.trainer.group.abort()
@@ -293,7 +294,7 @@ async def test_a_trainer_that_does_not_come_costs_a_deadline_only(engine: Engine
     await engine.join()
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="did not end within 1 s: the server still waits for bucket 1 of"):
-        await engine.engine.receive(engine.group, Version(1, 2), 1.0, checksum=False)
+        await engine.engine.receive(receive_request(engine.group, Version(1, 2), 1.0))
     assert time.monotonic() - started < 3
     assert engine.engine.quarantined
     assert engine.trainer.group is not None

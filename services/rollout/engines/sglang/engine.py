@@ -30,6 +30,8 @@ from services.rollout.engines.types import EngineError, FailureHandler, MemoryPa
 
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
 """Memory freed by a sleep, in SGLang's names."""
+ENDED_AT_ONCE = 16
+"""Ended samples that are decoded before they are reported, so that new requests come while the others are decoded."""
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +307,7 @@ class SGLangEngine:
     def _take_outputs(self, message: BatchTokenIDOutput) -> None:
         outputs: dict[str, list[Output]] = {}
         failures: dict[str, str] = {}
-        ended: list[tuple[Output, SGLangSample]] = []
+        ended: list[tuple[str, Output, SGLangSample]] = []
         with self._gate.changed:
             for row, rid in enumerate(message.rids):
                 if rid not in self._sent:
@@ -321,13 +323,18 @@ class SGLangEngine:
                     failures[request_id] = failure
                     continue
                 output = self._output(rid, group, sample)
-                outputs.setdefault(request_id, []).append(output)
-                if output.finish_reason is not None:
-                    ended.append((output, sample))
+                if output.finish_reason is None:
+                    outputs.setdefault(request_id, []).append(output)
+                else:
+                    ended.append((request_id, output, sample))
             self._finish(outputs, failures)
-        for output, sample in ended:
-            output.text = sample.text(self._decode)
         self._emit(outputs, failures)
+        for start in range(0, len(ended), ENDED_AT_ONCE):
+            decoded: dict[str, list[Output]] = {}
+            for request_id, output, sample in ended[start : start + ENDED_AT_ONCE]:
+                output.text = sample.text(self._decode)
+                decoded.setdefault(request_id, []).append(output)
+            self._on_output(decoded)
 
     def _take_prefix(
         self,

@@ -119,10 +119,7 @@ class SGLangProcess(EngineProcess):
             raise
         return rollout_pb2.JoinWeightGroupResponse()
 
-    def ReceiveWeights(
-        self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
-    ) -> rollout_pb2.ReceiveWeightsResponse:
-        """See the proto."""
+    def _receive_weights(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
         engine, name = self._loaded(), request.group_name
         if self._group != name:
             raise EngineError(f"this engine is not in weight group {name}")

@@ -21,7 +21,16 @@ from services.rollout.engines.sglang_external.connect import KEEP_MEMORY, Server
 from services.rollout.engines.sglang_external.requests import ExternalRequests
 from services.rollout.engines.sglang_external.samples import label
 from services.rollout.engines.sglang_external.weights import ExternalWeights
-from services.rollout.engines.types import EngineError, MemoryPart, Output, PauseMode, RequestFailed, Sampling, Version
+from services.rollout.engines.types import (
+    PAUSE_MODES,
+    EngineError,
+    MemoryPart,
+    Output,
+    PauseMode,
+    RequestFailed,
+    Sampling,
+    Version,
+)
 
 CONTROL_SECONDS = 10.0
 """For calls that only change a flag."""
@@ -191,13 +200,16 @@ class ExternalEngine:
         with self._detecting_loss():
             await self._updates.join(request)
 
-    async def receive(
-        self, group_name: str, weights: Version, timeout: float, *, checksum: bool
-    ) -> rollout_pb2.ReceiveWeightsResponse:
-        """Receive and commit one version. Returns no checksums, which a stock server does not have.
+    async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
+        """Receive and commit one version, with the pause before it and the resume after it that are asked for.
 
-        Raises Aborted when it fails; the model may have two versions then.
+        Returns no checksums, which a stock server does not have. Raises Aborted when it fails; the model may have two
+        versions then.
         """
+        if request.HasField("pause"):
+            pause = request.pause
+            await self.pause(PAUSE_MODES[pause.mode], pause.lease_seconds, request.pause_timeout_seconds)
+        weights = Version(request.weights.term, request.weights.version)
         if self._open.is_set():
             raise EngineError("the engine is not paused, or the lease of its pause has ended")
         if self._updating:
@@ -206,14 +218,17 @@ class ExternalEngine:
         self._updating = True
         try:
             with self._detecting_loss():
-                await self._updates.receive(group_name, label(weights), timeout)
+                await self._updates.receive(request.group_name, label(weights), request.timeout_seconds)
         except BaseException:
             self.quarantined = self.quarantined or self._updates.touched
             raise
         finally:
             self._updating = False
+        seconds = time.monotonic() - started
         self.weights, self.quarantined = weights, False
-        return rollout_pb2.ReceiveWeightsResponse(seconds=time.monotonic() - started)
+        if request.resume:
+            await self.resume()
+        return rollout_pb2.ReceiveWeightsResponse(seconds=seconds)
 
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:
         """Abort and forget a weight group, and quarantine the engine if asked. Returns whether it is quarantined."""

@@ -80,10 +80,7 @@ class TransformersProcess(EngineProcess):
             self._receivers[asked.name] = receiver
         return rollout_pb2.JoinWeightGroupResponse()
 
-    def ReceiveWeights(
-        self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
-    ) -> rollout_pb2.ReceiveWeightsResponse:
-        """See the proto."""
+    def _receive_weights(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
         with self._lock:
             receiver = self._receivers.get(request.group_name)
         if receiver is None:
