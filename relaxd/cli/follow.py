@@ -185,7 +185,7 @@ class _Lines:
                 self._print(event_line(event))
                 self._told_events = event.number
         evaluation = {name: value for name, value in run.metrics.items() if name.startswith("eval_")}
-        if evaluation != self._evaluation and "eval_accuracy" in evaluation:
+        if evaluation != self._evaluation and "eval_reward" in evaluation:
             step = int(evaluation["eval_step"])
             when = f"after step {step}" if step else "before training"
             self._print(evaluation_line(evaluation, when))

@@ -1,6 +1,6 @@
 """Rendering of a run: a live display on a terminal, one line per step elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
@@ -63,10 +63,12 @@ def step_line(step: int, steps: int, metrics: dict[str, float]) -> str:
 
 def evaluation_line(metrics: dict[str, float], when: str) -> str:
     """Format a held-out evaluation as one line."""
-    return (
-        f"held-out, {when}: accuracy {metrics['eval_accuracy']:.2f}"
-        + (f", format {metrics['eval_format']:.2f}" if "eval_format" in metrics else "")
-    )  # fmt: skip
+    return f"held-out, {when}: {_evaluated(metrics)}"
+
+
+def _evaluated(metrics: Mapping[str, float]) -> str:
+    names = ("reward", "accuracy", "format")
+    return ", ".join(f"{name} {metrics[f'eval_{name}']:.2f}" for name in names if f"eval_{name}" in metrics)
 
 
 def event_line(event: RunEvent) -> str:
@@ -97,8 +99,8 @@ def _head(view: RunView) -> RenderableType:
     grid.add_row(line, ProgressBar(total=max(run.steps, 1), completed=run.step, width=30))
     rewards = [view.steps[step]["reward_mean"] for step in sorted(view.steps) if "reward_mean" in view.steps[step]]
     curve = Text.assemble("reward ", (sparkline(rewards[-60:]) or "·", "green"))
-    if "eval_accuracy" in run.metrics:
-        curve.append(f"   held-out accuracy {run.metrics['eval_accuracy']:.2f}", style="bold")
+    if held_out := _evaluated(run.metrics):
+        curve.append(f"   held-out {held_out}", style="bold")
     return Group(grid, curve)
 
 
