@@ -7,7 +7,8 @@ from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, R
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local.address import coordinator_address
-from relaxd.report.report import SUMMARY, read_result, save_samples, write_report
+from relaxd.report.report import write_report
+from relaxd.report.result import SUMMARY, read_result, save_samples
 from relaxd.report.step_times import tables
 
 
