@@ -113,6 +113,23 @@ def test_a_paused_run_is_waited_for_only_as_long_as_one_says(kit: Kit) -> None:
     assert kit.output.count("relaxd resume r continues it, relaxd stop r ends it") == 1
 
 
+def test_a_terminal_gets_a_screen_of_its_own_and_keeps_the_last_picture(kit: Kit) -> None:
+    kit.console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+    kit.follow(healthy=kit.end_run_when(lambda: "step 3/9" in kit.output))
+    live, left = kit.output.split("\x1b[?1049l")
+    assert "\x1b[?1049h" in live
+    assert re.sub("\x1b.*?[a-zA-Z]", "", left).split()[:7] == [
+        "relaxd",
+        "run",
+        "r",
+        "stopped",
+        "step",
+        "3/9",
+        "waiting",
+    ]
+    assert not set(kit.output) & set("╭╮╰╯│")
+
+
 def test_a_rebuild_is_no_pause(kit: Kit) -> None:
     kit.run.state = pb.RUN_STATE_PAUSED
     kit.run.health.add(state=HEALTH_STATE_REBUILDING)
