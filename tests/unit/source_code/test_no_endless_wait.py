@@ -9,10 +9,10 @@ from relaxd.v1 import (  # noqa: F401 (their services are in the pool once they 
     coordinator_pb2,
     engine_pb2,
     launcher_pb2,
+    rank_pb2,
     reward_pb2,
     rollout_pb2,
     trainer_pb2,
-    trainer_rank_pb2,
 )
 from tests.unit.source_code.calls import Place, calls
 
@@ -131,7 +131,7 @@ def test_every_call_of_a_service_has_a_timeout() -> None:
         "coordinator",
         "engine",
         "trainer",
-        "trainer_rank",
+        "rank",
         "rollout",
         "reward",
         "advantage",
