@@ -12,9 +12,9 @@ from relaxd.board import BoardUnavailable, DropReason, LedgerEntry, microseconds
 from relaxd.config import RunConfig
 from relaxd.v1.rank_pb2 import RankProgress, VersionCommitted, WorkResponse
 from relaxd.v1.replica_pb2 import WeightVersion
-from services.trainer.batch.plan import OUTCOME, MicroBatchRound, StepPlan
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.step_file import step_file_path, write_step_file
+from services.trainer.batch.step_plan import OUTCOME, MicroBatchRound, StepPlan
 from services.trainer.learner.learner import StepStats
 from services.trainer.loop.checkpoints import Checkpoints
 from services.trainer.loop.commands import Discard, Finish, Replay, Round, TrainingRank

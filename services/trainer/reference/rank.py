@@ -23,7 +23,7 @@ from services.trainer.learner.forward import Forward
 from services.trainer.loop.rank_thread import RankThread
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
-from services.trainer.reference.stage import ReferenceStage
+from services.trainer.reference.logprobs import ReferenceStage
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/replica/replica.py", "run_replica"),
         ("services/coordinator/runs/evaluation.py", "_Evaluation.run"),
         ("services/coordinator/health/health_manager.py", "HealthManager._tick"),
-        ("services/coordinator/fleet/patience.py", "answer"),
+        ("services/coordinator/fleet/stall_limit.py", "answer"),
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
