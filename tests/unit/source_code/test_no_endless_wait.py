@@ -92,7 +92,7 @@ WITHOUT_DEADLINE = {
         ("services/reward/worker.py", "Rewards.Score"),  # the pool kills this process at the sample's deadline
         (
             "services/rollout/service/child_engine.py",
-            "ChildEngine.generate",
+            "ChildEngine._generate",
         ),  # the health manager watches
         ("services/rollout/engines/sglang_external/requests.py", "ExternalRequests.generate"),  # the same
         ("services/rollout/engines/transformers/engine.py", "TransformersEngine.stop"),  # after one token
