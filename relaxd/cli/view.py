@@ -188,15 +188,15 @@ def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "", one_l
         table.add_row(
             str(sample.step),
             str(sample.version),
-            _printable(sample.prompt),
-            _printable(sample.response) or "(nothing)",
-            _printable(sample.answer),
+            printable(sample.prompt),
+            printable(sample.response) or "(nothing)",
+            printable(sample.answer),
             f"{sample.reward:.2f}",
             Text(f"{sample.advantage:+.2f}", style=style or ""),
         )
     return table
 
 
-def _printable(text: str) -> Text:
+def printable(text: str) -> Text:
     """Put a model's text on one line and replace control characters."""
     return Text("".join(character if character.isprintable() else "·" for character in " ".join(text.split())))
