@@ -7,6 +7,7 @@ from typing import Any
 from relaxd.report.result import RunResult
 
 SMOOTHED = 5
+MARKED_STEPS = 200
 
 
 def draw_curve(result: RunResult) -> bytes:
@@ -19,7 +20,8 @@ def draw_curve(result: RunResult) -> bytes:
     rewards = _points(result.steps, "reward_mean")
     if rewards:
         steps, values = zip(*rewards, strict=True)
-        axes.plot(steps, values, color="#93c5fd", linewidth=1, marker=".", label="reward")
+        marker = "." if len(steps) <= MARKED_STEPS else None  # thousands of them take seconds and hide the line
+        axes.plot(steps, values, color="#93c5fd", linewidth=1, marker=marker, label="reward")
         axes.plot(
             steps, _running_mean(values), color="#2563eb", linewidth=2.4, label=f"reward, mean of {SMOOTHED} steps"
         )
@@ -47,7 +49,8 @@ def draw_curve(result: RunResult) -> bytes:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=9, loc="best")
+        place = "best" if len(rewards) <= MARKED_STEPS else "lower right"  # the best is sought among all points
+        axes.legend(frameon=False, fontsize=9, loc=place)
     axes.set_title(f"run {result.run_id}", loc="left", fontsize=11)
     image = io.BytesIO()
     figure.savefig(image, format="png")

@@ -65,7 +65,7 @@ def _asset(name: str) -> str:
 def _packed(data: Mapping[str, Any]) -> str:
     """Compress data for the page; base64 holds nothing that HTML could take for markup."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
 
 
 def _cards(summary: Mapping[str, Any]) -> str:
