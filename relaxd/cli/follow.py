@@ -10,7 +10,7 @@ from types import FrameType
 from rich.console import Console
 from rich.live import Live
 
-from relaxd.cli.view import RunView, evaluation_line, event_line, render, step_line
+from relaxd.cli.view import Picture, RunView, evaluation_line, event_line, step_line
 from relaxd.client.coordinator import AWAY_SECONDS, CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.v1 import coordinator_pb2 as pb
@@ -48,13 +48,18 @@ def follow(
     """
     view = RunView()
     if console.is_terminal:
-        live = Live(render(view), console=console, refresh_per_second=4, transient=False)
-        follower = _Follower(coordinator, run_id, view, console, lambda: live.update(render(view)), healthy)
-        with live:
-            follower.run(max_pause, away_seconds)
+        # On a screen of its own: a resized terminal wraps lines, of which a display in place would leave pieces behind.
+        live = Live(Picture(view), console=console, refresh_per_second=4, screen=True)
+        try:
+            with live:
+                _Follower(coordinator, run_id, view, view.notices.append, live.refresh, healthy).run(
+                    max_pause, away_seconds
+                )
+        finally:
+            console.print(Picture(view))
     else:
         lines = _Lines(view, console)
-        _Follower(coordinator, run_id, view, console, lines.print_news, healthy).run(max_pause, away_seconds)
+        _Follower(coordinator, run_id, view, lines.print, lines.print_news, healthy).run(max_pause, away_seconds)
     if view.run.state == pb.RUN_STATE_FAILED:
         raise CliError(f"run {view.run.run_id} failed: {view.run.reason}")
     return view
@@ -68,14 +73,14 @@ class _Follower:
         coordinator: CoordinatorClient,
         run_id: str,
         view: RunView,
-        console: Console,
+        say: Callable[[str], None],
         show: Callable[[], None],
         healthy: Callable[[], None],
     ) -> None:
         self._coordinator = coordinator
         self._run_id = run_id
         self._view = view
-        self._console = console
+        self._print = say
         self._show = show
         self._healthy = healthy
         self._quiet = Quiet(time.monotonic())
@@ -113,7 +118,7 @@ class _Follower:
 
     def _say(self, text: str) -> None:
         if text:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._print(text)
 
 
 class Quiet:
@@ -178,22 +183,23 @@ class _Lines:
         """Print the steps, events, evaluation and state not printed yet."""
         run = self._view.run
         for step in sorted(self._view.steps.keys() - self._printed):
-            self._print(step_line(step, run.steps, self._view.steps[step]))
+            self.print(step_line(step, run.steps, self._view.steps[step]))
             self._printed.add(step)
         for event in self._view.events:
             if event.number > self._told_events:
-                self._print(event_line(event))
+                self.print(event_line(event))
                 self._told_events = event.number
         evaluation = {name: value for name, value in run.metrics.items() if name.startswith("eval_")}
-        if evaluation != self._evaluation and "eval_accuracy" in evaluation:
+        if evaluation != self._evaluation and "eval_reward" in evaluation:
             step = int(evaluation["eval_step"])
             when = f"after step {step}" if step else "before training"
-            self._print(evaluation_line(evaluation, when))
+            self.print(evaluation_line(evaluation, when))
             self._evaluation = evaluation
         state = state_name(run.state) + (f": {run.reason}" if run.reason else "")
         if state != self._state:
-            self._print(f"run {run.run_id} is {state}")
+            self.print(f"run {run.run_id} is {state}")
             self._state = state
 
-    def _print(self, line: str) -> None:
+    def print(self, line: str) -> None:
+        """Print a line as it is."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -17,9 +17,9 @@ import relaxd.algorithms
 from relaxd.algorithms import GRPO, Advantages, LossInputs, LossOutput, Needs, create, sample_lengths
 from relaxd.board import COLUMNS, ColumnSpec, stages_for
 from relaxd.config import RunConfig
-from services.trainer.batch.plan import MicroBatchRound
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.step_file import read_step_file, write_step_file
+from services.trainer.batch.step_plan import MicroBatchRound
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.intake import Intake
 from services.trainer.loop.round_runner import RoundRunner
