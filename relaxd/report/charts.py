@@ -77,7 +77,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("samples and groups of a step", ("samples", "groups")),
     ),
     "Time": (
-        Chart("shares of the step's time", tuple(SHARES)),
+        Chart("shares of the step's time", (*SHARES, "engine_busy_share")),
         Chart("engines: idle, each", (f"{PER_REPLICA[0]}*",)),
         Chart("GPUs: no kernel running, each replica", (f"{PER_REPLICA[1]}*",)),
         Chart("weight synchronisation", ("sync_seconds",)),
