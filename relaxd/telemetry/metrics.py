@@ -98,6 +98,13 @@ METRICS: dict[str, Metric] = {
         Metric("ratio", "step", "1", "Mean probability ratio of the trained tokens (trainer over old policy)."),
         Metric("clip_fraction", "step", "1", "Share of trained tokens whose ratio the loss clipped."),
         Metric(
+            "veto_fraction",
+            "step",
+            "1",
+            "Share of trained tokens left out for an extreme ratio (algorithm.veto_high, veto_low).",
+        ),
+        Metric("opsm_fraction", "step", "1", "Share of trained tokens left out by algorithm.opsm_delta."),
+        Metric(
             "correction_weight",
             "step",
             "1",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from relaxd import telemetry
-from relaxd.algorithms import create
+from relaxd.algorithms.trial import create_tried
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
@@ -132,6 +132,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
 
     def _train(self, request: rank_pb.WorkRequest) -> None:
         config = RunConfig.model_validate_json(request.config_json)
+        algorithm = create_tried(config.algorithm, with_loss=True)
         learner = Learner(
             resolve_model(config.model.path),
             config.trainer,
@@ -142,7 +143,6 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             report=self._report_loading if self._thread.number == 0 else None,
         )
         freeze_objects()
-        algorithm = create(config.algorithm)
         board = Board(request.redis, request.run_id, stages_for(config), config.board)
         rank = TrainingRank(
             channel=RankChannel(config.trainer.collective_timeout_seconds, learner.world.disk),
