@@ -50,6 +50,8 @@ class Needs:
     run without a reference service."""
     advantages: tuple[str, ...] = ()
     """Columns that `Algorithm.advantages` reads besides rewards and lengths."""
+    old_logprobs: bool = False
+    """Whether `Algorithm.loss` reads `LossInputs.old_logprobs`."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,15 @@ class LossInputs:
     `Algorithm.needs_entropy`; may also be given for reporting."""
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
     """Differentiable sum over the context-parallel ranks; None if this rank has all tokens."""
+
+    @property
+    def old_logprobs(self) -> Tensor:
+        """[T]: log-probs under the weights at the step's beginning, without a gradient; see `Needs.old_logprobs`.
+
+        In a step of one update they are those of the forward pass. In a step of several, the trainer has computed them
+        before the first.
+        """
+        return self.columns.get("old_logprobs", self.logprobs).detach()
 
     def segment_sum(self, values: Tensor) -> Tensor:
         """Sum values over the tokens of each sequence, on whichever rank they are.

@@ -41,7 +41,9 @@ class GRPO:
     def needs(self) -> Needs:
         """Columns of the board for the loss: "ref_logprobs" if the KL term is on."""
         reference = ("ref_logprobs",) if self.config.needs_reference else ()
-        return Needs(loss=("rollout_logprobs", "advantages", *reference))
+        return Needs(
+            loss=("rollout_logprobs", "advantages", *reference), old_logprobs=self.config.old_logprobs == "current"
+        )
 
     @property
     def needs_entropy(self) -> bool:
@@ -119,8 +121,8 @@ class GRPO:
         """Sum over trained tokens of weight x (w x clipped objective + kl_coef x KL - entropy_coef x entropy).
 
         The objective is PPO's max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A), r the probability ratio to the old
-        policy: the engine's, or the trainer's at the start of the step (old_logprobs = "current"). A step is one
-        update, so the latter is what the forward pass computes: r is 1, and its gradient is that of the log-prob. log r
+        policy: the engine's, or the trainer's at the start of the step (old_logprobs = "current"). In a step of one
+        update the latter is what the forward pass computes: r is 1, and its gradient is that of the log-prob. log r
         is clamped to ± MAX_LOG_RATIO, so that a very unlikely token gives a finite loss and, like any clipped token, no
         gradient. w is `correction_weights`, 1 without a correction.
 
@@ -138,7 +140,7 @@ class GRPO:
         trained = inputs.mask != 0
         # Masked before exp, because 0 x inf and its gradient are NaN.
         logprobs = inputs.logprobs.masked_fill(~trained, 0.0)
-        old = logprobs.detach() if self.config.old_logprobs == "current" else columns["rollout_logprobs"]
+        old = inputs.old_logprobs if self.config.old_logprobs == "current" else columns["rollout_logprobs"]
         log_ratio = (logprobs - old.masked_fill(~trained, 0.0)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.exp()
         advantages = columns["advantages"].masked_fill(~trained, 0.0)
@@ -151,7 +153,8 @@ class GRPO:
         }
         if self.config.correction != "none":
             rollout_logprobs = columns["rollout_logprobs"].masked_fill(~trained, 0.0)
-            correction, limited = correction_weights(logprobs, rollout_logprobs, self.config)
+            old_logprobs = inputs.old_logprobs.masked_fill(~trained, 0.0)
+            correction, limited = correction_weights(old_logprobs, rollout_logprobs, self.config)
             per_token = per_token * correction
             sums["correction_weight"] = _sum(correction, trained)
             sums["correction_fraction"] = _sum(limited, trained)

@@ -23,7 +23,8 @@ class GRPOConfig(Section):
     clip_high: float = Field(default=0.2, gt=0)
     """The probability ratio is clipped above at 1 + clip_high. DAPO (arXiv 2503.14476) uses 0.28."""
     old_logprobs: Literal["rollout", "current"] = "rollout"
-    """Denominator of the ratio: the engine's log-probs, or the trainer's own at the time of the step (ratio 1)."""
+    """Denominator of the ratio: the engine's log-probs, or the trainer's own at the step's beginning: computed before
+    the first update if a step has several (trainer.mini_batches, epochs), else the ratio is 1."""
     correction: Literal["none", "tis", "icepop"] = "none"
     """Weight each token's policy-gradient term by w, its probability under the trainer at the start of the step divided
     by that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv
