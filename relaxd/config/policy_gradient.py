@@ -128,8 +128,8 @@ class RatioConfig(PolicyGradientConfig):
     """Settings of algorithms with a probability ratio to an old policy."""
 
     old_logprobs: Literal["rollout", "current"] = "rollout"
-    """Denominator of the ratio: the engine's log-probs, or the trainer's own at the start of the step (ratio 1 as long
-    as a step is one update)."""
+    """Denominator of the ratio: the engine's log-probs, or the trainer's own at the step's beginning: computed before
+    the first update if a step has several (trainer.mini_batches, epochs), else the ratio is 1."""
     correction: Correction = "none"
     """Weight each token's policy-gradient term by w, its probability under the trainer at the start of the step divided
     by that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv

@@ -49,7 +49,7 @@ def test_every_setting_is_explained_and_only_changes_are_kept() -> None:
     for setting in settings("grpo").values():
         assert f"\n{setting.place[-1]} = " in explained or f"\n# {setting.place[-1]} is not set" in explained
         assert setting.meaning.split()[0] in explained
-    assert "# Number of optimizer steps.\nsteps = 24\n" in explained
+    assert "# Number of steps, each of which makes one version of the weights.\nsteps = 24\n" in explained
     assert "top_k = 5  # default: 0\n" in explained
     assert "steps = 24\n" in changes
     assert "top_k = 5  # default: 0\n" in changes
@@ -119,6 +119,7 @@ def test_a_section_has_the_defaults_of_its_algorithm(name: str) -> None:
         ("kl_coef=0.1 kl_reward_coef=0.1", "the divergence counts in the loss or in the reward"),
         ("kl_reward_coef=0.1", 'roles.reference.placement is "trainer": set "service"'),
         ("name=rloo", 'algorithm.name is "rloo", but board.max_staleness is 1: set 0'),
+        ("name=rloo staleness=0 epochs=2", "but a step has 2 updates: set trainer.mini_batches = 1"),
         ("name=rloo correction=tis samples=1", "rollout.samples_per_prompt is 1: it compares the samples of a group"),
         ("name=reinforce_plus_plus", "needs mean and variance of the advantages over a whole step"),
         ("name=reinforce_plus_plus mask_truncated=true", "use overlong_buffer instead"),
@@ -126,7 +127,9 @@ def test_a_section_has_the_defaults_of_its_algorithm(name: str) -> None:
 )
 def test_what_does_not_fit_an_algorithm_is_refused(overrides: str, expected: str) -> None:
     words = [f"--algorithm.{word}" for word in overrides.split()]
-    words = [word.replace("algorithm.samples", "rollout.samples_per_prompt") for word in words]
+    places = {"samples": "rollout.samples_per_prompt", "staleness": "board.max_staleness", "epochs": "trainer.epochs"}
+    for name, place in places.items():
+        words = [word.replace(f"algorithm.{name}=", f"{place}=") for word in words]
     with pytest.raises(ConfigError) as caught:
         load_file(ROOT / "examples" / "addition.toml", words)
     assert expected in str(caught.value)

@@ -15,6 +15,7 @@ from relaxd.board import stages_for
 from relaxd.cli.check import check
 from relaxd.config.algorithm import ALGORITHM, OwnConfig
 from relaxd.config.load import load_file
+from relaxd.rpc.errors import InvalidArgument
 from relaxd.v1.advantage_pb2 import ComputeRequest
 from services.advantage.server import parse_compute_request
 from services.coordinator.runs.starting import prepare
@@ -165,7 +166,7 @@ def test_config_check_and_the_start_of_a_run_refuse_a_broken_class(folder: Path,
     (folder / "mine.py").write_text(BROKEN.format(body="def normalizer(self, *_): return 0"))
     os.utime(folder / "mine.py", (1, 1))
     text = (ROOT / "examples" / "addition.toml").read_text().replace('name = "grpo"', 'name = "mine:Mine"')
-    with pytest.raises(Exception, match=r"normalizer\(\) returned int 0") as refused:
+    with pytest.raises(InvalidArgument, match=r"normalizer\(\) returned int 0") as refused:
         prepare("run", text, "", redis_url)
     assert [field for field, _ in refused.value.violations] == ["config_toml.algorithm.name"]
 
