@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from relaxd.board import COLUMNS
+from relaxd.board import COLUMNS, TRAIN
 
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = """\
@@ -29,6 +29,7 @@ def page() -> str:
     for column in COLUMNS.values():
         shape = f"[{column.shape}]" if column.shape else ""
         takes = "takes it in, keeps it in step files" if column.trained else "leaves it"
+        takes = "computes it, keeps it in step files" if column.writer == TRAIN else takes
         meaning = column.meaning + (" Only where a run asks for it." if column.optional else "")
         rows.append(f"| `{column.name}` | {column.writer} | {column.dtype} | {shape} | {takes} | {meaning} |\n")
     return HEAD + "".join(rows)

@@ -14,7 +14,7 @@ from relaxd.board.errors import (
     RunMissing,
     StepConflict,
 )
-from relaxd.board.schema import COLUMNS, REF_LOGPROBS, ROUTED_EXPERTS, ColumnSpec, trained_columns
+from relaxd.board.schema import COLUMNS, OLD_LOGPROBS, REF_LOGPROBS, ROUTED_EXPERTS, ColumnSpec, trained_columns
 from relaxd.board.sizes import RedisMemory, SizeProblem, size_problems, worst_bytes
 from relaxd.board.stages import STAGES, TRAIN, Stage, roles_for, stages_for
 from relaxd.board.times import GroupTimes, StageTime, microseconds
@@ -36,6 +36,7 @@ from relaxd.board.worker import Drop, StageWorker
 __all__ = [
     "COLUMNS",
     "JSON",
+    "OLD_LOGPROBS",
     "REF_LOGPROBS",
     "ROUTED_EXPERTS",
     "STAGES",

@@ -26,7 +26,8 @@ class ColumnSpec:
 
     name: str
     writer: str
-    """The stage that writes it; "publish": the coordinator, with the prompt."""
+    """The stage that writes it; "publish": the coordinator, with the prompt. What "train", the trainer, writes is in
+    its step files only."""
     dtype: str
     """numpy's name of the dtype that its writer gives it; "json" for JSON values."""
     shape: Shape
@@ -46,6 +47,8 @@ ROUTED_EXPERTS = "routed_experts"
 """The column that a run has where rollout.return_routed_experts asks for it."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
+OLD_LOGPROBS = "old_logprobs"
+"""The column that the trainer computes before the first of a step's several updates, if the loss reads it."""
 VERSIONS = "versions"
 """The column with the weight version of every token that the model wrote."""
 LOSS_MASK = "loss_mask"
@@ -106,6 +109,15 @@ COLUMNS: dict[str, ColumnSpec] = {
         ColumnSpec("reward", "reward", "float64", "n", "Reward of each sample."),
         ColumnSpec("reward_parts", "reward", "json", "", "The parts that all rewards have: {name: [n values]}."),
         ColumnSpec("advantages", "advantage", "float32", "T", "Advantage of each token."),
+        ColumnSpec(
+            OLD_LOGPROBS,
+            "train",
+            "float32",
+            "T",
+            "Log-prob of each token under the weights at the step's beginning, for steps of several updates; 0 for "
+            "tokens that aren't trained on.",
+            optional=True,
+        ),
     )
 }
 """Every column there is, in the order in which they come about."""

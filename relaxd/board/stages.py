@@ -50,7 +50,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     """
     names = [name for name in (*_NEEDS, TRAIN) if name != "reference" or config.has_reference_service]
     needs = create(config.algorithm).needs
-    written = {c.name for c in schema.COLUMNS.values() if c.writer in (PUBLISH, *names)}
+    written = {c.name for c in schema.COLUMNS.values() if c.writer in (PUBLISH, *names) and c.writer != TRAIN}
     who = f"algorithm.name = {config.algorithm.name!r}"
     for name in needs.loss:
         if name not in {*written, schema.REF_LOGPROBS} or schema.COLUMNS[name].shape != "T":

@@ -191,11 +191,20 @@ EQUIVALENTS = (
     Equivalent(
         "trainer.groups_per_step",
         "per_device_train_batch_size",
-        "data.train_batch_size @actor.ppo_mini_batch_size",
+        "data.train_batch_size",
         "orchestrator.batch_size",
-        "--rollout-batch-size --global-batch-size",
+        "--rollout-batch-size",
         "it counts prompts, each with rollout.samples_per_prompt samples",
     ),
+    Equivalent(
+        "trainer.mini_batches",
+        "steps_per_generation",
+        "@actor.ppo_mini_batch_size",
+        "",
+        "--num-steps-per-rollout --global-batch-size",
+        "updates in a pass over a step's groups: their number, not the size of a mini-batch",
+    ),
+    Equivalent("trainer.epochs", "num_iterations", "@actor.ppo_epochs", "", "", "passes over a step's groups"),
     Equivalent("trainer.micro_batch_tokens", "", "@actor.ppo_max_token_len_per_gpu", "seq_len", "--max-tokens-per-gpu"),
     Equivalent("trainer.dtype", "bf16", "", "trainer.model.optimization_dtype", "--bf16", '"bfloat16" or "float32"'),
     Equivalent(
@@ -319,9 +328,6 @@ EQUIVALENTS = (
     Equivalent("", "", "", "", "--rollout-stop-token-ids", "an answer ends at the model's own end tokens"),
     Equivalent("", "min_p", "", "", "", "there is no min-p sampling: use rollout.top_p or rollout.top_k"),
     Equivalent("", "repetition_penalty", "", "", "", "there is no penalty on repetition: it would change the policy"),
-    Equivalent(
-        "", "num_iterations", "@actor.ppo_epochs", "", "--num-steps-per-rollout", "each group is trained on once"
-    ),
     Equivalent("", "", "algorithm.kl_penalty", "trainer.loss.kl_tau", "", "in a reward the estimate is always k1"),
     Equivalent("", "", "algorithm.lam", "", "--lambd", "there is no critic, and so no GAE"),
     Equivalent(

@@ -19,7 +19,7 @@ class RunSection(Section):
     """The run as a whole."""
 
     steps: int = Field(ge=1)
-    """Number of optimizer steps."""
+    """Number of steps, each of which makes one version of the weights."""
     seed: int = Field(default=0, ge=0)
     """Seed of the prompts' order, of sampling and of the trainer."""
     folder: Path = Path("runs")
@@ -167,9 +167,9 @@ class OptimizerConfig(Section):
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the learning rate over run.steps after the warm-up."""
+    """Decay of the learning rate over run.steps after the warm-up. All updates of a step have the same rate."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up, whatever the number of updates in a step is."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -203,7 +203,13 @@ class TrainerConfig(Section):
     """Training of the model."""
 
     groups_per_step: int = Field(default=8, ge=1)
-    """Groups in one optimizer step."""
+    """Groups in one step."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Divide a step's groups into this many mini-batches, with one optimizer update each. A step is one version of the
+    weights whatever its number of updates is."""
+    epochs: int = Field(default=1, ge=1)
+    """Number of times that a step trains on each of its mini-batches. With several updates a step, set
+    algorithm.old_logprobs = "current", so that ratios are those to the weights at the step's beginning."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Maximum tokens of a packed micro-batch. A prompt that its samples share counts once, as long as all samples with
     their prompts have at most twice as many tokens."""
@@ -256,6 +262,15 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _groups_fill_mini_batches(self) -> Self:
+        if self.mini_batches > self.groups_per_step:
+            raise ValueError(
+                f"trainer.mini_batches is {self.mini_batches}: it must be at most trainer.groups_per_step = "
+                f"{self.groups_per_step}, because a group isn't divided"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _offload_fits(self) -> Self:
         if self.optimizer.cpu_offload and self.dtype != "bfloat16":
             raise ValueError(
@@ -263,6 +278,11 @@ class TrainerConfig(Section):
                 "are there main weights beside those that the model computes with"
             )
         return self
+
+    @property
+    def updates_per_step(self) -> int:
+        """Number of optimizer updates in a step."""
+        return self.mini_batches * self.epochs
 
     @property
     def data_parallel(self) -> int:

@@ -1,6 +1,6 @@
 """The table of all metrics, and functions to record them.
 
-Step metrics are the numbers of one optimizer step: the board's ledger, metrics.jsonl and the live view have them under
+Step metrics are the numbers of one step: the board's ledger, metrics.jsonl and the live view have them under
 the table's names, OpenTelemetry as "relaxd.step.<name>". The others are recorded where they happen and exist only in
 OpenTelemetry, as "relaxd.<name>". docs/metrics.md is generated from this table (see relaxd/telemetry/__main__.py).
 """
@@ -48,15 +48,29 @@ _PER_STAGE = ("relaxd.run_id", "relaxd.stage")
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        Metric("loss", "step", "1", "Loss of the step, after its normaliser. Absent where it isn't finite."),
         Metric(
-            "grad_norm", "step", "1", "Global L2 norm of the gradients before clipping. Absent where it isn't finite."
+            "loss",
+            "step",
+            "1",
+            "Loss of the step, after its normaliser; mean of its updates. Absent where it isn't finite.",
+        ),
+        Metric(
+            "grad_norm",
+            "step",
+            "1",
+            "Global L2 norm of the gradients before clipping; mean of its updates. Absent where it isn't finite. With "
+            "several updates a step, this and the next ones are of the applied ones; with several epochs loss, "
+            "grad_norm, ratio and clip_fraction are also there for each, such as `clip_fraction_epoch_2`.",
         ),
         Metric(
             "skipped_updates",
             "step",
             "{update}",
-            "Updates of the step that were skipped because their loss or gradient wasn't finite: 0 or 1.",
+            "Updates of the step that were skipped because their loss or gradient wasn't finite; at most "
+            "trainer.mini_batches x trainer.epochs.",
+        ),
+        Metric(
+            "optimizer_steps", "step", "{update}", "Updates since the run's beginning that have changed the weights."
         ),
         Metric("lr", "step", "1", "Learning rate of the step; for a skipped update, that of the step before."),
         Metric("reward_mean", "step", "1", "Mean reward of the step's samples."),
@@ -73,7 +87,7 @@ METRICS: dict[str, Metric] = {
             "step",
             "1",
             "Mean absolute difference between the engine's and the trainer's log-probs under the same weights, before "
-            "the update: of the trained tokens of the step's own version whose sample was not continued across a "
+            "the first update: of the trained tokens of the step's own version whose sample was not continued across a "
             "weight update. Absent where the step has none.",
         ),
         Metric("logprob_difference_p99", "step", "1", "99th percentile of those differences, to 2 %."),
@@ -90,7 +104,8 @@ METRICS: dict[str, Metric] = {
             "step",
             "1",
             "Mean absolute difference between the engine's log-probs when it generated a trained token and the "
-            "trainer's now: the policy's drift by staleness.",
+            "trainer's now: the policy's drift by staleness. In a step of several updates now is the step's beginning "
+            'with algorithm.old_logprobs = "current", and each update with "rollout".',
         ),
         Metric("policy_drift_p99", "step", "1", "99th percentile of those differences, to 2 %."),
         Metric("policy_drift_max", "step", "1", "Largest of those differences."),

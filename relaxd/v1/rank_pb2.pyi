@@ -154,6 +154,7 @@ class RankProgress(_message.Message):
     HELD_GROUPS_FIELD_NUMBER: _builtins.int
     DONE_GROUPS_FIELD_NUMBER: _builtins.int
     ITERATIONS_FIELD_NUMBER: _builtins.int
+    CHANGING_WEIGHTS_FIELD_NUMBER: _builtins.int
     detail: _builtins.str
     """What it does, for people."""
     held_groups: _builtins.int
@@ -162,6 +163,8 @@ class RankProgress(_message.Message):
     """Groups that it has trained, or given log-probs, since it started."""
     iterations: _builtins.int
     """Iterations of the loop, which show that it is alive."""
+    changing_weights: _builtins.bool
+    """Whether a step's updates are changing the weights, so that none can be sent."""
     def __init__(
         self,
         *,
@@ -169,10 +172,11 @@ class RankProgress(_message.Message):
         held_groups: _builtins.int = ...,
         done_groups: _builtins.int = ...,
         iterations: _builtins.int = ...,
+        changing_weights: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "done_groups", b"done_groups", "held_groups", b"held_groups", "iterations", b"iterations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changing_weights", b"changing_weights", "detail", b"detail", "done_groups", b"done_groups", "held_groups", b"held_groups", "iterations", b"iterations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

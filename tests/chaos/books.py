@@ -140,14 +140,15 @@ class Books:
             if number != len(self.steps) + 1:
                 wrong.append(f"step {number} follows step {len(self.steps)}")
             committed = float(values[b"time"])
-            skipped = bool(plan.get("skipped_updates"))
+            updates = len(plan.get("mini_batches", [plan])) * plan.get("epochs", 1)
+            skipped = len(plan.get("skipped_updates", []))
             if metrics.get("skipped_updates", 0) != skipped:
                 wrong.append(f"step {number} has other skipped updates in its metrics than in its plan")
             checksum = metrics.get("weights_checksum")
-            if skipped and self.steps and checksum != self._weights_checksum:
-                wrong.append(f"the update of step {number} was skipped, and the weights have changed")
+            if skipped == updates and self.steps and checksum != self._weights_checksum:
+                wrong.append(f"all updates of step {number} were skipped, and the weights have changed")
             self._weights_checksum = checksum
-            self.steps.append(Step(number, committed, committed - metrics["step_seconds"], skipped))
+            self.steps.append(Step(number, committed, committed - metrics["step_seconds"], bool(skipped)))
             if len(plan["groups"]) < self.groups_per_step:  # more where more are due (Intake)
                 wrong.append(f"step {number} has {len(plan['groups'])} groups, not {self.groups_per_step}")
             for group in plan["groups"]:

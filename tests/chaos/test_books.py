@@ -160,7 +160,7 @@ def miscount(client: redis.Redis) -> None:
         (skip_a_step, "step 4 follows step 2"),
         (forget_a_step, "steps that were ever committed"),
         (miscount, "drops by reason"),
-        (skip_an_update, "the update of step 3 was skipped, and the weights have changed"),
+        (skip_an_update, "all updates of step 3 were skipped, and the weights have changed"),
         (skip_in_secret, "step 3 has other skipped updates in its metrics than in its plan"),
         (give_up, "0-000006 is lost: stale, and not tried again"),
         (forget_a_retry, "0-000004 is lost: nobody tries it again"),

@@ -99,7 +99,7 @@ def test_any_text_survives_dump(text: str) -> None:
         ("steps = 4", "steps = 4.5", ["run.steps = 4.5: must be a whole number"]),
         ("steps = 4", 'steps = "4"', ['run.steps = "4": must be a whole number']),
         ("steps = 4", "steps = 0", ["run.steps = 0: must be at least 1"]),
-        ("steps = 4", "", ["run.steps is missing: Number of optimizer steps."]),
+        ("steps = 4", "", ["run.steps is missing: Number of steps, each of which makes one version of the weights."]),
         ("[reward]", "[[reward]]", ["line 13: reward", "must be a section"]),
         ('source = "addition"', 'source = "jsonl"', ["data.path is missing"]),
         ("lr = 1e-5", "lr = 1e-5\n[trainer]\ntensor_parallel = 2", ["trainer.ranks is 1: it must be a multiple of"]),

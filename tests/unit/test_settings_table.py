@@ -49,7 +49,7 @@ def test_every_setting_is_explained_and_only_changes_are_kept() -> None:
     for setting in settings("grpo").values():
         assert f"\n{setting.place[-1]} = " in explained or f"\n# {setting.place[-1]} is not set" in explained
         assert setting.meaning.split()[0] in explained
-    assert "# Number of optimizer steps.\nsteps = 24\n" in explained
+    assert "# Number of steps, each of which makes one version of the weights.\nsteps = 24\n" in explained
     assert "top_k = 5  # default: 0\n" in explained
     assert "steps = 24\n" in changes
     assert "top_k = 5  # default: 0\n" in changes

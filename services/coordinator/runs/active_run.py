@@ -96,8 +96,9 @@ class ActiveRun:
 
     @property
     def waiting_for(self) -> str:
-        """What publishing waits for; empty while nothing blocks it."""
-        return self._publisher.waiting_for if self._wants_groups() else ""
+        """What publishing and engines wait for; empty while nothing blocks them."""
+        publishing = self._publisher.waiting_for if self._wants_groups() else ""
+        return "; ".join(reason for reason in (self.sync.waiting_for, publishing) if reason)
 
     # --- commands -----------------------------------------------------------------------------------------------
 

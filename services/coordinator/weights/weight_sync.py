@@ -43,6 +43,8 @@ class WeightSync:
         self.record = record
         self.last_failure = ""
         """Reason of the last attempt's failure; empty after a success."""
+        self.waiting_for = ""
+        """Why engines wait for weights that can't be sent now; empty while none does."""
         self.seconds = 0.0
         """Total time of all synchronisations, failed ones included."""
 
@@ -90,7 +92,10 @@ class WeightSync:
             able = trainer is not None and announced is not None and announced.replica_id == trainer.replica_id
             # An interrupted synchronisation may have left engines paused even if they are up to date.
             done = self.up_to_date() and not self.record.running
-            if not able or done or not engines:
+            self.waiting_for = ""
+            if trainer is not None and announced is not None and able and not done:
+                self.waiting_for = waits_for_updates(trainer, announced, engines)
+            if not able or done or not engines or self.waiting_for:
                 await self._registry.changed.wait(IDLE_SECONDS)
             else:
                 assert trainer is not None  # `able` says so, but not to mypy
@@ -245,3 +250,20 @@ class WeightSync:
             record = self.record.model_copy(update=changes)
             await asyncio.to_thread(self._context.store.save_weights, record)
             self.record = record
+
+
+def waits_for_updates(trainer: Replica, announced: Announcement, engines: Sequence[Replica]) -> str:
+    """Say which engines wait because the trainer is already changing the announced weights; "" if it isn't.
+
+    A step of several updates can take minutes. Attempts before its end would only be refused, and would pause the
+    engines each time.
+    """
+    weights = trainer.status.weights
+    newest = (weights.term, weights.version) == (announced.term, announced.version)
+    waiting = [engine.replica_id for engine in engines if engine.version != (announced.term, announced.version)]
+    if not trainer.status.gauges.get("changing_weights") or not newest or not waiting:
+        return ""
+    return (
+        f"{', '.join(waiting)} wait{'s' * (len(waiting) == 1)} for weights, which {trainer.replica_id} is changing "
+        f"({trainer.status.detail})"
+    )

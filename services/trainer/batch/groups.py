@@ -23,7 +23,7 @@ class TrainGroup:
     group_id: str
     """Its id."""
     columns: Mapping[str, Any]
-    """The columns that the trainer takes in; relaxd/board/schema.py describes them."""
+    """The columns that the trainer takes in, and those that it has prepared; relaxd/board/schema.py describes them."""
 
     @property
     def lengths(self) -> NDArray[np.int32]:
@@ -63,8 +63,17 @@ class TrainGroup:
         versions = self.trained_versions
         return int(versions.min()) if versions.size else None
 
+    def with_columns(self, columns: Mapping[str, Any]) -> "TrainGroup":
+        """Return the group with more columns."""
+        return TrainGroup(self.group_id, {**self.columns, **columns})
+
     def sequences(
-        self, indices: Sequence[int], packed: Collection[str], algorithm: Algorithm, temperature: float, version: int
+        self,
+        indices: Sequence[int],
+        packed: Collection[str],
+        algorithm: Algorithm,
+        temperature: float,
+        version: int | None,
     ) -> list[TrainSequence]:
         """Return sequences, ready for packing.
 
@@ -73,8 +82,9 @@ class TrainGroup:
             packed: the group's columns that they carry.
             algorithm: source of the token weights.
             temperature: sampling temperature.
-            version: version of the weights that will compute the log-probs. Log-probs of tokens of this version are
-                comparable with the engine's, unless the sequence spans a weight update with a stale cache.
+            version: version of the weights that compute the log-probs to be compared with the engine's; None if they
+                are of no version. Log-probs of tokens of this version are comparable, unless the sequence spans a
+                weight update with a stale cache.
         """
         columns, bounds = self.columns, bounds_of(self.lengths)
         weights = algorithm.token_weights(columns["loss_mask"], self.sample_lengths)
@@ -89,8 +99,8 @@ class TrainGroup:
                     loss_mask=columns["loss_mask"][own],
                     columns={name: columns[name][own] for name in packed},
                     weight=weights[own],
-                    logprobs_comparable=(columns["versions"][own] == version)
-                    & (columns["spans_weight_update"][index] == 0),
+                    logprobs_comparable=version is not None
+                    and (columns["versions"][own] == version) & (columns["spans_weight_update"][index] == 0),
                     temperature=temperature,
                 )
             )

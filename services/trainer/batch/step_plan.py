@@ -1,4 +1,4 @@
-"""The plan of a step: its groups, their order, and their division into micro-batches and data-parallel ranks.
+"""The plan of a step: its groups, their order, and their division into mini-batches, ranks and micro-batches.
 
 A floating-point sum depends on the order of its terms. The plan records the whole division, so the step's
 arithmetic can be replayed from the plan and the groups' columns.
@@ -37,6 +37,11 @@ class MicroBatchRound:
     micro_batches: tuple[tuple[MicroBatchSlices, ...], ...]
     """By data-parallel rank. Every rank has the same number of them; some may be empty."""
 
+    @property
+    def group_ids(self) -> set[str]:
+        """Ids of its groups."""
+        return {piece.group_id for rank in self.micro_batches for micro_batch in rank for piece in micro_batch}
+
     def to_json(self) -> list[Any]:
         """The round as lists: rank, micro-batch, [group id, [sequences]]."""
         return [
@@ -59,6 +64,44 @@ class MicroBatchRound:
 
 
 @dataclass(frozen=True)
+class MiniBatch:
+    """The groups of one optimizer update."""
+
+    rounds: tuple[MicroBatchRound, ...]
+    """The micro-batches, in order."""
+    samples: int
+    """Samples of all its groups."""
+    trained_tokens: int
+    """Tokens of all its groups whose mask is 1."""
+    normalizer: float
+    """Divisor of the summed loss."""
+
+    @property
+    def group_ids(self) -> set[str]:
+        """Ids of its groups."""
+        return set[str]().union(*(entry.group_ids for entry in self.rounds))
+
+    def to_json(self) -> dict[str, Any]:
+        """The mini-batch as a plan keeps it."""
+        return {
+            "rounds": [entry.to_json() for entry in self.rounds],
+            "samples": self.samples,
+            "trained_tokens": self.trained_tokens,
+            "normalizer": self.normalizer,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "MiniBatch":
+        """Restore the result of `to_json`."""
+        return cls(
+            rounds=tuple(MicroBatchRound.from_json(entry) for entry in value["rounds"]),
+            samples=int(value["samples"]),
+            trained_tokens=int(value["trained_tokens"]),
+            normalizer=float(value["normalizer"]),
+        )
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """Everything besides the groups' columns that determines a step's arithmetic."""
 
@@ -70,17 +113,23 @@ class StepPlan:
     """Seed of torch's generators."""
     groups: tuple[str, ...]
     """The groups, in the order in which they were taken."""
-    rounds: tuple[MicroBatchRound, ...]
-    """The micro-batches, in order."""
-    samples: int
-    """Samples of all groups."""
-    trained_tokens: int
-    """Tokens of all groups whose mask is 1."""
-    normalizer: float
-    """Divisor of the summed loss."""
+    mini_batches: tuple[MiniBatch, ...]
+    """Its mini-batches, in order. A group is in one of them."""
+    epochs: int = 1
+    """Number of passes over the mini-batches."""
     skipped_updates: tuple[int, ...] | None = None
-    """Indices of the step's updates that were skipped because their loss or gradient wasn't finite. None if unknown, as
-    in a step file, which is written before the update."""
+    """Indices in `updates` of those that were skipped because their loss or gradient wasn't finite. None if unknown, as
+    in a step file, which is written before the updates."""
+
+    @property
+    def updates(self) -> tuple[MiniBatch, ...]:
+        """The mini-batch of each update, in order."""
+        return self.mini_batches * self.epochs
+
+    def groups_of(self, mini_batch: MiniBatch) -> list[str]:
+        """Return the groups of a mini-batch, in the order of `groups`."""
+        ids = mini_batch.group_ids
+        return [group_id for group_id in self.groups if group_id in ids]
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the ledger and the step file keep it."""
@@ -90,10 +139,8 @@ class StepPlan:
             "term": self.term,
             "seed": self.seed,
             "groups": list(self.groups),
-            "rounds": [entry.to_json() for entry in self.rounds],
-            "samples": self.samples,
-            "trained_tokens": self.trained_tokens,
-            "normalizer": self.normalizer,
+            "mini_batches": [mini_batch.to_json() for mini_batch in self.mini_batches],
+            "epochs": self.epochs,
             **outcome,
         }
 
@@ -110,10 +157,9 @@ class StepPlan:
                 term=int(value["term"]),
                 seed=int(value["seed"]),
                 groups=tuple(str(group) for group in value["groups"]),
-                rounds=tuple(MicroBatchRound.from_json(entry) for entry in value["rounds"]),
-                samples=int(value["samples"]),
-                trained_tokens=int(value["trained_tokens"]),
-                normalizer=float(value["normalizer"]),
+                # A plan of an earlier release is its only mini-batch.
+                mini_batches=tuple(MiniBatch.from_json(one) for one in value.get("mini_batches", [value])),
+                epochs=int(value.get("epochs", 1)),
                 skipped_updates=tuple(int(update) for update in value[OUTCOME]) if OUTCOME in value else None,
             )
         except (KeyError, TypeError, ValueError) as error:

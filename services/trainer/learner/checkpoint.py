@@ -1,8 +1,9 @@
 """Snapshots of a learner's state as sharded Megatron checkpoints, which any parallel layout can load.
 
-A checkpoint holds the model, the optimizer's float32 main weights, moments and step, the learning-rate schedule, and
-each rank's random generators. Loading Megatron's distributed optimizer over torch's AdamW, without Transformer Engine
-or apex, has three pitfalls, handled by `_fill_optimizer`, `_accept_missing_step` and `_separate_steps`.
+A checkpoint holds the model, the optimizer's float32 main weights, moments and step, the learning-rate schedule, the
+number of updates, and each rank's random generators. Loading Megatron's distributed optimizer over torch's AdamW,
+without Transformer Engine or apex, has three pitfalls, handled by `_fill_optimizer`, `_accept_missing_step` and
+`_separate_steps`.
 """
 
 import contextlib
@@ -59,6 +60,8 @@ class Stateful:
     """The learning-rate schedule."""
     world: World
     """This rank's place in the world."""
+    optimizer_steps: int
+    """Number of updates that have changed the weights."""
 
 
 class Snapshot:
@@ -83,6 +86,7 @@ class Snapshot:
             "model": model,
             "optimizer": optimizer,
             "schedule": state.schedule.state_dict(),
+            "optimizer_steps": state.optimizer_steps,
             "generators": _generators(state.world, read_generators()),
         }
         self._strategy = strategy = ThreadStrategy(state.world.disk)
@@ -108,7 +112,7 @@ class Snapshot:
         self._strategy.finish()  # not the request's own functions, which wait for files in collectives
 
 
-def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> None:
+def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> int:
     """Load a checkpoint into a learner. All ranks call it together.
 
     Args:
@@ -116,6 +120,9 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> None:
         folder: the checkpoint.
         same_layout: whether the parallel layout is the same as when it was saved. Only then are the random generators
             restored.
+
+    Returns:
+        Number of updates that have changed the weights.
 
     Raises:
         CheckpointError: it doesn't fit this model.
@@ -138,6 +145,8 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> None:
     state.schedule.load_state_dict(loaded["schedule"])
     if same_layout:
         write_generators(loaded["generators"])
+    # Checkpoints of earlier releases have none; their steps had one update.
+    return int(loaded.get("optimizer_steps", state.schedule.num_steps))
 
 
 def load_model(model: PolicyModel, folder: Path, world: World) -> None:

@@ -1,6 +1,6 @@
-"""The learner: this rank's model, gradients and optimizer, and the order of things in an optimizer step.
+"""The learner: this rank's model, gradients and optimizer, and the order of things in a step.
 
-A step runs as follows, on all ranks at the same time.
+A step has one update or several, and ends with `end_step`. An update runs as follows, on all ranks at the same time.
 
 1. `accumulate`, once per round of micro-batches. Megatron's pipeline schedule calls for each micro-batch
 
@@ -11,7 +11,7 @@ A step runs as follows, on all ranks at the same time.
 
    The losses are sums over tokens, so the division into micro-batches doesn't matter.
 
-2. `finish`, once. It adds up statistics and gradients over ranks, divides the gradients by the step's normalizer, waits
+2. `update`, once. It adds up statistics and gradients over ranks, divides the gradients by the normalizer, waits
    for a running checkpoint's copies, and then clips and updates the weights, unless the update isn't finite. The
    gradients are cleared at the end.
 
@@ -48,6 +48,7 @@ from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.policy_loss import PolicyLoss
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
 from services.trainer.learner.update import update_weights
+from services.trainer.learner.update_stats import UpdateStats
 from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
 from services.trainer.mlp import expert_load
 from services.trainer.model.hf_weights import (
@@ -61,36 +62,15 @@ from services.trainer.model.model import freeze_routers, routers
 
 
 @dataclass(frozen=True)
-class StepStats:
-    """Statistics of one optimizer step, the same on all ranks."""
-
-    step: int
-    """Number of the step, from 1."""
-    loss: float
-    """Summed loss divided by the normalizer."""
-    grad_norm: float
-    """Norm of the gradient before clipping."""
-    skipped: bool
-    """Whether the update was skipped, leaving weights, optimizer and schedule unchanged."""
-    lr: float
-    """Learning rate of the last applied update."""
-    tokens: int
-    """Trained tokens in the step, over all ranks."""
-    metrics: dict[str, float]
-    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), `expert_load.metrics`, and the difference
-    between the engine's and the trainer's log-probs before the update (`mismatch.metrics`)."""
-
-
-@dataclass(frozen=True)
-class _StepTotals:
-    """Sums of a step over all ranks."""
+class _UpdateTotals:
+    """Sums of an update's micro-batches over all ranks."""
 
     loss: float
     """Summed loss divided by the normalizer."""
     tokens: int
     """Trained tokens."""
     metrics: dict[str, float]
-    """`StepStats.metrics`."""
+    """`UpdateStats.metrics`."""
 
 
 class Learner:
@@ -113,7 +93,7 @@ class Learner:
             model_folder: a Hugging Face folder.
             trainer: parallel sizes, optimizer, deadlines.
             algorithm: the algorithm and its settings.
-            steps: optimizer steps of the whole run, for the learning-rate schedule.
+            steps: steps of the whole run, for the learning-rate schedule.
             seed: seed of all random generators.
             own_reference: keep the initial model as reference if the algorithm needs one. Otherwise the micro-batches
                 bring `ref_logprobs`.
@@ -140,6 +120,9 @@ class Learner:
         self._optimizer = build_optimizer(self._model, trainer)
         self._schedule = build_schedule(self._optimizer, trainer, steps)
         self._step = 0
+        self._optimizer_steps = 0
+        self._changed_in_step = False
+        """Whether the open step has changed the weights."""
         self._copies: HostCopies | None = None
         self._sums: dict[str, Tensor] = {}
         self._accumulated = False  # not the same as having `_sums`, which only the last pipeline stage has
@@ -152,13 +135,23 @@ class Learner:
 
     @property
     def step(self) -> int:
-        """Number of completed optimizer steps, which is the weights' version."""
+        """Number of completed steps. Between steps it is the weights' version."""
         return self._step
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Number of updates that have changed the weights since the run's beginning."""
+        return self._optimizer_steps
+
+    @property
+    def weights_version(self) -> int | None:
+        """Version of the weights; None in the middle of a step that has changed them."""
+        return None if self._changed_in_step else self._step
 
     def accumulate(self, micro_batches: Sequence[PackedMicroBatch]) -> None:
         """Run forward and backward, adding to the accumulated gradients of the summed loss.
 
-        Call it any number of times before `finish`. All data-parallel ranks pass the same number of micro-batches per
+        Call it any number of times before `update`. All data-parallel ranks pass the same number of micro-batches per
         call, padded with `empty_micro_batch`; all ranks of one data-parallel replica pass the same micro-batches.
         """
         if not micro_batches:
@@ -172,22 +165,33 @@ class Learner:
                 self._sums[name] = merge(name, self._sums[name], value) if name in self._sums else value
 
     def finish(
-        self,
-        normalizer: float,
-        before_step: AbstractContextManager[Any] | None = None,
-        *,
-        skip: bool | None = None,
-    ) -> StepStats:
+        self, normalizer: float, before_step: AbstractContextManager[Any] | None = None, *, skip: bool | None = None
+    ) -> UpdateStats:
+        """End a step of one update: `update`, then `end_step`."""
+        stats = self.update(normalizer, before_step, skip=skip)
+        self.end_step()
+        return stats
+
+    def end_step(self) -> None:
+        """End a step: its updates, of which each may have been skipped, have made the next version."""
+        self._step += 1
+        self._changed_in_step = False
+        if self._step % TRIM_EVERY_STEPS == 0:
+            trim_heap()
+
+    def update(
+        self, normalizer: float, before_step: AbstractContextManager[Any] | None = None, *, skip: bool | None = None
+    ) -> UpdateStats:
         """Sum gradients over ranks, divide them by `normalizer`, clip, update the weights, clear the gradients.
 
-        An update whose loss or gradient norm isn't finite is skipped: the step counts, but weights, optimizer state and
-        schedule stay unchanged. Both numbers are sums over the world, so all ranks decide alike.
+        An update whose loss or gradient norm isn't finite is skipped: weights, optimizer state and schedule stay
+        unchanged. Both numbers are sums over the world, so all ranks decide alike.
 
         Args:
-            normalizer: `Algorithm.normalizer` of the whole step over all ranks, > 0.
+            normalizer: `Algorithm.normalizer` of all that was accumulated, over all ranks, > 0.
             before_step: context around the change of the weights, in which the caller can wait for a weight broadcast
                 and keep a new one from starting.
-            skip: for a replayed step, whether its update was skipped before.
+            skip: for a replayed step, whether this update was skipped before.
 
         Raises:
             ValueError: the normalizer isn't positive.
@@ -201,17 +205,14 @@ class Learner:
             self._reduce_gradients(normalizer)
             self._wait_for_copies()
             with before_step or nullcontext():
-                grad_norm, skipped = self._update(totals.loss, skip)
-                self._step += 1
+                grad_norm, skipped = self._apply(totals.loss, skip)
         finally:
             self.discard()
-        if self._step % TRIM_EVERY_STEPS == 0:
-            trim_heap()
         lr = float(self._optimizer.param_groups[0]["lr"])
-        return StepStats(self._step, totals.loss, grad_norm, skipped, lr, totals.tokens, totals.metrics)
+        return UpdateStats(self._step + 1, totals.loss, grad_norm, skipped, lr, totals.tokens, totals.metrics)
 
     def discard(self) -> None:
-        """Drop the gradients accumulated since the last `finish`."""
+        """Drop the gradients accumulated since the last `update`."""
         self._sums, self._accumulated = {}, False
         expert_load.reset(self._routers)
         self._model.zero_grad_buffer()
@@ -224,6 +225,15 @@ class Learner:
             For each micro-batch float32 [T], 0 where loss_mask is 0; on all ranks.
         """
         return self._forward.log_probs(self._model, micro_batches)
+
+    def ref_log_probs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
+        """Compute the log-probs of the tokens with loss_mask 1 under the reference that this learner keeps.
+
+        Returns:
+            As `log_probs`.
+        """
+        assert self._reference is not None
+        return self._forward.log_probs(self._reference, micro_batches)
 
     def hf_tensor_specs(self) -> list[HFTensorSpec]:
         """Return the specs of all stages' tensors, in the order of `iter_hf_tensors`. Doesn't gather."""
@@ -284,11 +294,11 @@ class Learner:
     def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
         """Load the snapshot of a step; see `load_snapshot`. All ranks call it together."""
         self._wait_for_copies()
-        load_snapshot(self._stateful(), folder, same_layout=same_layout)
-        self._step = step
+        self._optimizer_steps = load_snapshot(self._stateful(), folder, same_layout=same_layout)
+        self._step, self._changed_in_step = step, False
         self.discard()
 
-    def _reduce_sums(self, normalizer: float) -> _StepTotals:
+    def _reduce_sums(self, normalizer: float) -> _UpdateTotals:
         """Add up over all ranks, and reset, the sums that `accumulate` has collected."""
         sums, self._sums = reduce_over_ranks(self._sums, self.world), {}
         expert_metrics = self._expert_metrics()
@@ -297,7 +307,7 @@ class Learner:
         tokens, loss = values.pop("tokens", 0.0), values.pop("loss", 0.0) / normalizer
         metrics = {name: value / max(tokens, 1.0) for name, value in values.items()}
         metrics |= expert_metrics | (mismatch.metrics(measured) if measured is not None else {})
-        return _StepTotals(loss, int(tokens), metrics)
+        return _UpdateTotals(loss, int(tokens), metrics)
 
     def _reduce_gradients(self, normalizer: float) -> None:
         """Add up gradients over the ranks that share parameters, and divide them by `normalizer`."""
@@ -305,17 +315,19 @@ class Learner:
         if normalizer != 1.0:
             self._model.scale_gradients(1.0 / normalizer)
 
-    def _update(self, loss: float, skip: bool | None) -> tuple[float, bool]:
+    def _apply(self, loss: float, skip: bool | None) -> tuple[float, bool]:
         """Update the weights; see `update_weights`."""
         grad_norm, skipped = update_weights(
             self._optimizer,
-            self._schedule,
+            None if self._changed_in_step else self._schedule,
             step=self._step + 1,
             loss=loss,
             clip_grad=self._config.optimizer.clip_grad,
             skip=skip,
         )
         if not skipped:
+            self._changed_in_step = True
+            self._optimizer_steps += 1
             self._record_weights_changed()
         return grad_norm, skipped
 
@@ -326,7 +338,7 @@ class Learner:
             copies.wait_or_raise(self._config.collective_timeout_seconds)
 
     def _stateful(self) -> Stateful:
-        return Stateful(self._policy, self._optimizer, self._schedule, self.world)
+        return Stateful(self._policy, self._optimizer, self._schedule, self.world, self._optimizer_steps)
 
     def _expert_metrics(self) -> dict[str, float]:
         if not self._routers:

@@ -52,8 +52,8 @@ def build_optimizer(model: DataParallel, config: TrainerConfig) -> MegatronOptim
 def build_schedule(optimizer: MegatronOptimizer, config: TrainerConfig, steps: int) -> OptimizerParamScheduler:
     """Build the schedule: linear warm-up, then constant, or linear or cosine decay to `min_lr` at the last step.
 
-    Step it before each applied update: update s of 1..steps then warms up to s / warmup_steps, and the last one has
-    min_lr. Skipped updates don't count.
+    Step it before the first applied update of each step: step s of 1..steps then warms up to s / warmup_steps, and the
+    last one has min_lr. Steps whose updates are all skipped don't count.
 
     Raises:
         ValueError: the settings contradict each other.

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
 from relaxd.algorithms import Algorithm, LossInputs
+from relaxd.board import OLD_LOGPROBS
 from services.trainer.learner import mismatch
 from services.trainer.learner.device_batch import DeviceBatch
 from services.trainer.learner.forward import StageOutput, no_tokens
@@ -42,7 +43,8 @@ class PolicyLoss:
         sums = {"loss": output.loss.detach(), **output.sums}
         reported = {name: value.double() for name, value in sums.items()}
         reported["tokens"] = torch.tensor(float(logprobs.numel()), dtype=torch.float64)
-        reported["mismatch"] = mismatch.measure(logprobs, batch.columns["rollout_logprobs"], batch.logprobs_comparable)
+        trainers = batch.columns.get(OLD_LOGPROBS, logprobs)
+        reported["mismatch"] = mismatch.measure(trainers, batch.columns["rollout_logprobs"], batch.logprobs_comparable)
         return output.loss, no_tokens(), reported
 
 

@@ -16,7 +16,7 @@ class NonFiniteGradients(ArithmeticError):
 
 def update_weights(
     optimizer: MegatronOptimizer,
-    schedule: OptimizerParamScheduler,
+    schedule: OptimizerParamScheduler | None,
     *,
     step: int,
     loss: float,
@@ -27,7 +27,8 @@ def update_weights(
 
     Args:
         optimizer: Megatron's chained optimizer, with the step's gradients.
-        schedule: of the learning rate; stepped before an update that is applied.
+        schedule: of the learning rate; stepped before an update that is applied. None: an earlier update of the step
+            has done so.
         step: number of the step, from 1, for errors.
         loss: the step's loss, the same on all ranks.
         clip_grad: largest norm of the gradient; 0 disables clipping.
@@ -43,12 +44,13 @@ def update_weights(
     finite = math.isfinite(loss) and math.isfinite(norm)
     if skip is False and not finite:
         raise NonFiniteGradients(
-            f"the update of step {step} was applied before, but in the replay its loss is {loss} and its gradient norm "
+            f"an update of step {step} was applied before, but in the replay its loss is {loss} and its gradient norm "
             f"{norm}"
         )
     skipped = not finite if skip is None else skip
     if not skipped:
-        schedule.step(1)
+        if schedule is not None:
+            schedule.step(1)
         _clip_and_step(optimizer, clip_grad, norm)
     return norm, skipped
 

@@ -13,10 +13,11 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from relaxd.board import TRAIN, Board, BoardUnavailable, Delivery
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.step_file import read_committed
-from services.trainer.batch.step_plan import OUTCOME, MicroBatchRound
+from services.trainer.batch.step_plan import OUTCOME, MicroBatchRound, MiniBatch
 from services.trainer.checkpoints.part import CheckpointPart
-from services.trainer.learner.learner import Learner, StepStats
-from services.trainer.loop.round_runner import RoundRunner
+from services.trainer.learner.learner import Learner
+from services.trainer.learner.update_stats import UpdateStats
+from services.trainer.loop.round_runner import PreparedColumns, RoundRunner
 from services.trainer.megatron.disk_work import Progress
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 
@@ -48,6 +49,8 @@ class TrainingRank:
     """The run's folder, for step files."""
     groups: dict[str, TrainGroup] = field(default_factory=dict)
     """Groups of the open step, by id. Rank 0 sets them; the other ranks load those that their micro-batches need."""
+    prepared: PreparedColumns = field(default_factory=dict)
+    """Columns of the open step that forward passes have computed, on whichever rank."""
 
     def run(self, command: Command[T_co]) -> T_co:
         """Rank 0: execute a command on all ranks. Return this rank's result."""
@@ -88,6 +91,16 @@ class TrainingRank:
                     self.groups[delivery.group_id] = check_group(delivery.group_id, columns, names)
             return
 
+    def load_missing(self, needed: set[str], deliveries: Collection[Delivery]) -> None:
+        """Load those of the needed groups that aren't in `groups`; `deliveries` has one of each."""
+        missing = needed - self.groups.keys()
+        self.load([delivery for delivery in deliveries if delivery.group_id in missing])
+
+    def forget_step(self) -> None:
+        """Forget the open step's groups."""
+        self.groups.clear()
+        self.prepared.clear()
+
     def checksum(self) -> int:
         """Return `Learner.checksum`, summed over all ranks, which call it together."""
         return self.channel.sum_over_ranks(self.learner.checksum())
@@ -103,22 +116,71 @@ class Round:
 
     def execute(self, rank: TrainingRank) -> None:
         """Load this rank's missing groups and accumulate gradients."""
-        missing = rank.runner.own_groups(self.micro_batches) - rank.groups.keys()
-        rank.load([delivery for delivery in self.deliveries if delivery.group_id in missing])
+        rank.load_missing(rank.runner.own_groups(self.micro_batches), self.deliveries)
         rank.runner.run(self.micro_batches, rank.groups)
 
 
 @dataclass(frozen=True)
-class Finish:
-    """Update the weights; `normalizer` divides the step's summed loss."""
+class Prepare:
+    """Compute columns of a round's groups with forward passes, before the step's first update."""
+
+    micro_batches: MicroBatchRound
+    deliveries: tuple[Delivery, ...]
+    """Deliveries of its groups."""
+
+    def execute(self, rank: TrainingRank) -> None:
+        """Load this rank's missing groups, compute its part of the columns, and exchange them with the other ranks."""
+        rank.load_missing(rank.runner.own_groups(self.micro_batches), self.deliveries)
+        own = rank.runner.prepare(self.micro_batches, rank.groups)
+        world = rank.learner.world
+        first = world.tp_rank == world.cp_rank == world.pp_rank == 0  # the others have computed the same
+        for columns in rank.channel.gather(own if first else {}):
+            rank.prepared |= columns
+
+
+@dataclass(frozen=True)
+class Assemble:
+    """Have all groups of a step's mini-batches, with the prepared columns, before its first update.
+
+    Afterwards no update depends on the board. Repeating it does no harm.
+    """
+
+    mini_batches: tuple[MiniBatch, ...]
+    deliveries: tuple[Delivery, ...]
+    """Deliveries of all their groups."""
+
+    def execute(self, rank: TrainingRank) -> bool:
+        """Return whether all ranks have what they need; if not, groups were closed meanwhile."""
+        rounds = (entry for mini_batch in self.mini_batches for entry in mini_batch.rounds)
+        needed = set[str]().union(*(rank.runner.own_groups(entry) for entry in rounds))
+        rank.load_missing(needed, self.deliveries)
+        kept = rank.groups.keys() if rank.learner.world.rank == 0 else needed & rank.groups.keys()
+        rank.groups = {
+            group_id: rank.runner.with_prepared(rank.groups[group_id], rank.prepared) for group_id in sorted(kept)
+        }
+        return rank.channel.all_ranks_agree(needed <= rank.groups.keys())
+
+
+@dataclass(frozen=True)
+class Update:
+    """Update the weights; `normalizer` divides the summed loss of what was accumulated."""
 
     normalizer: float
 
-    def execute(self, rank: TrainingRank) -> tuple[StepStats, int]:
-        """Return the step's statistics and the checksum of the new weights."""
-        stats = rank.learner.finish(self.normalizer)
-        rank.groups.clear()
-        return stats, rank.checksum()
+    def execute(self, rank: TrainingRank) -> UpdateStats:
+        """Return the update's statistics."""
+        return rank.learner.update(self.normalizer)
+
+
+@dataclass(frozen=True)
+class EndStep:
+    """Count the step, whose updates are done, and forget its groups."""
+
+    def execute(self, rank: TrainingRank) -> int:
+        """Return the checksum of the new weights."""
+        rank.learner.end_step()
+        rank.forget_step()
+        return rank.checksum()
 
 
 @dataclass(frozen=True)
@@ -128,7 +190,7 @@ class Discard:
     def execute(self, rank: TrainingRank) -> None:
         """Drop them."""
         rank.learner.discard()
-        rank.groups.clear()
+        rank.forget_step()
 
 
 @dataclass(frozen=True)
@@ -139,12 +201,12 @@ class Replay:
     plan: Mapping[str, Any]
     """The step's plan in the ledger."""
 
-    def execute(self, rank: TrainingRank) -> tuple[StepStats, int]:
-        """Return the step's statistics and the checksum of the new weights. Raises StepFileError."""
+    def execute(self, rank: TrainingRank) -> tuple[list[UpdateStats], int]:
+        """Return the statistics of the step's updates and the checksum of the new weights. Raises StepFileError."""
         with rank.channel.disk.all_ranks(f"reading the file of step {self.step}") as progress:
             file = read_committed(rank.run_folder, self.step, self.plan, progress)
-        stats = rank.runner.replay(file, self.plan.get(OUTCOME))
-        return stats, rank.checksum()
+        updates = rank.runner.replay(file, self.plan.get(OUTCOME))
+        return updates, rank.checksum()
 
 
 @dataclass(frozen=True)

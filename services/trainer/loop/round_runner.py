@@ -1,42 +1,91 @@
 """Execution of a step's rounds on one rank, the same for live and replayed steps."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from relaxd.algorithms import create
-from relaxd.board import stages_for
+from relaxd.board import OLD_LOGPROBS, REF_LOGPROBS, stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.groups import TrainGroup, check_group
-from services.trainer.batch.row_packing import PackedMicroBatch, empty_micro_batch, pack
-from services.trainer.batch.step_file import StepFile
+from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
+from services.trainer.batch.step_file import StepFile, StepFileError
 from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices
-from services.trainer.learner.learner import Learner, StepStats
+from services.trainer.learner.learner import Learner
+from services.trainer.learner.update_stats import UpdateStats
 
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 """The column that the learner compares with its own log-probs, whatever the algorithm needs."""
 
+PreparedColumns = dict[tuple[str, int], dict[str, NDArray[np.float32]]]
+"""Prepared columns by group and sequence: [tokens of the sequence without a shared prompt] each."""
+
 
 class RoundRunner:
-    """Accumulates gradients from plans and columns."""
+    """Prepares columns and accumulates gradients, from plans and columns."""
 
     def __init__(self, learner: Learner, config: RunConfig) -> None:
         self._learner = learner
         self._algorithm = create(config.algorithm)
         self._temperature = config.rollout.temperature
         self._columns = stages_for(config)[-1].needs
-        needed = dict.fromkeys((ROLLOUT_LOGPROBS, *self._algorithm.needs.loss))
+        needs = self._algorithm.needs
+        needed = dict.fromkeys((ROLLOUT_LOGPROBS, *needs.loss))
         self._packed_columns = [name for name in needed if name in self._columns]
+        forward = {
+            OLD_LOGPROBS: (needs.old_logprobs, learner.log_probs),
+            REF_LOGPROBS: (REF_LOGPROBS in needs.loss and not config.has_reference_service, learner.ref_log_probs),
+        }
+        several = config.trainer.updates_per_step > 1
+        self._forward = {name: compute for name, (wanted, compute) in forward.items() if wanted and several}
+
+    @property
+    def prepares(self) -> bool:
+        """Whether a step's updates need columns that `prepare` computes: what doesn't change from update to update."""
+        return bool(self._forward)
 
     def own_groups(self, entry: MicroBatchRound) -> set[str]:
         """Return the ids of the groups whose columns this rank needs in a round."""
         own = entry.micro_batches[self._learner.world.dp_rank]
         return {piece.group_id for micro_batch in own for piece in micro_batch}
 
+    def prepare(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup]) -> PreparedColumns:
+        """Compute columns with forward passes over this rank's micro-batches. Skip groups that aren't in `groups`."""
+        own = entry.micro_batches[self._learner.world.dp_rank]
+        batches = [self._packed(micro_batch, groups, self._packed_columns) for micro_batch in own]
+        prepared: PreparedColumns = {}
+        for name, compute in self._forward.items():
+            for micro_batch, batch, row in zip(own, batches, compute(batches), strict=True):
+                sequences = ((piece.group_id, i) for piece in micro_batch for i in piece.sequences)
+                loaded = (key for key in sequences if key[0] in groups)
+                for (group_id, index), end in zip(loaded, batch.cu_seqlens[1:].tolist(), strict=False):
+                    # A shared prompt may be stored before the sequence's own tokens.
+                    own_tokens = int(groups[group_id].lengths[index])
+                    prepared.setdefault((group_id, index), {})[name] = row[end - own_tokens : end]
+        return prepared
+
+    def with_prepared(self, group: TrainGroup, prepared: PreparedColumns) -> TrainGroup:
+        """Return a group with its prepared columns, which are NaN where they are missing in `prepared`."""
+        return group.with_columns(
+            {
+                name: np.concatenate(
+                    [
+                        prepared.get((group.group_id, index), {}).get(name, np.full(length, np.nan, np.float32))
+                        for index, length in enumerate(group.lengths.tolist())
+                    ]
+                )
+                for name in self._forward
+            }
+        )
+
     def run(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup]) -> None:
         """Run forward and backward on this rank's micro-batches of a round. Skip groups that aren't in `groups`."""
         own = entry.micro_batches[self._learner.world.dp_rank]
-        self._learner.accumulate([self._packed(micro_batch, groups) for micro_batch in own])
+        columns = [*self._packed_columns, *self._forward]
+        self._learner.accumulate([self._packed(micro_batch, groups, columns) for micro_batch in own])
 
-    def replay(self, file: StepFile, skipped_updates: Collection[int] | None) -> StepStats:
+    def replay(self, file: StepFile, skipped_updates: Collection[int] | None) -> list[UpdateStats]:
         """Replay a whole step.
 
         Args:
@@ -44,25 +93,45 @@ class RoundRunner:
             skipped_updates: `StepPlan.skipped_updates` of the ledger: these updates are skipped again, all others are
                 repeated. None: unknown; an update is skipped if its loss or gradient isn't finite.
 
+        Returns:
+            The statistics of each update.
+
         Raises:
+            StepFileError: the file has no column that the trainer had prepared.
             NonFiniteGradients: an update that was applied before isn't finite now.
         """
-        groups = {
-            group_id: check_group(group_id, file.groups[group_id], self._columns) for group_id in file.plan.groups
-        }
-        for entry in file.plan.rounds:
-            self.run(entry, groups)
-        return self._learner.finish(
-            file.plan.normalizer, skip=None if skipped_updates is None else 0 in skipped_updates
-        )
+        groups = {group_id: self._recorded(group_id, file) for group_id in file.plan.groups}
+        updates = []
+        for index, mini_batch in enumerate(file.plan.updates):
+            for entry in mini_batch.rounds:
+                self.run(entry, groups)
+            skip = None if skipped_updates is None else index in skipped_updates
+            updates.append(self._learner.update(mini_batch.normalizer, skip=skip))
+        self._learner.end_step()
+        return updates
 
-    def _packed(self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup]) -> PackedMicroBatch:
-        sequences = [
-            sequence
-            for piece in micro_batch
-            if piece.group_id in groups
-            for sequence in groups[piece.group_id].sequences(
-                piece.sequences, self._packed_columns, self._algorithm, self._temperature, self._learner.step
-            )
-        ]
-        return pack(sequences) if sequences else empty_micro_batch(self._packed_columns)
+    def _recorded(self, group_id: str, file: StepFile) -> TrainGroup:
+        """Return a group of a step file with the columns that were prepared, which needn't be finite."""
+        columns = file.groups[group_id]
+        if missing := [name for name in self._forward if name not in columns]:
+            raise StepFileError(f"the file of step {file.plan.step} has no column {missing[0]} of group {group_id}")
+        group = check_group(group_id, columns, self._columns)
+        return group.with_columns({name: columns[name] for name in self._forward})
+
+    def _packed(
+        self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str]
+    ) -> PackedMicroBatch:
+        sequences = list(self._sequences(micro_batch, groups, columns))
+        return pack(sequences) if sequences else empty_micro_batch(columns)
+
+    def _sequences(
+        self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str]
+    ) -> Iterator[TrainSequence]:
+        # Old log-probs are of the step's beginning, whatever the weights are now.
+        learner = self._learner
+        version = learner.step if OLD_LOGPROBS in self._forward else learner.weights_version
+        for piece in micro_batch:
+            if piece.group_id in groups:
+                yield from groups[piece.group_id].sequences(
+                    piece.sequences, columns, self._algorithm, self._temperature, version
+                )

@@ -25,8 +25,8 @@ class SleepController:
         if self.asleep:
             return self._no_change()
         started = time.monotonic()
-        with self._weights.changing(self._rank.channel.tick, TICK_SECONDS):
-            before, after = self._rank.run(Move(to_host=True))
+        self._weights.begin_change("it is going to sleep", self._rank.channel.tick, TICK_SECONDS)
+        before, after = self._rank.run(Move(to_host=True))
         self.asleep, self._asleep_since = True, started
         return MemoryChange(before_bytes=before, after_bytes=after, seconds=time.monotonic() - started)
 

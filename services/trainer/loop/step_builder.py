@@ -1,4 +1,4 @@
-"""The open step: its groups, rounds, spans and times so far."""
+"""The open step: its groups, mini-batches, spans and times so far."""
 
 import time
 from collections.abc import Sequence
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from opentelemetry.trace import Span
 
 from relaxd import telemetry
-from relaxd.algorithms import Algorithm
-from relaxd.board import TRAIN, GroupTimes, StageTime, microseconds
+from relaxd.board import TRAIN, Delivery, GroupTimes, StageTime, microseconds
 from services.trainer.batch.groups import TrainGroup
+from services.trainer.batch.mini_batches import add_group
 from services.trainer.batch.round_packer import Packer
-from services.trainer.batch.step_plan import MicroBatchRound, StepPlan
+from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, StepPlan
 from services.trainer.loop.intake import HeldGroup
 
 
 class StepBuilder:
-    """Collects groups and rounds of the open step."""
+    """Collects groups and mini-batches of the open step."""
 
     def __init__(self, number: int, packer: Packer, carrier: dict[str, str]) -> None:
         """`carrier` is the step's trace context; each group's train span links to it."""
@@ -23,6 +23,9 @@ class StepBuilder:
         self.packer = packer
         self.members: dict[str, HeldGroup] = {}
         self.rounds: list[MicroBatchRound] = []
+        """Rounds that were trained while it filled."""
+        self.mini_batches: tuple[MiniBatch, ...] = ()
+        """Its mini-batches; known when the step closes."""
         self.waited = 0.0
         """Seconds spent waiting for groups."""
         self.worked = 0.0
@@ -44,19 +47,17 @@ class StepBuilder:
         """Columns by group id."""
         return {group_id: taken.group for group_id, taken in self.members.items()}
 
+    def deliveries_of(self, entry: MicroBatchRound) -> tuple[Delivery, ...]:
+        """Return the deliveries of a round's groups."""
+        return tuple(self.members[group_id].delivery for group_id in sorted(entry.group_ids))
+
     def add(self, chosen: Sequence[HeldGroup]) -> None:
         """Add groups to the step."""
         now = microseconds()
         for taken in chosen:
             self.members[taken.group.group_id] = taken
             self.started_at[taken.group.group_id] = now
-            group = taken.group
-            self.packer.add(
-                group.group_id,
-                len(group.columns["prompt_tokens"]),
-                group.lengths.tolist(),
-                group.columns["shares_prompt"].tolist(),
-            )
+            add_group(self.packer, taken.group)
             self._spans.append(
                 telemetry.open_stage_span(
                     TRAIN,
@@ -68,20 +69,15 @@ class StepBuilder:
                 )
             )
 
-    def plan(self, term: int, seed: int, algorithm: Algorithm) -> StepPlan:
-        """Return the plan. Call it once all rounds are complete."""
-        groups = list(self.groups.values())
-        samples = sum(group.samples for group in groups)
-        trained_tokens = sum(group.trained_tokens for group in groups)
+    def plan(self, term: int, seed: int, epochs: int) -> StepPlan:
+        """Return the plan. Call it once the mini-batches are known."""
         return StepPlan(
             step=self.number,
             term=term,
             seed=seed,
             groups=tuple(self.members),
-            rounds=tuple(self.rounds),
-            samples=samples,
-            trained_tokens=trained_tokens,
-            normalizer=algorithm.normalizer(trained_tokens, samples),
+            mini_batches=self.mini_batches,
+            epochs=epochs,
         )
 
     def end_spans(self, ended: int | None = None) -> None:

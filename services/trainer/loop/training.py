@@ -1,9 +1,9 @@
-"""Rank 0's training thread: take, accumulate, close, finish, commit, announce."""
+"""Rank 0's training thread: take, close, update, commit, announce."""
 
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from relaxd import telemetry
@@ -12,18 +12,18 @@ from relaxd.board import BoardUnavailable, DropReason, LedgerEntry, microseconds
 from relaxd.config import RunConfig
 from relaxd.v1.rank_pb2 import RankProgress, VersionCommitted, WorkResponse
 from relaxd.v1.replica_pb2 import WeightVersion
-from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.step_file import step_file_path, write_step_file
-from services.trainer.batch.step_plan import OUTCOME, MicroBatchRound, StepPlan
-from services.trainer.learner.learner import StepStats
+from services.trainer.batch.step_plan import MicroBatchRound, StepPlan
+from services.trainer.learner.update_stats import UpdateStats, step_metrics
 from services.trainer.loop.checkpoints import Checkpoints
-from services.trainer.loop.commands import Discard, Finish, Replay, Round, TrainingRank
+from services.trainer.loop.commands import Discard, EndStep, Replay, Round, TrainingRank, Update
 from services.trainer.loop.controls import Controls
 from services.trainer.loop.intake import Intake
 from services.trainer.loop.skip_limit import SkippedUpdates, TooManySkippedUpdates
 from services.trainer.loop.sleep_controller import SleepController
 from services.trainer.loop.step_builder import StepBuilder
 from services.trainer.loop.step_metrics import group_metrics, record_samples, shown_samples
+from services.trainer.loop.step_phases import packer_for, phases_for
 from services.trainer.loop.step_times import group_times, trainer_times
 from services.trainer.loop.weight_read_lock import WeightReadLock
 from services.trainer.megatron.rank_channel import TICK_SECONDS
@@ -57,7 +57,8 @@ class Training:
         self._board = rank.board
         self._intake = intake
         self._learner = rank.learner
-        self._algorithm = algorithm
+        self._epochs = config.trainer.epochs
+        self._phases = phases_for(config, algorithm, rank)
         self.rank = rank
         self._weights = weights
         self.checkpoints = Checkpoints(config, run_id, weights.term, rank)
@@ -81,11 +82,12 @@ class Training:
         self._announce({})
         while self._learner.step < self._config.run.steps:
             with telemetry.root_span("step", attributes={"relaxd.step": self._learner.step + 1}) as span:
-                opened = self._fill(StepBuilder(self._learner.step + 1, self._packer(), telemetry.inject(span)))
+                packer = packer_for(self._config)
+                opened = self._fill(StepBuilder(self._learner.step + 1, packer, telemetry.inject(span)))
                 if opened is None:
                     continue
-                plan = opened.plan(self._term, self._config.run.seed, self._algorithm)
-                columns = {group_id: group.columns for group_id, group in opened.groups.items()}
+                plan = opened.plan(self._term, self._config.run.seed, self._epochs)
+                columns = {group_id: group.columns for group_id, group in self.rank.groups.items()}
                 began = time.monotonic()
                 path = step_file_path(self._run_folder, plan.step)
                 with self.rank.rank0_only(f"writing {path}"):
@@ -93,9 +95,9 @@ class Training:
                 opened.wrote = time.monotonic() - began
                 self.checkpoints.wait_for_copies()
                 began = time.monotonic()
-                stats, opened.held_back = self._finish(opened, plan)
+                updates = self._update(opened, plan)
                 opened.worked += time.monotonic() - began - opened.held_back
-                self._commit(opened, plan, stats)
+                self._commit(opened, plan, updates)
                 self._announce(telemetry.inject(span))
                 self.checkpoints.after_step(plan.step)
         while True:
@@ -103,7 +105,7 @@ class Training:
             time.sleep(IDLE_SECONDS)
 
     def _fill(self, opened: StepBuilder) -> StepBuilder | None:
-        """Take groups and train on them as they arrive, until the step may close. Return None if it was discarded."""
+        """Take groups and work on them as they arrive, until the step may close. Return None if it was discarded."""
         unavailable = False
         while True:
             self._serve_requests(f"step {opened.number}: {len(opened.members)} groups")
@@ -111,12 +113,13 @@ class Training:
                 selection = self._intake.select(opened.number, opened.members)
                 opened.add(selection.chosen)
                 while (entry := opened.packer.full_round()) is not None:
-                    self._accumulate(opened, entry)
+                    self._take(opened, entry)
                 if selection.may_close:
                     if (entry := opened.packer.rest()) is not None:
-                        self._accumulate(opened, entry)
+                        self._take(opened, entry)
                     if self._controls.paused.is_set():
                         continue
+                    complete = self._phases.close(opened)
                     if lost := self._intake.lost(opened.members):
                         logger.warning(
                             "step %d starts over: groups %s were closed",
@@ -127,6 +130,8 @@ class Training:
                         opened.end_spans()
                         self.rank.run(Discard())
                         return None
+                    if not complete:
+                        raise RuntimeError(f"a rank can't load groups of step {opened.number}, which are open")
                     opened.times = self._board.times(list(opened.members))
                     return opened
                 began = time.monotonic()
@@ -139,38 +144,64 @@ class Training:
                 unavailable = True
                 time.sleep(TICK_SECONDS)
 
-    def _accumulate(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
-        """Run forward and backward of one round on all ranks."""
+    def _take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
+        """Work on one round on all ranks, while the step fills."""
         self._report(f"step {opened.number}: {len(opened.members)} groups")
         began = time.monotonic()
-        needed = {piece.group_id for rank in entry.micro_batches for micro_batch in rank for piece in micro_batch}
-        deliveries = tuple(opened.members[group_id].delivery for group_id in sorted(needed))
-        self.rank.groups = opened.groups
-        self.rank.run(Round(entry, deliveries))
-        opened.rounds.append(entry)
+        self._phases.take(opened, entry)
         opened.worked += time.monotonic() - began
 
-    def _finish(self, opened: StepBuilder, plan: StepPlan) -> tuple[StepStats, float]:
-        """Update the weights on all ranks once no broadcast reads them. Return statistics and seconds waited."""
+    def _update(self, opened: StepBuilder, plan: StepPlan) -> list[UpdateStats]:
+        """Make the step's updates on all ranks, once no broadcast reads the weights. Return their statistics."""
+        updates: list[UpdateStats] = []
+        for mini_batch in plan.updates:
+            place = f"step {plan.step}: update {len(updates) + 1} of {len(plan.updates)}"
+            for entry in self._phases.rounds(mini_batch):
+                self._report(place)
+                self._abandon_if_draining()
+                self.rank.run(Round(entry, ()))
+            if not updates:
+                opened.held_back = self._begin_change(plan.step)
+            self._report(place)
+            stats = self.rank.run(Update(mini_batch.normalizer))
+            updates.append(stats)
+            groups = plan.groups_of(mini_batch)
+            if stats.skipped:
+                logger.warning(
+                    "%s is skipped: loss %g, gradient norm %g, groups %s",
+                    *(place, stats.loss, stats.grad_norm, ", ".join(groups)),
+                )
+                self._check_skipped_updates(opened, plan, groups)
+            self._skipped.record(plan.step, groups, skipped=stats.skipped)
+        self._weights_checksum = self.rank.run(EndStep())
+        return updates
+
+    def _abandon_if_draining(self) -> None:
+        """Hand the groups back and wait for this process's end, if that is asked for: updates may take minutes.
+
+        The weights are of no version by then, so no other request is served.
+        """
+        if self._controls.draining.is_set():
+            self._intake.release_all()
+            self._controls.drained.set()
+            while True:
+                self._report("drained")
+                self.rank.channel.tick()
+                time.sleep(IDLE_SECONDS)
+
+    def _begin_change(self, step: int) -> float:
+        """Wait until no broadcast reads the weights; none may until the step's version is announced. Return seconds."""
 
         def on_wait() -> None:
-            self._report(f"step {opened.number}: waiting for a weight broadcast to end")
+            self._report(f"step {step}: waiting for a weight broadcast to end")
             self.rank.channel.tick()
 
-        with self._weights.changing(on_wait, TICK_SECONDS) as held_back:
-            stats, self._weights_checksum = self.rank.run(Finish(plan.normalizer))
-        if stats.skipped:
-            logger.warning(
-                "the update of step %d is skipped: loss %g, gradient norm %g, groups %s",
-                *(plan.step, stats.loss, stats.grad_norm, ", ".join(plan.groups)),
-            )
-            self._check_skipped_updates(opened, plan)
-        return stats, held_back
+        return self._weights.begin_change(f"step {step}", on_wait, TICK_SECONDS)
 
-    def _check_skipped_updates(self, opened: StepBuilder, plan: StepPlan) -> None:
-        """Raise TooManySkippedUpdates if this step's update exceeds the limit. The step isn't committed then."""
+    def _check_skipped_updates(self, opened: StepBuilder, plan: StepPlan, groups: Sequence[str]) -> None:
+        """Raise TooManySkippedUpdates if an update of these groups exceeds the limit. The step isn't committed then."""
         try:
-            self._skipped.check(plan.step, plan.groups)
+            self._skipped.check(plan.step, groups)
         except TooManySkippedUpdates:
             # A board that is restored from the run's folder must not see this step as done.
             step_file_path(self._run_folder, plan.step).unlink(missing_ok=True)
@@ -178,16 +209,16 @@ class Training:
                 self._board.drop(taken.delivery, reason=DropReason.NON_FINITE_GRADIENTS)
             raise
 
-    def _commit(self, opened: StepBuilder, plan: StepPlan, stats: StepStats) -> None:
-        """Commit the step to the ledger, with the outcome of its update."""
-        plan = replace(plan, skipped_updates=(0,) if stats.skipped else ())
+    def _commit(self, opened: StepBuilder, plan: StepPlan, updates: Sequence[UpdateStats]) -> None:
+        """Commit the step to the ledger, with the outcome of its updates."""
+        plan = replace(plan, skipped_updates=tuple(index for index, stats in enumerate(updates) if stats.skipped))
         groups = list(opened.groups.values())
         now, ended = time.monotonic(), microseconds()
         seconds, self._last_end = now - self._last_end, now
         metrics = group_metrics(groups, plan.step)
-        metrics |= {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, **stats.metrics}
-        metrics |= {"skipped_updates": float(stats.skipped)}
+        metrics |= step_metrics(updates, plan.epochs)
         metrics |= {
+            "optimizer_steps": float(self._learner.optimizer_steps),
             **trainer_times(opened, seconds, self.checkpoints.take_stall()),
             **group_times(opened, ended),
             "tokens_per_second": metrics["tokens"] / max(seconds, 1e-9),
@@ -206,14 +237,15 @@ class Training:
                 logger.warning("step %d can't be committed yet: %s", plan.step, error)
                 self.rank.channel.tick()
                 time.sleep(TICK_SECONDS)
-        self._skipped.record(plan.step, plan.groups, skipped=stats.skipped)
         opened.end_spans(ended)
         self._intake.forget(plan.groups)
         self._done_groups += len(groups)
         record_samples(self._run_id, groups, plan.step)
         logger.info(
             "step %d: reward %.3f, loss %.4g, gradient norm %.3g, %d groups in %.1f s",
-            *(plan.step, metrics["reward_mean"], stats.loss, stats.grad_norm, len(groups), seconds),
+            plan.step,
+            *(metrics.get(name, math.nan) for name in ("reward_mean", "loss", "grad_norm")),
+            *(len(groups), seconds),
         )
 
     def _announce(self, trace: dict[str, str]) -> None:
@@ -230,16 +262,16 @@ class Training:
         for entry in ledger:
             if entry.step > done:
                 self._replay_step(entry)
-            self._skipped.record(entry.step, entry.plan["groups"], skipped=bool(entry.plan.get(OUTCOME)))
+            self._skipped.record_step(entry.step, entry.plan)
         self._last_end = time.monotonic()
 
     def _replay_step(self, entry: LedgerEntry) -> None:
         """Replay one step of the ledger on all ranks."""
         self._report(f"replaying step {entry.step}")
-        stats, checksum = self.rank.run(Replay(entry.step, entry.plan))
-        was = entry.metrics.get("grad_norm")
-        if was is not None and abs(stats.grad_norm - was) > 1e-3 * abs(was):
-            logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, stats.grad_norm, was)
+        updates, checksum = self.rank.run(Replay(entry.step, entry.plan))
+        was, now = entry.metrics.get("grad_norm"), step_metrics(updates, 1)["grad_norm"]
+        if was is not None and abs(now - was) > 1e-3 * abs(was):
+            logger.warning("replayed step %d: gradient norm %g, was %g", entry.step, now, was)
         elif checksum != entry.metrics.get("weights_checksum", checksum):
             logger.info("replayed step %d: the weights are not bitwise the same", entry.step)
 
@@ -267,15 +299,16 @@ class Training:
                 self._report("paused")
             time.sleep(IDLE_SECONDS)
 
-    def _packer(self) -> Packer:
-        trainer = self._config.trainer
-        return Packer(trainer.micro_batch_tokens, trainer.data_parallel, trainer.pipeline_parallel)
-
     def _report(self, detail: str) -> None:
         """Report progress to the parent if it changed, and every second to show that this thread is alive."""
         self._iterations += 1
         now = time.monotonic()
-        progress = RankProgress(detail=detail, held_groups=self._intake.held, done_groups=self._done_groups)
+        progress = RankProgress(
+            detail=detail,
+            held_groups=self._intake.held,
+            done_groups=self._done_groups,
+            changing_weights=self._weights.changing,
+        )
         if progress != self._reported or now - self._reported_at > 1.0:
             self._reported, self._reported_at = progress, now
             event = WorkResponse(progress=progress)

@@ -2,8 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from relaxd.rpc.errors import FailedPrecondition
 
@@ -22,6 +21,7 @@ class WeightReadLock:
         self.term = term
         self._condition = threading.Condition()
         self._version: int | None = None
+        self._changed_by = ""
         self._held_until = 0.0
         self._hold = 0
 
@@ -29,6 +29,11 @@ class WeightReadLock:
     def version(self) -> int | None:
         """The version that may be sent; None before the first version and while the weights change."""
         return self._version
+
+    @property
+    def changing(self) -> bool:
+        """Whether holds are refused because the weights are being changed."""
+        return self._version is None and bool(self._changed_by)
 
     def publish(self, version: int) -> None:
         """Allow broadcasts of a version."""
@@ -43,9 +48,9 @@ class WeightReadLock:
         """
         with self._condition:
             if (term, version) != (self.term, self._version):
-                now = "they are being changed"
-                if self._version is not None:
-                    now = f"the trainer has ({self.term}, {self._version})"
+                now = f"the trainer has ({self.term}, {self._version})"
+                if self._version is None:
+                    now = f"the trainer is changing them ({self._changed_by})" if self._changed_by else "there are none"
                 raise HoldRefused(f"weights (term {term}, version {version}) can't be sent: {now}")
             self._hold += 1
             self._held_until = time.monotonic() + seconds
@@ -61,17 +66,22 @@ class WeightReadLock:
             self._condition.notify_all()
             return in_time
 
-    @contextmanager
-    def changing(self, tick: Callable[[], None], tick_seconds: float) -> Iterator[float]:
+    def begin_change(self, reason: str, tick: Callable[[], None], tick_seconds: float) -> float:
         """Wait for the current hold to end, then refuse holds until `publish`.
 
-        `tick` is called about every `tick_seconds` while waiting. Yields the seconds waited.
+        Args:
+            reason: what changes the weights, for those that are refused.
+            tick: called about every `tick_seconds` while waiting.
+            tick_seconds: seconds.
+
+        Returns:
+            The seconds waited.
         """
         started = time.monotonic()
         with self._condition:
             while (left := self._held_until - time.monotonic()) > 0:
                 self._condition.wait(min(left, tick_seconds))
                 tick()
-            self._version = None
+            self._version, self._changed_by = None, reason
             self._hold += 1
-        yield time.monotonic() - started
+        return time.monotonic() - started

@@ -45,6 +45,14 @@ class RankChannel:
             dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
         return bool(votes)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, which can be pickled. All call it together."""
+        values = [value]
+        if self.size > 1:
+            values *= self.size
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
     def sum_over_ranks(self, value: int) -> int:
         """Return the sum of all ranks' values. All call it together."""
         values = torch.tensor([value])

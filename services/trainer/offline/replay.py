@@ -22,6 +22,7 @@ from services.trainer.batch.step_file import StepFileError, read_step_file, step
 from services.trainer.batch.step_plan import OUTCOME
 from services.trainer.checkpoints.folder import CheckpointBroken, checkpoint_path, read_state
 from services.trainer.learner.checkpoint import CheckpointError
+from services.trainer.learner.update_stats import step_metrics
 from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed
 from services.trainer.model.architecture import ModelError
 from services.trainer.offline.run_folder import OfflineError, newest_intact, print_result, read_config
@@ -75,13 +76,14 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
     for number, file in files.items():
         with disk.all_ranks(f"reading {file}") as progress:
             recorded_step = read_step_file(file, progress)
-        stats = runner.replay(recorded_step, skipped.get(number))
+        found = step_metrics(runner.replay(recorded_step, skipped.get(number)), recorded_step.plan.epochs)
         if learner.world.rank == 0:
-            print(f"step {number}: loss {stats.loss:.6g}, gradient norm {stats.grad_norm:.6g}", file=sys.stderr)
+            numbers = f"loss {found['loss']:.6g}, gradient norm {found['grad_norm']:.6g}"
+            print(f"step {number}: {numbers}", file=sys.stderr)
     checksum = channel.sum_over_ranks(learner.checksum())
     if learner.world.rank != 0:
         return None
-    found = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "weights_checksum": float(checksum)}
+    found |= {"weights_checksum": float(checksum), "optimizer_steps": float(learner.optimizer_steps)}
     recorded = recorded_metrics(run_folder, step)
     return {
         "step": step,

@@ -73,6 +73,8 @@ class RankSupervisor:
         self.held_groups = 0
         self.done_groups = 0
         self._done_before = 0
+        self.changing_weights = False
+        """Whether the ranks are changing the weights, so that none can be sent."""
         self.iterations = 0
         """Iterations of the training loop, as last reported by rank 0."""
         self.manifest = trainer_pb2.GetWeightManifestResponse()
@@ -169,7 +171,7 @@ class RankSupervisor:
             return str(error)
         finally:
             self._processes, self.held_groups = None, 0
-            self.weights = replica_pb2.WeightVersion()
+            self.weights, self.changing_weights = replica_pb2.WeightVersion(), False
             self.manifest = trainer_pb2.GetWeightManifestResponse()
             self._done_before = self.done_groups
             self._announcement.clear()
@@ -186,10 +188,12 @@ class RankSupervisor:
                 self.detail, self.held_groups = event.progress.detail, event.progress.held_groups
                 self.done_groups = self._done_before + event.progress.done_groups
                 self.iterations = event.progress.iterations
+                self.changing_weights = event.progress.changing_weights
             case "version":
                 if self.weights.term:
                     self._failures = 0
                 self.weights, self.step_trace = event.version.weights, dict(event.version.trace)
+                self.changing_weights = False
                 self._announcement.set()
 
     def _set_detail(self, detail: str) -> None:

@@ -114,7 +114,7 @@ class TrainerService(ReplicaService):
             state=world.state,
             weights=world.weights if world.ready else None,
             awake=world.awake,
-            gauges={"ranks": float(len(pids)), **pids},
+            gauges={"ranks": float(len(pids)), "changing_weights": float(world.changing_weights), **pids},
         )
 
 

@@ -81,7 +81,7 @@ def test_what_init_writes_is_a_run(task: Path) -> None:
 
 def test_config_show_explains_and_diff_shows_changes(task: Path) -> None:
     shown = relaxd("config", "show", "run.toml", "--run.steps", "3").output
-    assert "# Number of optimizer steps.\nsteps = 3\n" in shown
+    assert "# Number of steps, each of which makes one version of the weights.\nsteps = 3\n" in shown
     assert "# eval_path is not set\n" in shown
     diff = relaxd("config", "show", "run.toml", "--run.steps", "3", "--diff").output
     assert "steps = 3\n" in diff

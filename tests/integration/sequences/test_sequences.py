@@ -17,6 +17,7 @@ import relaxd.algorithms
 from relaxd.algorithms import GRPO, Advantages, LossInputs, LossOutput, Needs, create, sample_lengths
 from relaxd.board import COLUMNS, ColumnSpec, stages_for
 from relaxd.config import RunConfig
+from services.trainer.batch.mini_batches import mini_batch
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.step_file import read_step_file, write_step_file
 from services.trainer.batch.step_plan import MicroBatchRound
@@ -102,13 +103,13 @@ def test_one_more_column_reaches_the_loss_and_the_step_file_by_itself(
     assert len(found) > 1
     assert found == expected
 
-    algorithm = create(config.algorithm)
-    plan = opened.plan(1, 5, algorithm)
+    opened.mini_batches = (mini_batch(opened.groups.values(), opened.rounds, create(config.algorithm)),)
+    plan = opened.plan(1, 5, epochs=1)
     write_step_file(tmp_path / "step", plan, {name: group.columns for name, group in opened.groups.items()})
-    stats = learner.finish(plan.normalizer)
+    stats = learner.finish(plan.updates[0].normalizer)
     shut_down()
     again = RoundRunner(Learner(tiny_qwen3, config.trainer, config.algorithm, steps=3, seed=5), config)
-    assert again.replay(read_step_file(tmp_path / "step"), None) == stats
+    assert again.replay(read_step_file(tmp_path / "step"), None) == [stats]
     feeder.board.close()
 
 
@@ -246,12 +247,13 @@ def test_two_sequences_a_sample_are_trained_committed_and_replayed(
         counts = feeder.board.counts()
         counts.check()
         assert (counts.trained, counts.open) == (2, 0)
-        slices = [dict(micro_batch) for one in entry.plan["rounds"] for share in one for micro_batch in share]
+        (plan,) = entry.plan["mini_batches"]
+        slices = [dict(micro_batch) for one in plan["rounds"] for share in one for micro_batch in share]
         found = [(group_id, index) for one in slices for group_id, indices in one.items() for index in indices]
         assert sorted(found) == [(group_id, index) for group_id in ("g1", "g2") for index in range(4)]
         assert not any({0, 1} <= set(one.get("g1", ())) for one in slices), "a sample's sequences are to be apart"
-        assert (entry.plan["samples"], entry.plan["normalizer"]) == (4, 4.0)
-        assert entry.plan["trained_tokens"] == sum(int(columns["loss_mask"].sum()) for columns in groups)
+        assert (plan["samples"], plan["normalizer"]) == (4, 4.0)
+        assert plan["trained_tokens"] == sum(int(columns["loss_mask"].sum()) for columns in groups)
         assert entry.metrics["samples"] == 4
         assert entry.metrics["response_length_mean"] == np.mean([len(one["tokens"]) for one in groups]) / 2
         assert entry.metrics["loss"] == pytest.approx(exact_loss(tiny_qwen3, groups, config), rel=1e-5)

@@ -73,7 +73,7 @@ def command(rank: Any, folder: Path) -> dict[str, Any]:
     rank.run(Accumulate())
     rank.run(commands.Discard())
     rank.run(Accumulate())
-    first, at_1 = rank.run(commands.Finish(20.0))
+    first, at_1 = rank.run(commands.Update(20.0)), rank.run(commands.EndStep())
     rank.channel.send(TICK)
     checkpoint, abandoned = folder / "checkpoint", folder / "abandoned"
     checkpoint.mkdir()
@@ -84,7 +84,7 @@ def command(rank: Any, folder: Path) -> dict[str, Any]:
     rank.run(Accumulate())
     slept = rank.run(commands.Move(to_host=True))
     woken = rank.run(commands.Move(to_host=False))
-    second, at_2 = rank.run(commands.Finish(20.0))
+    second, at_2 = rank.run(commands.Update(20.0)), rank.run(commands.EndStep())
     rank.run(commands.Restore(checkpoint, 1, same_layout=True))
     restored = rank.run(commands.BeginCheckpoint(abandoned))
     rank.run(commands.EndCheckpoint(written=False))

@@ -136,7 +136,7 @@ def test_a_repeated_step_does_what_was_done(model: Path, alone: None) -> None:
     assert np.isfinite(stats.grad_norm)
     assert same(state_of(made), before)
     made.accumulate([overflowing(a_batch())])
-    with pytest.raises(NonFiniteGradients, match=r"the update of step 2 was applied before.* gradient norm (inf|nan)"):
+    with pytest.raises(NonFiniteGradients, match=r"an update of step 2 was applied before.* gradient norm (inf|nan)"):
         made.finish(20.0, skip=False)
     assert made.step == 1
     made.accumulate([a_batch()])
@@ -212,7 +212,7 @@ def test_a_run_goes_on_after_a_skipped_update_and_replay_skips_it_too(
         counts.check()
         assert (counts.trained, counts.open, counts.dropped) == (6, 0, 0)
         said = capfd.readouterr().err
-        assert re.search(r"the update of step 2 is skipped: .*, groups g3, g4", said)
+        assert re.search(r"step 2: update 1 of 1 is skipped: .*, groups g3, g4", said)
 
         # The ledger decides, not the numbers: what it calls skipped is skipped, though its gradient is finite.
         call_skipped(feeder, 3)

@@ -79,7 +79,7 @@ def test_killed_rank_is_replaced_once_its_step_files_are_intact(
         coordinator.wait_for_version(1, 1)
         feeder.feed(2, 1)
         coordinator.wait_for_version(1, 2)
-        assert len(feeder.board.ledger()[0].plan["rounds"]) > 1
+        assert len(feeder.board.ledger()[0].plan["mini_batches"][0]["rounds"]) > 1
         before = export(process, "before")
         feeder.feed(1, 2)
         coordinator.wait(lambda: "step 3: 1 groups" in coordinator.status.detail)

@@ -174,7 +174,7 @@ def test_two_data_parallel_ranks_train_like_one(tiny_qwen3: Path, redis_url: str
             ledgers.append(feeder.board.ledger())
             exports.append(exported(process, "model"))
             if ranks == 2:
-                assert len(ledgers[1][0].plan["rounds"][0]) == 2
+                assert len(ledgers[1][0].plan["mini_batches"][0]["rounds"][0]) == 2
                 os.kill(process.rank_pid(1), signal.SIGKILL)
                 coordinator.wait_for_version(2, 2)
                 replayed = exported(process, "again")

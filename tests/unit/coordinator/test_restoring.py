@@ -12,14 +12,14 @@ from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from services.coordinator.runs.restoring import read_ledger, read_run
 from services.coordinator.state.records import RunRecord
 from services.trainer.batch.step_file import step_file_path, write_step_file
-from services.trainer.batch.step_plan import MicroBatchRound, SequenceSlice, StepPlan
+from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepPlan
 from tests.unit.rollout.configs import run_config
 
 
 def plan(step: int) -> StepPlan:
     group = f"0-{step:06d}"
     rounds = (MicroBatchRound((((SequenceSlice(group, (0, 1)),),),)),)
-    return StepPlan(step, 3, 0, (group,), rounds, samples=2, trained_tokens=5, normalizer=5.0)
+    return StepPlan(step, 3, 0, (group,), (MiniBatch(rounds, samples=2, trained_tokens=5, normalizer=5.0),))
 
 
 def write_ledger(folder: Path, steps: list[int]) -> list[LedgerEntry]:

@@ -1,7 +1,11 @@
 """How many updates in a row may be skipped, and what is said when there were too many."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch, SequenceSlice, StepPlan
 from services.trainer.loop.skip_limit import SkippedUpdates, TooManySkippedUpdates
 
 
@@ -37,3 +41,28 @@ def test_an_error_stays_readable() -> None:
         skipped.check(9, groups)
     assert str(raised.value).count("and 120 more") == 9
     assert len(str(raised.value)) < 2000
+
+
+def plan_of(step: int, outcome: list[int]) -> dict[str, Any]:
+    """A committed step of two mini-batches and two epochs."""
+    parts = tuple(MiniBatch((MicroBatchRound((((SequenceSlice(group, (0,)),),),)),), 1, 1, 1.0) for group in "ab")
+    return replace(StepPlan(step, 1, 0, ("a", "b"), parts, 2), skipped_updates=tuple(outcome)).to_json()
+
+
+def test_updates_of_a_step_count_one_by_one() -> None:
+    skipped = SkippedUpdates(2)
+    skipped.record_step(1, plan_of(1, []))
+    skipped.record_step(2, plan_of(2, [1, 3]))  # the last of them begins a row
+    skipped.check(3, ["c"])
+    skipped.record(3, ["c"], skipped=True)
+    with pytest.raises(TooManySkippedUpdates) as raised:
+        skipped.check(3, ["d", "c"])
+    assert "3 updates in a row" in str(raised.value)
+    assert "(step 2: b; step 3: c, d)" in str(raised.value)
+    # The step in which one was applied was committed; the open one never is.
+    assert "The weights are those of step 2; the groups of step 3 are" in str(raised.value)
+    skipped.record(3, ["d"], skipped=False)
+    for _ in range(2):
+        skipped.record(3, ["c"], skipped=True)
+    with pytest.raises(TooManySkippedUpdates, match="The weights are those of step 2;"):
+        skipped.check(3, ["c"])

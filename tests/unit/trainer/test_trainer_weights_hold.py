@@ -17,8 +17,8 @@ def test_the_optimizer_waits_for_the_broadcast_to_end() -> None:
     order = []
 
     def change() -> None:
-        with weights.changing(lambda: order.append("tick"), 0.01):
-            order.append("changed")
+        weights.begin_change("step 5", lambda: order.append("tick"), 0.01)
+        order.append("changed")
 
     optimizer = threading.Thread(target=change)
     optimizer.start()
@@ -33,8 +33,7 @@ def test_a_broadcast_that_is_late_loses_its_hold() -> None:
     weights = WeightReadLock(term=1)
     weights.publish(0)
     hold = weights.acquire(1, 0, 0.05)
-    with weights.changing(lambda: None, 0.01) as waited:
-        assert 0.04 < waited < 1.0
+    assert 0.04 < weights.begin_change("step 1", lambda: None, 0.01) < 1.0
     weights.publish(1)
     assert not weights.release(hold)
     assert weights.release(weights.acquire(1, 1, 5.0))
@@ -42,13 +41,14 @@ def test_a_broadcast_that_is_late_loses_its_hold() -> None:
 
 def test_only_the_weights_that_are_there_are_held() -> None:
     weights = WeightReadLock(term=1)
-    with pytest.raises(HoldRefused, match="being changed"):
+    with pytest.raises(HoldRefused, match="there are none"):
         weights.acquire(1, 0, 1.0)
     weights.publish(3)
     for term, version in ((1, 2), (1, 4), (2, 3)):
         with pytest.raises(HoldRefused, match=r"\(1, 3\)"):
             weights.acquire(term, version, 1.0)
-    with weights.changing(lambda: None, 0.01), pytest.raises(HoldRefused, match="being changed"):
+    weights.begin_change("step 4", lambda: None, 0.01)
+    with pytest.raises(HoldRefused, match=r"the trainer is changing them \(step 4\)"):
         weights.acquire(1, 3, 1.0)
 
 

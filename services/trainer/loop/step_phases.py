@@ -1,0 +1,100 @@
+"""What happens to a step's groups when: training while the step fills, or preparing, and training once it is full.
+
+Rank 0 drives all ranks through it. With one update a step, and so with nothing to be computed beforehand, micro-batches
+are trained as they come. Otherwise a step has two phases. While it fills, forward passes compute what all its updates
+need: log-probs under the weights at its beginning, and under the reference. Once it is full, its groups are divided
+into mini-batches, and each mini-batch makes an update in each epoch.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from relaxd.algorithms import Algorithm
+from relaxd.config import RunConfig
+from services.trainer.batch.mini_batches import mini_batch, pack_rounds, split
+from services.trainer.batch.round_packer import Packer
+from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
+from services.trainer.loop.commands import Assemble, Prepare, Round, TrainingRank
+from services.trainer.loop.step_builder import StepBuilder
+
+
+class StepPhases(Protocol):
+    """The order of work in a step."""
+
+    def take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
+        """Work on the step's next round of micro-batches, while it fills."""
+
+    def close(self, opened: StepBuilder) -> bool:
+        """Set the mini-batches of the step, which is full. Return whether all ranks have their groups.
+
+        If not, groups were closed meanwhile. May be repeated.
+        """
+
+    def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
+        """Return the rounds that are still to be trained before an update."""
+
+
+def packer_for(config: RunConfig) -> Packer:
+    """Return an empty packer."""
+    trainer = config.trainer
+    return Packer(trainer.micro_batch_tokens, trainer.data_parallel, trainer.pipeline_parallel)
+
+
+def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:
+    """Return the order of work in a run's steps."""
+    kind = TrainedWhileFilling if config.trainer.updates_per_step == 1 else PreparedThenTrained
+    return kind(config, algorithm, rank)
+
+
+class TrainedWhileFilling:
+    """Gradients of micro-batches are added up as they come. A step is one update."""
+
+    def __init__(self, config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> None:
+        self._algorithm = algorithm
+        self._rank = rank
+
+    def take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
+        """Run forward and backward."""
+        self._rank.groups = opened.groups
+        self._rank.run(Round(entry, opened.deliveries_of(entry)))
+        opened.rounds.append(entry)
+
+    def close(self, opened: StepBuilder) -> bool:
+        """Make one mini-batch of all rounds."""
+        self._rank.groups = opened.groups
+        opened.mini_batches = (mini_batch(opened.groups.values(), opened.rounds, self._algorithm),)
+        return True
+
+    def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
+        """Return none: all are done."""
+        return ()
+
+
+class PreparedThenTrained:
+    """Columns are prepared while the step fills. Then come the updates: epochs times mini-batches."""
+
+    def __init__(self, config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> None:
+        self._config = config
+        self._algorithm = algorithm
+        self._rank = rank
+
+    def take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
+        """Run the forward passes."""
+        self._rank.groups = opened.groups
+        if self._rank.runner.prepares:
+            self._rank.run(Prepare(entry, opened.deliveries_of(entry)))
+
+    def close(self, opened: StepBuilder) -> bool:
+        """Divide the groups into mini-batches and hand them out, with their prepared columns."""
+        groups, count = list(opened.groups.values()), self._config.trainer.mini_batches
+        parts = split(groups, count, seed=(self._config.run.seed, opened.number))
+        opened.mini_batches = tuple(
+            mini_batch(part, pack_rounds(part, packer_for(self._config)), self._algorithm) for part in parts
+        )
+        self._rank.groups = opened.groups
+        deliveries = tuple(taken.delivery for taken in opened.members.values())
+        return self._rank.run(Assemble(opened.mini_batches, deliveries))
+
+    def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
+        """Return all."""
+        return update.rounds

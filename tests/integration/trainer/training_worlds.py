@@ -1,0 +1,126 @@
+"""Whole runs of the training loop without the service around it, in this process or in worlds of several ranks.
+
+The groups wait on a real board before a run begins; the run ends with its last version.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relaxd.config import RunConfig
+from tests.integration.trainer import trainer_worlds
+from tests.integration.trainer.service_kit import RUN_ID
+from tests.integration.trainer.trainer_worlds import copied
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """A run, or its continuation by the next trainer."""
+
+    config: RunConfig
+    redis_url: str
+    folder: Path
+    drain_at: str = ""
+    """What rank 0 is doing when it is asked to hand its groups back; the run ends then."""
+
+
+class Done(Exception):
+    """The last version was announced."""
+
+
+@dataclass(frozen=True)
+class End:
+    """End `TrainingRank.follow`, which otherwise ends with its process."""
+
+    def execute(self, rank: Any) -> None:
+        raise Done
+
+
+def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
+    """Run one job on this rank.
+
+    Returns:
+        This rank's tensors, and on rank 0 what the ledger has.
+    """
+    from relaxd.algorithms import create
+    from relaxd.board import Board, stages_for
+    from services.trainer.checkpoints.part import CheckpointPart
+    from services.trainer.learner.learner import Learner
+    from services.trainer.loop.commands import TrainingRank
+    from services.trainer.loop.controls import Controls
+    from services.trainer.loop.intake import Intake
+    from services.trainer.loop.round_runner import RoundRunner
+    from services.trainer.loop.training import Training
+    from services.trainer.loop.weight_read_lock import WeightReadLock
+    from services.trainer.megatron.rank_channel import RankChannel
+
+    config = job.config
+    algorithm = create(config.algorithm)
+    learner = Learner(
+        Path(config.model.path), config.trainer, config.algorithm, steps=config.run.steps, seed=config.run.seed
+    )
+    board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)
+    rank = TrainingRank(
+        RankChannel(60.0, learner.world.disk),
+        learner,
+        RoundRunner(learner, config),
+        CheckpointPart(learner),
+        board,
+        job.folder,
+    )
+    intake, result = None, {}
+    try:
+        if learner.world.rank != 0:
+            rank.follow()
+        trainer = config.trainer
+        weights = WeightReadLock(board.new_trainer_term())
+        intake = Intake(
+            board,
+            f"trainer-{weights.term}",
+            groups_per_step=trainer.groups_per_step,
+            max_staleness=config.board.max_staleness,
+            max_sequence_tokens=trainer.micro_batch_tokens,
+            lease_seconds=config.board.lease_seconds,
+        )
+
+        controls = Controls()
+
+        def emit(event: Any) -> None:
+            if job.drain_at and event.progress.detail == job.drain_at:
+                controls.draining.set()
+            if event.progress.detail == "drained":
+                raise Done
+            if event.HasField("version") and event.version.weights.version == config.run.steps:
+                raise Done
+
+        Training(
+            config=config,
+            run_id=RUN_ID,
+            rank=rank,
+            intake=intake,
+            algorithm=algorithm,
+            weights=weights,
+            controls=controls,
+            emit=emit,
+        ).run()
+    except Done:
+        if learner.world.rank == 0:
+            rank.channel.send(End())
+            result = {"ledger": board.ledger(), "optimizer_steps": learner.optimizer_steps}
+    finally:
+        if intake is not None:
+            intake.release_all()
+            intake.close()
+        board.close()
+    result |= {"tensors": copied(learner)}
+    from megatron.core import parallel_state  # only now: Megatron is imported after the bridge
+
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+if __name__ == "__main__":
+    # Under its own name, or the pickled jobs would be of another class than __main__'s.
+    from tests.integration.trainer import training_worlds
+
+    trainer_worlds.work(training_worlds.run_job)
