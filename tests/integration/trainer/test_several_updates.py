@@ -310,6 +310,7 @@ def write_ledger(folder: Path, entries: list[LedgerEntry]) -> None:
     (folder / "ledger.jsonl").write_text("".join(json.dumps(asdict(entry)) + "\n" for entry in entries))
 
 
+@pytest.mark.slow
 def test_a_death_in_the_middle_of_the_updates_loses_nothing(
     worlds: dict[str, list[dict[str, Any]]], tiny_qwen3: Path, redis_url: str, tmp_path: Path
 ) -> None:
