@@ -79,8 +79,10 @@ def test_every_pipeline_stage_keeps_its_gradients(model: Path, tmp_path: Path) -
 
 def test_a_checkpoint_is_the_same_after_a_nap(model: Path, worlds: None, tmp_path: Path) -> None:
     learner = make_learner(Job(model))
-    learner.accumulate([pack(make_samples(6))])
-    learner.finish(6.0)
+    for _ in range(2):
+        learner.accumulate([pack(make_samples(6))])
+        learner.update(6.0)
+    learner.end_step()
     nap(learner)
     (tmp_path / "checkpoint").mkdir()
     snapshot = learner.snapshot(tmp_path / "checkpoint")
@@ -91,6 +93,7 @@ def test_a_checkpoint_is_the_same_after_a_nap(model: Path, worlds: None, tmp_pat
     learner.finish(6.0)
     nap(learner)
     learner.restore(tmp_path / "checkpoint", 1, same_layout=True)
+    assert (learner.step, learner.optimizer_steps) == (1, 2)
     assert learner.checksum() == checksum
 
 
