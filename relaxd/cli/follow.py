@@ -10,14 +10,16 @@ from types import FrameType
 from rich.console import Console
 from rich.live import Live
 
-from relaxd.cli.view import RunView, evaluation_line, event_line, render, step_line
+from relaxd.cli.view import RunView, evaluation_line, event_line, render, step_line, time_left
 from relaxd.client.coordinator import AWAY_SECONDS, CoordinatorClient, state_name
 from relaxd.client.errors import CliError
+from relaxd.drop_reasons import DropWatch
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
+from relaxd.waiting import duration
 
-QUIET_SECONDS = 600.0
-"""Interval of notices that a run does not change."""
+QUIET_SECONDS = 30.0
+"""Longest time without a line, where the output is no terminal."""
 SHOWN_SAMPLES = 4
 
 
@@ -47,14 +49,12 @@ def follow(
     Raises RunPaused, and CliError: the run failed, or the coordinator is gone.
     """
     view = RunView()
+    follower = _Follower(coordinator, run_id, view, console, healthy)
     if console.is_terminal:
-        live = Live(render(view), console=console, refresh_per_second=4, transient=False)
-        follower = _Follower(coordinator, run_id, view, console, lambda: live.update(render(view)), healthy)
-        with live:
-            follower.run(max_pause, away_seconds)
+        with Live(render(view), console=console, refresh_per_second=4, transient=False) as live:
+            follower.run(lambda: live.update(render(view)), max_pause, away_seconds)
     else:
-        lines = _Lines(view, console)
-        _Follower(coordinator, run_id, view, console, lines.print_news, healthy).run(max_pause, away_seconds)
+        follower.run(_Lines(view, follower.say).print_news, max_pause, away_seconds)
     if view.run.state == pb.RUN_STATE_FAILED:
         raise CliError(f"run {view.run.run_id} failed: {view.run.reason}")
     return view
@@ -69,20 +69,19 @@ class _Follower:
         run_id: str,
         view: RunView,
         console: Console,
-        show: Callable[[], None],
         healthy: Callable[[], None],
     ) -> None:
         self._coordinator = coordinator
         self._run_id = run_id
         self._view = view
         self._console = console
-        self._show = show
         self._healthy = healthy
         self._quiet = Quiet(time.monotonic())
+        self._drops = DropWatch()
         self._paused_since: float | None = None
 
-    def run(self, max_pause: float, away_seconds: float) -> None:
-        """Follow the run to its end."""
+    def run(self, show: Callable[[], None], max_pause: float, away_seconds: float) -> None:
+        """Follow the run to its end; `show` shows the view after each message."""
         with _interrupts() as interrupted:
             for response in self._coordinator.watch(self._run_id, self._while_away, away_seconds):
                 if interrupted.is_set():
@@ -90,15 +89,24 @@ class _Follower:
                 if self._view.update(response):
                     with contextlib.suppress(CliError):  # the coordinator is restarting: show the next ones
                         self._view.samples = self._coordinator.samples(self._run_id, limit=SHOWN_SAMPLES)
-                self._show()
+                show()
                 self._healthy()
-                now = time.monotonic()
-                self._say(self._quiet.observe(response.run, now))
-                self._check_pause(response.run, now, max_pause)
+                run, now = response.run, time.monotonic()
+                for warning in self._drops.observe(run.groups.dropped_by_reason, run.groups.published):
+                    self.say(f"warning: {warning}")
+                if not self._console.is_terminal:  # there the display has it
+                    self.say(self._quiet.observe(run, now))
+                self._check_pause(run, now, max_pause)
+
+    def say(self, text: str) -> None:
+        """Print a line, unless it is empty."""
+        if text:
+            self._quiet.spoke(time.monotonic())
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _while_away(self) -> None:
         self._healthy()
-        self._say(self._quiet.observe_silence(time.monotonic()))
+        self.say(self._quiet.observe_silence(time.monotonic()))
 
     def _check_pause(self, run: pb.Run, now: float, max_pause: float) -> None:
         rebuilding = any(one.state == HEALTH_STATE_REBUILDING for one in run.health)  # a rebuild's pause ends by itself
@@ -107,39 +115,34 @@ class _Follower:
             return
         if self._paused_since is None:
             self._paused_since = now
-            self._say(f"relaxd resume {run.run_id} continues it, relaxd stop {run.run_id} ends it")
+            self.say(f"relaxd resume {run.run_id} continues it, relaxd stop {run.run_id} ends it")
         if now - self._paused_since > max_pause:
             raise RunPaused(f"run {run.run_id} has been paused for {max_pause:.0f} s: {run.reason}")
 
-    def _say(self, text: str) -> None:
-        if text:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
 
 class Quiet:
-    """Makes notices that a run does not change, and why. Times are monotonic."""
+    """Makes a line when nothing has been printed for QUIET_SECONDS. Times are monotonic."""
 
     def __init__(self, now: float) -> None:
-        self._face = ""
-        self._changed = self._told = now
+        self._spoke = self._heard = now
+
+    def spoke(self, now: float) -> None:
+        """Note that a line was printed."""
+        self._spoke = now
 
     def observe(self, run: pb.Run, now: float) -> str:
-        """Return a notice about the run if one is due, else ""."""
-        face = f"{run.state} {run.reason} {run.step} {run.groups}"
-        if face != self._face:
-            self._face, self._changed, self._told = face, now, now
-        why = run.reason or f"step {run.step + 1} of {run.steps} is in progress"
-        return self._notice(f"nothing has changed in run {run.run_id}", why, now)
+        """Return a line that says what a run is at, if one is due, else ""."""
+        self._heard = now
+        if now - self._spoke < QUIET_SECONDS:
+            return ""
+        what = run.waiting_for or run.reason or f"step {run.step + 1} of {run.steps} is in progress"
+        return f"run {run.run_id}: {what}{time_left(run)}"
 
     def observe_silence(self, now: float) -> str:
-        """Return a notice that the coordinator does not answer if one is due, else ""."""
-        return self._notice("no news of the run", "the coordinator does not answer", now)
-
-    def _notice(self, what: str, why: str, now: float) -> str:
-        if now - self._told < QUIET_SECONDS:
+        """Return a line that says that the coordinator does not answer, if one is due, else ""."""
+        if now - self._spoke < QUIET_SECONDS:
             return ""
-        self._told = now
-        return f"{what} for {(now - self._changed) / 60:.0f} min: {why}"
+        return f"no news of the run for {duration(now - self._heard)}: the coordinator does not answer"
 
 
 @contextlib.contextmanager
@@ -167,33 +170,35 @@ def _interrupts() -> Iterator[threading.Event]:
 class _Lines:
     """Prints changes line by line, for logs and pipes."""
 
-    def __init__(self, view: RunView, console: Console) -> None:
-        self._view, self._console = view, console
+    def __init__(self, view: RunView, say: Callable[[str], None]) -> None:
+        self._view, self._say = view, say
         self._printed: set[int] = set()
         self._told_events = 0
-        self._state = ""
+        self._state = self._waiting_for = ""
         self._evaluation: dict[str, float] = {}
 
     def print_news(self) -> None:
         """Print the steps, events, evaluation and state not printed yet."""
         run = self._view.run
         for step in sorted(self._view.steps.keys() - self._printed):
-            self._print(step_line(step, run.steps, self._view.steps[step]))
+            self._say(step_line(step, run.steps, self._view.steps[step]))
             self._printed.add(step)
         for event in self._view.events:
             if event.number > self._told_events:
-                self._print(event_line(event))
+                self._say(event_line(event))
                 self._told_events = event.number
         evaluation = {name: value for name, value in run.metrics.items() if name.startswith("eval_")}
         if evaluation != self._evaluation and "eval_accuracy" in evaluation:
             step = int(evaluation["eval_step"])
             when = f"after step {step}" if step else "before training"
-            self._print(evaluation_line(evaluation, when))
+            self._say(evaluation_line(evaluation, when))
             self._evaluation = evaluation
         state = state_name(run.state) + (f": {run.reason}" if run.reason else "")
         if state != self._state:
-            self._print(f"run {run.run_id} is {state}")
+            self._say(f"run {run.run_id} is {state}")
             self._state = state
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        # The sentence ends with a duration, which grows: only the kind of a wait is news. Other states have a reason.
+        kind = run.wait.kind if run.state == pb.RUN_STATE_RUNNING else ""
+        if kind != self._waiting_for:
+            self._say(f"run {run.run_id}: {run.waiting_for}" if kind else "")
+            self._waiting_for = kind

@@ -54,7 +54,7 @@ def print_status(
     if newest.queues:
         console.print(_queues(newest))
     if newest.waiting_for:
-        console.print(newest.waiting_for, markup=False)
+        console.print(f"run {newest.run_id}: {newest.waiting_for} (relaxd why says more)", markup=False, soft_wrap=True)
 
 
 def _table(title: str, *columns: str) -> Table:

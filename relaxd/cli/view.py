@@ -9,9 +9,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from relaxd.client.coordinator import state_name
+from relaxd.client.coordinator import ENDED, state_name
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, RunEvent
+from relaxd.waiting import duration
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_STEPS = 8
@@ -69,6 +70,13 @@ def evaluation_line(metrics: dict[str, float], when: str) -> str:
     )  # fmt: skip
 
 
+def time_left(run: pb.Run) -> str:
+    """Say how long a run will still take, if that is known."""
+    if not run.HasField("remaining_seconds") or run.state in ENDED:
+        return ""
+    return f"; about {duration(run.remaining_seconds)} left"
+
+
 def event_line(event: RunEvent) -> str:
     """Format a health event as one line."""
     return f"health of {event.instance or event.role}: {event.text}"
@@ -90,7 +98,7 @@ def render(view: RunView) -> RenderableType:
 
 def _head(view: RunView) -> RenderableType:
     run, state = view.run, state_name(view.run.state)
-    line = Text.assemble((state, STATE_STYLES.get(state, "cyan")), f"  step {run.step}/{run.steps}")
+    line = Text.assemble((state, STATE_STYLES.get(state, "cyan")), f"  step {run.step}/{run.steps}{time_left(run)}")
     if run.reason:
         line.append(f"  {run.reason}", style="dim")
     grid = Table.grid(padding=(0, 2))
@@ -99,7 +107,10 @@ def _head(view: RunView) -> RenderableType:
     curve = Text.assemble("reward ", (sparkline(rewards[-60:]) or "·", "green"))
     if "eval_accuracy" in run.metrics:
         curve.append(f"   held-out accuracy {run.metrics['eval_accuracy']:.2f}", style="bold")
-    return Group(grid, curve)
+    parts: list[RenderableType] = [grid, curve]
+    if run.waiting_for:
+        parts.append(Text(run.waiting_for, "yellow"))
+    return Group(*parts)
 
 
 def _steps_table(view: RunView) -> Table:
@@ -128,8 +139,6 @@ def _queues(run: pb.Run) -> Text:
         text.append("\nqueues ", style="dim")
         text.append("  ".join(f"{queue.stage} {queue.waiting}+{queue.held}" for queue in run.queues))
         text.append("  (waiting+held)", style="dim")
-    if run.waiting_for:
-        text.append(f"\n{run.waiting_for}", style="dim")
     return text
 
 

@@ -293,6 +293,7 @@ class Supervisor:
             for child in children:
                 if child.reap():
                     child.set_phase("stopped")
+                    self._write()  # `relaxd down` says what it waits for
             if time.monotonic() >= deadline or self._stop_signals > max(asked, 1):
                 for child in children:
                     if child.process is not None:

@@ -314,7 +314,7 @@ class RunManager:
         oldest = active.oldest_version() if active is not None and active.record.run_id == record.run_id else None
         run = await read_board(run_message, record, steps, self.board(record), oldest)
         if active is not None and active.record.run_id == record.run_id:
-            run.waiting_for = active.waiting_for
+            active.waiting.describe(run)
             run.health.extend(health_messages(active.health.record, active.config.health))
         elif record.phase.ended:
             if len(self._ended_runs) >= MAX_ENDED_RUNS:
@@ -330,7 +330,7 @@ class RunManager:
                 with contextlib.suppress(NotFound):  # it was deleted meanwhile
                     run = pb.Run()
                     run.CopyFrom(await self.message(await self.record(run_id)))
-                    for field in ("metrics", "config_json", "health"):
+                    for field in ("metrics", "config_json", "health", "wait"):
                         run.ClearField(field)
                     yield key, run
 

@@ -76,6 +76,13 @@ class GpuHandoff:
         """Callers inside `trainer_awake`."""
         self.last_failure = ""
 
+    @property
+    def waiting_for(self) -> str:
+        """The handoff in progress, or why the last one failed; empty while neither."""
+        moving = f"{self._moving}" if self._moving is not None else ""
+        failed = f"the last attempt failed: {self.last_failure}" if self.last_failure else ""
+        return "; ".join(filter(None, (moving, failed)))
+
     def request_gpu(self, replica: Replica) -> str:
         """Request the GPU for a replica that has no engine or ranks yet; returns "" if granted, else the reason."""
         replica.request_gpu()

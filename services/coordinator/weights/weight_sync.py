@@ -49,6 +49,9 @@ class WeightSync:
         self.record = record
         self.last_failure = ""
         """Reason of the last attempt's failure; empty after a success."""
+        self.began: float | None = None
+        """Unix time at which the synchronisation in progress began, or the first of those that failed since the last
+        success; None: no synchronisation is needed."""
         self.seconds = 0.0
         """Total time of all synchronisations, failed ones included."""
 
@@ -97,12 +100,13 @@ class WeightSync:
             # An interrupted synchronisation may have left engines paused even if they are up to date.
             done = self.up_to_date() and not self.record.running
             if not able or done or not engines:
-                await self._registry.changed.wait(IDLE_SECONDS)
+                self.began = None
+                await self._registry.changed.wait(IDLE_SECONDS)  # idle: there is nothing to synchronise
             else:
                 assert trainer is not None  # `able` says so, but not to mypy
                 assert announced is not None
                 delay = await self._attempt(trainer.member, [engine.member for engine in engines], announced, delay)
-                await asyncio.sleep(delay)
+                await asyncio.sleep(delay)  # idle: `last_failure` says why
 
     def candidates(self) -> list[Replica]:
         """Return the engines that may receive weights now."""
@@ -130,11 +134,12 @@ class WeightSync:
         """Synchronise once; returns the seconds to wait before the next attempt."""
         blamed: frozenset[Member] = frozenset()
         started = time.monotonic()
+        self.began = self.began or time.time()
         try:
             if self.record.running:
                 await self._abort_recorded()
             await self._synchronise(trainer, engines, announced, then)
-            self.last_failure = ""
+            self.last_failure, self.began = "", None
             self._refusals.clear()
             return 0.0
         except SyncFailed as error:
