@@ -126,11 +126,13 @@ class ActiveRun:
         logger.warning("run %s is paused: %s", self.record.run_id, reason)
 
     async def resume(self) -> None:
-        """End a pause and reset the counts of consecutive drops."""
+        """End a pause, reset the counts of consecutive drops and retry the prompts whose reward failed."""
         failed = filtered = 0
         if self.assignable:  # else the board doesn't exist yet
             counts = await self._redis.in_thread(self.board.counts)
             failed, filtered = counts.consecutive_drops, counts.consecutive_filtered
+            if again := await self._redis.in_thread(self.board.retry_unscored, term=self.context.term):
+                logger.info("run %s: %d prompts whose reward failed are given again", self.record.run_id, again)
         await self._save(paused=None, forgiven_drops=failed, forgiven_filtered=filtered)
         self._going_since = time.time()
 
