@@ -104,9 +104,9 @@ class _Follower:
             self._quiet.spoke(time.monotonic())
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _while_away(self) -> None:
+    def _while_away(self, reason: str) -> None:
         self._healthy()
-        self.say(self._quiet.observe_silence(time.monotonic()))
+        self.say(self._quiet.observe_silence(reason, time.monotonic()))
 
     def _check_pause(self, run: pb.Run, now: float, max_pause: float) -> None:
         rebuilding = any(one.state == HEALTH_STATE_REBUILDING for one in run.health)  # a rebuild's pause ends by itself
@@ -138,11 +138,11 @@ class Quiet:
         what = run.waiting_for or run.reason or f"step {run.step + 1} of {run.steps} is in progress"
         return f"run {run.run_id}: {what}{time_left(run)}"
 
-    def observe_silence(self, now: float) -> str:
-        """Return a line that says that the coordinator does not answer, if one is due, else ""."""
+    def observe_silence(self, reason: str, now: float) -> str:
+        """Return a line that says why there is no news, if one is due, else ""."""
         if now - self._spoke < QUIET_SECONDS:
             return ""
-        return f"no news of the run for {duration(now - self._heard)}: the coordinator does not answer"
+        return f"no news of the run for {duration(now - self._heard)}: the coordinator answers nothing: {reason}"
 
 
 @contextlib.contextmanager

@@ -158,7 +158,7 @@ def _await_registration(
                     missing = still_missing
                     deadline = time.monotonic() + READY_SECONDS
                     say(f"waiting for {', '.join(missing)}")
-            time.sleep(0.2)
+            time.sleep(0.2)  # named: `say` tells which services are awaited
     late = ", ".join(missing) or "the supervisor"
     raise failure(folder, "supervisor", f"{late} did not come up in {READY_SECONDS:.0f} s")
 

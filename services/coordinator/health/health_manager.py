@@ -98,7 +98,7 @@ class HealthManager:
                 ):  # this process was suspended and received no heartbeats
                     self._reset_timers()
                 last = now
-                await asyncio.sleep(TICK_SECONDS)
+                await asyncio.sleep(TICK_SECONDS)  # idle: looks again
         finally:
             for task in self._tasks:
                 task.cancel()

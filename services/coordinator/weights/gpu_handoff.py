@@ -116,7 +116,7 @@ class GpuHandoff:
                 move = await self._next_move()
                 self._moving = move if move != Move.WAIT else None
                 if move == Move.WAIT:
-                    await self._registry.changed.wait(TICK_SECONDS)
+                    await self._registry.changed.wait(TICK_SECONDS)  # idle: there is nothing to move
                     continue
                 started = time.monotonic()
                 await self._make(move)
@@ -126,7 +126,7 @@ class GpuHandoff:
                 self.last_failure = str(error)
                 delay = min(MAX_RETRY_SECONDS, 2 * delay + 0.1)
                 logger.warning("GPU handoff: %s; retrying in %.1f s", error, delay)
-                await asyncio.sleep(delay)
+                await asyncio.sleep(delay)  # named: `last_failure` says why
             finally:
                 self._moving = None
 

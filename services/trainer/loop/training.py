@@ -100,7 +100,7 @@ class Training:
                 self.checkpoints.after_step(plan.step)
         while True:
             self._serve_requests(f"all {self._config.run.steps} steps are done")
-            time.sleep(IDLE_SECONDS)
+            time.sleep(IDLE_SECONDS)  # idle: there is nothing left to train
 
     def _fill(self, opened: StepBuilder) -> StepBuilder | None:
         """Take groups and train on them as they arrive, until the step may close. Return None if it was discarded."""
@@ -137,7 +137,7 @@ class Training:
                 if not unavailable:
                     logger.warning("waiting for the board, which is unavailable: %s", error)
                 unavailable = True
-                time.sleep(TICK_SECONDS)
+                time.sleep(TICK_SECONDS)  # named: by the warning
 
     def _accumulate(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
         """Run forward and backward of one round on all ranks."""
@@ -205,7 +205,7 @@ class Training:
             except BoardUnavailable as error:
                 logger.warning("step %d can't be committed yet: %s", plan.step, error)
                 self.rank.channel.tick()
-                time.sleep(TICK_SECONDS)
+                time.sleep(TICK_SECONDS)  # named: by the warning
         self._skipped.record(plan.step, plan.groups, skipped=stats.skipped)
         opened.end_spans(ended)
         self._intake.forget(plan.groups)
@@ -265,7 +265,7 @@ class Training:
                 return
             else:
                 self._report("paused")
-            time.sleep(IDLE_SECONDS)
+            time.sleep(IDLE_SECONDS)  # named: `_report` says it
 
     def _packer(self) -> Packer:
         trainer = self._config.trainer

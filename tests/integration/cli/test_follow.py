@@ -111,8 +111,9 @@ def test_there_is_a_line_every_half_minute_with_the_reason() -> None:
     assert quiet.observe(run, 59) == ""
     assert quiet.observe(run, 60) == "run r: the trainer works on it, for 50 s"
     quiet.spoke(60)
-    assert quiet.observe_silence(89) == ""
-    assert quiet.observe_silence(190) == "no news of the run for 2 min: the coordinator does not answer"
+    assert quiet.observe_silence("Redis is away", 89) == ""
+    silence = quiet.observe_silence("Redis is away", 190)
+    assert silence == "no news of the run for 2 min: the coordinator answers nothing: Redis is away"
 
 
 def test_why_says_the_sentence_the_evidence_and_what_to_do(kit: Kit) -> None:

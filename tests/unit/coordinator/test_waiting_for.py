@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from relaxd.board import HeldGroup, QueueDepth
-from relaxd.waiting import Wait, due_notices, duration
 from services.coordinator.runs.waiting_for import REASONS, Named, Peer, Snapshot, evidence, explain, is_late
 
 NOW = 10_000.0
@@ -183,23 +182,3 @@ def test_the_evidence_has_the_numbers() -> None:
         "rollout-0: ready, weights of version 12",
     ):
         assert expected in lines
-
-
-def test_a_long_wait_is_logged_at_doubling_intervals() -> None:
-    wait = Wait("the weights", on="trainer-0")
-    begun, told = wait.since, []
-    for second in range(0, 250, 5):
-        wait.since = begun - second
-        told += due_notices([wait])
-    assert [line.rpartition("for ")[2] for line in told] == ["30 s now", "60 s now", "2 min now", "4 min now"]
-    assert told[0].startswith("waiting for the weights (trainer-0), for 30 s")
-
-
-def test_durations_are_short() -> None:
-    assert [duration(seconds) for seconds in (0.4, 119, 120, 7199, 9000)] == [
-        "0 s",
-        "119 s",
-        "2 min",
-        "120 min",
-        "2.5 h",
-    ]
