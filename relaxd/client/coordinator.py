@@ -12,7 +12,7 @@ import grpc
 
 from relaxd.client.errors import CliError
 from relaxd.rpc.client import sync_channel
-from relaxd.rpc.errors import explain, field_violations
+from relaxd.rpc.errors import explain, field_violations, has_status
 from relaxd.rpc.tls import TlsFiles, connection_hint
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
@@ -190,6 +190,8 @@ class CoordinatorClient:
 
     def _explained(self, error: grpc.RpcError) -> CliError:
         code = error.code()
+        if code == grpc.StatusCode.UNAVAILABLE and has_status(error):  # such as a Redis that is away
+            return CliError(f"the coordinator at {self.address} can't answer now: {error.details()}")
         if code == grpc.StatusCode.UNAVAILABLE:
             if hint := connection_hint(self.address, error.details() or "", TlsFiles.from_environment()):
                 return CliError(f"cannot connect to the coordinator at {self.address}: {hint}")

@@ -3,3 +3,4 @@
 EXPORT_CHECKPOINT = "services.trainer.offline.export_checkpoint"
 REPLAY = "services.trainer.offline.replay"
 REWARD_TRIAL = "services.reward.trial"
+ROLLOUT_TRIAL = "services.rollout.trial"

@@ -66,6 +66,11 @@ class WaitWatcher:
         self._log()
 
     @property
+    def redis_is_away(self) -> bool:
+        """Redis did not answer when the last snapshot was taken."""
+        return self.snapshot is not None and bool(self.snapshot.redis)
+
+    @property
     def sentence(self) -> str:
         """What holds the run up; empty while its steps end as usual."""
         if self.reason is None or self.snapshot is None:

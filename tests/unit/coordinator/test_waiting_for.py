@@ -1,6 +1,8 @@
 """What a run waits for: one case for each reason, with its sentence and what to do."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -182,3 +184,10 @@ def test_the_evidence_has_the_numbers() -> None:
         "rollout-0: ready, weights of version 12",
     ):
         assert expected in lines
+
+
+def test_every_kind_is_in_the_docs() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "waiting.md").read_text()
+    assert {word for row in re.findall(r"^\| (`.*?) \|", text, re.M) for word in re.findall(r"`(\w+)`", row)} == {
+        kind for kind, *_ in CASES
+    }
