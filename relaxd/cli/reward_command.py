@@ -39,7 +39,7 @@ def reward_test(
     words: WordsArgument,
     generate: Annotated[
         int,
-        typer.Option(min=0, max=64, help="Also score so many answers of the run's model to each prompt, on the CPU."),
+        typer.Option(min=0, max=64, help="Also score this many answers of the run's model to each prompt."),
     ] = 0,
 ) -> None:
     """Score three prompts of the data with made-up answers and the reference answer. Starts no service."""

@@ -1,7 +1,7 @@
 """Answers prompts with a run's model, as its engines do at the start, on the CPU: `python -m services.rollout.trial`.
 
-Reads one JSON object: config (a RunConfig), samples (answers to each prompt) and prompts (lists of token ids). Prints one:
-{"answers": [[text, ...], ...]}, in the prompts' order, or {"error": reason}.
+Reads one JSON object: config (a RunConfig), samples (answers to each prompt) and prompts (lists of token ids).
+Prints one: {"answers": [[text, ...], ...]}, in the prompts' order, or {"error": reason}.
 """
 
 import json
