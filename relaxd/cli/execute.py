@@ -256,7 +256,7 @@ def result_table(folder: Path) -> Table:
         table.add_row(f"groups {name.replace('_', ' ')}", "", str(summary.get(name)), "")
     published = summary.get("published") or 0
     for reason, count in sorted((summary.get("dropped_by_reason") or {}).items(), key=lambda item: -item[1]):
-        table.add_row(f"  {reason}", "", str(count), f"{count / max(1, published):.0%}")
+        table.add_row(f"  {reason}", "", f"{count} ({count / max(1, published):.0%})", "")
     return table
 
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.3
 """Interval at which the board is polled for progress."""
 RELEASE_SECONDS = 30.0
-"""Time for the trainer to release its groups when a run is stopped early."""
+"""Time for the trainer to finish its step when a run is stopped early."""
 
 
 class RunFailed(Exception):
@@ -381,18 +381,24 @@ class ActiveRun:
             return ""
 
     async def _clear_board(self) -> None:
-        """Drop the open groups once the trainer has released its own."""
-        deadline = asyncio.get_running_loop().time() + RELEASE_SECONDS
-        with waiting("the trainer to hand back its groups", on=TRAINER) as wait:
-            while asyncio.get_running_loop().time() < deadline:
+        """Drop the open groups, once the trainer has finished a step that it may be working on.
+
+        A step is open to loss until it is complete: then the trainer starts it over without the dropped groups.
+        """
+        deadline = time.monotonic() + RELEASE_SECONDS
+        per_step, begun = self.config.trainer.groups_per_step, None
+        with waiting("the trainer to finish its step", on=TRAINER) as wait:
+            while time.monotonic() < deadline:
                 trainer = self.fleet.trainer()
-                open_groups = (await self._redis.in_thread(self.board.counts)).open
-                if not open_groups or trainer is None or not trainer.status.held_groups:
+                counts = await self._redis.in_thread(self.board.counts)
+                begun = counts.last_step if begun is None else begun
+                done = counts.last_step > begun or counts.last_step >= self.config.run.steps
+                train = (await self._redis.in_thread(self.board.queues))[-1]
+                if trainer is None or done or train.waiting + train.held < per_step:
                     break
                 wait.on = trainer.replica_id
                 wait.reason = (
-                    f"{trainer.replica_id} to hand back {trainer.status.held_groups} groups, for at most "
-                    f"{RELEASE_SECONDS:.0f} s"
+                    f"{trainer.replica_id} to finish step {counts.last_step + 1}, {RELEASE_SECONDS:.0f} s at most"
                 )
                 await self._changed.wait(WATCH_SECONDS)
         await self._drop_open(DropReason.RUN_ENDED)
