@@ -185,11 +185,12 @@ def _role(run: Snapshot) -> Reason | None:
     peers = [peer for peer in run.peers if peer.role == role]
     if not peers:
         more = f"relaxd scale {role}=1" if role in SCALABLE_ROLES else "relaxd up"
-        advice = (f"{more} starts one, or: python -m {ROLES[role].module}",)
-        return Reason("role", f"no {role} replica is registered", on=role, advice=advice, always=True)
+        start = f"{more} starts one, or: python -m {ROLES[role].module}"
+        return Reason("role", f"no {role} replica is registered", on=role, advice=(start,), always=True)
     peer = peers[-1]
     said = f": {peer.detail}" if peer.detail else ""
     text = f"{peer.replica_id} is {peer.state}{said}"
+    advice: tuple[str, ...]
     if "waiting for GPUs" in peer.detail:
         advice = ("relaxd status shows who holds each GPU: end that replica, or scale it in",)
         return Reason("lease", text, on=peer.replica_id, advice=advice, always=True)
