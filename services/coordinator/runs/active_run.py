@@ -133,8 +133,8 @@ class ActiveRun:
             failed, filtered = counts.consecutive_drops, counts.consecutive_filtered
             if again := await self._redis.in_thread(self.board.retry_unscored, term=self.context.term):
                 logger.info("run %s: %d prompts whose reward failed are given again", self.record.run_id, again)
-        await self._save(paused=None, forgiven_drops=failed, forgiven_filtered=filtered)
         self._going_since = time.time()
+        await self._save(paused=None, forgiven_drops=failed, forgiven_filtered=filtered)
 
     async def stop(self, reason: str) -> None:
         """Stop the run early."""
@@ -427,6 +427,7 @@ class ActiveRun:
             await self._redis.in_thread(self.context.store.save_run, record)
             self.record = record
             await asyncio.to_thread(self._files.write_record, record)
+        self.waiting.refresh()
         self._changed.fire()
 
     async def _rewrite_metrics(self) -> None:

@@ -57,6 +57,14 @@ class WaitWatcher:
             redis = ""
         except BoardError as error:
             redis = str(error)
+        self._update(redis)
+
+    def refresh(self) -> None:
+        """Explain again what the coordinator knows, such as that a pause has ended, without asking Redis."""
+        if self.snapshot is not None:
+            self._update(self.snapshot.redis)
+
+    def _update(self, redis: str) -> None:
         self.snapshot = self._complete(redis)
         reason, before = explain(self.snapshot), self.reason
         if reason is not None and reason.since is None:

@@ -366,7 +366,7 @@ def _advice(stage: str, peer: Peer | None, count: int = 1) -> tuple[str, ...]:
 
 def evidence(run: Snapshot) -> list[str]:
     """Return the numbers behind the sentence, one line each."""
-    usual = "" if run.usual_seconds is None else f"; the last steps usually took {duration(run.usual_seconds)}"
+    usual = "" if run.usual_seconds is None else f"; the last steps usually took {run.usual_seconds:.3g} s"
     ago = duration(max(0.0, run.now - run.step_ended))
     began = f"step {run.step} of {run.steps} ended {ago} ago" if run.step else f"training began {ago} ago"
     lines = [f"{began}{usual}" if run.training else "it has not begun to train"]

@@ -91,7 +91,7 @@ async def test_it_sees_replicas_groups_and_steps(redis_url: str, caplog: pytest.
         ended = await world.look()
         assert "run run: goes on" in caplog.text
     assert (ended.waiting_for, ended.remaining_seconds) == ("", 8 * 2.5)
-    assert "step 1 of 9 ended 0 s ago; the last steps usually took 2 s" in ended.wait.evidence
+    assert "step 1 of 9 ended 0 s ago; the last steps usually took 2.5 s" in ended.wait.evidence
 
 
 async def test_the_coordinators_own_waits_are_said_while_it_stops(redis_url: str) -> None:
@@ -101,6 +101,9 @@ async def test_the_coordinators_own_waits_are_said_while_it_stops(redis_url: str
         run = await world.look()
     assert run.waiting_for == "it is stopping (by hand): waiting for rollout-0 to get the last version, for 0 s"
     assert (run.wait.kind, run.wait.on) == ("stopping", "rollout-0")
+    world.run |= {"stopping": "", "paused": "a look"}
+    world.watcher.refresh()
+    assert world.watcher.sentence.startswith("it is paused and waits for a person: a look")
 
 
 async def test_it_speaks_while_redis_is_away(tmp_path: Any) -> None:
