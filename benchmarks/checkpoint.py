@@ -32,7 +32,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu_models import SHAPES, count_parameters, make_batch, prepare_model
 from benchmarks.reporting import report
-from relaxd.config import AlgorithmConfig, TrainerConfig
+from relaxd.config import GRPOConfig, TrainerConfig
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.checkpoints import folder as folders
 from services.trainer.checkpoints.folder import BoardState, CheckpointState, Ledger
@@ -210,7 +210,7 @@ def main() -> None:
                 "micro_batch_tokens": options.tokens,
             }
         )
-        learner = Learner(model, config, AlgorithmConfig(old_logprobs="current"), steps=1000)
+        learner = Learner(model, config, GRPOConfig(old_logprobs="current"), steps=1000)
         freeze_objects()
         vocabulary = AutoConfig.from_pretrained(model).vocab_size
         batches = [

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
-from relaxd.config import AlgorithmConfig, TrainerConfig
+from relaxd.config import GRPOConfig, TrainerConfig
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
 from services.trainer.learner import forward
 from services.trainer.learner.learner import Learner
@@ -73,7 +73,7 @@ def make_learner(shape: str, ranks: int, settings: dict[str, object]) -> Learner
     config = TrainerConfig.model_validate({"dtype": "bfloat16", "ranks": ranks, **settings})
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(forward, "load_hf", _draw):
         make_config(shape).save_pretrained(folder)
-        return Learner(Path(folder), config, AlgorithmConfig(), steps=1000)
+        return Learner(Path(folder), config, GRPOConfig(), steps=1000)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.delayed_training import Setting, train
 from benchmarks.reporting import RESULTS, report
-from relaxd.config import AlgorithmConfig
+from relaxd.config.algorithm import ALGORITHM
 from relaxd.data.models import resolve_model
 from tests.kit.models import make_tiny_model
 
@@ -133,7 +133,7 @@ def main() -> None:
         for seed in options.seeds:
             for method in options.methods:
                 delay = 0 if method == "on-policy" else options.delay
-                algorithm = AlgorithmConfig.model_validate(METHODS[method])
+                algorithm = ALGORITHM.validate_python(METHODS[method])
 
                 def record(line: dict[str, float], method: str = method, seed: int = seed) -> None:
                     if line["step"] % max(options.steps // 5, 1) == 0:

@@ -24,7 +24,7 @@ import transformers
 
 from benchmarks.reporting import report
 from relaxd.algorithms import LossInputs, create
-from relaxd.config import AlgorithmConfig, TrainerConfig
+from relaxd.config import AlgorithmConfig, GRPOConfig, TrainerConfig
 from services.trainer.batch.round_packer import SequenceSize, pack_bins
 from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.learner.learner import Learner
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--response-logits", action="store_true", help="the plain side too computes only these logits")
     options = parser.parse_args()
 
-    algorithm = AlgorithmConfig()
+    algorithm = GRPOConfig()
     sides = {
         "relaxd": our_step(
             options.model, algorithm, options.threads, options.budget, share_prompts=options.shared_prompts

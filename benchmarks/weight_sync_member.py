@@ -63,11 +63,11 @@ class TrainerSide(Side):
 
     def load(self, folder: str, bucket_bytes: int) -> dict[str, Any]:
         """Load the model and fill the weights with random numbers, as the folder's are zeros."""
-        from relaxd.config import AlgorithmConfig, TrainerConfig
+        from relaxd.config import GRPOConfig, TrainerConfig
         from services.trainer.learner.learner import Learner
 
         config = TrainerConfig(dtype="bfloat16", micro_batch_tokens=1024)
-        self.learner = Learner(Path(folder), config, AlgorithmConfig(), steps=1)
+        self.learner = Learner(Path(folder), config, GRPOConfig(), steps=1)
         with torch.no_grad():
             for parameter in self.learner._policy.parameters():
                 parameter.normal_(std=0.02)

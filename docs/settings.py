@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+from relaxd.config.algorithm import BUILT_IN
 from relaxd.config.settings import Setting, sections, settings
 from relaxd.config.write import toml
 
+ALGORITHMS = tuple(BUILT_IN)
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = """\
 # Settings
@@ -13,7 +15,8 @@ Every setting of a run, written from the docstrings in [`relaxd/config`](../rela
 must be given. `relaxd config show my.toml` prints this for your configuration, with its values, and
 `relaxd config show my.toml --diff` only what differs from the defaults. Each setting is also an option of the command
 line: `relaxd run my.toml --trainer.optimizer.lr 1e-5`. [coming-from.md](coming-from.md) has the names of settings in
-TRL, verl, prime-rl and Relax.
+TRL, verl, prime-rl and Relax. Section [algorithm] depends on `algorithm.name`; [algorithms.md](algorithms.md) compares
+the algorithms. A default that differs between them stands behind their names.
 """
 
 
@@ -29,9 +32,18 @@ def page() -> str:
 
 
 def _row(setting: Setting) -> str:
-    default = "" if setting.required else "not set" if setting.default is None else f"`{toml(setting.default)}`"
-    cells = (f"`{setting.place[-1]}`", setting.kind, default, setting.meaning)
+    default, meaning = "" if setting.required else _default(setting), setting.meaning
+    having = {name: settings(name)[setting.place] for name in ALGORITHMS if setting.place in settings(name)}
+    if len(having) < len(ALGORITHMS):
+        whose = ", ".join(f"`{name}`" for name in having) or "an algorithm of your own"
+        meaning += f" Only for {whose}."
+    others = [f"{name}: {_default(own)}" for name, own in having.items() if own.default != setting.default]
+    cells = (f"`{setting.place[-1]}`", setting.kind, "; ".join([default, *others]), meaning)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+def _default(setting: Setting) -> str:
+    return "not set" if setting.default is None else f"`{toml(setting.default)}`"
 
 
 if __name__ == "__main__":

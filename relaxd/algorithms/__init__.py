@@ -1,25 +1,23 @@
-"""Algorithms, one file each with advantage estimator and loss."""
+"""Algorithms, one file each with advantage estimator and loss. docs/algorithms.md compares them."""
 
 from relaxd.algorithms.base import Advantages, Algorithm, Filtered, LossInputs, LossOutput, Needs, sample_lengths
+from relaxd.algorithms.create import ALGORITHMS, AlgorithmError, create
 from relaxd.algorithms.grpo import GRPO
-from relaxd.config import AlgorithmConfig
+from relaxd.algorithms.policy_gradient import PolicyGradient, PolicyTerm, Tokens
 
 __all__ = [
+    "ALGORITHMS",
     "GRPO",
     "Advantages",
     "Algorithm",
+    "AlgorithmError",
     "Filtered",
     "LossInputs",
     "LossOutput",
     "Needs",
+    "PolicyGradient",
+    "PolicyTerm",
+    "Tokens",
     "create",
     "sample_lengths",
 ]
-
-ALGORITHMS = {"grpo": GRPO}
-"""All algorithms by the `name` in the configuration."""
-
-
-def create(config: AlgorithmConfig) -> Algorithm:
-    """Make the algorithm of a configuration's [algorithm] section."""
-    return ALGORITHMS[config.name](config)

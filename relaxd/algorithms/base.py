@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.config import AlgorithmConfig
 from relaxd.drop_reasons import DropReason
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ class Needs:
     run without a reference service."""
     advantages: tuple[str, ...] = ()
     """Columns that `Algorithm.advantages` reads besides rewards and lengths."""
+    old_logprobs: bool = False
+    """Whether `Algorithm.loss` reads `LossInputs.old_logprobs`."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,15 @@ class LossInputs:
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
     """Differentiable sum over the context-parallel ranks; None if this rank has all tokens."""
 
+    @property
+    def old_logprobs(self) -> Tensor:
+        """[T]: log-probs under the weights at the step's beginning, without a gradient; see `Needs.old_logprobs`.
+
+        In a step of one update they are those of the forward pass. In a step of several, the trainer has computed them
+        before the first.
+        """
+        return self.columns.get("old_logprobs", self.logprobs).detach()
+
     def segment_sum(self, values: Tensor) -> Tensor:
         """Sum values over the tokens of each sequence, on whichever rank they are.
 
@@ -103,15 +113,12 @@ class LossOutput:
     ranks divided by `Algorithm.normalizer`, and so doesn't depend on the division into micro-batches."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Detached scalars: sums over the tokens whose mask is 1. Divided by the step's count of such tokens they are the
-    reported means: "ratio", "clip_fraction", "correction_weight", "correction_fraction", "kl", "entropy"."""
+    reported means: "ratio", "clip_fraction", "veto_fraction", "opsm_fraction", "correction_weight",
+    "correction_fraction", "kl", "entropy"."""
 
 
 class Algorithm(Protocol):
     """An algorithm, made by `relaxd.algorithms.create` from its section of the configuration."""
-
-    @property
-    def config(self) -> AlgorithmConfig:
-        """The configuration's [algorithm] section."""
 
     @property
     def needs(self) -> Needs:
@@ -136,7 +143,7 @@ class Algorithm(Protocol):
         """
 
     def token_weights(self, mask: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Aggregation weight of each token of some samples.
+        """Aggregation weight of each token of a group.
 
         A sample's sequences count together, so that a conversation of several sequences weighs no more than an answer.
 
@@ -209,15 +216,18 @@ def check_group(rewards: NDArray[np.float64], lengths: NDArray[np.int32]) -> Non
         raise ValueError(f"lengths[{index}] is {lengths[index]}: it must not be negative")
 
 
-def rewards_equal(rewards: NDArray[np.float64]) -> bool:
-    """Return True if all rewards of a group are equal.
+def check_inputs(inputs: LossInputs, needs: Needs, needs_entropy: bool) -> None:
+    """Check that a loss can be computed.
 
-    Compares largest and smallest instead of the standard deviation, which rounding makes nonzero for identical
-    fractions such as 0.1. Differences within rounding errors (1e-12 of the largest magnitude, as in 0.3 and 0.1 + 0.2)
-    count as equal, because normalising would amplify them to noise. Small real differences, such as 0 and 1e-9, do not.
-
-    Args:
-        rewards: float64 [n], n >= 1, finite.
+    Raises:
+        ValueError: a needed input is missing, or shapes differ.
     """
-    largest, smallest = float(rewards.max()), float(rewards.min())
-    return largest - smallest <= 1e-12 * max(abs(largest), abs(smallest))
+    for name in needs.loss:
+        if name not in inputs.columns:
+            raise ValueError(f"{name} is missing: the loss needs this column")
+    if needs_entropy and inputs.entropy is None:
+        raise ValueError("entropy is missing: algorithm.entropy_coef > 0 needs it")
+    own = {name: getattr(inputs, name) for name in ("mask", "weight", "sequence", "entropy")}
+    for name, tensor in {**own, **inputs.columns}.items():
+        if tensor is not None and tensor.shape != inputs.logprobs.shape:
+            raise ValueError(f"{name} is {list(tensor.shape)}, but logprobs is {list(inputs.logprobs.shape)}")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from hashlib import sha1
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, TypeVar
 
 import redis
@@ -31,8 +32,10 @@ ERRORS: dict[str, type[BoardError]] = {
 }
 GROWING = {"publish", "create"}
 """Scripts that a full Redis refuses. It must run the others, which free memory."""
+LIBRARY, SIDES = "library", ("coordinator", "stage", "trainer")
+"""Folders of lua: what scripts include, and the scripts of each side of the board."""
 SHARED = dict.fromkeys(("publish", "room", "relieve", "memory"), ("admission",))
-"""Lua libraries that a script includes besides common.lua. They are not scripts themselves."""
+"""Files of lua/library that a script includes besides common.lua."""
 PASSING = {
     "OOM": "is full (maxmemory)",
     "READONLY": "is a replica now, not the primary",
@@ -52,17 +55,27 @@ BACKOFF = Backoff(first_seconds=0.02, max_seconds=1.0)
 @cache
 def script_text(name: str) -> str:
     """Return the source of a script, libraries included."""
-    folder = resources.files("relaxd.board") / "lua"
     flags = "" if name in GROWING else " flags=allow-oom"
-    files = ("common", *SHARED.get(name, ()), name)
-    return f"#!lua{flags}\n" + "".join((folder / f"{file}.lua").read_text() for file in files)
+    library = _files(LIBRARY)
+    files = [*(library[one] for one in ("common", *SHARED.get(name, ()))), _scripts()[name]]
+    return f"#!lua{flags}\n" + "".join(file.read_text() for file in files)
 
 
 @cache
 def script_names() -> tuple[str, ...]:
     """Return the names of all scripts."""
-    files = {path.name.removesuffix(".lua") for path in (resources.files("relaxd.board") / "lua").iterdir()}
-    return tuple(sorted(files - {"common", *(name for shared in SHARED.values() for name in shared)}))
+    return tuple(sorted(_scripts()))
+
+
+@cache
+def _scripts() -> dict[str, Traversable]:
+    """Return the file of each script, by name; which side of the board it belongs to, its folder says."""
+    return {name: file for side in SIDES for name, file in _files(side).items()}
+
+
+def _files(folder: str) -> dict[str, Traversable]:
+    files = (resources.files("relaxd.board") / "lua" / folder).iterdir()
+    return {file.name.removesuffix(".lua"): file for file in files}
 
 
 @cache

@@ -88,7 +88,7 @@ class CoordinatorSide(BoardCore):
         self._connection.script("set_gate", self.prefix, term, int(open), version)
 
     def admission(self, worst_bytes: int) -> Admission:
-        """Return how many groups of up to `worst_bytes` the gate (lua/admission.lua) admits now.
+        """Return how many groups of up to `worst_bytes` the gate (lua/library/admission.lua) admits now.
 
         Raises RunMissing.
         """
@@ -147,7 +147,7 @@ class CoordinatorSide(BoardCore):
         """
         stages = [stage.name for stage in self.stages if stage.name != TRAIN]
         settings = (term, consumer, self.limits.max_deliveries)
-        return int(self._connection.script("reclaim", self.prefix, *settings, *stages))
+        return int(self._connection.script("free_dead_consumer", self.prefix, *settings, *stages))
 
     def cursor(self) -> JSON:
         """Return the data cursor of the last publish; None before the first. Raises RunMissing."""

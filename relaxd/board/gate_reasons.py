@@ -1,4 +1,4 @@
-"""Explanations of the replies of lua/admission.lua."""
+"""Explanations of the replies of lua/library/admission.lua."""
 
 from collections.abc import Callable
 

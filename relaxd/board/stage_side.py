@@ -161,7 +161,7 @@ class StageSide(BoardCore):
     def _claim(self, stage: str, consumer: str, count: int) -> list[Delivery]:
         lease = max(1, int(self.limits.lease_seconds * 1000))
         entries = self._connection.script(
-            "claim", self.prefix, stage, consumer, count, lease, self.limits.max_deliveries
+            "claim_expired", self.prefix, stage, consumer, count, lease, self.limits.max_deliveries
         )
         return self._parse_entries(stage, consumer, entries)
 

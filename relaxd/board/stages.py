@@ -59,6 +59,8 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
         if name not in written or schema.COLUMNS[name].writer == "advantage":
             raise ValueError(f"{who}: its advantages need {name!r}, which isn't a column that is there before them")
     asked = {*needs.loss, *needs.advantages}
+    if config.has_reference_service and schema.REF_LOGPROBS not in asked:
+        raise ValueError(f'{who}: it needs no reference, but roles.reference.placement is "service": set "trainer"')
     if config.rollout.return_routed_experts:
         asked.add(schema.ROUTED_EXPERTS)
     optional = asked & written

@@ -17,7 +17,7 @@ class TrainerSide(BoardCore):
 
     def new_trainer_term(self) -> int:
         """Start the next trainer term (from 1) and free the groups that the last trainer held. Raises RunMissing."""
-        return int(self._connection.script("trainer", self.prefix, TRAIN, self.limits.max_deliveries))
+        return int(self._connection.script("start_term", self.prefix, TRAIN, self.limits.max_deliveries))
 
     def trainer_term(self) -> int:
         """Return the current trainer term; 0 before the first. Raises RunMissing."""

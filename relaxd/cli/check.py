@@ -4,13 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from relaxd.board import size_problems
+from relaxd.board import size_problems, stages_for
 from relaxd.cli.reward_command import check_reward
+from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
+from relaxd.config.algorithm import OwnConfig
 from relaxd.config.load import Problem
 from relaxd.data.dataset import load_data
 from relaxd.data.errors import DataError
 from relaxd.data.models import resolve_model, routed_expert_bytes
+from relaxd.local.modules import ALGORITHM_TRIAL
+from relaxd.local.programs import run_program
+
+TRIAL_SECONDS = 90.0
+"""Time for loading a user's own algorithm and torch."""
 
 
 def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
@@ -18,7 +25,10 @@ def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
 
     With `call_reward`, also calls the reward once; its environment and import path must be those of the services.
     """
-    problems = _check_sizes(config)
+    problems = _check_algorithm(config)
+    if problems:
+        return problems  # what follows needs the columns of the algorithm
+    problems += _check_sizes(config)
     try:
         folder = resolve_model(config.model.path, weights=False)
     except DataError as error:
@@ -38,6 +48,19 @@ def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
         held_out = len(data.held_out)
         problems.append(Problem("eval.prompts", f"= {config.eval.prompts}, but only {held_out} prompts are held out"))
     return problems + (check_reward(config, data.train.prompt(0)) if call_reward else [])
+
+
+def _check_algorithm(config: RunConfig) -> list[Problem]:
+    """Check that the algorithm has the columns that it needs, and try a user's own in a process of its own."""
+    try:
+        if isinstance(config.algorithm, OwnConfig):
+            text = config.algorithm.model_dump_json()
+            if problem := run_program(ALGORITHM_TRIAL, [], seconds=TRIAL_SECONDS, text=text)["problem"]:
+                return [Problem("", problem)]
+        stages_for(config)
+    except (CliError, ValueError) as error:
+        return [Problem("", str(error))]
+    return []
 
 
 def _check_sizes(config: RunConfig) -> list[Problem]:

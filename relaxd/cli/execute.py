@@ -7,7 +7,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,8 @@ from relaxd.local.ports import LOOPBACK, is_free
 from relaxd.local.state import StateFolder
 from relaxd.models import fetch
 from relaxd.replica.gpus import visible_gpus
-from relaxd.report.report import read_result, save_samples, write_report
+from relaxd.report.report import write_report
+from relaxd.report.result import read_result, results, save_samples
 from relaxd.roles import REFERENCE, ROLLOUT
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
@@ -210,10 +210,7 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
     save_samples(run_folder, samples)
     if ours:
         shutil.copytree(where.folder.logs, run_folder / "logs", dirs_exist_ok=True)
-    if find_spec("matplotlib") is None:
-        console.print("no report: matplotlib is not installed (pip install 'relaxd[demo]')")
-    else:
-        write_report(run_folder)
+    write_report(run_folder)
     console.print(result_table(run_folder))
     for warning in drop_warnings(view.run.groups.dropped_by_reason, view.run.groups.published):
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -240,12 +237,11 @@ def result_table(folder: Path) -> Table:
     table = Table(title=f"run {summary.get('run_id')}", title_justify="left", show_header=True, header_style="dim")
     for title in ("", "before", "after", "change"):
         table.add_column(title, justify="right" if title else "left")
-    for name in ("accuracy", "format"):
-        before, after = summary.get(f"{name}_before"), summary.get(f"{name}_after")
-        if before is not None and after is not None:
-            style = "bold green" if after > before else ""
-            table.add_row(f"held-out {name}", f"{before:.2f}", f"{after:.2f}", Text(f"{after - before:+.2f}", style))
-    if summary.get("accuracy_after") is None and len(rewards := _rewards(result.steps)) > 1:
+    evaluated = results(summary)
+    for name, before, after in evaluated:
+        style = "bold green" if after > before else ""
+        table.add_row(f"held-out {name}", f"{before:.2f}", f"{after:.2f}", Text(f"{after - before:+.2f}", style))
+    if not evaluated and len(rewards := _rewards(result.steps)) > 1:
         before, after = _mean(rewards[:SHOWN_STEPS]), _mean(rewards[-SHOWN_STEPS:])
         style = "bold green" if after > before else ""
         table.add_row("training reward", f"{before:.3f}", f"{after:.3f}", Text(f"{after - before:+.3f}", style))

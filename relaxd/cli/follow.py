@@ -10,7 +10,7 @@ from types import FrameType
 from rich.console import Console
 from rich.live import Live
 
-from relaxd.cli.view import RunView, evaluation_line, event_line, render, step_line, time_left
+from relaxd.cli.view import Picture, RunView, evaluation_line, event_line, step_line, time_left
 from relaxd.client.coordinator import AWAY_SECONDS, CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.drop_reasons import DropWatch
@@ -49,11 +49,17 @@ def follow(
     Raises RunPaused, and CliError: the run failed, or the coordinator is gone.
     """
     view = RunView()
-    follower = _Follower(coordinator, run_id, view, console, healthy)
     if console.is_terminal:
-        with Live(render(view), console=console, refresh_per_second=4, transient=False) as live:
-            follower.run(lambda: live.update(render(view)), max_pause, away_seconds)
+        # On a screen of its own: a resized terminal wraps lines, of which a display in place would leave pieces behind.
+        live = Live(Picture(view), console=console, refresh_per_second=4, screen=True)
+        follower = _Follower(coordinator, run_id, view, view.notices.append, healthy, lines=False)
+        try:
+            with live:
+                follower.run(live.refresh, max_pause, away_seconds)
+        finally:
+            console.print(Picture(view))
     else:
+        follower = _Follower(coordinator, run_id, view, _printer(console), healthy, lines=True)
         follower.run(_Lines(view, follower.say).print_news, max_pause, away_seconds)
     if view.run.state == pb.RUN_STATE_FAILED:
         raise CliError(f"run {view.run.run_id} failed: {view.run.reason}")
@@ -68,14 +74,18 @@ class _Follower:
         coordinator: CoordinatorClient,
         run_id: str,
         view: RunView,
-        console: Console,
+        say: Callable[[str], None],
         healthy: Callable[[], None],
+        *,
+        lines: bool,
     ) -> None:
+        """`say` prints a line; with `lines`, nothing else shows the run, so that there is one every QUIET_SECONDS."""
         self._coordinator = coordinator
         self._run_id = run_id
         self._view = view
-        self._console = console
+        self._print = say
         self._healthy = healthy
+        self._lines = lines
         self._quiet = Quiet(time.monotonic())
         self._drops = DropWatch()
         self._paused_since: float | None = None
@@ -94,7 +104,7 @@ class _Follower:
                 run, now = response.run, time.monotonic()
                 for warning in self._drops.observe(run.groups.dropped_by_reason, run.groups.published):
                     self.say(f"warning: {warning}")
-                if not self._console.is_terminal:  # there the display has it
+                if self._lines:
                     self.say(self._quiet.observe(run, now))
                 self._check_pause(run, now, max_pause)
 
@@ -102,7 +112,7 @@ class _Follower:
         """Print a line, unless it is empty."""
         if text:
             self._quiet.spoke(time.monotonic())
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._print(text)
 
     def _while_away(self, reason: str) -> None:
         self._healthy()
@@ -188,7 +198,7 @@ class _Lines:
                 self._say(event_line(event))
                 self._told_events = event.number
         evaluation = {name: value for name, value in run.metrics.items() if name.startswith("eval_")}
-        if evaluation != self._evaluation and "eval_accuracy" in evaluation:
+        if evaluation != self._evaluation and "eval_reward" in evaluation:
             step = int(evaluation["eval_step"])
             when = f"after step {step}" if step else "before training"
             self._say(evaluation_line(evaluation, when))
@@ -202,3 +212,8 @@ class _Lines:
         if kind != self._waiting_for:
             self._say(f"run {run.run_id}: {run.waiting_for}" if kind else "")
             self._waiting_for = kind
+
+
+def _printer(console: Console) -> Callable[[str], None]:
+    """Return a function that prints a line as it is."""
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)

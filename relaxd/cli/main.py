@@ -13,6 +13,7 @@ from rich.console import Console
 from relaxd import __version__
 from relaxd.cli import recovery, run_commands
 from relaxd.cli.config_command import config_app
+from relaxd.cli.evaluation_command import evaluation
 from relaxd.cli.examples import example, init
 from relaxd.cli.execute import Where, execute
 from relaxd.cli.models import model_app
@@ -66,7 +67,9 @@ Keep the services up for several runs:
 
     relaxd why                       say what the run waits for, and what to do
 
-    relaxd report RUN                show where its time went
+    relaxd report RUN                show where its time went, and its curves in report.html
+
+    relaxd evaluation RUN            show answers to held-out prompts, before and after
 
     relaxd scale rollout=3           add or remove replicas
 
@@ -261,6 +264,7 @@ def scale(
 
 app.command()(run_commands.samples)
 app.command()(report)
+app.command()(evaluation)
 app.command()(recovery.replay)
 app.command()(recovery.export)
 

@@ -7,7 +7,8 @@ from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, R
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.local.address import coordinator_address
-from relaxd.report.report import SUMMARY, read_result, save_samples, write_report
+from relaxd.report.report import write_report
+from relaxd.report.result import SUMMARY, read_result, save_samples
 from relaxd.report.step_times import tables
 
 
@@ -19,7 +20,7 @@ def report(
 ) -> None:
     """Show where a run's time went, and rewrite its report.html and curve.png. Works during a run and afterwards."""
     console = new_console()
-    found = _local_folder(run_id, folder)
+    found = local_folder(run_id, folder)
     if found is None or not (found / SUMMARY).is_file():  # still running, or known only to the coordinator
         try:
             with CoordinatorClient(coordinator_address(state, coordinator)) as client:
@@ -46,7 +47,7 @@ def report(
     console.print(f"report   {write_report(found)}", soft_wrap=True)
 
 
-def _local_folder(run_id: str, folder: Path | None) -> Path | None:
+def local_folder(run_id: str, folder: Path | None) -> Path | None:
     """Return `folder`, or RUN or runs/RUN if that is a run's folder; None if the coordinator must be asked."""
     if folder is not None:
         if not folder.is_dir():

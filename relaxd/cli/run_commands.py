@@ -27,7 +27,7 @@ from relaxd.client.coordinator import ENDED, CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.local.address import coordinator_address
 from relaxd.local.state import StateFolder
-from relaxd.report.report import sample_values
+from relaxd.report.result import sample_values
 from relaxd.v1 import coordinator_pb2 as pb
 
 STOPPING_SECONDS = 5.0

@@ -1,5 +1,9 @@
-"""`relaxd status`: the services, the runs and the queue of each stage."""
+"""`relaxd status`: the services, the runs and the queue of each stage, in 80 columns.
 
+What is as it should be takes one line, the rest a row each.
+"""
+
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 
@@ -13,10 +17,11 @@ from relaxd.client.errors import CliError
 from relaxd.local.compose import Container
 from relaxd.local.state import StackState
 from relaxd.v1 import coordinator_pb2 as pb
-from relaxd.v1.health_pb2 import HealthState
-from relaxd.v1.replica_pb2 import ReplicaState
+from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, HealthState
+from relaxd.v1.replica_pb2 import REPLICA_STATE_READY, ReplicaState
 
 SHOWN_RUNS = 20
+SHOWN_REPLICAS = 30
 
 
 def print_status(
@@ -27,7 +32,7 @@ def print_status(
 ) -> None:
     """Print processes or containers where given, then what the coordinator knows of replicas and runs."""
     if stack is not None:
-        console.print(_processes(stack))
+        _print_processes(stack, console)
     if containers is not None:
         console.print(_containers(containers))
     try:
@@ -38,7 +43,7 @@ def print_status(
             raise
         console.print(f"the coordinator at {coordinator.address} does not answer")
         return
-    console.print(_replicas(replicas))
+    _print_replicas(replicas, console)
     for request in scaling:
         console.print(request_line(request))
         console.print(scaled_table(request))
@@ -48,32 +53,42 @@ def print_status(
     console.print(_runs(runs[:SHOWN_RUNS]))
     if len(runs) > SHOWN_RUNS:
         console.print(f"the newest {SHOWN_RUNS} runs; older ones are left out")
-    newest = coordinator.run(runs[0].run_id)
-    if newest.health:
-        console.print(_health(newest))
-    if newest.queues:
-        console.print(_queues(newest))
-    if newest.waiting_for:
-        console.print(f"run {newest.run_id}: {newest.waiting_for} (relaxd why says more)", markup=False, soft_wrap=True)
+    print_run(coordinator.run(runs[0].run_id), console)
+
+
+def print_run(run: pb.Run, console: Console) -> None:
+    """Print the health of a run, its queues and what it waits for."""
+    _print_health(run, console)
+    if run.queues:
+        queues = ", ".join(f"{queue.stage} {queue.waiting}+{queue.held}" for queue in run.queues)
+        console.print(_titled(f"queues of {run.run_id} (waiting+held)", queues))
+    if run.waiting_for:
+        console.print(f"run {run.run_id}: {run.waiting_for} (relaxd why says more)", markup=False, soft_wrap=True)
 
 
 def _table(title: str, *columns: str) -> Table:
-    return Table(*columns, title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
-
-
-def _processes(stack: StackState) -> Table:
-    table = _table(
-        f"processes (supervisor {stack.pid}{', stopping' if stack.stopping else ''})",
-        "name",
-        "state",
-        "pid",
-        "restarts",
-    )
-    for service in stack.services:
-        style = {"running": "green", "failed": "bold red", "restarting": "yellow"}.get(service.phase, "")
-        phase = Text(service.phase, style)
-        table.add_row(service.name, phase, str(service.pid or ""), str(service.restarts))
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
+    for column in columns:
+        table.add_column(column, overflow="fold")
     return table
+
+
+def _titled(title: str, text: str) -> Text:
+    return Text.assemble((f"{title}:", "bold"), f" {text}")
+
+
+def _print_processes(stack: StackState, console: Console) -> None:
+    well = [one for one in stack.services if one.phase == "running" and not one.restarts]
+    title = f"processes (supervisor {stack.pid}{', stopping' if stack.stopping else ''})"
+    names = ", ".join(f"{service.name} {service.pid}" for service in well)
+    console.print(_titled(title, f"{len(well)} running" + (f": {names}" if well else "")))
+    if unwell := [service for service in stack.services if service not in well]:
+        table = _table("", "name", "state", "pid", "restarts")
+        for service in unwell:
+            style = {"running": "green", "failed": "bold red", "restarting": "yellow"}.get(service.phase, "")
+            phase = Text(service.phase, style)
+            table.add_row(service.name, phase, str(service.pid or ""), str(service.restarts))
+        console.print(table)
 
 
 def _containers(containers: Sequence[Container]) -> Table:
@@ -84,24 +99,37 @@ def _containers(containers: Sequence[Container]) -> Table:
     return table
 
 
-def _replicas(replicas: list[pb.RegisteredReplica]) -> Table:
-    gpus = ["GPUs"] if any(replica.leased_gpu_uuids for replica in replicas) else []
-    table = _table("replicas", "id", "role", "state", "run", "held", "done", "version", "address", *gpus, "detail")
-    for replica in replicas:
+def _print_replicas(replicas: Sequence[pb.RegisteredReplica], console: Console) -> None:
+    """Print a row per replica; of very many, those that aren't ready first, and counts of the others."""
+    shown, others = list(replicas), []
+    if len(replicas) > SHOWN_REPLICAS:
+        by_need = sorted(replicas, key=lambda replica: replica.status.state == REPLICA_STATE_READY)
+        shown, others = by_need[:SHOWN_REPLICAS], by_need[SHOWN_REPLICAS:]
+    # An id begins with its role unless someone chose it.
+    roles = any(not one.registration.replica_id.startswith(one.registration.role) for one in shown)
+    gpus = any(replica.leased_gpu_uuids for replica in shown)
+    columns = ("id", *(["role"] if roles else []), "state", "held", "done", "version", *(["GPUs"] if gpus else []))
+    table = _table("replicas", *columns, "detail")
+    for replica in shown:
         status, registration = replica.status, replica.registration
         table.add_row(
             registration.replica_id,
-            registration.role,
-            ReplicaState.Name(status.state).removeprefix("REPLICA_STATE_").lower(),
-            status.run_id,
+            *([registration.role] if roles else []),
+            _replica_state(replica),
             str(status.held_groups),
             str(status.done_groups),
             str(status.weights.version) if status.HasField("weights") else "",
-            registration.address,
             *([_gpus(replica)] if gpus else []),
             status.detail,
         )
-    return table
+    console.print(table)
+    if others:
+        counts = Counter(f"{replica.registration.role} {_replica_state(replica)}" for replica in others)
+        console.print(f"and {len(others)} more: {', '.join(f'{count} {what}' for what, count in counts.items())}")
+
+
+def _replica_state(replica: pb.RegisteredReplica) -> str:
+    return ReplicaState.Name(replica.status.state).removeprefix("REPLICA_STATE_").lower()
 
 
 def _gpus(replica: pb.RegisteredReplica) -> str:
@@ -115,28 +143,31 @@ def _gpus(replica: pb.RegisteredReplica) -> str:
     return " ".join(words)
 
 
-def _runs(runs: list[pb.Run]) -> Table:
-    table = _table("runs", "id", "state", "step", "published", "open", "trained", "dropped", "reason")
+def _runs(runs: Sequence[pb.Run]) -> Table:
+    table = _table("runs", "id", "state", "step", "open", "trained", "dropped", "reason")
     for run in runs:
         groups = run.groups
-        counts = (groups.published, groups.open, groups.trained, groups.dropped)
+        counts = (groups.open, groups.trained, groups.dropped)
         table.add_row(run.run_id, state_name(run.state), f"{run.step}/{run.steps}", *map(str, counts), run.reason)
     return table
 
 
-def _health(run: pb.Run) -> Table:
-    table = _table(f"health of {run.run_id}", "role", "replica", "state", "restarts", "reason")
+def _print_health(run: pb.Run, console: Console) -> None:
+    if not run.health:
+        return
+    well = [one for one in run.health if one.state == HEALTH_STATE_HEALTHY and not one.restarts]
+    console.print(
+        _titled(f"health of {run.run_id}", f"{len(well)} of {len(run.health)} roles and replicas are healthy")
+    )
+    if len(well) == len(run.health):
+        return
+    table = _table("", "role", "replica", "state", "restarts", "reason")
     styles = {"healthy": "green", "failed": "bold red"}
     for one in run.health:
+        if one in well:
+            continue
         state = HealthState.Name(one.state).removeprefix("HEALTH_STATE_").lower()
         replica = one.instance if one.instance in ("", one.replica_id) else f"{one.instance} ({one.replica_id})"
         count = f"{one.restarts} rebuilds" if not one.instance and one.restarts else str(one.restarts or "")
         table.add_row(one.role, replica, Text(state, styles.get(state, "yellow")), count, one.reason)
-    return table
-
-
-def _queues(run: pb.Run) -> Table:
-    table = _table(f"queues of {run.run_id}", "stage", "waiting", "held")
-    for queue in run.queues:
-        table.add_row(queue.stage, str(queue.waiting), str(queue.held))
-    return table
+    console.print(table)

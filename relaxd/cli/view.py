@@ -1,10 +1,9 @@
 """Rendering of a run: a live display on a terminal, one line per step elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Group, RenderableType
-from rich.panel import Panel
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +16,11 @@ from relaxd.waiting import duration
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_STEPS = 8
 SHOWN_EVENTS = 3
+SHOWN_NOTICES = 2
+SHOWN_REWARDS = 30
+MAX_ROWS = 40
+"""Rows of a picture whose height nothing limits."""
+TABLE_HEAD, SAMPLES_HEAD, MIN_SAMPLE_ROWS = 1, 2, 4
 STATE_STYLES = {"running": "green", "stopped": "green", "paused": "yellow", "failed": "bold red"}
 
 COLUMNS = (
@@ -40,6 +44,8 @@ class RunView:
     samples: Sequence[pb.TrainedSample] = ()
     events: Sequence[RunEvent] = ()
     """The newest health events."""
+    notices: list[str] = field(default_factory=list)
+    """What was said about the run, oldest first."""
 
     def update(self, response: pb.WatchRunResponse) -> list[int]:
         """Add a message. Returns the new steps."""
@@ -64,10 +70,12 @@ def step_line(step: int, steps: int, metrics: dict[str, float]) -> str:
 
 def evaluation_line(metrics: dict[str, float], when: str) -> str:
     """Format a held-out evaluation as one line."""
-    return (
-        f"held-out, {when}: accuracy {metrics['eval_accuracy']:.2f}"
-        + (f", format {metrics['eval_format']:.2f}" if "eval_format" in metrics else "")
-    )  # fmt: skip
+    return f"held-out, {when}: {_evaluated(metrics)}"
+
+
+def _evaluated(metrics: Mapping[str, float]) -> str:
+    names = ("reward", "accuracy", "format")
+    return ", ".join(f"{name} {metrics[f'eval_{name}']:.2f}" for name in names if f"eval_{name}" in metrics)
 
 
 def time_left(run: pb.Run) -> str:
@@ -82,43 +90,63 @@ def event_line(event: RunEvent) -> str:
     return f"health of {event.instance or event.role}: {event.text}"
 
 
-def render(view: RunView) -> RenderableType:
-    """Build the live display."""
-    parts: list[RenderableType] = [_head(view)]
-    if view.steps:
-        parts.append(_steps_table(view))
-    parts.append(_queues(view.run))
-    for event in view.events:
-        style = "green" if event.state == HEALTH_STATE_HEALTHY else "yellow"
-        parts.append(Text(f"{event.create_time.ToDatetime():%H:%M:%S} {event_line(event)}", style))
-    if view.samples:
-        parts.append(samples_table(view.samples, title="fresh samples"))
-    return Panel(Group(*parts), title=f"relaxd · run {view.run.run_id or '...'}", border_style="cyan", padding=(0, 1))
+class Picture:
+    """The live display. It fits the height that it gets: recent steps and samples take what the rest leaves."""
+
+    def __init__(self, view: RunView) -> None:
+        self._view = view
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        view, height = self._view, options.height
+        lines = options.update(height=None)
+
+        def rows(*parts: RenderableType) -> int:
+            return sum(len(console.render_lines(part, lines)) for part in parts)
+
+        above, below = [_head(view)], [_queues(view.run), *_news(view)]
+        left = height - rows(*above, *below) if height is not None else MAX_ROWS
+        steps = min(SHOWN_STEPS, len(view.steps), max(1, left - TABLE_HEAD - MIN_SAMPLE_ROWS))
+        left -= steps + TABLE_HEAD if steps else 0
+        samples = view.samples[: max(0, left - SAMPLES_HEAD)]
+        yield from above
+        if steps:
+            yield _steps_table(view, steps)
+        yield from below
+        if samples:
+            yield samples_table(samples, title="fresh samples", one_line=True)
 
 
 def _head(view: RunView) -> RenderableType:
     run, state = view.run, state_name(view.run.state)
-    line = Text.assemble((state, STATE_STYLES.get(state, "cyan")), f"  step {run.step}/{run.steps}{time_left(run)}")
-    if run.reason:
-        line.append(f"  {run.reason}", style="dim")
-    grid = Table.grid(padding=(0, 2))
-    grid.add_row(line, ProgressBar(total=max(run.steps, 1), completed=run.step, width=30))
+    line = Text.assemble(
+        ("relaxd", "cyan"), f"  run {run.run_id or '...'}  ", (state, STATE_STYLES.get(state, "cyan")),
+        f"  step {run.step}/{run.steps}{time_left(run)}", (f"  {run.reason}" if run.reason else "", "dim"),
+    )  # fmt: skip
     rewards = [view.steps[step]["reward_mean"] for step in sorted(view.steps) if "reward_mean" in view.steps[step]]
-    curve = Text.assemble("reward ", (sparkline(rewards[-60:]) or "·", "green"))
-    if "eval_accuracy" in run.metrics:
-        curve.append(f"   held-out accuracy {run.metrics['eval_accuracy']:.2f}", style="bold")
-    parts: list[RenderableType] = [grid, curve]
-    if run.waiting_for:
-        parts.append(Text(run.waiting_for, "yellow"))
-    return Group(*parts)
+    curve = Text.assemble("reward ", (sparkline(rewards[-SHOWN_REWARDS:]) or "·", "green"))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(ProgressBar(total=max(run.steps, 1), completed=run.step, width=20), curve)
+    held_out = _evaluated(run.metrics)
+    more = [Text(f"held-out {held_out}", "bold")] if held_out else []
+    return Group(line, grid, *more, *([Text(run.waiting_for, "yellow")] if run.waiting_for else []))
 
 
-def _steps_table(view: RunView) -> Table:
-    recent = sorted(view.steps)[-SHOWN_STEPS:]
+def _news(view: RunView) -> list[RenderableType]:
+    """List the newest health events and notices."""
+    news: list[RenderableType] = []
+    for event in view.events:
+        style = "green" if event.state == HEALTH_STATE_HEALTHY else "yellow"
+        news.append(Text(f"{event.create_time.ToDatetime():%H:%M:%S} {event_line(event)}", style))
+    return news + [Text(notice, "yellow") for notice in view.notices[-SHOWN_NOTICES:]]
+
+
+def _steps_table(view: RunView, shown: int) -> Table:
+    recent = sorted(view.steps)[-shown:]
     columns = [column for column in COLUMNS if any(column[1] in view.steps[step] for step in recent)]
     table = Table("step", *(title for title, _, _ in columns), box=None, header_style="dim", padding=(0, 2, 0, 0))
     for column in table.columns:
         column.justify = "right"
+        column.no_wrap = True
     for step in recent:
         metrics = view.steps[step]
         cells = [style.format(metrics[name]) if name in metrics else "" for _, name, style in columns]
@@ -142,16 +170,24 @@ def _queues(run: pb.Run) -> Text:
     return text
 
 
-def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "") -> Table:
-    """List samples, one per row."""
+def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "", one_line: bool = False) -> Table:
+    """List samples, one per row, whole or with `one_line` what fits on a line."""
     table = Table(
-        title=title or None, title_justify="left", title_style="dim", box=None, header_style="dim", padding=(0, 2, 0, 0)
+        title=title or None,
+        title_justify="left",
+        title_style="dim",
+        box=None,
+        header_style="dim",
+        padding=(0, 2, 0, 0),
+        expand=one_line,
     )
     table.add_column("step", justify="right")
     table.add_column("version", justify="right")
-    table.add_column("prompt", overflow="fold", max_width=48)
-    table.add_column("response", overflow="fold", max_width=48)
-    table.add_column("answer", overflow="fold", max_width=24)
+    for column, width in (("prompt", 48), ("response", 48), ("answer", 24)):
+        if one_line:
+            table.add_column(column, overflow="ellipsis", no_wrap=True, ratio=width)
+        else:
+            table.add_column(column, overflow="fold", max_width=width)
     table.add_column("reward", justify="right")
     table.add_column("advantage", justify="right")
     for sample in samples:
@@ -159,15 +195,15 @@ def samples_table(samples: Sequence[pb.TrainedSample], *, title: str = "") -> Ta
         table.add_row(
             str(sample.step),
             str(sample.version),
-            _printable(sample.prompt),
-            _printable(sample.response) or "(nothing)",
-            _printable(sample.answer),
+            printable(sample.prompt),
+            printable(sample.response) or "(nothing)",
+            printable(sample.answer),
             f"{sample.reward:.2f}",
             Text(f"{sample.advantage:+.2f}", style=style or ""),
         )
     return table
 
 
-def _printable(text: str) -> Text:
+def printable(text: str) -> Text:
     """Put a model's text on one line and replace control characters."""
     return Text("".join(character if character.isprintable() else "·" for character in " ".join(text.split())))

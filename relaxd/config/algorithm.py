@@ -1,74 +1,190 @@
-"""The algorithms' settings: one typed section per algorithm, chosen by `name`."""
+"""The algorithms' settings: one typed section per algorithm, with its own defaults, chosen by `name`."""
 
-from typing import Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
 
 from relaxd.config.base import Section
+from relaxd.config.policy_gradient import (
+    Aggregation,
+    ClippedConfig,
+    KLEstimator,
+    NormalizedConfig,
+    PolicyGradientConfig,
+    RatioConfig,
+)
 
 
-class GRPOConfig(Section):
+class GRPOConfig(NormalizedConfig, ClippedConfig):
     """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), with the usual variants as switches."""
 
     name: Literal["grpo"] = "grpo"
     """Chooses the algorithm."""
-    normalize_std: bool = True
-    """Divide advantages by the group's standard deviation. False gives Dr. GRPO (arXiv 2503.20783)."""
-    std_epsilon: float = Field(default=1e-6, gt=0)
-    """Added to the standard deviation before dividing."""
-    drop_zero_variance: bool = True
-    """Drop groups whose rewards are all equal and publish the next prompt instead (DAPO's dynamic sampling)."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The probability ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """The probability ratio is clipped above at 1 + clip_high. DAPO (arXiv 2503.14476) uses 0.28."""
-    old_logprobs: Literal["rollout", "current"] = "rollout"
-    """Denominator of the ratio: the engine's log-probs, or the trainer's own at the time of the step (ratio 1)."""
-    correction: Literal["none", "tis", "icepop"] = "none"
-    """Weight each token's policy-gradient term by w, its probability under the trainer at the start of the step divided
-    by that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv
-    2510.18855). Both need old_logprobs = "current": with "rollout" the same ratio would count twice."""
-    tis_clip: float = Field(default=2.0, gt=0)
-    """Largest w of correction = "tis"."""
-    icepop_low: float = Field(default=0.5, ge=0)
-    """Tokens with a smaller w are left out by correction = "icepop" (the paper's alpha)."""
-    icepop_high: float = Field(default=5.0, gt=0)
-    """Tokens with a larger w are left out by correction = "icepop" (the paper's beta)."""
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the reference (the initial model) in the loss. 0 keeps no reference."""
-    kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    """Estimator of that divergence (Schulman 2020, "Approximating KL divergence"); low_var_kl is k3, clamped."""
-    entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
-    loss_aggregation: Literal["sample_mean", "token_mean", "constant_length"] = "token_mean"
-    """sample_mean: mean over each sample's tokens, then over samples (GRPO). token_mean: mean over all tokens of the
-    step (DAPO). constant_length: sum over tokens divided by samples times constant_length (Dr. GRPO). The tokens of a
-    sample are those of all its sequences, so that a conversation that was branched counts once."""
-    constant_length: int = Field(default=1024, ge=1)
-    """Divisor of loss_aggregation = "constant_length", in tokens."""
+
+
+class DrGRPOConfig(ClippedConfig):
+    """Dr. GRPO (arXiv 2503.20783): GRPO without its biases to short answers and easy prompts."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+    """Chooses the algorithm."""
+    loss_aggregation: Aggregation = "constant_length"
+    """As for the other algorithms; the paper divides by a constant."""
+
+
+class DAPOConfig(NormalizedConfig, ClippedConfig):
+    """DAPO (arXiv 2503.14476): GRPO with a higher upper clip, dynamic sampling, token mean and overlong shaping."""
+
+    name: Literal["dapo"] = "dapo"
+    """Chooses the algorithm."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """The probability ratio is clipped above at 1 + clip_high."""
+
+
+class GSPOConfig(NormalizedConfig, ClippedConfig):
+    """Group Sequence Policy Optimization (arXiv 2507.18071): GRPO with the ratio of whole sequences."""
+
+    name: Literal["gspo"] = "gspo"
+    """Chooses the algorithm."""
+    clip_low: float = Field(default=3e-4, gt=0, lt=1)
+    """A sequence's ratio is clipped below at 1 - clip_low. A mean over tokens stays close to 1: GRPO's 0.2 would never
+    clip."""
+    clip_high: float = Field(default=4e-4, gt=0)
+    """A sequence's ratio is clipped above at 1 + clip_high."""
+    loss_aggregation: Aggregation = "sample_mean"
+    """As for the other algorithms; the paper takes the mean over samples."""
+
+
+class SAPOConfig(NormalizedConfig, RatioConfig):
+    """Soft Adaptive Policy Optimization (arXiv 2511.20347): GRPO with a smooth gate instead of a clip."""
+
+    name: Literal["sapo"] = "sapo"
+    """Chooses the algorithm."""
+    tau_positive: float = Field(default=1.0, gt=0)
+    """Steepness of the gate for tokens with a positive advantage."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """Steepness of the gate for tokens with a negative advantage: they are cut off sooner."""
+    loss_aggregation: Aggregation = "sample_mean"
+    """As for the other algorithms; the paper takes the mean over each sample's tokens, then over samples."""
+
+
+class CISPOConfig(NormalizedConfig, RatioConfig):
+    """CISPO (MiniMax-M1, arXiv 2506.13585): clips the ratio as a weight, so that no token loses its gradient."""
+
+    name: Literal["cispo"] = "cispo"
+    """Chooses the algorithm."""
+    clip_low: float = Field(default=1.0, gt=0, le=1)
+    """The weight is clipped below at 1 - clip_low. The paper sets no lower limit, which is 1."""
+    clip_high: float = Field(default=4.0, gt=0)
+    """The weight is clipped above at 1 + clip_high. ScaleRL (arXiv 2510.13786) finds limits from 4 to 8 equally
+    good."""
+
+
+class RLOOConfig(PolicyGradientConfig):
+    """REINFORCE Leave-One-Out (arXiv 2402.14740): each sample's baseline is the mean reward of the others."""
+
+    min_samples: ClassVar[int] = 2
+
+    name: Literal["rloo"] = "rloo"
+    """Chooses the algorithm."""
+
+    @property
+    def on_policy_only(self) -> str:
+        """It has no ratio, so only a correction can make up for older weights."""
+        return "" if self.correction != "none" else 'it has no ratio to an old policy; or set correction = "tis"'
+
+
+class ReinforcePlusPlusConfig(ClippedConfig):
+    """REINFORCE++ (arXiv 2501.03262): no group, no critic; advantages are normalised over the step."""
+
+    needs_whole_step: ClassVar[bool] = True
+
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    """Chooses the algorithm."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of later rewards for each trained token in between."""
+    drop_zero_variance: bool = False
+    """Drop groups whose rewards are all equal. They have a gradient all the same, since no mean of the group is
+    subtracted."""
+
+
+class ReinforcePlusPlusBaselineConfig(ClippedConfig):
+    """REINFORCE++-baseline (arXiv 2501.03262): the group's mean as baseline, normalised over the step."""
+
+    min_samples: ClassVar[int] = 2
+    needs_whole_step: ClassVar[bool] = True
+
+    name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+    """Chooses the algorithm."""
+    kl_estimator: KLEstimator = "k2"
+    """Estimator of the KL divergence in the loss; the paper uses k2."""
+
+
+class OwnConfig(Section):
+    """An algorithm of your own."""
+
+    min_samples: ClassVar[int] = 1
+    needs_whole_step: ClassVar[bool] = False
+    on_policy_only: ClassVar[str] = ""
+
+    name: str
+    """Place of the class, "package.module:Class". Its module is found in the folder in which the services are started,
+    and on PYTHONPATH."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the class, which its `Config` declares."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss has a KL term."""
-        return self.kl_coef > 0
+        """Unknown here: `Algorithm.needs` says so. A reference service is there if the configuration places one."""
+        return True
 
-    @model_validator(mode="after")
-    def _limits_in_order(self) -> Self:
-        if self.icepop_low >= self.icepop_high:
-            raise ValueError(
-                f"algorithm.icepop_low is {self.icepop_low:g}: it must be less than icepop_high, {self.icepop_high:g}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ratio_counts_once(self) -> Self:
-        if self.correction != "none" and self.old_logprobs == "rollout":
-            raise ValueError(
-                f'algorithm.correction is "{self.correction}" and algorithm.old_logprobs is "rollout": both weight a '
-                'token by its ratio to the engine. Use old_logprobs = "current", or correction = "none"'
-            )
-        return self
+    @field_validator("name")
+    @classmethod
+    def _is_a_path(cls, name: str) -> str:
+        module, _, attribute = name.partition(":")
+        if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+            raise ValueError(f'algorithm.name = "{name}": an algorithm of your own is named "package.module:Class"')
+        return name
 
 
-AlgorithmConfig = GRPOConfig
-"""Section of any algorithm. With several algorithms it becomes a union discriminated by `name`."""
+OWN = "own"
+"""Tag of the section of a user's own algorithm."""
+BUILT_IN: dict[str, type[PolicyGradientConfig]] = {
+    config.model_fields["name"].default: config
+    for config in (
+        GRPOConfig,
+        DrGRPOConfig,
+        DAPOConfig,
+        GSPOConfig,
+        SAPOConfig,
+        CISPOConfig,
+        RLOOConfig,
+        ReinforcePlusPlusConfig,
+        ReinforcePlusPlusBaselineConfig,
+    )
+}
+"""The sections of the algorithms that relaxd has, by name."""
+
+
+def tag_of(section: Any) -> str | None:
+    """Return the tag of the algorithm that a section, or a table of one, chooses: its name, or OWN. None: no table."""
+    name = section.get("name", "grpo") if isinstance(section, dict) else getattr(section, "name", None)
+    return OWN if isinstance(name, str) and ":" in name else name if name is None else str(name)
+
+
+AlgorithmConfig = Annotated[
+    Annotated[GRPOConfig, Tag("grpo")]
+    | Annotated[DrGRPOConfig, Tag("dr_grpo")]
+    | Annotated[DAPOConfig, Tag("dapo")]
+    | Annotated[GSPOConfig, Tag("gspo")]
+    | Annotated[SAPOConfig, Tag("sapo")]
+    | Annotated[CISPOConfig, Tag("cispo")]
+    | Annotated[RLOOConfig, Tag("rloo")]
+    | Annotated[ReinforcePlusPlusConfig, Tag("reinforce_plus_plus")]
+    | Annotated[ReinforcePlusPlusBaselineConfig, Tag("reinforce_plus_plus_baseline")]
+    | Annotated[OwnConfig, Tag(OWN)],
+    Discriminator(tag_of),
+]
+"""Section of any algorithm; without a name it is GRPO's."""
+
+ALGORITHM = TypeAdapter[AlgorithmConfig](AlgorithmConfig)
+"""Validates a section of any algorithm that stands alone."""

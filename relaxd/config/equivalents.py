@@ -104,6 +104,7 @@ EQUIVALENTS = (
     ),
     Equivalent("rollout.sglang", "", "@rollout.engine_kwargs.sglang", "", "", "a table of SGLang's options"),
     Equivalent("algorithm.name", "", "algorithm.adv_estimator", "orchestrator.algorithms", "--advantage-estimator"),
+    Equivalent("algorithm.name", "importance_sampling_level", "", "", "", '"gspo" is its "sequence"'),
     Equivalent(
         "algorithm.normalize_std",
         "scale_rewards",
@@ -151,6 +152,33 @@ EQUIVALENTS = (
         "more than 0 turns the reference on",
     ),
     Equivalent("algorithm.kl_estimator", "", "@actor.kl_loss_type", "", "--kl-loss-type"),
+    Equivalent("algorithm.kl_unbiased", "use_bias_correction_kl", "", "", "--use-unbiased-kl"),
+    Equivalent("algorithm.kl_reward_coef", "", "algorithm.kl_ctrl.kl_coef algorithm.use_kl_in_reward", "", "--kl-coef"),
+    Equivalent("algorithm.dual_clip", "delta", "@actor.clip_ratio_c", "", "--eps-clip-c", "0 turns it off"),
+    Equivalent("algorithm.gamma", "", "algorithm.gamma", "", "--gamma"),
+    Equivalent("algorithm.tau_positive", "sapo_temperature_pos", "@actor.tau_pos", "", "--sapo-tau-pos"),
+    Equivalent("algorithm.tau_negative", "sapo_temperature_neg", "@actor.tau_neg", "", "--sapo-tau-neg"),
+    Equivalent("algorithm.opsm_delta", "off_policy_mask_threshold", "", "", "--opsm-delta --use-opsm"),
+    Equivalent("algorithm.tis_clip_low", "", "", "", "--tis-clip-low"),
+    Equivalent("algorithm.veto_high", "", "", "trainer.loss.token_mask_high", ""),
+    Equivalent(
+        "algorithm.veto_low",
+        "",
+        "algorithm.rollout_correction.rollout_token_veto_threshold",
+        "trainer.loss.token_mask_low",
+        "",
+        "with algorithm.veto_sequences the whole sequence, as in verl",
+    ),
+    Equivalent("algorithm.mask_truncated", "mask_truncated_completions", "", "", ""),
+    Equivalent(
+        "algorithm.overlong_buffer",
+        "",
+        "reward_model.overlong_buffer.len reward_model.overlong_buffer.enable",
+        "",
+        "",
+        "algorithm.overlong_limit is the length at which the whole penalty counts",
+    ),
+    Equivalent("algorithm.overlong_penalty", "", "reward_model.overlong_buffer.penalty_factor", "", ""),
     Equivalent("algorithm.entropy_coef", "", "@actor.entropy_coeff", "", "--entropy-coef"),
     Equivalent(
         "algorithm.loss_aggregation",
@@ -294,21 +322,11 @@ EQUIVALENTS = (
     Equivalent(
         "", "num_iterations", "@actor.ppo_epochs", "", "--num-steps-per-rollout", "each group is trained on once"
     ),
-    Equivalent(
-        "",
-        "",
-        "algorithm.kl_ctrl.kl_coef algorithm.use_kl_in_reward algorithm.kl_penalty",
-        "trainer.loss.kl_tau",
-        "--kl-coef",
-        "the KL divergence is part of the loss (algorithm.kl_coef), not of the reward",
-    ),
-    Equivalent("", "delta", "@actor.clip_ratio_c", "", "--eps-clip-c", "there is no dual clip"),
-    Equivalent("", "", "algorithm.gamma algorithm.lam", "", "--gamma --lambd", "GRPO has no discount and no GAE"),
+    Equivalent("", "", "algorithm.kl_penalty", "trainer.loss.kl_tau", "", "in a reward the estimate is always k1"),
+    Equivalent("", "", "algorithm.lam", "", "--lambd", "there is no critic, and so no GAE"),
     Equivalent(
         "", "", "critic.optim.lr critic.model.path", "", "--critic-lr --critic-load --value-clip", "there is no critic"
     ),
-    Equivalent("", "importance_sampling_level", "", "", "", "the ratio is that of each token, not of the sequence"),
-    Equivalent("", "mask_truncated_completions", "", "", "", "answers that were cut are trained on like others"),
     Equivalent(
         "",
         "reward_weights",

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from relaxd.config.algorithm import BUILT_IN, OWN
 from relaxd.config.run import RunConfig
 from relaxd.config.settings import Place, sections, settings
 from relaxd.config.suggest import elsewhere, homes, is_elsewhere, suggest
@@ -168,12 +169,15 @@ def _set(data: dict[str, Any], place: Place, value: Any, option: str) -> None:
 
 def _problems(details: ErrorDetails, sources: Mapping[Place, str]) -> list[Problem]:
     """Convert an error: one problem, or one for each setting of an unknown section that another framework has."""
-    place = tuple(str(part) for part in details["loc"])
+    place, algorithm = tuple(str(part) for part in details["loc"]), ""
+    if place[:1] == ("algorithm",) and place[1:2] and place[1] in (*BUILT_IN, OWN):
+        # pydantic names the chosen algorithm in between.
+        place, algorithm = (place[0], *place[2:]), place[1]
     if details["type"] == "extra_forbidden" and isinstance(details["input"], dict):
         leaves = list(_leaves(details["input"], place))
         if any(map(is_elsewhere, leaves)):
             return [_unknown(leaf, "setting", _source(leaf, sources)) for leaf in leaves]
-    return [_problem(place, details, sources)]
+    return [_problem(place, details, sources, algorithm)]
 
 
 def _leaves(value: Any, place: Place) -> Iterator[Place]:
@@ -184,34 +188,39 @@ def _leaves(value: Any, place: Place) -> Iterator[Place]:
         yield place
 
 
-def _unknown(place: Place, what: str, source: str) -> Problem:
-    return Problem(".".join(place), f"is not a known {what}; {suggest(place)}", source)
+def _unknown(place: Place, what: str, source: str, algorithm: str = "") -> Problem:
+    return Problem(".".join(place), f"is not a known {what}; {suggest(place, algorithm)}", source)
 
 
 def _source(place: Place, sources: Mapping[Place, str]) -> str:
     return next((sources[place[:n]] for n in range(len(place), 0, -1) if place[:n] in sources), "")
 
 
-def _problem(place: Place, details: ErrorDetails, sources: Mapping[Place, str]) -> Problem:
+def _problem(place: Place, details: ErrorDetails, sources: Mapping[Place, str], algorithm: str) -> Problem:
     setting, kind = ".".join(place), details["type"]
     context, value = details.get("ctx", {}), details["input"]
     source = _source(place, sources)
     if kind == "extra_forbidden":
-        return _unknown(place, "section" if isinstance(value, dict) else "setting", source)
+        return _unknown(place, "section" if isinstance(value, dict) else "setting", source, algorithm)
     if kind == "missing":
         meaning = settings()[place].meaning if place in settings() else sections()[place]
         return Problem(setting, f"is missing: {meaning}", source if len(place) > 1 else "")
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
-        close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        return Problem(
-            setting, f"= {_show(value)} is not allowed: one of {', '.join(map(repr, choices))}{hint}", source
-        )
+        return Problem(setting, _not_allowed(value, choices), source)
+    if kind == "union_tag_invalid":
+        message = _not_allowed(value["name"], list(BUILT_IN), ', or "package.module:Class" for one of your own')
+        return Problem(f"{setting}.name", message, _source((*place, "name"), sources))
     if kind == "value_error":
         # Our validators name the settings themselves.
         return Problem("", str(context["error"]), source)
     return Problem(setting, f"= {_show(value)}: {_requirement(kind, context, details['msg'])}", source)
+
+
+def _not_allowed(value: Any, choices: Sequence[str], other: str = "") -> str:
+    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"= {_show(value)} is not allowed: one of {', '.join(map(repr, choices))}{other}{hint}"
 
 
 def _requirement(kind: str, context: Mapping[str, Any], message: str) -> str:
@@ -229,6 +238,7 @@ def _requirement(kind: str, context: Mapping[str, Any], message: str) -> str:
         "string_type": "must be a text, in quotes",
         "path_type": "must be a path, in quotes",
         "model_type": "must be a section: [name], then its settings",
+        "union_tag_not_found": "must be a section: [name], then its settings",
         "model_attributes_type": "must be a section: [name], then its settings",
     }
     return types.get(kind, message)

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from relaxd.config.algorithm import AlgorithmConfig
+from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig, OwnConfig
 from relaxd.config.base import Section
 from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
@@ -338,7 +338,7 @@ class RunConfig(Section):
     """Scoring of answers."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation of answers."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AlgorithmConfig = GRPOConfig()
     """Advantage and loss."""
     trainer: TrainerConfig = TrainerConfig()
     """Training of the model."""
@@ -366,6 +366,34 @@ class RunConfig(Section):
             raise ValueError(
                 'roles.reference.placement is "service", but algorithm.kl_coef is 0, which needs no reference: set '
                 'kl_coef > 0, or placement = "trainer"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _algorithm_fits(self) -> Self:
+        algorithm, samples = self.algorithm, self.rollout.samples_per_prompt
+        who = f'algorithm.name is "{algorithm.name}"'
+        if samples < algorithm.min_samples:
+            raise ValueError(
+                f"{who}, but rollout.samples_per_prompt is {samples}: it compares the samples of a group, so there "
+                f"must be at least {algorithm.min_samples}"
+            )
+        if algorithm.on_policy_only and self.board.max_staleness > 0:
+            raise ValueError(
+                f"{who}, but board.max_staleness is {self.board.max_staleness}: set 0, because "
+                f"{algorithm.on_policy_only}"
+            )
+        if algorithm.needs_whole_step:
+            raise ValueError(
+                f"{who}, which needs mean and variance of the advantages over a whole step: the trainer doesn't "
+                'compute them yet. Use "grpo", "dr_grpo" or "rloo"'
+            )
+        if isinstance(algorithm, OwnConfig):
+            return self
+        if algorithm.kl_reward_coef > 0 and self.roles.reference.placement != "service":
+            raise ValueError(
+                f"algorithm.kl_reward_coef is {algorithm.kl_reward_coef:g}, but roles.reference.placement is "
+                '"trainer": set "service", because rewards are needed before the trainer has a group, or use kl_coef'
             )
         return self
 

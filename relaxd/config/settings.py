@@ -1,20 +1,22 @@
 """The settings of a run as a table, read from the configuration's models and the docstrings below their fields."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Tag
 from pydantic.fields import FieldInfo
 
+from relaxd.config.algorithm import BUILT_IN
 from relaxd.config.run import RunConfig
 
 Place = tuple[str, ...]
 """Path of a setting or section, such as ("trainer", "optimizer", "lr")."""
 _BOUNDS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
 _KINDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
+NAME_MEANING = "Chooses the algorithm (docs/algorithms.md); package.module:Class is one of your own."
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,32 @@ class Setting:
 
 
 @cache
-def settings() -> Mapping[Place, Setting]:
-    """Return every setting by its place, section by section."""
-    return {place: _setting(place, field) for place, field in _walk() if _section_of(field) is None}
+def settings(algorithm: str = "") -> Mapping[Place, Setting]:
+    """Return every setting by its place, section by section.
+
+    The section "algorithm" is that of `algorithm` (see `tag_of`). Without one it has the settings of all algorithms,
+    each as the first that has it declares it.
+    """
+    found = {place: _setting(place, field) for place, field in _walk(algorithm) if not _choices(field)}
+    # Each section allows its own name only.
+    names = [*(f'"{name}"' for name in BUILT_IN), '"package.module:Class"']
+    default = RunConfig.model_fields["algorithm"].default.name
+    name = ("algorithm", "name")
+    found[name] = replace(
+        found[name], kind=" or ".join(names), required=False, default=default, meaning=NAME_MEANING, takes_text=True
+    )
+    return found
 
 
 @cache
-def sections() -> Mapping[Place, str]:
-    """Return the documentation of every section by its place."""
-    return {
-        place: _one_line(section.__doc__ or "")
-        for place, field in _walk()
-        if (section := _section_of(field)) is not None
-    }
+def sections(algorithm: str = "") -> Mapping[Place, str]:
+    """Return the documentation of every section by its place; for `algorithm` see `settings`."""
+    found = {}
+    for place, field in _walk(algorithm):
+        if choices := _choices(field):
+            chosen = choices.get(algorithm) or (next(iter(choices.values())) if len(choices) == 1 else None)
+            found[place] = _one_line((chosen.__doc__ if chosen else field.description) or "")
+    return found
 
 
 def plain(value: Any) -> Any:
@@ -63,16 +78,30 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _walk(section: type[BaseModel] = RunConfig, place: Place = ()) -> Iterator[tuple[Place, FieldInfo]]:
+def _walk(algorithm: str) -> Iterator[tuple[Place, FieldInfo]]:
+    """Yield every setting and section, each place once."""
+    seen = set()
+    for place, field in _walk_section(RunConfig, (), algorithm):
+        if place not in seen:
+            seen.add(place)
+            yield place, field
+
+
+def _walk_section(section: type[BaseModel], place: Place, algorithm: str) -> Iterator[tuple[Place, FieldInfo]]:
     for key, field in section.model_fields.items():
         yield (*place, key), field
-        if inner := _section_of(field):
-            yield from _walk(inner, (*place, key))
+        choices = _choices(field)
+        for inner in [choices[algorithm]] if algorithm in choices else choices.values():
+            yield from _walk_section(inner, (*place, key), algorithm)
 
 
-def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+def _choices(field: FieldInfo) -> Mapping[str, type[BaseModel]]:
+    """Return the models of a section by their tags; of most sections there is one, tagged ""."""
     kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return {"": kind}
+    tagged = [get_args(one) for one in get_args(kind) if get_origin(one) is Annotated]
+    return {one[1].tag: one[0] for one in tagged if isinstance(one[1], Tag)}
 
 
 def _setting(place: Place, field: FieldInfo) -> Setting:

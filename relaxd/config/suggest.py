@@ -2,6 +2,7 @@
 
 import difflib
 
+from relaxd.config.algorithm import BUILT_IN, OWN
 from relaxd.config.equivalents import EQUIVALENTS, Equivalent
 from relaxd.config.settings import Place, sections, settings
 
@@ -9,9 +10,12 @@ ALMOST_EQUAL = 0.85
 """Similarity from which a name is rather a slip than another framework's."""
 
 
-def suggest(place: Place) -> str:
-    """Say what an unknown setting may be: its equivalent here, the nearest name, or the names that there are."""
-    return elsewhere(place) or _nearest(place)
+def suggest(place: Place, algorithm: str = "") -> str:
+    """Say what an unknown setting may be: its equivalent here, the nearest name, or the names that there are.
+
+    `algorithm` is the tag of the run's algorithm (`relaxd.config.algorithm.tag_of`): others have other settings.
+    """
+    return (algorithm and _of_others(place, algorithm)) or elsewhere(place) or _nearest(place, algorithm)
 
 
 def elsewhere(place: Place) -> str:
@@ -53,6 +57,14 @@ def homes(name: str) -> list[Place]:
     return [place for place in settings() if place[-1] == name]
 
 
+def _of_others(place: Place, algorithm: str) -> str:
+    """Say which other algorithms have this setting; empty if none has it."""
+    others = [name for name in (*BUILT_IN, OWN) if place in settings(name)]
+    if not others:
+        return ""
+    return f"it is a setting of algorithm.name = {' or '.join(map(repr, others))}, not of {algorithm!r}"
+
+
 def _parts(name: str) -> Place:
     return tuple(name.lstrip("-").replace("-", "_").lower().split("."))
 
@@ -63,12 +75,12 @@ def _is_ours(place: Place) -> bool:
     return bool(slip) or (place[:-1] in sections() and bool(homes(place[-1])))
 
 
-def _siblings(place: Place) -> list[str]:
-    return [known[-1] for known in (*settings(), *sections()) if known[:-1] == place[:-1]]
+def _siblings(place: Place, algorithm: str = "") -> list[str]:
+    return [known[-1] for known in (*settings(algorithm), *sections()) if known[:-1] == place[:-1]]
 
 
-def _nearest(place: Place) -> str:
-    parent, siblings = place[:-1], _siblings(place)
+def _nearest(place: Place, algorithm: str) -> str:
+    parent, siblings = place[:-1], _siblings(place, algorithm)
     if close := difflib.get_close_matches(place[-1], siblings, n=1, cutoff=0.6):
         return f"did you mean {'.'.join((*parent, close[0]))}?"
     names = {known[-1]: known for known in (*settings(), *sections())}

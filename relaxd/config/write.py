@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
+from relaxd.config.algorithm import tag_of
 from relaxd.config.run import RunConfig
 from relaxd.config.settings import Place, Setting, plain, sections, settings
 
@@ -29,7 +30,7 @@ def dump_explained(config: RunConfig) -> str:
             return [*meaning, f"# {setting.place[-1]} is not set"]
         return [*meaning, _assign(setting, value) + ("" if setting.required else _default(setting, value))]
 
-    return _write(config, lines, sections())
+    return _write(config, lines, sections(_algorithm(config)))
 
 
 def dump_changes(config: RunConfig) -> str:
@@ -45,12 +46,19 @@ def dump_changes(config: RunConfig) -> str:
 
 def _write(config: RunConfig, lines: Lines, meanings: Mapping[Place, str] | None = None) -> str:
     written: list[str] = []
-    for section in sections():
-        known = [setting for place, setting in settings().items() if place[:-1] == section]
+    algorithm = _algorithm(config)
+    for section in sections(algorithm):
+        known = [setting for place, setting in settings(algorithm).items() if place[:-1] == section]
         body = [line for setting in known for line in lines(setting, _value(config, setting.place))]
         if body:
             written += ["", *(_comment(meanings[section]) if meanings else []), f"[{'.'.join(section)}]", *body]
     return "\n".join(written).strip() + "\n"
+
+
+def _algorithm(config: RunConfig) -> str:
+    tag = tag_of(config.algorithm)
+    assert tag is not None, "every section of an algorithm has a name"
+    return tag
 
 
 def _value(config: RunConfig, place: Place) -> Any:

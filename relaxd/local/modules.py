@@ -1,6 +1,7 @@
-"""Programs of the services besides the services themselves, whose modules `relaxd.roles` names."""
+"""Programs besides the services themselves, whose modules `relaxd.roles` names."""
 
 EXPORT_CHECKPOINT = "services.trainer.offline.export_checkpoint"
 REPLAY = "services.trainer.offline.replay"
+ALGORITHM_TRIAL = "relaxd.algorithms.trial"
 REWARD_TRIAL = "services.reward.trial"
 ROLLOUT_TRIAL = "services.rollout.trial"

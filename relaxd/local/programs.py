@@ -1,4 +1,4 @@
-"""Programs of the services that the command line runs and waits for."""
+"""Programs that the command line runs and waits for."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from relaxd.local.environment import python_path
 
 
 def run_program(module: str, words: Sequence[str], *, seconds: float, text: str = "") -> dict[str, Any]:
-    """Run a program of the services with `text` as its input. Returns its JSON result, the last line of its output.
+    """Run a program with `text` as its input. Returns its JSON result, the last line of its output.
 
     Its stderr, with its progress, is this process's. Raises CliError: the result has an "error", or there is none.
     """

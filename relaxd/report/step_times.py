@@ -17,7 +17,6 @@ class BreakdownPart:
     name: str
     """The metric; "" is the remainder."""
     label: str
-    color: str
 
 
 @dataclass(frozen=True)
@@ -34,37 +33,37 @@ TRAINER = Breakdown(
     "the trainer's step",
     "step_seconds",
     (
-        BreakdownPart("train_seconds", "forward, backward, optimizer", "#2563eb"),
-        BreakdownPart("wait_seconds", "waiting for groups", "#f59e0b"),
-        BreakdownPart("asleep_seconds", "asleep: the engines' turn", "#fcd34d"),
-        BreakdownPart("sync_wait_seconds", "waiting for a weight broadcast", "#dc2626"),
-        BreakdownPart("checkpoint_seconds", "blocked by a checkpoint", "#7c3aed"),
-        BreakdownPart("step_file_seconds", "writing the step file", "#a78bfa"),
-        BreakdownPart("", "other: intake, commit, planning", "#9ca3af"),
+        BreakdownPart("train_seconds", "forward, backward, optimizer"),
+        BreakdownPart("wait_seconds", "waiting for groups"),
+        BreakdownPart("asleep_seconds", "asleep: the engines' turn"),
+        BreakdownPart("sync_wait_seconds", "waiting for a weight broadcast"),
+        BreakdownPart("checkpoint_seconds", "blocked by a checkpoint"),
+        BreakdownPart("step_file_seconds", "writing the step file"),
+        BreakdownPart("", "other: intake, commit, planning"),
     ),
 )
 GROUP = Breakdown(
     "a group's stages (mean)",
     "group_seconds",
     (
-        BreakdownPart("queue_rollout_seconds", "queue: rollout", "#fde68a"),
-        BreakdownPart("generate_seconds", "generate", "#16a34a"),
-        BreakdownPart("queue_reward_seconds", "queue: reward", "#fcd34d"),
-        BreakdownPart("score_seconds", "score", "#0891b2"),
-        BreakdownPart("queue_advantage_seconds", "queue: advantage", "#fbbf24"),
-        BreakdownPart("advantage_seconds", "advantage", "#7c3aed"),
-        BreakdownPart("queue_train_seconds", "queue: train", "#f59e0b"),
-        BreakdownPart("in_step_seconds", "in its step", "#2563eb"),
-        BreakdownPart("", "other: commits, failed attempts", "#9ca3af"),
+        BreakdownPart("queue_rollout_seconds", "queue: rollout"),
+        BreakdownPart("generate_seconds", "generate"),
+        BreakdownPart("queue_reward_seconds", "queue: reward"),
+        BreakdownPart("score_seconds", "score"),
+        BreakdownPart("queue_advantage_seconds", "queue: advantage"),
+        BreakdownPart("advantage_seconds", "advantage"),
+        BreakdownPart("queue_train_seconds", "queue: train"),
+        BreakdownPart("in_step_seconds", "in its step"),
+        BreakdownPart("", "other: commits, failed attempts"),
     ),
 )
 SHARES = {
-    "trainer_idle_share": ("trainer: not computing", "#2563eb"),
-    "engine_idle_share": ("engines: idle", "#16a34a"),
-    "engine_paused_share": ("engines: paused for weights", "#dc2626"),
-    "gpu_idle_share": ("GPUs: no kernel running (NVML)", "#111827"),
+    "trainer_idle_share": "trainer: not computing",
+    "engine_idle_share": "engines: idle",
+    "engine_paused_share": "engines: paused for weights",
+    "gpu_idle_share": "GPUs: no kernel running (NVML)",
 }
-"""Label and color of metrics that are shares of the step's time. The table also has those of single replicas."""
+"""Labels of metrics that are shares of the step's time. The table also has those of single replicas."""
 PER_REPLICA = ("engine_idle_share_", "gpu_idle_share_")
 
 
@@ -92,7 +91,7 @@ def mean_rows(steps: Steps, whole: Breakdown) -> list[tuple[BreakdownPart, float
 def share_rows(steps: Steps) -> list[tuple[str, float]]:
     """Return label and mean, weighted by the steps' seconds, of each share; then those of single replicas."""
     rows = [("weight synchronisation: share of a step", _weight_sync_share(steps))]
-    rows += [(label, _mean_share(steps, name)) for name, (label, _) in SHARES.items()]
+    rows += [(label, _mean_share(steps, name)) for name, label in SHARES.items()]
     names = sorted({name for step in steps for name in step if name.startswith(PER_REPLICA)})
     rows += [(_replica_label(name), _mean_share(steps, name)) for name in names]
     return [(label, share) for label, share in rows if share is not None]

@@ -11,11 +11,11 @@ from relaxd.v1 import (
     coordinator_pb2,
     engine_pb2,
     launcher_pb2,
+    rank_pb2,
     replica_pb2,
     reward_pb2,
     rollout_pb2,
     trainer_pb2,
-    trainer_rank_pb2,
 )
 
 _FILES = (
@@ -27,7 +27,7 @@ _FILES = (
     reward_pb2,
     rollout_pb2,
     trainer_pb2,
-    trainer_rank_pb2,
+    rank_pb2,
 )
 _WORK = ("/relaxd.v1.Advantage/Compute", "/relaxd.v1.Reward/Score", "/relaxd.v1.Rollout/Generate")
 """Calls that anybody may make of a replica: they change nothing but its load."""

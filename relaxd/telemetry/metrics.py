@@ -63,6 +63,7 @@ METRICS: dict[str, Metric] = {
         Metric("reward_accuracy", "step", "1", "Mean of the reward part `accuracy`: share of right answers."),
         Metric("reward_format", "step", "1", "Mean of the reward part `format`: share of well-formed answers."),
         Metric("response_length_mean", "step", "{token}", "Mean number of response tokens."),
+        Metric("truncated_share", "step", "1", "Share of samples cut off at rollout.max_new_tokens."),
         Metric(
             "staleness_mean", "step", "{version}", "Mean over tokens of (step - 1) - the version that generated them."
         ),
@@ -96,6 +97,13 @@ METRICS: dict[str, Metric] = {
         Metric("policy_drift_kl", "step", "1", "As logprob_difference_kl, of all trained tokens of the step."),
         Metric("ratio", "step", "1", "Mean probability ratio of the trained tokens (trainer over old policy)."),
         Metric("clip_fraction", "step", "1", "Share of trained tokens whose ratio the loss clipped."),
+        Metric(
+            "veto_fraction",
+            "step",
+            "1",
+            "Share of trained tokens left out for an extreme ratio (algorithm.veto_high, veto_low).",
+        ),
+        Metric("opsm_fraction", "step", "1", "Share of trained tokens left out by algorithm.opsm_delta."),
         Metric(
             "correction_weight",
             "step",
@@ -131,6 +139,12 @@ METRICS: dict[str, Metric] = {
         Metric("tokens", "step", "{token}", "Tokens of the step, prompts included."),
         Metric("samples", "step", "{sample}", "Samples of the step."),
         Metric("groups", "step", "{group}", "Groups of the step."),
+        Metric(
+            "dropped_groups",
+            "step",
+            "{group}",
+            "Groups dropped since the last step; also `dropped_groups_<reason>`. Measured by the coordinator.",
+        ),
         Metric("step_seconds", "step", "s", "Wall time from the end of the last step to the end of this one."),
         Metric("wait_seconds", "step", "s", "Part of step_seconds in which the trainer waited for groups."),
         Metric("train_seconds", "step", "s", "Part of step_seconds in forward, backward and the optimizer."),
@@ -297,8 +311,17 @@ METRICS: dict[str, Metric] = {
             "1",
             "Sum of the bits of all ranks' weights after the step: the same after an exact replay.",
         ),
-        Metric("eval_accuracy", "step", "1", "Greedy accuracy on the held-out prompts."),
-        Metric("eval_format", "step", "1", "Share of well-formed greedy answers on the held-out prompts."),
+        Metric(
+            "eval_reward",
+            "step",
+            "1",
+            "Mean reward of greedy answers to the held-out prompts. Parts of the reward appear as `eval_<part>`.",
+        ),
+        Metric("eval_accuracy", "step", "1", "Share of right greedy answers, when the reward has a part `accuracy`."),
+        Metric("eval_format", "step", "1", "Share of well-formed greedy answers, when the reward has a part `format`."),
+        Metric("eval_response_length", "step", "{token}", "Mean length of the greedy answers."),
+        Metric("eval_prompts", "step", "{prompt}", "Held-out prompts of an evaluation."),
+        Metric("eval_unscored", "step", "{answer}", "Greedy answers that the reward couldn't score; they count as 0."),
         Metric("eval_step", "step", "1", "Step after which the newest evaluation started. Not in metrics.jsonl."),
         Metric("reward", "histogram", "1", "Reward of each trained sample.", _PER_RUN, _REWARDS),
         Metric(

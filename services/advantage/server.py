@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from relaxd.algorithms import Algorithm, Filtered, create
-from relaxd.config import AlgorithmConfig
+from relaxd.config.algorithm import ALGORITHM, OwnConfig
 from relaxd.config.load import explain
 from relaxd.rpc.errors import InvalidArgument, Violations
 from relaxd.v1 import advantage_pb2, advantage_pb2_grpc
@@ -15,8 +15,6 @@ from relaxd.v1.group_pb2 import DropReason
 
 MAX_TOKENS = 10_000_000
 """Most response tokens of one Compute call: the answer has a value for each and must fit into a message."""
-
-_ALGORITHM = TypeAdapter[AlgorithmConfig](AlgorithmConfig)
 
 
 class AdvantageServicer(advantage_pb2_grpc.AdvantageServicer):
@@ -47,7 +45,11 @@ def parse_compute_request(
     violations = Violations()
     algorithm: Algorithm | None = None
     try:
-        algorithm = create(_ALGORITHM.validate_json(request.algorithm_json or "null", strict=True))
+        config = ALGORITHM.validate_json(request.algorithm_json or "null", strict=True)
+        if isinstance(config, OwnConfig):
+            violations.add("algorithm_json", "names a class of its own: a call can only use the algorithms of relaxd")
+        else:
+            algorithm = create(config)
     except ValidationError as error:
         for problem in explain(error, ("algorithm",)):
             violations.add("algorithm_json", str(problem))

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from relaxd.algorithms import Filtered, create, sample_lengths
+from relaxd.algorithms import Filtered, sample_lengths
+from relaxd.algorithms.trial import check_advantages, create_tried
 from relaxd.board import Column, Delivery, Drop
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
@@ -21,14 +22,14 @@ class AdvantageService(StageReplica):
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
         """See StageReplica."""
-        algorithm = create(config.algorithm)
+        algorithm = create_tried(config.algorithm, with_loss=False)
 
         def process(delivery: Delivery, columns: dict[str, Column]) -> Result:
             rewards = np.asarray(columns["reward"])
             lengths = sample_lengths(
                 np.asarray(columns["lengths"]), np.asarray(columns["sample_of_sequence"]), rewards.size
             )
-            result = algorithm.advantages(rewards, lengths, columns)
+            result = check_advantages(algorithm.advantages(rewards, lengths, columns), int(lengths.sum()))
             if isinstance(result, Filtered):
                 return Drop(result.reason, filtered=True)
             return {"advantages": result.values}

@@ -1,6 +1,5 @@
-"""The report: made from a run's files alone, complete, self-contained, and safe to open."""
+"""The report: made from a run's files alone, complete, self-contained, and safe to open. See also test_charts.py."""
 
-import base64
 import json
 import re
 from html.parser import HTMLParser
@@ -9,19 +8,20 @@ from pathlib import Path
 import pytest
 
 from relaxd.client.errors import CliError
-from relaxd.report.report import read_result, save_samples, write_report
+from relaxd.config.load import load
+from relaxd.report.report import write_report
+from relaxd.report.result import read_result, save_samples
 from relaxd.report.step_times import GROUP, TRAINER, mean_rows, share_rows, tables
-from relaxd.report.times import draw_times
 from relaxd.v1 import coordinator_pb2 as pb
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     summary = {"run_id": "r1", "state": "stopped", "reason": "completed", "steps": 3, "wall_seconds": 90.0}
-    summary |= {"accuracy_before": 0.08, "accuracy_after": 0.66, "format_before": 0.5, "format_after": 1.0}
+    summary |= {"reward_before": 0.08, "reward_after": 0.66, "brief_before": 0.5, "brief_after": 1.0}
     summary |= {"published": 14, "trained": 12, "dropped": 2, "in_flight": 0, "dropped_by_reason": {"zero_variance": 2}}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    lines = [{"step": 0, "eval_accuracy": 0.08, "eval_format": 0.5}]
+    lines = [{"step": 0, "eval_reward": 0.08, "eval_brief": 0.5}]
     for step in (1, 2, 3):
         timing = {"step_seconds": 20.0, "train_seconds": 12.0, "wait_seconds": 5.0, "step_file_seconds": 0.5}
         timing |= {
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
         timing |= {"queue_train_seconds": 8.0, "score_seconds": 0.5, "sync_seconds": 0.4, "trainer_idle_share": 0.4}
         timing |= {"engine_idle_share": step / 10, "engine_idle_share_rollout-2": 0.25}
         lines.append({"step": step, "reward_mean": step / 4, "reward_accuracy": step / 4, "kl": None, **timing})
-    lines[-1] |= {"eval_accuracy": 0.66, "eval_format": 1.0}
+    lines[-1] |= {"eval_reward": 0.66, "eval_brief": 1.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "config.toml").write_text("[run]\nsteps = 3 # <b>\n")
     nasty = "<script>alert(1)</script> $title"
@@ -49,7 +49,7 @@ class Parser(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "img"):
+        if tag not in ("meta", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -61,17 +61,15 @@ def test_report_has_everything_and_needs_nothing(folder: Path) -> None:
     for expected in ("0.08 → 0.66", "+0.58", "0.50 → 1.00", "1.5 min", "dropped: zero_variance", "1 + 1", "0.750"):
         assert expected in text
     assert "steps = 3 # &lt;b&gt;" in text
-    assert "<script" not in text
+    assert "<script>alert" not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt; $title" in text
     parser = Parser()
     parser.feed(text)
     assert parser.open == []
-    images = [attributes["src"] for tag, attributes in parser.tags if tag == "img"]
-    pngs = [base64.b64decode((image or "").removeprefix("data:image/png;base64,")) for image in images]
-    assert len(pngs) == 2
-    assert pngs[0] == (folder / "curve.png").read_bytes()
-    assert all(png.startswith(b"\x89PNG") for png in pngs)
-    assert not re.search(r'(src|href)="(?!data:)', text)
+    assert not any({"src", "href"} & attributes.keys() for _, attributes in parser.tags)
+    assert "The MIT License" in text
+    assert "accuracy" not in text.split("<script")[0].split("<h2>Steps</h2>")[0]  # no reward is called so
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def rows(text: str, head: str) -> dict[str, list[str]]:
@@ -128,14 +126,6 @@ def test_shares_are_weighed_by_time_and_a_step_without_them_is_left_out() -> Non
     assert tables([]) == []
 
 
-def test_many_steps_share_bars() -> None:
-    steps = [{"step": step, "step_seconds": 2.0, "train_seconds": 1.0} for step in range(1, 301)]
-    image = draw_times(steps)
-    assert image is not None
-    assert image.startswith(b"\x89PNG")
-    assert draw_times([{"step": 1, "reward_mean": 0.5}]) is None
-
-
 def test_a_run_that_goes_on_has_a_report(folder: Path) -> None:
     (folder / "summary.json").unlink()
     (folder / "run.json").write_text(json.dumps({"run_id": "r1", "phase": "RUNNING", "reason": ""}))
@@ -156,7 +146,7 @@ def test_a_run_without_steps_and_evaluations_has_a_report(folder: Path) -> None:
 def test_values_are_read_by_kind(folder: Path) -> None:
     result = read_result(folder)
     assert [step["step"] for step in result.steps] == [1, 2, 3]
-    assert [(e["step"], e["eval_accuracy"]) for e in result.evaluations] == [(0, 0.08), (3, 0.66)]
+    assert [(e["step"], e["eval_reward"]) for e in result.evaluations] == [(0, 0.08), (3, 0.66)]
 
 
 @pytest.mark.parametrize("broken", ["summary.json", "metrics.jsonl"])
@@ -167,3 +157,54 @@ def test_a_broken_folder_is_named(folder: Path, broken: str) -> None:
     (folder / broken).unlink()
     with pytest.raises(CliError, match=broken):
         write_report(folder)
+
+
+def keep_answers(folder: Path, step: int, responses: list[str]) -> None:
+    (folder / "evaluations").mkdir(exist_ok=True)
+    same = {"answer": "3", "parts": {}, "error": "", "length": 1, "finish_reason": "stop"}
+    lines = [
+        {"index": index, "prompt": f"1 + 2 ({index})", "response": response, "reward": float(response == "3"), **same}
+        for index, response in enumerate(responses)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "evaluations" / f"step-{step:06d}.jsonl").write_text(text)
+
+
+def test_held_out_answers_are_shown_before_and_after(folder: Path) -> None:
+    assert read_result(folder).evaluation_steps == []
+    keep_answers(folder, 0, ["<b>4", "3"])
+    keep_answers(folder, 3, ["3", "12"])
+    text = write_report(folder).read_text()
+    assert rows(text, "response, step 3") == {
+        "1 + 2 (0)": ["3", "&lt;b&gt;4", "0.00", "3", "1.00"],
+        "1 + 2 (1)": ["3", "3", "1.00", "12", "0.00"],
+    }
+    (folder / "evaluations" / "step-000003.jsonl").write_text("{")
+    with pytest.raises(CliError, match="answers of the evaluation of step 3 can't be read"):
+        write_report(folder)
+
+
+def test_what_was_trained_with_which_code_is_on_top(folder: Path) -> None:
+    config = load('[run]\nsteps = 3\n[model]\npath = "tiny"\n[data]\nsource = "addition"\n[reward]\nname = "addition"')
+    (folder / "config.json").write_text(config.model_dump_json())
+    code = {"relaxd": "0.1.0", "python": "3.12.1", "commit": "0123456789abcdef", "uncommitted_changes": True}
+    (folder / "code.json").write_text(json.dumps(code))
+    top = write_report(folder).read_text().split("<nav>")[0]
+    facts = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", top))
+    assert facts == {
+        "model": "tiny",
+        "data": "addition",
+        "reward": "addition",
+        "algorithm": "grpo",
+        "engine": "transformers",
+        "code": "relaxd 0.1.0, commit 0123456789ab, with uncommitted changes, Python 3.12.1",
+    }
+    assert "steps = 3\n\n[model]\npath = &quot;tiny&quot;" in top
+
+
+def test_a_long_run_has_a_short_table_of_steps(folder: Path) -> None:
+    lines = "".join(json.dumps({"step": step, "reward_mean": 0.5}) + "\n" for step in range(1, 301))
+    (folder / "metrics.jsonl").write_text(lines)
+    text = write_report(folder).read_text()
+    assert "the newest 100 of 300" in text
+    assert list(rows(text.split("<h2>Steps</h2>")[1], "step"))[0::99] == ["201", "300"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from relaxd.config.algorithm import BUILT_IN
 from relaxd.config.equivalents import EQUIVALENTS, FRAMEWORKS
 from relaxd.config.load import ConfigError, load, load_file
 from relaxd.config.settings import sections, settings
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 
 
-@pytest.mark.parametrize("name", ["settings", "coming_from"])
+@pytest.mark.parametrize("name", ["algorithms", "coming_from", "settings"])
 def test_the_page_is_written_from_the_table(name: str) -> None:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
@@ -45,7 +46,7 @@ def test_what_is_written_reads_back_as_the_same(example: Path) -> None:
 def test_every_setting_is_explained_and_only_changes_are_kept() -> None:
     config = load_file(ROOT / "examples" / "addition.toml", ["--rollout.top_k", "5"])
     explained, changes = dump_explained(config), dump_changes(config)
-    for setting in settings().values():
+    for setting in settings("grpo").values():
         assert f"\n{setting.place[-1]} = " in explained or f"\n# {setting.place[-1]} is not set" in explained
         assert setting.meaning.split()[0] in explained
     assert "# Number of optimizer steps.\nsteps = 24\n" in explained
@@ -77,6 +78,59 @@ def test_the_table_of_other_names_is_sound() -> None:
         assert sorted(names) == sorted(set(names))
 
 
+RUNNABLE = [name for name, section in BUILT_IN.items() if not section.needs_whole_step]
+
+
+@pytest.mark.parametrize("name", [*RUNNABLE, "my.module:Mine"])
+def test_a_section_has_the_defaults_of_its_algorithm(name: str) -> None:
+    overrides = ["--algorithm.name", name, "--board.max_staleness", "0"]
+    if ":" in name:
+        overrides += ["--algorithm.settings.rate", "0.5"]
+    config = load_file(ROOT / "examples" / "addition.toml", overrides)
+    changes = dump_changes(config)
+    for text in (dump(config), dump_explained(config), changes):
+        assert load(text) == config
+    section = changes.partition("[algorithm]\n")[2].partition("\n\n")[0]
+    expected = [f'name = "{name}"  # default: "grpo"'] if name != "grpo" else []
+    expected += ["settings = { rate = 0.5 }  # default: {}"] if ":" in name else []
+    assert section.splitlines() == expected
+    if name in BUILT_IN:
+        assert config.algorithm == BUILT_IN[name]()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("name=gspoo", "algorithm.name = \"gspoo\" is not allowed: one of 'grpo', "),
+        ("name=gspoo", "did you mean 'gspo'?"),
+        ("name=module:", 'an algorithm of your own is named "package.module:Class"'),
+        ("name=sapo dual_clip=3", "it is a setting of algorithm.name = 'grpo' or 'dr_grpo' or"),
+        (
+            "name=sapo tau_positve=3",
+            "algorithm.tau_positve is not a known setting; did you mean algorithm.tau_positive?",
+        ),
+        ("name=sapo tau_positive=0", "algorithm.tau_positive = 0: must be more than 0"),
+        ("name=my:Mine clip_low=0.1", "algorithm.clip_low is not a known setting; it is a setting of"),
+        ("dual_clip=0.5", "algorithm.dual_clip is 0.5: it must be more than 1"),
+        ("veto_high=1", "algorithm.veto_high is 1: it must be more than 1"),
+        ("tis_clip_low=3", "algorithm.tis_clip_low is 3: it must be less than tis_clip, 2"),
+        ("overlong_buffer=8", "algorithm.overlong_limit is 0: with overlong_buffer = 8 it must be longer"),
+        ("kl_coef=0.1 kl_reward_coef=0.1", "the divergence counts in the loss or in the reward"),
+        ("kl_reward_coef=0.1", 'roles.reference.placement is "trainer": set "service"'),
+        ("name=rloo", 'algorithm.name is "rloo", but board.max_staleness is 1: set 0'),
+        ("name=rloo correction=tis samples=1", "rollout.samples_per_prompt is 1: it compares the samples of a group"),
+        ("name=reinforce_plus_plus", "needs mean and variance of the advantages over a whole step"),
+        ("name=reinforce_plus_plus mask_truncated=true", "use overlong_buffer instead"),
+    ],
+)
+def test_what_does_not_fit_an_algorithm_is_refused(overrides: str, expected: str) -> None:
+    words = [f"--algorithm.{word}" for word in overrides.split()]
+    words = [word.replace("algorithm.samples", "rollout.samples_per_prompt") for word in words]
+    with pytest.raises(ConfigError) as caught:
+        load_file(ROOT / "examples" / "addition.toml", words)
+    assert expected in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("unknown", "expected"),
     [
@@ -89,7 +143,8 @@ def test_the_table_of_other_names_is_sound() -> None:
             "rollout.rollout_stop_token_ids",
             "an answer ends at the model's own end tokens (Relax's --rollout-stop-token-ids)",
         ),
-        ("algorithm.gamma", "GRPO has no discount and no GAE (verl's algorithm.gamma)"),
+        ("algorithm.lam", "there is no critic, and so no GAE (verl's algorithm.lam)"),
+        ("algorithm.importance_sampling_level", "TRL's importance_sampling_level is algorithm.name here"),
         ("rollout.temprature", "did you mean rollout.temperature?"),
         ("trainer.optimizer.beta", "did you mean trainer.optimizer.beta"),  # TRL's beta is another thing
         ("algorithm.beta", "TRL's beta is algorithm.kl_coef here"),

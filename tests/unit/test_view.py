@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from relaxd.cli.execute import result_table
-from relaxd.cli.view import RunView, render, samples_table, sparkline, step_line
+from relaxd.cli.view import Picture, RunView, samples_table, sparkline, step_line
 from relaxd.v1 import coordinator_pb2 as pb
 
 
@@ -33,7 +33,7 @@ def test_the_live_picture_has_everything() -> None:
     assert view.update(message(1, reward_mean=0.25, staleness_mean=0.5, tokens_per_second=321.0)) == []
     response = "[/not markup]\n7777777777 \x1b[2J\x07"
     view.samples = [pb.TrainedSample(step=1, prompt="What is 3 + 4?", response=response, answer="7", advantage=-0.5)]
-    text = shown(render(view))
+    text = shown(Picture(view))
     for expected in ("r1", "running", "step 1/24", "0.250", "0.50", "321", "published 14", "zero_variance 2"):
         assert expected in text
     for expected in ("reward 1+2", "What is 3 + 4?", "[/not markup] 7777777777 ·[2J·", "-0.50"):
@@ -41,8 +41,37 @@ def test_the_live_picture_has_everything() -> None:
     assert "accuracy" not in text  # this run has no such metric
 
 
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("height", [16, 24, 50])
+def test_the_live_picture_fits_the_terminal(width: int, height: int) -> None:
+    view = RunView()
+    for step in range(1, 31):
+        latest = message(step, reward_mean=0.5, reward_accuracy=0.5, reward_format=1.0, response_length_mean=123.4,
+                         staleness_mean=0.51, tokens_per_second=12345.0, step_seconds=12.3)  # fmt: skip
+        latest.run.metrics.update({"eval_reward": 0.5, "eval_accuracy": 0.5, "eval_format": 1.0})
+        latest.run.waiting_for = "the gate is shut: 40 groups are open, of 40 that the versions on the engines allow"
+        latest.events.add(instance=f"rollout-{step}", text="is gone: its process ended with signal 9")
+        view.update(latest)
+    view.notices.append("relaxd resume r1 continues it, relaxd stop r1 ends it")
+    view.samples = [
+        pb.TrainedSample(step=30, prompt="What is 1 + 2? " * 20, response="It is\n3. " * 20, answer="3")
+    ] * 4
+    console = Console(file=io.StringIO(), width=width, height=height)
+    rows = console.render_lines(Picture(view), console.options.update(height=height), pad=False)
+    lines = ["".join(segment.text for segment in row) for row in rows]
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert not set(text) & set("╭─│╰┃┏")
+    for expected in ("step 30/24", "tokens/s", "12345", "held-out reward 0.50", "published 14", "rollout-30: is gone",
+                     "relaxd resume r1"):  # fmt: skip
+        assert expected in text
+    assert sum("12345" in line for line in lines) in {16: (1, 2), 24: (8,), 50: (8,)}[height]
+    assert "What is 1 + 2?" in text or height == 16
+
+
 def test_a_picture_before_anything_happened() -> None:
-    assert "relaxd" in shown(render(RunView()))
+    assert "relaxd" in shown(Picture(RunView()))
     assert "(nothing)" in shown(samples_table([pb.TrainedSample()]))
 
 
@@ -59,7 +88,7 @@ def test_what_a_run_waits_for_is_shown_with_the_time_that_is_left() -> None:
     view = RunView()
     view.update(message(1, reward_mean=0.25))
     view.run.waiting_for, view.run.remaining_seconds = "the trainer works on step 2, for 50 s", 600
-    text = shown(render(view))
+    text = shown(Picture(view))
     assert "step 1/24; about 10 min left" in text
     assert "the trainer works on step 2, for 50 s" in text
 

@@ -5,8 +5,8 @@ import grpc
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, explain
 from relaxd.v1.trainer_pb2 import TrainerSaveCheckpointRequest, TrainerSaveCheckpointResponse
 from relaxd.waiting import waiting
-from services.coordinator.fleet.patience import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
 
 
 async def save_checkpoint(context: RunContext) -> TrainerSaveCheckpointResponse:

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,7 +19,7 @@ from relaxd.waiting import waiting
 from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.health.health_manager import HealthManager
-from services.coordinator.runs.evaluation import EvaluationFailed, Evaluator
+from services.coordinator.runs.evaluation import EvaluationFailed, Evaluator, Judged, summarise_answers
 from services.coordinator.runs.exporting import ExportFailed, export_model
 from services.coordinator.runs.publisher import Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
@@ -84,6 +86,8 @@ class ActiveRun:
         """Unix time at which training began, or went on after a pause, under this coordinator."""
         self._reported_sync_seconds = 0.0
         """The part of `sync.seconds` that earlier steps' metrics contain."""
+        self._reported_drops: Counter[str] | None = None
+        """Drops by reason that earlier steps' metrics contain; None until the first metrics after a start."""
         self._saving = asyncio.Lock()
         self._evaluation: asyncio.Task[None] | None = None
         """The last evaluation that was started beside training."""
@@ -327,13 +331,16 @@ class ActiveRun:
 
     async def _evaluate_beside(self, version: Version) -> None:
         try:
-            metrics = await self._evaluator.evaluate(version, or_later=True)
+            judged = await self._evaluator.evaluate(version, or_later=True)
         except EvaluationFailed as error:
             await self._add_note(f"the evaluation of version {version[1]} failed: {error}")
         else:
-            await self._record_evaluation(version[1], metrics)
+            await self._record_evaluation(version[1], judged)
 
-    async def _record_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+    async def _record_evaluation(self, step: int, judged: Sequence[Judged]) -> None:
+        metrics = summarise_answers(judged)
+        # First of all: a recorded evaluation has its answers.
+        await asyncio.to_thread(self._files.write_answers, step, [one.to_json() for one in judged])
         logger.info("evaluation of version %d: %s", step, metrics)
         await self._save(evaluations=(*self.record.evaluations, Evaluation(step=step, metrics=metrics)))
         telemetry.record_step(self.record.run_id, step, metrics)
@@ -440,8 +447,20 @@ class ActiveRun:
         ledger = await self._redis.in_thread(self.board.ledger, self._files.last_step)
         synced, self._reported_sync_seconds = self.sync.seconds - self._reported_sync_seconds, self.sync.seconds
         measured = {**self._usage.take(self.fleet.devices()), "sync_seconds": synced / max(len(ledger), 1)}
+        measured |= await self._take_drops(len(ledger))
         steps = [(entry.step, {**entry.metrics, **measured}) for entry in ledger]
         for step, metrics in steps:
             telemetry.record_step(self.record.run_id, step, metrics)
         await asyncio.to_thread(self._files.append_ledger, ledger)
         await asyncio.to_thread(self._files.append_metrics, steps)
+
+    async def _take_drops(self, steps: int) -> dict[str, float]:
+        """Return the groups dropped since the last call, in all and by reason, per step."""
+        counts = await self._redis.in_thread(self.board.counts)
+        dropped = Counter(counts.dropped_by_reason)
+        before, self._reported_drops = self._reported_drops, dropped
+        if before is None and counts.last_step > steps:
+            return {}  # dropped before a restart of the coordinator: by which step isn't known
+        fresh = dropped - (before or Counter())
+        by_reason = {f"dropped_groups_{reason}": count / max(steps, 1) for reason, count in fresh.items()}
+        return {"dropped_groups": sum(by_reason.values()), **by_reason}

@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -18,11 +18,11 @@ from relaxd.rpc.errors import explain
 from relaxd.v1.content_pb2 import Conversation
 from relaxd.v1.reward_pb2 import Score, ScoreRequest
 from relaxd.v1.rollout_pb2 import GenerateRequest, GenerateResponse
-from relaxd.v1.sample_pb2 import FINISH_REASON_ABORT, SamplingParams
+from relaxd.v1.sample_pb2 import FINISH_REASON_ABORT, FinishReason, SamplingParams
 from relaxd.waiting import waiting
-from services.coordinator.fleet.patience import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.fleet.registry import Replica, Version
 from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -45,9 +45,27 @@ class _Retry(Exception):
 class Judged:
     """One scored answer."""
 
+    prompt: Prompt
+    response: str
     score: Score
     length: int
     """Tokens of the answer."""
+    finish_reason: str
+    """"stop" or "length"."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a line of the file with an evaluation's answers."""
+        return {
+            "index": self.prompt.index,
+            "prompt": self.prompt.text,
+            "answer": self.prompt.answer,
+            "response": self.response,
+            "reward": self.score.reward,
+            "parts": dict(self.score.parts),
+            "error": self.score.error,
+            "length": self.length,
+            "finish_reason": self.finish_reason,
+        }
 
 
 @dataclass
@@ -74,12 +92,10 @@ class Evaluator:
         """The run evaluates at all."""
         return self._context.config.eval.prompts > 0 and self._data.held_out is not None
 
-    async def evaluate(self, version: Version, *, or_later: bool = False) -> dict[str, float]:
+    async def evaluate(self, version: Version, *, or_later: bool = False) -> list[Judged]:
         """Evaluate a version, with `or_later` also on engines that serve a later one.
 
-        Returns eval_accuracy and eval_format (if the reward has such parts; eval_accuracy is the reward if it has
-        none), eval_reward, eval_response_length (tokens) and eval_prompts. An answer that the reward can't score
-        counts as 0 and is counted in eval_unscored. Raises EvaluationFailed.
+        Returns the scored answers in the prompts' order. Raises EvaluationFailed.
         """
         held_out = self._data.held_out
         assert held_out is not None  # callers check `wanted`
@@ -93,8 +109,8 @@ class Evaluator:
                         f"the evaluation of version {version[1]}, which has {done} of {len(prompts)} answers scored"
                     )
 
-                evaluation = _Evaluation(self._context, version, or_later)
-                return summarise(await evaluation.run(prompts, on_progress))
+                judged = await _Evaluation(self._context, version, or_later).run(prompts, on_progress)
+            return sorted(judged, key=lambda one: one.prompt.index)
         finally:
             self.in_progress -= 1
 
@@ -173,7 +189,9 @@ class _Evaluation:
                 final = await self._generate(prompt, engine)
             finally:
                 self._busy[engine.replica_id] -= 1
-            return Judged(await self._score(prompt, final), final.token_count)
+            score = await self._score(prompt, final)
+            finish_reason = FinishReason.Name(final.finish_reason).removeprefix("FINISH_REASON_").lower()
+            return Judged(prompt, final.text, score, final.token_count, finish_reason)
         except _Retry:
             await asyncio.sleep(RETRY_SECONDS)
             raise
@@ -249,8 +267,12 @@ class _Evaluation:
             logger.warning("evaluation, attempt %d of %d: %s", question.attempts, ATTEMPTS, problem)
 
 
-def summarise(judged: Sequence[Judged]) -> dict[str, float]:
-    """Compute the metrics of an evaluation."""
+def summarise_answers(judged: Sequence[Judged]) -> dict[str, float]:
+    """Compute the metrics of an evaluation: means over all its answers.
+
+    Returns eval_reward, eval_<part> for each part of the reward, eval_response_length (tokens) and eval_prompts. An
+    answer that the reward couldn't score counts as 0 and is counted in eval_unscored.
+    """
     count = len(judged)
     scored = [one for one in judged if not one.score.error]
     sums: dict[str, float] = {}
@@ -259,7 +281,6 @@ def summarise(judged: Sequence[Judged]) -> dict[str, float]:
             sums[f"eval_{name}"] = sums.get(f"eval_{name}", 0.0) + value
     means = {name: value / count for name, value in sums.items()}
     reward = sum(one.score.reward for one in scored) / count
-    means.setdefault("eval_accuracy", reward)
     if len(scored) < count:
         first = next(one.score.error for one in judged if one.score.error)
         logger.warning("%d of %d held-out answers could not be scored: %s", count - len(scored), count, first)

@@ -8,8 +8,8 @@ from relaxd.roles import TRAINER
 from relaxd.rpc.errors import explain
 from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest
 from services.coordinator.fleet.fleet import Fleet
-from services.coordinator.fleet.patience import LONG_CALL_SECONDS, NoAnswer, answer
 from services.coordinator.fleet.peers import Peers
+from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
 
 POLL_SECONDS = 1.0
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)

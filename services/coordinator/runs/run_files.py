@@ -14,16 +14,22 @@ from typing import Any
 
 from relaxd.board import Counts, LedgerEntry
 from relaxd.config import RunConfig
+from services.coordinator.runs.code_version import code_version
 from services.coordinator.state.records import Evaluation, RunRecord
 
 RECORD, LEDGER = "run.json", "ledger.jsonl"
+NO_REWARDS = ("eval_response_length", "eval_prompts", "eval_unscored")
+"""Metrics of an evaluation that are neither the reward nor a part of it."""
 
 Steps = Iterable[tuple[int, Mapping[str, float]]]
 """(step, metrics), in order."""
 
 
 class RunFiles:
-    """config.json, config.toml, run.json, ledger.jsonl, metrics.jsonl and summary.json of one run."""
+    """The files of one run.
+
+    config.json, config.toml, code.json, run.json, ledger.jsonl, metrics.jsonl, evaluations/step-N.jsonl, summary.json.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,10 +37,11 @@ class RunFiles:
         """The last step in metrics.jsonl."""
 
     def create(self, config_toml: str, config: RunConfig) -> None:
-        """Create the folder and write the configuration. Raises OSError."""
+        """Create the folder and write the configuration and the version of the code. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.toml").write_text(config_toml)
         (self.folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+        (self.folder / "code.json").write_text(json.dumps(code_version(), indent=2) + "\n")
 
     def rewrite_metrics(self, steps: Steps, evaluations: Iterable[Evaluation]) -> None:
         """Rewrite metrics.jsonl: a line per step with its evaluation, and one for step 0.
@@ -86,6 +93,12 @@ class RunFiles:
             lines[line["step"]] = line
         return lines
 
+    def write_answers(self, step: int, answers: Iterable[Mapping[str, Any]]) -> None:
+        """Write the answers of the evaluation of a step: evaluations/step-N.jsonl."""
+        folder = self.folder / "evaluations"
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(folder / f"step-{step:06d}.jsonl", "".join(_line(answer) for answer in answers))
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
         _replace(self.folder / "summary.json", json.dumps(_finite(summary), indent=2) + "\n")
@@ -116,10 +129,7 @@ def summarise(record: RunRecord, counts: Counts, model: str, ledger: Sequence[Le
         "state": record.phase.value.lower(),
         "outcome": record.outcome.value.lower() if record.outcome else None,
         "reason": record.reason,
-        "accuracy_before": before.get("eval_accuracy"),
-        "accuracy_after": after.get("eval_accuracy"),
-        "format_before": before.get("eval_format"),
-        "format_after": after.get("eval_format"),
+        **_changes(before, after),
         "steps": counts.last_step,
         "wall_seconds": round((record.end_time - record.create_time).total_seconds(), 3),
         "published": counts.published,
@@ -134,6 +144,18 @@ def summarise(record: RunRecord, counts: Counts, model: str, ledger: Sequence[Le
         "notes": list(record.notes),
         **({"switching": switching([entry.metrics for entry in ledger])} if ledger else {}),
     }
+
+
+def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float | None]:
+    """Return reward_before, reward_after and the same of each part of the reward, of held-out prompts.
+
+    A value that there isn't is None. Empty if the run was never evaluated.
+    """
+    names = [name.removeprefix("eval_") for name in (*before, *after) if name not in NO_REWARDS]
+    found: dict[str, float | None] = {}
+    for name in sorted(set(names), key=lambda name: (name != "reward", name)):
+        found |= {f"{name}_before": before.get(f"eval_{name}"), f"{name}_after": after.get(f"eval_{name}")}
+    return found
 
 
 def switching(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from relaxd.board import Board, BoardUnavailable, size_problems
+from relaxd.algorithms.trial import create_tried
+from relaxd.board import Board, BoardUnavailable, size_problems, stages_for
 from relaxd.board.core import RESERVED_RUN_ID, RUN_ID, RUN_ID_RULE
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, load
@@ -52,6 +53,12 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
     except ConfigError as error:
         for problem in error.problems:
             violations.add(_field(problem.setting), str(problem))
+        raise violations.error() from error
+    try:
+        create_tried(config.algorithm, with_loss=False)
+        stages_for(config)
+    except ValueError as error:
+        violations.add(_field("algorithm.name"), str(error))
         raise violations.error() from error
     try:
         data = load_data(config)

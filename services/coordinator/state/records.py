@@ -43,7 +43,7 @@ class Evaluation(Record):
     step: int
     """The evaluated version."""
     metrics: dict[str, float]
-    """eval_accuracy, eval_format, ..."""
+    """eval_reward, eval_<part> for each part of the reward, ..."""
 
 
 class RunRecord(Record):

@@ -10,23 +10,20 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from relaxd import telemetry
-from relaxd.retry import Backoff
 from relaxd.rpc.errors import FailedPrecondition
 from services.coordinator.fleet.registry import Replica
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.state.records import Announcement, GroupRecord, Member, WeightsRecord
 from services.coordinator.state.store import StoreUnavailable
+from services.coordinator.weights.set_aside import SetAside
 from services.coordinator.weights.weight_group_client import SyncFailed, WeightGroupClient
 
 logger = logging.getLogger(__name__)
 
-SET_ASIDE = Backoff(first_seconds=5.0, max_seconds=60.0)
-"""An engine's exclusion, by its failures."""
 IDLE_SECONDS = 0.5
 MAX_RETRY_SECONDS = 2.0
 
@@ -40,10 +37,7 @@ class WeightSync:
         self._registry = context.registry
         self._client = WeightGroupClient(context.registry, context.peers, context.config.weights)
         self._saving = asyncio.Lock()
-        self._blame: dict[Member, tuple[int, float]] = {}
-        """An engine's consecutive failures, and the monotonic time until which it is set aside."""
-        self._refusals: Counter[Member] = Counter()
-        """Failures since the last success with an error answer of a member and no dead or late one."""
+        self._set_aside = SetAside()
         self._verified: set[tuple[Member, Member]] = set()
         """Pairs of trainer and engine whose checksums matched."""
         self.record = record
@@ -82,7 +76,7 @@ class WeightSync:
 
     def failures(self, replica: Replica) -> int:
         """Return the consecutive synchronisations that failed, most likely because of this replica."""
-        return self._blame.get(replica.member, (0, 0.0))[0] + self._refusals[replica.member]
+        return self._set_aside.failures(replica.member)
 
     def involves(self, replica_id: str) -> bool:
         """Return whether a synchronisation is in progress that the loss of this engine would break."""
@@ -110,7 +104,7 @@ class WeightSync:
 
     def candidates(self) -> list[Replica]:
         """Return the engines that may receive weights now."""
-        self._update_set_aside()
+        self._fleet.set_aside(member.replica_id for member in self._set_aside.members())
         return self._fleet.candidates()
 
     async def synchronise(
@@ -140,19 +134,19 @@ class WeightSync:
                 await self._abort_recorded()
             await self._synchronise(trainer, engines, announced, then)
             self.last_failure, self.began = "", None
-            self._refusals.clear()
+            self._set_aside.forgive_refusals()
             return 0.0
         except SyncFailed as error:
             self.last_failure, blamed = str(error), error.blamed
             if not blamed:  # a trainer also answers with an error when the engines are at fault
-                self._refusals.update(error.refused - {trainer} or error.refused)
+                self._set_aside.count_refusals(error.refused - {trainer} or error.refused)
         except StoreUnavailable as error:
             self.last_failure = str(error)
         finally:
             self.seconds += time.monotonic() - started
         telemetry.record("sync.failures", 1, {"relaxd.run_id": self._context.run_id})
         logger.warning("weight synchronisation %d failed: %s", self.record.last_sync_id, self.last_failure)
-        self._set_aside(blamed)
+        self._set_aside.blame(blamed, known=self._registry.holds)
         # The next attempt excludes the engines to blame, so it can start at once.
         return 0.0 if blamed else min(MAX_RETRY_SECONDS, 2 * delay + 0.1)
 
@@ -198,7 +192,7 @@ class WeightSync:
         if then is not None:
             await then()
         for engine in engines:
-            self._blame.pop(engine, None)
+            self._set_aside.forgive(engine)
             self._registry.mark_synced(engine, version)
             self._verified.add((trainer, engine))
         await self._save(running=False, last_sync_seconds=seconds)
@@ -249,18 +243,6 @@ class WeightSync:
         if group is not None:
             await self._client.abort(self.record.last_sync_id, group, group.engines)
             await self._save(group=None)
-
-    def _update_set_aside(self) -> None:
-        now = time.monotonic()
-        self._fleet.set_aside(member.replica_id for member, (_, until) in self._blame.items() if until > now)
-
-    def _set_aside(self, members: Iterable[Member]) -> None:
-        for member in members:
-            failures = self._blame.get(member, (0, 0.0))[0] + 1
-            seconds = SET_ASIDE.pause(failures)
-            self._blame[member] = (failures, time.monotonic() + seconds)
-            logger.warning("%s is excluded from weight synchronisation for %.0f s", member.replica_id, seconds)
-        self._blame = {member: value for member, value in self._blame.items() if self._registry.holds(member)}
 
     async def _save(self, **changes: Any) -> None:
         """Update the record, in Redis first."""

@@ -1,18 +1,18 @@
 """The parent's side of an engine: starts its child process, sends it requests, and receives outputs."""
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from relaxd.config import RolloutConfig
 from relaxd.process.child import Child, ChildExit, ChildExited
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
+from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.output_encoding import decode_output
 from services.rollout.engines.types import (
     MARGIN_SECONDS,
@@ -22,16 +22,11 @@ from services.rollout.engines.types import (
     MemoryPart,
     Output,
     PauseMode,
+    Request,
     RequestFailed,
-    Sampling,
     Version,
 )
 
-if TYPE_CHECKING:
-    from services.rollout.engines.sglang_external.engine import ExternalEngine
-
-AnyEngine: TypeAlias = "ChildEngine | ExternalEngine"
-"""An engine in a child process or an external server. Both have the same methods."""
 MODULES = {
     "transformers": "services.rollout.engines.transformers.process",
     "sglang": "services.rollout.engines.sglang.process",
@@ -46,10 +41,11 @@ STATS_TIMEOUT_SECONDS = 60.0
 logger = logging.getLogger(__name__)
 
 
-class ChildEngine:
-    """One engine process with a loaded model. Use it only in the event loop that started it."""
+class ChildEngine(RolloutEngine):
+    """An engine in a child process."""
 
     def __init__(self, on_exit: Callable[[ChildExit], None], on_tokens: Callable[[int, float], None]) -> None:
+        super().__init__()
         self._on_exit = on_exit
         self._on_tokens = on_tokens
         self._child: Child
@@ -58,29 +54,13 @@ class ChildEngine:
         self._rollout: Any
         """Stub of Rollout, for the calls that change the engine."""
         self._queues: dict[str, asyncio.Queue[Output | Exception]] = {}
-        self._numbers = itertools.count()
         self._unsent = engine_pb2.ExchangeRequest()
         self._to_send = asyncio.Event()
         self._changes = 0
         """Number of calls that may have changed `quarantined`."""
         self._tasks: list[asyncio.Task[None]] = []
         self._measured = (time.monotonic(), 0)
-        self.vocabulary = 0
-        """Token ids are below this."""
-        self.context = 0
-        """Most tokens of prompt and answer together; 0 when the model doesn't say."""
-        self.device = "cpu"
-        """Device of the model: "cpu" or "cuda"."""
-        self.weights: Version | None = None
-        """The weights that it serves; None until the first commit."""
-        self.quarantined = False
-        """True if a failed update left the model between two versions."""
-        self.asleep: frozenset[MemoryPart] = frozenset()
-        """The parts of its memory that it has freed."""
-        self.tokens = 0
-        """Tokens generated since the start, by its last report."""
-        self.gauges: dict[str, float] = {}
-        """Last report of tokens_per_second, running_samples, waiting_samples and engine_rss_bytes."""
+        self.vocabulary, self.context, self.device = 0, 0, "cpu"
 
     @classmethod
     async def start(
@@ -142,64 +122,53 @@ class ChildEngine:
         return self._child.pid
 
     @property
-    def alive(self) -> bool:
-        """True if the process runs."""
-        return self._child.alive
+    def tokens(self) -> int:
+        """See RolloutEngine: by its last report."""
+        return self._measured[1]
 
     @property
-    def serving(self) -> bool:
-        """True if it generates, or will when its pause ends."""
-        return self.alive and self.weights is not None and not self.quarantined and not self.asleep
+    def alive(self) -> bool:
+        """See RolloutEngine."""
+        return self._child.alive
 
-    async def generate(
-        self,
-        prompt_tokens: tuple[int, ...],
-        n: int,
-        sampling: Sampling,
-        *,
-        stream: bool = False,
-        request_id: str | None = None,
-    ) -> AsyncIterator[Output]:
-        """Yield the outputs of n samples until all have ended. Leaving the iteration early cancels the rest.
-
-        `request_id` is for `abort`, and must not be in use.
-
-        Raises RequestFailed, or ChildExited when the engine exits.
-        """
-        request_id = request_id or f"request-{next(self._numbers)}"
-        request = rollout_pb2.GenerateRequest(
-            prompt_tokens=prompt_tokens, n=n, sampling=sampling.to_proto(), final_only=not stream
+    async def _generate(self, request: Request) -> AsyncIterator[Output]:
+        """See RolloutEngine."""
+        message = rollout_pb2.GenerateRequest(
+            prompt_tokens=request.prompt_tokens,
+            n=request.n,
+            sampling=request.sampling.to_proto(),
+            final_only=not request.stream,
         )
         queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
-        self._queues[request_id] = queue
+        self._queues[request.request_id] = queue
         ended = 0
         try:
             await self._child.wait_connected()
-            self._send(begin=[engine_pb2.EngineRequest(id=request_id, request=request)])
-            while ended < n:
+            self._send(begin=[engine_pb2.EngineRequest(id=request.request_id, request=message)])
+            while ended < request.n:
                 output = await queue.get()
                 if isinstance(output, Exception):
-                    ended = n
+                    ended = request.n
                     raise output
                 ended += output.finish_reason is not None
                 yield output
         finally:
-            del self._queues[request_id]
-            if ended < n:
-                self._send(forget=[request_id])
+            del self._queues[request.request_id]
+            if ended < request.n:
+                self._send(forget=[request.request_id])
 
     async def abort(self, request_id: str) -> None:
-        """End the samples of a request with what they have."""
+        """See RolloutEngine."""
         self._send(abort=[request_id])
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause generation. Returns the number of samples held in place."""
+        """See RolloutEngine."""
         request = rollout_pb2.PauseGenerationRequest(mode=_number(PAUSE_MODES, mode), lease_seconds=lease_seconds)
         answer = await self._rollout.PauseGeneration(request, timeout=timeout + MARGIN_SECONDS)
         return int(answer.paused_samples)
 
     async def resume(self) -> None:
-        """End the pause."""
+        """See RolloutEngine."""
         await self._rollout.ResumeGeneration(rollout_pb2.ResumeGenerationRequest(), timeout=CONTROL_SECONDS)
 
     async def sleep(self, timeout: float) -> weights_pb2.MemoryChange:
@@ -222,11 +191,11 @@ class ChildEngine:
         return answer.memory
 
     async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
-        """Connect to a weight group."""
+        """See RolloutEngine."""
         await self._rollout.JoinWeightGroup(request, timeout=request.group.timeout_seconds + MARGIN_SECONDS)
 
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
-        """Receive and commit one version, with the pause before it and the resume after it that are asked for."""
+        """See RolloutEngine."""
         timeout = request.pause_timeout_seconds + request.timeout_seconds + MARGIN_SECONDS
         answer = await self._rollout.ReceiveWeights(request, timeout=timeout)
         self.weights, self.quarantined = Version(request.weights.term, request.weights.version), False
@@ -234,7 +203,7 @@ class ChildEngine:
         return answer
 
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:
-        """Abort and forget a weight group, and quarantine the engine if asked. Returns whether it is quarantined."""
+        """See RolloutEngine."""
         request = rollout_pb2.LeaveWeightGroupRequest(group_name=group_name, quarantine=quarantine)
         answer = await self._rollout.LeaveWeightGroup(request, timeout=CONTROL_SECONDS)
         self.quarantined = answer.quarantined
@@ -242,7 +211,7 @@ class ChildEngine:
         return self.quarantined
 
     async def stop(self) -> None:
-        """Kill the process."""
+        """See RolloutEngine."""
         self._on_exit = lambda ended: None
         self._child.kill()  # it has nothing to clean up
         await asyncio.shield(self._child.exited)
@@ -298,7 +267,6 @@ class ChildEngine:
 
     def _take_stats(self, stats: engine_pb2.GetEngineStatsResponse) -> None:
         now, tokens = time.monotonic(), stats.tokens_generated
-        self.tokens = tokens
         before, tokens_before = self._measured
         self._measured = (now, tokens)
         per_second = (tokens - tokens_before) / max(now - before, 1e-3)

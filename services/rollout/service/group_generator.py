@@ -11,8 +11,8 @@ import numpy as np
 from relaxd.board import ROUTED_EXPERTS, Board, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Result
 from relaxd.config import RunConfig
+from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.types import AnswerTooLarge, Output, Sampling
-from services.rollout.service.child_engine import AnyEngine
 from services.rollout.service.occupancy import Occupancy
 from services.rollout.service.requests import run_sampling
 
@@ -26,7 +26,7 @@ class GroupGenerator:
         self,
         config: RunConfig,
         board: Board,
-        engine: "Callable[[], AnyEngine | None]",
+        engine: Callable[[], RolloutEngine | None],
         on_progress: Callable[[], None],
         occupancy: Occupancy,
     ) -> None:
@@ -93,7 +93,7 @@ class GroupGenerator:
             self._unfinished.pop(delivery.group_id, None)
 
     async def _generate_samples(
-        self, engine: AnyEngine, group_id: str, prompt: tuple[int, ...], sampling: Sampling
+        self, engine: RolloutEngine, group_id: str, prompt: tuple[int, ...], sampling: Sampling
     ) -> list[Output]:
         n = self._config.rollout.samples_per_prompt
         samples: dict[int, Output] = {}

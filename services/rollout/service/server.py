@@ -12,9 +12,10 @@ from relaxd.replica.sync_ids import SyncIds
 from relaxd.rpc.enums import words
 from relaxd.rpc.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable, Violations
 from relaxd.v1 import replica_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2
+from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.output_encoding import FINISH_NUMBERS
 from services.rollout.engines.types import MEMORY_PARTS, PAUSE_MODES, Output, Version
-from services.rollout.service.child_engine import AnyEngine, ChildEngine
+from services.rollout.service.child_engine import ChildEngine
 from services.rollout.service.requests import parse_generate
 from services.rollout.service.service import RolloutService
 
@@ -32,7 +33,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self._service = service
         self._sync_ids = SyncIds()
         self._numbers = itertools.count()
-        self._running: dict[str, tuple[AnyEngine, str]] = {}
+        self._running: dict[str, tuple[RolloutEngine, str]] = {}
         """Engine and its id of the running requests that have an id."""
 
     async def Generate(
@@ -205,7 +206,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             raise FailedPrecondition("this engine is an external server, which can't sleep")
         return engine
 
-    def _engine(self) -> AnyEngine:
+    def _engine(self) -> RolloutEngine:
         engine = self._service.engine
         if engine is None:
             raise Unavailable("there is no engine: " + (self._service.status().detail or "no run is assigned"))

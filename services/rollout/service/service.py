@@ -23,8 +23,9 @@ from relaxd.rpc.errors import RpcError
 from relaxd.v1 import replica_pb2
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
+from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.load_progress import loaded_mebibytes
-from services.rollout.service.child_engine import ALL_MEMORY, AnyEngine, ChildEngine
+from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
 from services.rollout.service.group_generator import GroupGenerator
 from services.rollout.service.occupancy import Occupancy
 
@@ -49,7 +50,7 @@ class RolloutService(ReplicaService):
         self._board: Board | None = None
         self._worker: StageWorker | None = None
         self._generator: GroupGenerator | None = None
-        self._engine: AnyEngine | None = None
+        self._engine: RolloutEngine | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._gpus: tuple[Gpu, ...] = ()
         self._environment: dict[str, str] = {}
@@ -64,7 +65,7 @@ class RolloutService(ReplicaService):
         self._process = psutil.Process()
 
     @property
-    def engine(self) -> "AnyEngine | None":
+    def engine(self) -> RolloutEngine | None:
         """The engine, once its model is loaded; None while there is none."""
         return self._engine if self._engine is not None and self._engine.alive else None
 
@@ -180,7 +181,7 @@ class RolloutService(ReplicaService):
         else:
             worker.pause()
 
-    async def _start_engine(self, config: RunConfig) -> AnyEngine:
+    async def _start_engine(self, config: RunConfig) -> RolloutEngine:
         folder = await asyncio.to_thread(resolve_model, config.model.path)
         if config.run.colocate:
             await self._context.take_turn(self._set_detail)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.trainer.batch.plan import MicroBatchRound, MicroBatchSlices, SequenceSlice
+from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices, SequenceSlice
 
 LOOKAHEAD = 2
 """Rounds' worth of tokens that are packed together, of which the fullest micro-batches become the next round: with one

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from services.trainer.batch.durable import sync
-from services.trainer.batch.plan import PlanError, StepPlan
+from services.trainer.batch.step_plan import PlanError, StepPlan
 
 JSON_SUFFIX = ":json"
 """Suffix of tensors that hold a JSON value as UTF-8."""

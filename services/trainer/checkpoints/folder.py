@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.trainer.batch.durable import sync
-from services.trainer.batch.plan import OUTCOME
+from services.trainer.batch.step_plan import OUTCOME
 
 MANIFEST, STATE = "manifest.json", "state.json"
 CHUNK_BYTES = 1 << 20

@@ -19,7 +19,6 @@ Between steps the loop may take a `snapshot`, `offload` the state to the host, o
 thread may broadcast the weights meanwhile (`iter_hf_tensors`).
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -45,15 +44,10 @@ from services.trainer.learner.checkpoint_copies import HostCopies
 from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.forward import Forward
 from services.trainer.learner.offload import Offload, gradient_tensors, memory_in_use, state_tensors
-from services.trainer.learner.optimizer import (
-    NonFiniteGradients,
-    build_optimizer,
-    build_schedule,
-    clip_and_step,
-    gradient_norm,
-)
+from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.policy_loss import PolicyLoss
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
+from services.trainer.learner.update import update_weights
 from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
 from services.trainer.mlp import expert_load
 from services.trainer.model.hf_weights import (
@@ -312,18 +306,16 @@ class Learner:
             self._model.scale_gradients(1.0 / normalizer)
 
     def _update(self, loss: float, skip: bool | None) -> tuple[float, bool]:
-        """Update the weights unless the update must be skipped. Return the gradient norm and whether it was skipped."""
-        grad_norm = gradient_norm(self._optimizer)
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if skip is False and not finite:
-            raise NonFiniteGradients(
-                f"the update of step {self._step + 1} was applied before, but in the replay its loss is {loss} and its "
-                f"gradient norm {grad_norm}"
-            )
-        skipped = not finite if skip is None else skip
+        """Update the weights; see `update_weights`."""
+        grad_norm, skipped = update_weights(
+            self._optimizer,
+            self._schedule,
+            step=self._step + 1,
+            loss=loss,
+            clip_grad=self._config.optimizer.clip_grad,
+            skip=skip,
+        )
         if not skipped:
-            self._schedule.step(1)
-            clip_and_step(self._optimizer, self._config.optimizer.clip_grad, grad_norm)
             self._record_weights_changed()
         return grad_norm, skipped
 

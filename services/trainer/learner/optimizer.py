@@ -6,15 +6,10 @@ import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as no_decay_for_norms
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from relaxd.config import TrainerConfig
 from services.trainer.learner.data_parallel import DataParallel
-
-
-class NonFiniteGradients(ArithmeticError):
-    """A replayed update that was applied before now has a loss or gradient that isn't finite. Nothing has changed."""
 
 
 def build_optimizer(model: DataParallel, config: TrainerConfig) -> MegatronOptimizer:
@@ -83,29 +78,3 @@ def build_schedule(optimizer: MegatronOptimizer, config: TrainerConfig, steps: i
         wd_incr_steps=max(steps, 1),
         wd_incr_style="constant",
     )
-
-
-def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Prepare the gradients for the update and return their norm over all ranks. All ranks call it together.
-
-    Megatron sums the squares over the whole world in float32, so all ranks get the same number. It is NaN or infinite
-    if any rank's share has a NaN or an infinity, or if the sum overflows.
-    """
-    optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm())
-
-
-def clip_and_step(optimizer: MegatronOptimizer, clip_grad: float, norm: float) -> None:
-    """Clip the gradients and update the weights, as `MegatronOptimizer.step` does after computing the norm.
-
-    Args:
-        optimizer: Megatron's chained optimizer.
-        clip_grad: largest norm; 0 disables clipping.
-        norm: the result of `gradient_norm`, finite.
-    """
-    for one in optimizer.chained_optimizers:
-        parameters = one.get_parameters()
-        if clip_grad > 0 and parameters:
-            decoupled = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            clip_grad_by_total_norm_fp32(parameters, clip_grad, norm, decoupled)
-    optimizer.step_with_ready_grads()

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from relaxd.board import TRAIN, Board, BoardUnavailable, Delivery
 from services.trainer.batch.groups import TrainGroup, check_group
-from services.trainer.batch.plan import OUTCOME, MicroBatchRound
 from services.trainer.batch.step_file import read_committed
+from services.trainer.batch.step_plan import OUTCOME, MicroBatchRound
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner, StepStats
 from services.trainer.loop.round_runner import RoundRunner

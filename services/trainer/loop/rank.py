@@ -1,6 +1,6 @@
 """One rank of the Megatron world: a child process of the trainer service.
 
-Its place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, everything else from the parent's Train
+Its place in the world comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, everything else from the parent's Work
 call. Training runs in a thread of its own, and each of the parent's calls in another, so that broadcasts overlap
 training and LeaveWeightGroup reaches a rank that is stuck.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from relaxd import telemetry
-from relaxd.algorithms import create
+from relaxd.algorithms.trial import create_tried
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
 from relaxd.data.models import resolve_model
@@ -20,9 +20,9 @@ from relaxd.process.child_server import ChildServer
 from relaxd.roles import TRAINER
 from relaxd.rpc.enums import words
 from relaxd.rpc.errors import Aborted, FailedPrecondition, RpcError, Unavailable
-from relaxd.v1 import replica_pb2, trainer_pb2_grpc, trainer_rank_pb2_grpc, weights_pb2
+from relaxd.v1 import rank_pb2 as rank_pb
+from relaxd.v1 import rank_pb2_grpc, replica_pb2, trainer_pb2_grpc, weights_pb2
 from relaxd.v1 import trainer_pb2 as pb
-from relaxd.v1 import trainer_rank_pb2 as rank_pb
 from relaxd.weights.group import Transport, WeightGroupError, host_store
 from relaxd.weights.manifest import to_proto
 from services.trainer.checkpoints.part import CheckpointPart
@@ -41,7 +41,7 @@ from services.trainer.megatron.rank_channel import RankChannel
 logger = logging.getLogger(__name__)
 
 
-class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankServicer):
+class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
     """The rank's handlers, and its training thread. The parent has validated what it passes on."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
         self._broadcaster: WeightBroadcaster | None = None
         self._weights: WeightReadLock | None = None
 
-    async def Train(self, request: rank_pb.TrainRequest, context: Any) -> AsyncIterator[rank_pb.TrainResponse]:
+    async def Work(self, request: rank_pb.WorkRequest, context: Any) -> AsyncIterator[rank_pb.WorkResponse]:
         """Start the training thread and stream its events."""
         if request.paused:
             self._controls.paused.set()
@@ -130,8 +130,9 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
         )
         return pb.TrainerWakeResponse(memory=wake)
 
-    def _train(self, request: rank_pb.TrainRequest) -> None:
+    def _train(self, request: rank_pb.WorkRequest) -> None:
         config = RunConfig.model_validate_json(request.config_json)
+        algorithm = create_tried(config.algorithm, with_loss=True)
         learner = Learner(
             resolve_model(config.model.path),
             config.trainer,
@@ -142,7 +143,6 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
             report=self._report_loading if self._thread.number == 0 else None,
         )
         freeze_objects()
-        algorithm = create(config.algorithm)
         board = Board(request.redis, request.run_id, stages_for(config), config.board)
         rank = TrainingRank(
             channel=RankChannel(config.trainer.collective_timeout_seconds, learner.world.disk),
@@ -158,7 +158,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
         loaded = rank_pb.RankLoaded(
             source=gather.source, gathers=gather.dense is not None or gather.experts is not None
         )
-        self._thread.events.put(rank_pb.TrainResponse(loaded=loaded))
+        self._thread.events.put(rank_pb.WorkResponse(loaded=loaded))
         if self._thread.number != 0:
             rank.follow()
         store = host_store(request.store_host)
@@ -166,7 +166,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
         manifest = pb.GetWeightManifestResponse(
             manifest=to_proto(buckets), source_ranks=learner.world.pp_size, store_port=store.port
         )
-        self._thread.events.put(rank_pb.TrainResponse(manifest=manifest))
+        self._thread.events.put(rank_pb.WorkResponse(manifest=manifest))
         intake = Intake(
             board,
             request.replica_id,
@@ -188,8 +188,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, trainer_rank_pb2_grpc.TrainerRankSe
 
     def _report_loading(self, detail: str) -> None:
         """Report loading progress to the parent; later `Training` reports."""
-        progress = rank_pb.TrainingProgress(detail=detail)
-        self._thread.events.put(rank_pb.TrainResponse(progress=progress))
+        progress = rank_pb.RankProgress(detail=detail)
+        self._thread.events.put(rank_pb.WorkResponse(progress=progress))
 
     def _weight_version(self, version: int) -> replica_pb2.WeightVersion:
         return replica_pb2.WeightVersion(term=self._read_lock().term, version=version)
@@ -222,5 +222,5 @@ if __name__ == "__main__":
     rank = Rank()
     ChildServer(
         (trainer_pb2_grpc.add_TrainerServicer_to_server, rank),
-        (trainer_rank_pb2_grpc.add_TrainerRankServicer_to_server, rank),
+        (rank_pb2_grpc.add_RankServicer_to_server, rank),
     ).serve()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from relaxd import telemetry
 from relaxd.process.child_server import Outbox
-from relaxd.v1.trainer_rank_pb2 import TrainRequest, TrainResponse
+from relaxd.v1.rank_pb2 import WorkRequest, WorkResponse
 
 END_SECONDS = 5.0
 """Time in which the parent reads why a rank failed, and kills it."""
@@ -22,18 +22,18 @@ class RankThread:
     def __init__(self, role: str) -> None:
         """`role`: the service's, in telemetry."""
         self.number = int(os.environ.get("RANK", "0"))
-        self.events: Outbox[TrainResponse] = Outbox()
+        self.events: Outbox[WorkResponse] = Outbox()
         self._role = role
 
-    def start(self, request: TrainRequest, work: Callable[[TrainRequest], None]) -> None:
+    def start(self, request: WorkRequest, work: Callable[[WorkRequest], None]) -> None:
         """Run `work`, which doesn't return, in a thread of its own."""
         threading.Thread(target=self._run, args=(request, work), name=self._role, daemon=True).start()
 
     def fail(self, reason: str) -> None:
         """Tell the service why this rank can't go on."""
-        self.events.put(TrainResponse(failed=reason))
+        self.events.put(WorkResponse(failed=reason))
 
-    def _run(self, request: TrainRequest, work: Callable[[TrainRequest], None]) -> None:
+    def _run(self, request: WorkRequest, work: Callable[[WorkRequest], None]) -> None:
         telemetry.setup_logging(f"{request.replica_id}/rank{self.number}", request.log_level)
         logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
         telemetry.setup(self._role, request.replica_id)

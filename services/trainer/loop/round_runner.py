@@ -6,9 +6,9 @@ from relaxd.algorithms import create
 from relaxd.board import stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.groups import TrainGroup, check_group
-from services.trainer.batch.plan import MicroBatchRound, MicroBatchSlices
 from services.trainer.batch.row_packing import PackedMicroBatch, empty_micro_batch, pack
 from services.trainer.batch.step_file import StepFile
+from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices
 from services.trainer.learner.learner import Learner, StepStats
 
 ROLLOUT_LOGPROBS = "rollout_logprobs"

@@ -9,8 +9,8 @@ from relaxd import telemetry
 from relaxd.algorithms import Algorithm
 from relaxd.board import TRAIN, GroupTimes, StageTime, microseconds
 from services.trainer.batch.groups import TrainGroup
-from services.trainer.batch.plan import MicroBatchRound, StepPlan
 from services.trainer.batch.round_packer import Packer
+from services.trainer.batch.step_plan import MicroBatchRound, StepPlan
 from services.trainer.loop.intake import HeldGroup
 
 

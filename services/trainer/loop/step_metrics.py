@@ -19,10 +19,12 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
     """
     rewards = np.concatenate([group.columns["reward"] for group in groups])
     lengths = np.concatenate([group.sample_lengths for group in groups])
+    truncated = np.concatenate([_truncated(group) for group in groups])
     staleness = step - 1 - np.concatenate([group.trained_versions for group in groups])
     metrics = {
         "reward_mean": float(rewards.mean()),
         "response_length_mean": float(lengths.mean()),
+        "truncated_share": float(truncated.mean()),
         "staleness_mean": float(staleness.mean()) if staleness.size else 0.0,
         "staleness_max": float(staleness.max()) if staleness.size else 0.0,
         "tokens": float(sum(sum(group.sequence_tokens) for group in groups)),
@@ -87,6 +89,12 @@ def _shown(group: TrainGroup, index: int, step: int) -> dict[str, Any]:
         "length": length,
         "finish_reason": str(columns["finish"][last]),
     }
+
+
+def _truncated(group: TrainGroup) -> NDArray[np.bool_]:
+    """Return whether the last sequence of each sample was cut off at the maximum length."""
+    last = np.searchsorted(group.columns["sample_of_sequence"], np.arange(group.samples), side="right") - 1
+    return np.array([group.columns["finish"][place] == "length" for place in last])
 
 
 def _trained_versions(group: TrainGroup, own: slice) -> NDArray[np.int64]:

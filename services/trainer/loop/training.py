@@ -10,11 +10,11 @@ from relaxd import telemetry
 from relaxd.algorithms import Algorithm
 from relaxd.board import BoardUnavailable, DropReason, LedgerEntry, microseconds
 from relaxd.config import RunConfig
+from relaxd.v1.rank_pb2 import RankProgress, VersionCommitted, WorkResponse
 from relaxd.v1.replica_pb2 import WeightVersion
-from relaxd.v1.trainer_rank_pb2 import TrainingProgress, TrainResponse, VersionCommitted
-from services.trainer.batch.plan import OUTCOME, MicroBatchRound, StepPlan
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.step_file import step_file_path, write_step_file
+from services.trainer.batch.step_plan import OUTCOME, MicroBatchRound, StepPlan
 from services.trainer.learner.learner import StepStats
 from services.trainer.loop.checkpoints import Checkpoints
 from services.trainer.loop.commands import Discard, Finish, Replay, Round, TrainingRank
@@ -47,7 +47,7 @@ class Training:
         algorithm: Algorithm,
         weights: WeightReadLock,
         controls: Controls,
-        emit: Callable[[TrainResponse], None],
+        emit: Callable[[WorkResponse], None],
     ) -> None:
         """Connect the parts of a run. `emit` sends progress and new versions to the parent."""
         self._config = config
@@ -69,7 +69,7 @@ class Training:
         # In a colocated run every wait of this thread delays the engines' turn.
         self._take_seconds = IDLE_SECONDS if config.run.colocate else TICK_SECONDS
         rank.learner.world.disk.report = self._report
-        self._reported = TrainingProgress()
+        self._reported = RankProgress()
         self._done_groups = 0
         self._iterations = 0
         self._reported_at = 0.0
@@ -220,7 +220,7 @@ class Training:
         """Allow broadcasts of the new version and announce it to the coordinator."""
         self._weights.publish(self._learner.step)
         weights = WeightVersion(term=self._term, version=self._learner.step)
-        self._emit(TrainResponse(version=VersionCommitted(weights=weights, trace=trace)))
+        self._emit(WorkResponse(version=VersionCommitted(weights=weights, trace=trace)))
 
     def _replay(self) -> None:
         """Load the newest checkpoint and replay the later steps of the ledger from their files."""
@@ -275,9 +275,9 @@ class Training:
         """Report progress to the parent if it changed, and every second to show that this thread is alive."""
         self._iterations += 1
         now = time.monotonic()
-        progress = TrainingProgress(detail=detail, held_groups=self._intake.held, done_groups=self._done_groups)
+        progress = RankProgress(detail=detail, held_groups=self._intake.held, done_groups=self._done_groups)
         if progress != self._reported or now - self._reported_at > 1.0:
             self._reported, self._reported_at = progress, now
-            event = TrainResponse(progress=progress)
+            event = WorkResponse(progress=progress)
             event.progress.iterations = self._iterations
             self._emit(event)

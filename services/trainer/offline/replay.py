@@ -18,8 +18,8 @@ from typing import Any
 from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
 from relaxd.data.models import resolve_model
-from services.trainer.batch.plan import OUTCOME
 from services.trainer.batch.step_file import StepFileError, read_step_file, step_file_path
+from services.trainer.batch.step_plan import OUTCOME
 from services.trainer.checkpoints.folder import CheckpointBroken, checkpoint_path, read_state
 from services.trainer.learner.checkpoint import CheckpointError
 from services.trainer.megatron.disk_work import DiskStalled, DiskWorkFailed

@@ -16,27 +16,27 @@ from relaxd.config import RunConfig, TrainerConfig
 from relaxd.data.models import resolve_model
 from relaxd.process.child_server import ChildServer
 from relaxd.roles import REFERENCE
-from relaxd.v1 import trainer_rank_pb2 as pb
-from relaxd.v1 import trainer_rank_pb2_grpc
+from relaxd.v1 import rank_pb2 as pb
+from relaxd.v1 import rank_pb2_grpc
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.forward import Forward
 from services.trainer.loop.rank_thread import RankThread
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
-from services.trainer.reference.stage import ReferenceStage
+from services.trainer.reference.logprobs import ReferenceStage
 
 logger = logging.getLogger(__name__)
 
 
-class ReferenceRank(trainer_rank_pb2_grpc.TrainerRankServicer):
+class ReferenceRank(rank_pb2_grpc.RankServicer):
     """The rank's handlers, and the thread that computes. It has no weights to hold or send: those calls are refused."""
 
     def __init__(self) -> None:
         self._thread = RankThread(REFERENCE)
         self._stage: ReferenceStage | None = None
-        self._reported = pb.TrainingProgress()
+        self._reported = pb.RankProgress()
 
-    async def Train(self, request: pb.TrainRequest, context: Any) -> AsyncIterator[pb.TrainResponse]:
+    async def Work(self, request: pb.WorkRequest, context: Any) -> AsyncIterator[pb.WorkResponse]:
         """Start the thread that computes and stream its events."""
         self._thread.start(request, self._compute)
         async for event in self._thread.events:
@@ -55,7 +55,7 @@ class ReferenceRank(trainer_rank_pb2_grpc.TrainerRankServicer):
             telemetry.flush()  # the parent kills the ranks next
         return pb.HandBackGroupsResponse(done=self._stage is None or not self._stage.worker.held)
 
-    def _compute(self, request: pb.TrainRequest) -> None:
+    def _compute(self, request: pb.WorkRequest) -> None:
         config = RunConfig.model_validate_json(request.config_json)
         trainer = world_config(config)
         report = self._report_loading if self._thread.number == 0 else None
@@ -83,23 +83,23 @@ class ReferenceRank(trainer_rank_pb2_grpc.TrainerRankServicer):
             on_failure=self._thread.fail,
         )
         stage.worker.start()
-        self._thread.events.put(pb.TrainResponse(loaded=pb.RankLoaded()))
+        self._thread.events.put(pb.WorkResponse(loaded=pb.RankLoaded()))
         while True:
             stage.run(TICK_SECONDS)
             channel.tick()
             self._report_progress()
 
     def _report_loading(self, detail: str) -> None:
-        self._thread.events.put(pb.TrainResponse(progress=pb.TrainingProgress(detail=detail)))
+        self._thread.events.put(pb.WorkResponse(progress=pb.RankProgress(detail=detail)))
 
     def _report_progress(self) -> None:
         if (stage := self._stage) is not None:
-            progress = pb.TrainingProgress(
+            progress = pb.RankProgress(
                 held_groups=stage.worker.held, done_groups=stage.worker.done, iterations=stage.turns
             )
             if progress != self._reported:
                 self._reported = progress
-                self._thread.events.put(pb.TrainResponse(progress=progress))
+                self._thread.events.put(pb.WorkResponse(progress=progress))
 
 
 def world_config(config: RunConfig) -> TrainerConfig:
@@ -120,4 +120,4 @@ def world_config(config: RunConfig) -> TrainerConfig:
 
 
 if __name__ == "__main__":
-    ChildServer((trainer_rank_pb2_grpc.add_TrainerRankServicer_to_server, ReferenceRank())).serve()
+    ChildServer((rank_pb2_grpc.add_RankServicer_to_server, ReferenceRank())).serve()

@@ -12,7 +12,7 @@ from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.service import ReplicaService, ServiceStatus
 from relaxd.roles import REFERENCE
 from relaxd.rpc.errors import RpcError
-from relaxd.v1 import trainer_rank_pb2 as pb
+from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.service.rank_processes import RankProcess, RankProcesses
@@ -58,7 +58,7 @@ class ReferenceService(ReplicaService):
         self._loaded.clear()
         self._ranks = ranks = RankProcesses(sizes.ranks, self._on_event, environment, gpu_lease, RANK_MODULE)
         await ranks.start(
-            pb.TrainRequest(
+            pb.WorkRequest(
                 config_json=config.model_dump_json(),
                 run_id=assignment.run_id,
                 redis=self._settings.redis,
@@ -131,7 +131,7 @@ class ReferenceService(ReplicaService):
     async def _give_up_with(self, ranks: RankProcesses) -> None:
         self._context.give_up(await ranks.failed())
 
-    def _on_event(self, rank: RankProcess, event: pb.TrainResponse) -> None:
+    def _on_event(self, rank: RankProcess, event: pb.WorkResponse) -> None:
         if rank.number:
             return
         if event.HasField("loaded"):

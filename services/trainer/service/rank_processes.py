@@ -11,9 +11,9 @@ from typing import Any
 from relaxd.process.child import Child, ChildError
 from relaxd.process.gpu_lease import GpuLease
 from relaxd.rpc.errors import RpcError
-from relaxd.v1 import trainer_pb2_grpc, trainer_rank_pb2, trainer_rank_pb2_grpc
+from relaxd.v1 import rank_pb2, rank_pb2_grpc, trainer_pb2_grpc
 
-RankEvent = Callable[["RankProcess", trainer_rank_pb2.TrainResponse], None]
+RankEvent = Callable[["RankProcess", rank_pb2.WorkResponse], None]
 """Callback with the rank and its event."""
 
 START_SECONDS = 60.0
@@ -29,8 +29,8 @@ class RankProcess:
     trainer: Any
     """A trainer_pb2_grpc.TrainerStub."""
     control: Any
-    """A trainer_rank_pb2_grpc.TrainerRankStub."""
-    loaded: trainer_rank_pb2.RankLoaded | None = None
+    """A rank_pb2_grpc.RankStub."""
+    loaded: rank_pb2.RankLoaded | None = None
     """Its part in broadcasts; None until it has its model."""
 
 
@@ -54,7 +54,7 @@ class RankProcesses:
         self._reading: list[asyncio.Task[None]] = []
         self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def start(self, request: trainer_rank_pb2.TrainRequest) -> None:
+    async def start(self, request: rank_pb2.WorkRequest) -> None:
         """Start every rank and have it train.
 
         Raises:
@@ -72,7 +72,7 @@ class RankProcesses:
                 gpu_lease=self._gpu_lease,
             )
             trainer = trainer_pb2_grpc.TrainerStub(child.channel)
-            control = trainer_rank_pb2_grpc.TrainerRankStub(child.channel)
+            control = rank_pb2_grpc.RankStub(child.channel)
             self.ranks.append(RankProcess(number, child, trainer, control))
             child.exited.add_done_callback(lambda _, child=child: self._exited(child))  # type: ignore[misc]
         try:
@@ -95,10 +95,10 @@ class RankProcesses:
         if self.ranks:
             await asyncio.wait({asyncio.ensure_future(asyncio.shield(rank.child.exited)) for rank in self.ranks})
 
-    async def _read(self, rank: RankProcess, request: trainer_rank_pb2.TrainRequest) -> None:
+    async def _read(self, rank: RankProcess, request: rank_pb2.WorkRequest) -> None:
         """Read the events of a rank until it ends."""
         try:
-            async for event in rank.control.Train(request, timeout=None):
+            async for event in rank.control.Work(request, timeout=None):
                 if event.HasField("failed"):
                     self._fail(f"{rank.child.name}: {event.failed}")
                 else:

@@ -13,7 +13,7 @@ from relaxd.process.gpu_lease import GpuLease
 from relaxd.rpc.client import channel
 from relaxd.rpc.errors import RpcError, Unavailable, explain
 from relaxd.rpc.settings import ServiceSettings
-from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, replica_pb2, trainer_pb2, trainer_rank_pb2
+from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, rank_pb2, replica_pb2, trainer_pb2
 from services.trainer.service.rank_processes import RankProcess, RankProcesses
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class RankSupervisor:
         self,
         settings: ServiceSettings,
         count: int,
-        request: trainer_rank_pb2.TrainRequest,
+        request: rank_pb2.WorkRequest,
         environment: Mapping[str, str],
         take_turn: Callable[[Callable[[str], None]], Awaitable[None]] | None = None,
         gpu_lease: GpuLease | None = None,
@@ -144,8 +144,8 @@ class RankSupervisor:
     async def set_paused(self, paused: bool) -> None:
         """Pause or resume the ranks, also after restarts."""
         self._request.paused = paused
-        with contextlib.suppress(RpcError):  # after a restart, Train says it
-            request = trainer_rank_pb2.SetPausedRequest(paused=paused)
+        with contextlib.suppress(RpcError):  # after a restart, Work says it
+            request = rank_pb2.SetPausedRequest(paused=paused)
             await self.rank0.control.SetPaused(request, timeout=PAUSE_SECONDS)
 
     async def drain(self, seconds: float) -> int:
@@ -153,7 +153,7 @@ class RankSupervisor:
         if not self.manifest.source_ranks:
             return 0
         with contextlib.suppress(RpcError):
-            request = trainer_rank_pb2.HandBackGroupsRequest(seconds=seconds)
+            request = rank_pb2.HandBackGroupsRequest(seconds=seconds)
             if (await self.rank0.control.HandBackGroups(request, timeout=seconds + DRAIN_MARGIN_SECONDS)).done:
                 self.held_groups = 0
         return self.held_groups
@@ -176,7 +176,7 @@ class RankSupervisor:
             await processes.kill()
             self.awake = False  # not earlier: dying ranks still use the devices
 
-    def _on_event(self, rank: RankProcess, event: trainer_rank_pb2.TrainResponse) -> None:
+    def _on_event(self, rank: RankProcess, event: rank_pb2.WorkResponse) -> None:
         match event.WhichOneof("event"):
             case "loaded":
                 rank.loaded = event.loaded

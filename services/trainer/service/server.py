@@ -27,8 +27,8 @@ from relaxd.rpc.errors import (
 from relaxd.rpc.security import is_loopback
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, trainer_pb2_grpc, weights_pb2
+from relaxd.v1 import rank_pb2 as rank_pb
 from relaxd.v1 import trainer_pb2 as pb
-from relaxd.v1 import trainer_rank_pb2 as rank_pb
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.service.export import export_folder
 from services.trainer.service.rank_supervisor import RankSupervisor
@@ -61,7 +61,7 @@ class TrainerService(ReplicaService):
         """Start the run's ranks, which load, replay and train on their own; `status` reports their progress."""
         self.run_folder = Path(assignment.folder)
         gpus = await self._context.gpus.lease(config.trainer.ranks)
-        request = rank_pb.TrainRequest(
+        request = rank_pb.WorkRequest(
             run_id=assignment.run_id,
             config_json=config.model_dump_json(),
             folder=assignment.folder,

@@ -3,7 +3,7 @@
 import asyncio
 import io
 import json
-import threading
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +18,10 @@ from relaxd.cli.follow import Quiet, RunPaused, follow
 from relaxd.cli.why import print_why
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
-from relaxd.rpc.server import start_server
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import coordinator_pb2_grpc
 from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
+from tests.kit.server_thread import serve_in_thread
 
 
 class Answers(coordinator_pb2_grpc.CoordinatorServicer):
@@ -72,16 +72,9 @@ def kit() -> Iterator[Kit]:
 
 @contextmanager
 def serving(answers: Answers) -> Iterator[Kit]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
     add = coordinator_pb2_grpc.add_CoordinatorServicer_to_server
-    start = start_server([(add, answers, "relaxd.v1.Coordinator")])
-    server = asyncio.run_coroutine_threadsafe(start, loop).result(10)
-    yield Kit(server.port, answers)
-    asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    with serve_in_thread([(add, answers, "relaxd.v1.Coordinator")]) as port:
+        yield Kit(port, answers)
 
 
 def test_a_run_without_news_is_spoken_of(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +129,23 @@ def test_a_paused_run_is_waited_for_only_as_long_as_one_says(kit: Kit) -> None:
     with pytest.raises(RunPaused, match="run r has been paused for 0 s: for lunch"):
         kit.follow(max_pause=0.3)
     assert kit.output.count("relaxd resume r continues it, relaxd stop r ends it") == 1
+
+
+def test_a_terminal_gets_a_screen_of_its_own_and_keeps_the_last_picture(kit: Kit) -> None:
+    kit.console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+    kit.follow(healthy=kit.end_run_when(lambda: "step 3/9" in kit.output))
+    live, left = kit.output.split("\x1b[?1049l")
+    assert "\x1b[?1049h" in live
+    assert re.sub("\x1b.*?[a-zA-Z]", "", left).split()[:7] == [
+        "relaxd",
+        "run",
+        "r",
+        "stopped",
+        "step",
+        "3/9",
+        "waiting",
+    ]
+    assert not set(kit.output) & set("╭╮╰╯│")
 
 
 def test_a_rebuild_is_no_pause(kit: Kit) -> None:

@@ -29,6 +29,8 @@ class Engine(rollout_pb2_grpc.RolloutServicer):
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
+        self.faster = 0.0
+        """Seconds by which each answer takes less than the one before."""
         self.running = self.max_running = self.answered = self.left = 0
 
     async def Generate(self, request: rollout_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
@@ -36,7 +38,8 @@ class Engine(rollout_pb2_grpc.RolloutServicer):
         self.running += 1
         self.max_running = max(self.max_running, self.running)
         try:
-            await asyncio.sleep(min(self.seconds, 3600))
+            seconds, self.seconds = self.seconds, max(0.0, self.seconds - self.faster)
+            await asyncio.sleep(min(seconds, 3600))
             self.answered += 1
             yield rollout_pb2.GenerateResponse(text="7", finish_reason="FINISH_REASON_STOP", token_count=5)
         except asyncio.CancelledError:
@@ -60,6 +63,9 @@ class Kit(FleetKit):
         self.model = write_tokenizer(folder / "model")
 
     async def evaluate(self, stall_seconds: float = STALL_SECONDS) -> dict[str, float]:
+        return evaluation.summarise_answers(await self.answers(stall_seconds))
+
+    async def answers(self, stall_seconds: float = STALL_SECONDS) -> list[evaluation.Judged]:
         config = RunConfig.model_validate(
             {
                 "run": {"steps": 1},
@@ -110,6 +116,16 @@ async def test_an_answer_may_take_longer_than_any_limit_while_its_engine_generat
     assert metrics["eval_reward"] == 1.0
     assert metrics["eval_response_length"] == 5
     assert (engine.answered, engine.max_running) == (PROMPTS, 2)
+
+
+async def test_answers_are_kept_in_the_prompts_order(kit: Kit) -> None:
+    engine = await kit.engine("slow at first", seconds=0.3)
+    engine.faster = 0.3
+    answers = [answer.to_json() for answer in await kit.answers()]
+    assert [answer["index"] for answer in answers] == list(range(PROMPTS))
+    assert len({answer["prompt"] for answer in answers}) == PROMPTS
+    kept = {"reward": 1.0, "parts": {}, "error": "", "length": 5, "finish_reason": "stop"}
+    assert all(kept.items() <= answer.items() for answer in answers)
 
 
 async def test_what_a_silent_engine_was_asked_is_asked_of_another(kit: Kit) -> None:

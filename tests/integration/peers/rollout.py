@@ -44,7 +44,7 @@ class RolloutDouble(ReplicaService, rollout_pb2_grpc.RolloutServicer):
         self.generated: list[int] = []
 
     async def start_run(self, config: RunConfig, assignment: coordinator_pb2.Assignment) -> None:
-        self.config = config
+        self.config, self.run_paused = config, False
         self.tokenizer = Tokenizer.from_file(str(resolve_model(config.model.path) / "tokenizer.json"))
         self.board = Board(self.settings.redis, assignment.run_id, stages_for(config), config.board)
         self.worker = StageWorker(

@@ -47,7 +47,7 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
     async def start_run(self, config: RunConfig, assignment: coordinator_pb2.Assignment) -> None:
         if not self.meeting.port:
             await self.meeting.start()
-        self.config, self.folder = config, Path(assignment.folder)
+        self.config, self.folder, self.paused = config, Path(assignment.folder), False
         self.board = Board(self.settings.redis, assignment.run_id, stages_for(config), config.board)
         self.term = await asyncio.to_thread(self.board.new_trainer_term)
         step = await asyncio.to_thread(self.board.last_step)

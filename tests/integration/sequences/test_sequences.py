@@ -17,15 +17,14 @@ import relaxd.algorithms
 from relaxd.algorithms import GRPO, Advantages, LossInputs, LossOutput, Needs, create, sample_lengths
 from relaxd.board import COLUMNS, ColumnSpec, stages_for
 from relaxd.config import RunConfig
-from services.trainer.batch.plan import MicroBatchRound
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.step_file import read_step_file, write_step_file
+from services.trainer.batch.step_plan import MicroBatchRound
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.intake import Intake
 from services.trainer.loop.round_runner import RoundRunner
 from services.trainer.loop.step_builder import StepBuilder
 from services.trainer.megatron.parallel import shut_down
-from tests.integration.sequences.sequence_ratio import SequenceRatio
 from tests.integration.trainer.service_kit import Feeder, make_config, trainer_service
 from tests.integration.trainer.trainer_worlds import Job, make_model, run_job, run_world
 from tests.kit.models import make_tiny_model
@@ -279,16 +278,37 @@ def test_two_sequences_a_sample_are_trained_committed_and_replayed(
 # --- losses of whole sequences ------------------------------------------------------------------------------------
 
 
-def test_sums_of_sequences_are_right_where_a_rank_has_only_a_slice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None
+OF_SEQUENCES: dict[str, dict[str, Any]] = {
+    "gspo": {"name": "gspo", "clip_low": 0.3, "clip_high": 0.3},
+    "grpo with masks": {"opsm_delta": 0.3, "veto_low": 0.1, "veto_sequences": True, "dual_clip": 3.0},
+}
+"""Losses with sums over sequences."""
+
+
+WAYS = {
+    "TP2": {"tensor_parallel": 2}, "PP2": {"pipeline_parallel": 2}, "DP2": {}, "CP2": {"context_parallel": 2},
+}  # fmt: skip
+
+
+def test_losses_of_sequences_are_the_same_however_ranks_and_micro_batches_are_arranged(
+    tmp_path: Path, alone: None
 ) -> None:
+    """With context parallelism a rank has only a slice of a sequence."""
     model = make_model(tmp_path / "model", "qwen3")
-    monkeypatch.setitem(relaxd.algorithms.ALGORITHMS, "grpo", SequenceRatio)
-    whole = run_job(Job(model, steps=2))["trajectory"]
-    cut = Job(model, {"context_parallel": 2}, steps=2)
-    program = "tests.integration.sequences.sequence_ratio"
-    ((first, second),) = run_world([cut], 2, tmp_path / "world", free_port(), program=program)
-    assert first["trajectory"] == second["trajectory"]
-    for ours, expected in zip(first["trajectory"], whole, strict=True):
-        assert ours.loss == pytest.approx(expected.loss, rel=1e-5)
-        assert ours.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    whole = {name: run_job(Job(model, algorithm=settings, steps=2)) for name, settings in OF_SEQUENCES.items()}
+    divided = {
+        (name, way): Job(model, parallel, algorithm=settings, steps=2, pieces=2)
+        for name, settings in OF_SEQUENCES.items()
+        for way, parallel in WAYS.items()
+    }
+    by_job = run_world(list(divided.values()), 2, tmp_path / "world", free_port())
+    for key, ranks in zip(divided, by_job, strict=True):
+        assert ranks[0]["trajectory"] == ranks[1]["trajectory"], key
+        for ours, theirs in zip(ranks[0]["trajectory"], whole[key[0]]["trajectory"], strict=True):
+            assert ours.loss == pytest.approx(theirs.loss, rel=1e-5, abs=1e-5), key
+            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4), key
+            for name in ("clip_fraction", "veto_fraction", "opsm_fraction"):
+                assert ours.metrics.get(name) == pytest.approx(theirs.metrics.get(name)), key
+    gspo, masks = (whole[name]["trajectory"][0].metrics for name in OF_SEQUENCES)
+    assert 0 < gspo["clip_fraction"] < 1
+    assert all(0 < masks[name] < 1 for name in ("clip_fraction", "veto_fraction", "opsm_fraction"))

@@ -18,7 +18,7 @@ from relaxd.cli import recovery
 from services.trainer.batch.row_packing import PackedMicroBatch, pack
 from services.trainer.batch.step_file import step_file_path
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.optimizer import NonFiniteGradients
+from services.trainer.learner.update import NonFiniteGradients
 from services.trainer.megatron.parallel import shut_down
 from tests.integration.trainer import skipping_worlds, trainer_worlds
 from tests.integration.trainer.service_kit import Feeder, export, make_config, trainer_service

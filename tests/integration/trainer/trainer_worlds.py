@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from relaxd.config import AlgorithmConfig, TrainerConfig
+from relaxd.config import TrainerConfig
+from relaxd.config.algorithm import ALGORITHM
 from tests.kit.processes import kill, start_python
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -173,7 +174,8 @@ def make_learner(job: Job, ranks: int = 1) -> Any:
     """The learner of a job, in whatever world this process is in."""
     from services.trainer.learner.learner import Learner
 
-    algorithm = AlgorithmConfig.model_validate({"clip_low": 0.5, "clip_high": 5.0, **job.algorithm})
+    wide = {} if "name" in job.algorithm else {"clip_low": 0.5, "clip_high": 5.0}
+    algorithm = ALGORITHM.validate_python({**wide, **job.algorithm})
     return Learner(job.model, trainer_config(ranks, **job.parallel), algorithm, steps=4, seed=3)
 
 

@@ -11,8 +11,8 @@ from relaxd.board import LedgerEntry
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument
 from services.coordinator.runs.restoring import read_ledger, read_run
 from services.coordinator.state.records import RunRecord
-from services.trainer.batch.plan import MicroBatchRound, SequenceSlice, StepPlan
 from services.trainer.batch.step_file import step_file_path, write_step_file
+from services.trainer.batch.step_plan import MicroBatchRound, SequenceSlice, StepPlan
 from tests.unit.rollout.configs import run_config
 
 

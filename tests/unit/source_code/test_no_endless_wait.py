@@ -9,10 +9,10 @@ from relaxd.v1 import (  # noqa: F401 (their services are in the pool once they 
     coordinator_pb2,
     engine_pb2,
     launcher_pb2,
+    rank_pb2,
     reward_pb2,
     rollout_pb2,
     trainer_pb2,
-    trainer_rank_pb2,
 )
 from tests.unit.source_code.calls import Place, calls
 
@@ -31,7 +31,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/replica/replica.py", "run_replica"),
         ("services/coordinator/runs/evaluation.py", "_Evaluation.run"),
         ("services/coordinator/health/health_manager.py", "HealthManager._tick"),
-        ("services/coordinator/fleet/patience.py", "answer"),
+        ("services/coordinator/fleet/stall_limit.py", "answer"),
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
@@ -93,7 +93,7 @@ WITHOUT_DEADLINE = {
         ("services/reward/worker.py", "Rewards.Score"),  # the pool kills this process at the sample's deadline
         (
             "services/rollout/service/child_engine.py",
-            "ChildEngine.generate",
+            "ChildEngine._generate",
         ),  # the health manager watches
         ("services/rollout/engines/sglang_external/requests.py", "ExternalRequests.generate"),  # the same
         ("services/rollout/engines/transformers/engine.py", "TransformersEngine.stop"),  # after one token
@@ -132,7 +132,7 @@ def test_every_call_of_a_service_has_a_timeout() -> None:
         "coordinator",
         "engine",
         "trainer",
-        "trainer_rank",
+        "rank",
         "rollout",
         "reward",
         "advantage",

@@ -56,7 +56,7 @@ def test_enums_of_records_are_those_of_the_protos(ours: type[StrEnum], theirs: A
 
 
 def test_the_scripts_of_the_board_drop_for_known_reasons():
-    scripts = "".join(path.read_text() for path in (ROOT / "relaxd" / "board" / "lua").glob("*.lua"))
+    scripts = "".join(path.read_text() for path in (ROOT / "relaxd" / "board" / "lua").rglob("*.lua"))
     calls = re.findall(r"\bdrop\(((?:[^()]|\([^()]*\))*)\)", scripts)
     given = {reason for call in calls for reason in re.findall(r"'([a-z_]{2,})'", call)}
     assert given == {"poison", "damaged", "memory"}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from relaxd.board import REF_LOGPROBS, Board, NewGroup, stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.row_packing import PackedMicroBatch
-from services.trainer.reference.stage import ReferenceStage
+from services.trainer.reference.logprobs import ReferenceStage
 from tests.kit.waiting import wait_until
 
 BUDGET = 64

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.batch.plan import MicroBatchRound, MicroBatchSlices, SequenceSlice
 from services.trainer.batch.round_packer import MAX_REPEAT, Packer, SequenceSize, pack_bins, spread_bins
+from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices, SequenceSlice
 
 Step = dict[str, tuple[int, list[int]]]
 """By group id: prompt tokens, and the response tokens of each sample."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.batch.plan import MicroBatchRound, PlanError, SequenceSlice, StepPlan
+from services.trainer.batch.step_plan import MicroBatchRound, PlanError, SequenceSlice, StepPlan
 
 
 def test_a_plan_survives_json() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.batch.plan import MicroBatchRound, SequenceSlice, StepPlan
 from services.trainer.batch.step_file import (
     StepFileError,
     read_committed,
@@ -15,6 +14,7 @@ from services.trainer.batch.step_file import (
     step_file_path,
     write_step_file,
 )
+from services.trainer.batch.step_plan import MicroBatchRound, SequenceSlice, StepPlan
 from services.trainer.checkpoints.folder import plan_sha256
 
 PLAN = StepPlan(

@@ -1,7 +1,7 @@
 """An engine that is an external SGLang server.
 
-It has the methods of `services.rollout.service.child_engine.ChildEngine`, and uses SGLang 0.5.15's native API over
-HTTP. It adds what the server lacks: leases of pauses, ending requests at once, the version of each token, deadlines.
+It uses SGLang 0.5.15's native API over HTTP. It adds what the server lacks: leases of pauses, ending requests at once,
+the version of each token, deadlines.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import Any
 from relaxd.config import RolloutConfig
 from relaxd.rpc.errors import DeadlineExceeded, RpcError
 from relaxd.v1 import rollout_pb2
+from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.model_folder import ModelFolder, read_model_folder
 from services.rollout.engines.sglang_external.client import ServerGone, SGLangClient
 from services.rollout.engines.sglang_external.connect import KEEP_MEMORY, ServerInfo, connect
@@ -24,11 +25,10 @@ from services.rollout.engines.sglang_external.weights import ExternalWeights
 from services.rollout.engines.types import (
     PAUSE_MODES,
     EngineError,
-    MemoryPart,
     Output,
     PauseMode,
+    Request,
     RequestFailed,
-    Sampling,
     Version,
 )
 
@@ -45,8 +45,8 @@ STATS_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
-class ExternalEngine:
-    """A server with a loaded model. Use it only in the event loop that started it."""
+class ExternalEngine(RolloutEngine):
+    """An engine that is an external server. It never sleeps."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class ExternalEngine:
         on_exit: Callable[[str], None],
         on_tokens: Callable[[int, float], None],
     ) -> None:
+        super().__init__()
         self._client = client
         self._on_exit = on_exit
         self._on_tokens = on_tokens
@@ -69,24 +70,12 @@ class ExternalEngine:
         self._updating = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
-        self.vocabulary = model.vocabulary
-        """Token ids are below this."""
-        self.context = facts.context or model.context
-        """Most tokens of prompt and answer together; 0 when unknown."""
+        self.vocabulary, self.context = model.vocabulary, facts.context or model.context
         self.device = facts.device
-        """Device of the model: "cpu" or "cuda"."""
-        self.weights: Version | None = None
-        """The weights that it serves; None until the first commit."""
-        self.asleep: frozenset[MemoryPart] = frozenset()
-        """Always empty: an external server does not sleep."""
-        self.quarantined = False
-        """True if a failed update left the model between two versions."""
-        self.gauges: dict[str, float] = {}
-        """tokens_per_second, running_samples and waiting_samples."""
 
     @property
     def tokens(self) -> int:
-        """Tokens generated since the start."""
+        """See RolloutEngine."""
         return self._requests.tokens
 
     @classmethod
@@ -121,41 +110,22 @@ class ExternalEngine:
 
     @property
     def alive(self) -> bool:
-        """True if the server answers."""
+        """See RolloutEngine."""
         return self._ended is None
 
-    @property
-    def serving(self) -> bool:
-        """True if it generates, or will when its pause ends."""
-        return self.alive and self.weights is not None and not self.quarantined
-
-    async def generate(
-        self,
-        prompt_tokens: tuple[int, ...],
-        n: int,
-        sampling: Sampling,
-        *,
-        stream: bool = False,
-        request_id: str | None = None,
-    ) -> AsyncIterator[Output]:
-        """Yield the outputs of n samples until all have ended. Leaving the iteration early cancels the rest.
-
-        `request_id` is for `abort`, and must not be in use.
-
-        Raises RequestFailed, or ServerGone when the server is lost.
-        """
+    async def _generate(self, request: Request) -> AsyncIterator[Output]:
+        """See RolloutEngine."""
         self._raise_if_gone()
-        generated = self._requests.generate(prompt_tokens, n, sampling, stream=stream, request_id=request_id)
-        async with aclosing(generated) as outputs:  # type: ignore[type-var]
+        async with aclosing(self._requests.generate(request)) as outputs:  # type: ignore[type-var]
             async for output in outputs:
                 yield output
 
     async def abort(self, request_id: str) -> None:
-        """End the samples of a request with the tokens reported so far."""
+        """See RolloutEngine."""
         self._requests.end(request_id)
 
     async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
-        """Pause generation. Returns the number of samples held in place.
+        """See RolloutEngine.
 
         in_place and retract are modes of the server. For abort the server pauses in place, while requests end here at
         once with the tokens reported so far. For drain no request is sent until the running ones have ended.
@@ -184,7 +154,7 @@ class ExternalEngine:
         return len(self._requests.running_ids)
 
     async def resume(self) -> None:
-        """End the pause. Raises EngineError during an update. A quarantined server stays paused."""
+        """See RolloutEngine. Raises EngineError during an update. A quarantined server stays paused."""
         if self._updating:
             raise EngineError("weights are being received: the pause cannot end now")
         self._replace_lease(None)
@@ -196,12 +166,12 @@ class ExternalEngine:
             raise
 
     async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
-        """Connect to a weight group."""
+        """See RolloutEngine."""
         with self._detecting_loss():
             await self._updates.join(request)
 
     async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
-        """Receive and commit one version, with the pause before it and the resume after it that are asked for.
+        """See RolloutEngine.
 
         Returns no checksums, which a stock server does not have. Raises Aborted when it fails; the model may have two
         versions then.
@@ -231,13 +201,13 @@ class ExternalEngine:
         return rollout_pb2.ReceiveWeightsResponse(seconds=seconds)
 
     async def leave(self, group_name: str, *, quarantine: bool) -> bool:
-        """Abort and forget a weight group, and quarantine the engine if asked. Returns whether it is quarantined."""
+        """See RolloutEngine."""
         await self._updates.leave(group_name)
         self.quarantined = self.quarantined or quarantine
         return self.quarantined
 
     async def stop(self) -> None:
-        """Leave the server in order: abort this engine's requests and end its pause. The server runs on."""
+        """See RolloutEngine: abort this engine's requests and end its pause. The server runs on."""
         if self.alive:
             running_ids, paused = self._requests.running_ids, not self._open.is_set()
             self._mark_ended("the engine is stopped")

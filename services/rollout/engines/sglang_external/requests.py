@@ -18,7 +18,7 @@ from services.rollout.engines.sglang_external.samples import (
     ExternalSample,
     label,
 )
-from services.rollout.engines.types import Output, RequestFailed, Sampling, Version
+from services.rollout.engines.types import Output, Request, RequestFailed, Sampling, Version
 
 ABORT_SECONDS = 10.0
 SHARED_PROMPT_TOKENS = 64
@@ -27,7 +27,7 @@ SHARED_PROMPT_TOKENS = 64
 logger = logging.getLogger(__name__)
 
 
-class _Request:
+class _RunningRequest:
     """A request for n samples."""
 
     def __init__(self, n: int, *, stream: bool) -> None:
@@ -69,7 +69,7 @@ class ExternalRequests:
         self._model = model
         self._wait_open = wait_open
         self._on_gone = on_gone
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _RunningRequest] = {}
         self._sent = 0
         self._gone = False
         self._aborts: set[asyncio.Task[None]] = set()
@@ -84,32 +84,32 @@ class ExternalRequests:
         """Number of samples that wait for the end of a pause."""
         return sum(len(request.sample_ids) for request in self._requests.values() if not request.samples)
 
-    async def generate(
-        self, prompt: tuple[int, ...], n: int, sampling: Sampling, *, stream: bool, request_id: str | None
-    ) -> AsyncIterator[Output]:
-        """See ExternalEngine.generate."""
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        """See RolloutEngine.generate."""
+        sampling = request.sampling
         if (sampling.stop or sampling.min_new_tokens) and not self._facts.tokenizer:
             raise InvalidArgument(
                 "sampling.stop and sampling.min_new_tokens need a tokenizer, which the server was started without "
                 "(--skip-tokenizer-init)"
             )
-        request = _Request(n, stream=stream)
-        request_id = request_id or request.sample_ids[0]
-        self._requests[request_id] = request
-        request.reading = asyncio.create_task(self._read(request, prompt, sampling), name="read a request")
-        request.reading.add_done_callback(lambda task: self._finish_reading(request, task))
+        running = _RunningRequest(request.n, stream=request.stream)
+        self._requests[request.request_id] = running
+        running.reading = asyncio.create_task(
+            self._read(running, request.prompt_tokens, sampling), name="read a request"
+        )
+        running.reading.add_done_callback(lambda task: self._finish_reading(running, task))
         ended = 0
         try:
-            while ended < n:
-                output = await request.outputs.get()
+            while ended < request.n:
+                output = await running.outputs.get()
                 if isinstance(output, Exception):
                     raise output
                 ended += output.finish_reason is not None
                 yield output
         finally:
-            request.reading.cancel()
-            self._requests.pop(request_id, None)
-            self._abort_later(request.open_ids)
+            running.reading.cancel()
+            self._requests.pop(request.request_id, None)
+            self._abort_later(running.open_ids)
 
     def end_all(self) -> None:
         """End every request with its tokens so far."""
@@ -152,7 +152,7 @@ class ExternalRequests:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, request: _Request, prompt: tuple[int, ...], sampling: Sampling) -> None:
+    async def _read(self, request: _RunningRequest, prompt: tuple[int, ...], sampling: Sampling) -> None:
         weights = await self._wait_open()
         n = len(request.sample_ids)
         while n > 1 and len(prompt) >= SHARED_PROMPT_TOKENS and self._facts.prefix_cache:
@@ -203,7 +203,7 @@ class ExternalRequests:
             if not self._sent:
                 self.idle.set()
 
-    def _finish_reading(self, request: _Request, task: asyncio.Task[None]) -> None:
+    def _finish_reading(self, request: _RunningRequest, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
@@ -221,7 +221,7 @@ class ExternalRequests:
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 
-    def _samples(self, request: _Request, weights: Version) -> list[ExternalSample]:
+    def _samples(self, request: _RunningRequest, weights: Version) -> list[ExternalSample]:
         style = EventStyle(self._facts.incremental, self._interval(request.stream), self._facts.late_tokens)
         return [ExternalSample(index, style, weights, self._decode) for index in range(len(request.sample_ids))]
 

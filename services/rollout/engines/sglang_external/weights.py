@@ -37,7 +37,7 @@ class ExternalWeights:
         self._waiting: asyncio.Future[Any] | None = None
 
     async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
-        """See ChildEngine.join. Raises BadManifest, Aborted or DeadlineExceeded."""
+        """See RolloutEngine.join. Raises BadManifest, Aborted or DeadlineExceeded."""
         buckets, group = stock_buckets(request.manifest), request.group
         await self.leave_all()
         body = {
@@ -54,7 +54,7 @@ class ExternalWeights:
         self._buckets = buckets
 
     async def receive(self, group_name: str, label: str, timeout: float) -> None:
-        """Receive all buckets and label the server's weights. See ChildEngine.receive."""
+        """Receive all buckets and label the server's weights. See RolloutEngine.receive."""
         self.touched = False
         if self._group != group_name:
             raise EngineError(f"this engine is not in weight group {group_name}")

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from relaxd.v1 import trainer_rank_pb2 as relaxd_dot_v1_dot_trainer__rank__pb2
+from relaxd.v1 import rank_pb2 as relaxd_dot_v1_dot_rank__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,15 +18,15 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in relaxd/v1/trainer_rank_pb2_grpc.py depends on'
+        + ' but the generated code in relaxd/v1/rank_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class TrainerRankStub:
-    """TrainerRank is one process of the Megatron world, on a Unix socket that only its parent can reach.
+class RankStub:
+    """Rank is one process of a Megatron world, on a Unix socket that only its parent can reach.
     """
 
     def __init__(self, channel):
@@ -35,47 +35,47 @@ class TrainerRankStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Train = channel.unary_stream(
-                '/relaxd.v1.TrainerRank/Train',
-                request_serializer=relaxd_dot_v1_dot_trainer__rank__pb2.TrainRequest.SerializeToString,
-                response_deserializer=relaxd_dot_v1_dot_trainer__rank__pb2.TrainResponse.FromString,
+        self.Work = channel.unary_stream(
+                '/relaxd.v1.Rank/Work',
+                request_serializer=relaxd_dot_v1_dot_rank__pb2.WorkRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_rank__pb2.WorkResponse.FromString,
                 _registered_method=True)
         self.SetPaused = channel.unary_unary(
-                '/relaxd.v1.TrainerRank/SetPaused',
-                request_serializer=relaxd_dot_v1_dot_trainer__rank__pb2.SetPausedRequest.SerializeToString,
-                response_deserializer=relaxd_dot_v1_dot_trainer__rank__pb2.SetPausedResponse.FromString,
+                '/relaxd.v1.Rank/SetPaused',
+                request_serializer=relaxd_dot_v1_dot_rank__pb2.SetPausedRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_rank__pb2.SetPausedResponse.FromString,
                 _registered_method=True)
         self.HandBackGroups = channel.unary_unary(
-                '/relaxd.v1.TrainerRank/HandBackGroups',
-                request_serializer=relaxd_dot_v1_dot_trainer__rank__pb2.HandBackGroupsRequest.SerializeToString,
-                response_deserializer=relaxd_dot_v1_dot_trainer__rank__pb2.HandBackGroupsResponse.FromString,
+                '/relaxd.v1.Rank/HandBackGroups',
+                request_serializer=relaxd_dot_v1_dot_rank__pb2.HandBackGroupsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_rank__pb2.HandBackGroupsResponse.FromString,
                 _registered_method=True)
         self.HoldWeights = channel.unary_unary(
-                '/relaxd.v1.TrainerRank/HoldWeights',
-                request_serializer=relaxd_dot_v1_dot_trainer__rank__pb2.HoldWeightsRequest.SerializeToString,
-                response_deserializer=relaxd_dot_v1_dot_trainer__rank__pb2.HoldWeightsResponse.FromString,
+                '/relaxd.v1.Rank/HoldWeights',
+                request_serializer=relaxd_dot_v1_dot_rank__pb2.HoldWeightsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_rank__pb2.HoldWeightsResponse.FromString,
                 _registered_method=True)
         self.ReleaseWeights = channel.unary_unary(
-                '/relaxd.v1.TrainerRank/ReleaseWeights',
-                request_serializer=relaxd_dot_v1_dot_trainer__rank__pb2.ReleaseWeightsRequest.SerializeToString,
-                response_deserializer=relaxd_dot_v1_dot_trainer__rank__pb2.ReleaseWeightsResponse.FromString,
+                '/relaxd.v1.Rank/ReleaseWeights',
+                request_serializer=relaxd_dot_v1_dot_rank__pb2.ReleaseWeightsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_rank__pb2.ReleaseWeightsResponse.FromString,
                 _registered_method=True)
 
 
-class TrainerRankServicer:
-    """TrainerRank is one process of the Megatron world, on a Unix socket that only its parent can reach.
+class RankServicer:
+    """Rank is one process of a Megatron world, on a Unix socket that only its parent can reach.
     """
 
-    def Train(self, request, context):
-        """Train starts the training thread, and streams what the service has to know. It is called once, and ends with the
-        process.
+    def Work(self, request, context):
+        """Work starts the thread that trains, or computes reference log-probs, and streams what the service has to know. It is
+        called once, and ends with the process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPaused(self, request, context):
-        """SetPaused keeps steps from closing, or lets them close again. Rank 0 only, as all that follow.
+        """SetPaused keeps steps from closing, or a reference from taking groups, or ends that. Rank 0 only, as all that follow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,7 +89,7 @@ class TrainerRankServicer:
         raise NotImplementedError('Method not implemented!')
 
     def HoldWeights(self, request, context):
-        """HoldWeights keeps the optimizer from changing the weights while all ranks broadcast them.
+        """HoldWeights (a trainer's ranks only, as the next one) keeps the optimizer from changing the weights while all ranks broadcast them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,47 +103,47 @@ class TrainerRankServicer:
         raise NotImplementedError('Method not implemented!')
 
 
-def add_TrainerRankServicer_to_server(servicer, server):
+def add_RankServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Train': grpc.unary_stream_rpc_method_handler(
-                    servicer.Train,
-                    request_deserializer=relaxd_dot_v1_dot_trainer__rank__pb2.TrainRequest.FromString,
-                    response_serializer=relaxd_dot_v1_dot_trainer__rank__pb2.TrainResponse.SerializeToString,
+            'Work': grpc.unary_stream_rpc_method_handler(
+                    servicer.Work,
+                    request_deserializer=relaxd_dot_v1_dot_rank__pb2.WorkRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_rank__pb2.WorkResponse.SerializeToString,
             ),
             'SetPaused': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPaused,
-                    request_deserializer=relaxd_dot_v1_dot_trainer__rank__pb2.SetPausedRequest.FromString,
-                    response_serializer=relaxd_dot_v1_dot_trainer__rank__pb2.SetPausedResponse.SerializeToString,
+                    request_deserializer=relaxd_dot_v1_dot_rank__pb2.SetPausedRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_rank__pb2.SetPausedResponse.SerializeToString,
             ),
             'HandBackGroups': grpc.unary_unary_rpc_method_handler(
                     servicer.HandBackGroups,
-                    request_deserializer=relaxd_dot_v1_dot_trainer__rank__pb2.HandBackGroupsRequest.FromString,
-                    response_serializer=relaxd_dot_v1_dot_trainer__rank__pb2.HandBackGroupsResponse.SerializeToString,
+                    request_deserializer=relaxd_dot_v1_dot_rank__pb2.HandBackGroupsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_rank__pb2.HandBackGroupsResponse.SerializeToString,
             ),
             'HoldWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.HoldWeights,
-                    request_deserializer=relaxd_dot_v1_dot_trainer__rank__pb2.HoldWeightsRequest.FromString,
-                    response_serializer=relaxd_dot_v1_dot_trainer__rank__pb2.HoldWeightsResponse.SerializeToString,
+                    request_deserializer=relaxd_dot_v1_dot_rank__pb2.HoldWeightsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_rank__pb2.HoldWeightsResponse.SerializeToString,
             ),
             'ReleaseWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseWeights,
-                    request_deserializer=relaxd_dot_v1_dot_trainer__rank__pb2.ReleaseWeightsRequest.FromString,
-                    response_serializer=relaxd_dot_v1_dot_trainer__rank__pb2.ReleaseWeightsResponse.SerializeToString,
+                    request_deserializer=relaxd_dot_v1_dot_rank__pb2.ReleaseWeightsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_rank__pb2.ReleaseWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'relaxd.v1.TrainerRank', rpc_method_handlers)
+            'relaxd.v1.Rank', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('relaxd.v1.TrainerRank', rpc_method_handlers)
+    server.add_registered_method_handlers('relaxd.v1.Rank', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class TrainerRank:
-    """TrainerRank is one process of the Megatron world, on a Unix socket that only its parent can reach.
+class Rank:
+    """Rank is one process of a Megatron world, on a Unix socket that only its parent can reach.
     """
 
     @staticmethod
-    def Train(request,
+    def Work(request,
             target,
             options=(),
             channel_credentials=None,
@@ -156,9 +156,9 @@ class TrainerRank:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/relaxd.v1.TrainerRank/Train',
-            relaxd_dot_v1_dot_trainer__rank__pb2.TrainRequest.SerializeToString,
-            relaxd_dot_v1_dot_trainer__rank__pb2.TrainResponse.FromString,
+            '/relaxd.v1.Rank/Work',
+            relaxd_dot_v1_dot_rank__pb2.WorkRequest.SerializeToString,
+            relaxd_dot_v1_dot_rank__pb2.WorkResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -183,9 +183,9 @@ class TrainerRank:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/relaxd.v1.TrainerRank/SetPaused',
-            relaxd_dot_v1_dot_trainer__rank__pb2.SetPausedRequest.SerializeToString,
-            relaxd_dot_v1_dot_trainer__rank__pb2.SetPausedResponse.FromString,
+            '/relaxd.v1.Rank/SetPaused',
+            relaxd_dot_v1_dot_rank__pb2.SetPausedRequest.SerializeToString,
+            relaxd_dot_v1_dot_rank__pb2.SetPausedResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -210,9 +210,9 @@ class TrainerRank:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/relaxd.v1.TrainerRank/HandBackGroups',
-            relaxd_dot_v1_dot_trainer__rank__pb2.HandBackGroupsRequest.SerializeToString,
-            relaxd_dot_v1_dot_trainer__rank__pb2.HandBackGroupsResponse.FromString,
+            '/relaxd.v1.Rank/HandBackGroups',
+            relaxd_dot_v1_dot_rank__pb2.HandBackGroupsRequest.SerializeToString,
+            relaxd_dot_v1_dot_rank__pb2.HandBackGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -237,9 +237,9 @@ class TrainerRank:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/relaxd.v1.TrainerRank/HoldWeights',
-            relaxd_dot_v1_dot_trainer__rank__pb2.HoldWeightsRequest.SerializeToString,
-            relaxd_dot_v1_dot_trainer__rank__pb2.HoldWeightsResponse.FromString,
+            '/relaxd.v1.Rank/HoldWeights',
+            relaxd_dot_v1_dot_rank__pb2.HoldWeightsRequest.SerializeToString,
+            relaxd_dot_v1_dot_rank__pb2.HoldWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -264,9 +264,9 @@ class TrainerRank:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/relaxd.v1.TrainerRank/ReleaseWeights',
-            relaxd_dot_v1_dot_trainer__rank__pb2.ReleaseWeightsRequest.SerializeToString,
-            relaxd_dot_v1_dot_trainer__rank__pb2.ReleaseWeightsResponse.FromString,
+            '/relaxd.v1.Rank/ReleaseWeights',
+            relaxd_dot_v1_dot_rank__pb2.ReleaseWeightsRequest.SerializeToString,
+            relaxd_dot_v1_dot_rank__pb2.ReleaseWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,18 +1,16 @@
-"""GRPO's advantages and loss, beside float64 formulas written out here once more, without relaxd's code."""
+"""Edges of GRPO's advantages and loss, which other algorithms share. test_losses.py compares with formulas."""
 
-import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from relaxd.algorithms import Advantages, Filtered, LossInputs, create, sample_lengths
-from relaxd.algorithms.correction import correction_weights
+from relaxd.algorithms.terms.correction import correction_weights
 from relaxd.config import GRPOConfig
 
 torch.set_num_threads(1)
@@ -199,90 +197,9 @@ def loss_inputs(
     return LossInputs(logprobs, columns, mask, weight, torch.zeros(len(logprobs), dtype=torch.int64), 1, entropy)
 
 
-def changed(inputs: LossInputs, change: Callable[[str, torch.Tensor], torch.Tensor]) -> LossInputs:
-    """The inputs with every tensor of a token's values replaced by `change(name, tensor)`."""
-    own = {name: change(name, getattr(inputs, name)) for name in ("logprobs", "mask", "weight", "sequence", "entropy")}
-    columns = {name: change(name, tensor) for name, tensor in inputs.columns.items()}
-    return replace(inputs, **own, columns=columns)
-
-
 def without(inputs: LossInputs, name: str) -> LossInputs:
     """The inputs without one column."""
     return replace(inputs, columns={other: tensor for other, tensor in inputs.columns.items() if other != name})
-
-
-def formula(config: GRPOConfig, inputs: LossInputs, logprobs: list[float]) -> tuple[float, dict[str, float]]:
-    """The loss, token by token, in Python's floats."""
-    loss = 0.0
-    sums = {"ratio": 0.0, "clip_fraction": 0.0, "kl": 0.0, "entropy": 0.0}
-    columns = [inputs.columns[name].tolist() for name in ("rollout_logprobs", "advantages", "ref_logprobs")]
-    columns += [inputs.mask.tolist(), inputs.weight.tolist(), inputs.entropy.tolist()]
-    for new, old, advantage, ref, mask, weight, entropy in zip(logprobs, *columns, strict=True):
-        if mask == 0:
-            continue
-        ratio = 1.0 if config.old_logprobs == "current" else math.exp(max(-20.0, min(20.0, new - old)))
-        low, high = 1 - config.clip_low, 1 + config.clip_high
-        surrogate = min(ratio * advantage, max(low, min(high, ratio)) * advantage)
-        difference = new - ref
-        kl = {
-            "k1": lambda d: d,
-            "k2": lambda d: d * d / 2,
-            "k3": lambda d: math.exp(-d) - 1 + d,
-            "low_var_kl": lambda d: max(-10.0, min(10.0, math.exp(-max(-20, min(20, d))) - 1 + max(-20, min(20, d)))),
-        }[config.kl_estimator](difference)
-        correction, limited = correct(config, new, old)
-        loss += weight * (-surrogate * correction + config.kl_coef * kl - config.entropy_coef * entropy)
-        if config.correction != "none":
-            sums["correction_weight"] = sums.get("correction_weight", 0.0) + correction
-            sums["correction_fraction"] = sums.get("correction_fraction", 0.0) + limited
-        sums["ratio"] += ratio
-        sums["clip_fraction"] += (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low)
-        sums["kl"] += kl
-        sums["entropy"] += entropy
-    return loss, sums
-
-
-def correct(config: GRPOConfig, new: float, rollout: float) -> tuple[float, bool]:
-    """Weight of one token by the formulas of TIS and IcePop, and whether it was limited."""
-    w = math.exp(max(-20.0, min(20.0, new - rollout)))
-    match config.correction:
-        case "tis":
-            return min(w, config.tis_clip), w > config.tis_clip
-        case "icepop":
-            inside = config.icepop_low <= w <= config.icepop_high
-            return (w if inside else 0.0), not inside
-    return 1.0, False
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var_kl"])
-@pytest.mark.parametrize(("kl_coef", "entropy_coef"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_loss_and_sums_match_the_formula(estimator, kl_coef, entropy_coef, dtype):
-    config = GRPOConfig(
-        kl_estimator=estimator, kl_coef=kl_coef, entropy_coef=entropy_coef, clip_low=0.1, clip_high=0.28
-    )
-    inputs = make_inputs(300, dtype)
-    output = create(config).loss(inputs)
-    loss, sums = formula(config, inputs, inputs.logprobs.tolist())
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    assert output.loss.item() == pytest.approx(loss, rel=tolerance, abs=tolerance)
-    assert {name: value.item() for name, value in output.sums.items()} == pytest.approx(sums, rel=tolerance)
-    assert not any(value.requires_grad for value in output.sums.values())
-    assert 0 < sums["clip_fraction"] < inputs.mask.sum()
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var_kl"])
-def test_gradients_match_finite_differences_of_the_formula(estimator):
-    config = GRPOConfig(kl_estimator=estimator, kl_coef=0.3, entropy_coef=0.2, clip_low=0.1, clip_high=0.28)
-    inputs = make_inputs(60)
-    create(config).loss(inputs).loss.backward()
-    base = inputs.logprobs.tolist()
-    for token in range(60):
-        step = 1e-6
-        above = formula(config, inputs, [*base[:token], base[token] + step, *base[token + 1 :]])[0]
-        below = formula(config, inputs, [*base[:token], base[token] - step, *base[token + 1 :]])[0]
-        assert inputs.logprobs.grad[token].item() == pytest.approx((above - below) / (2 * step), abs=1e-7)
-    torch.testing.assert_close(inputs.entropy.grad, -0.2 * inputs.weight * inputs.mask)
 
 
 def test_with_current_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce():
@@ -300,28 +217,6 @@ CORRECTIONS = [
     {"correction": "icepop", "icepop_low": 0.7, "icepop_high": 1.4},
     {"correction": "icepop", "icepop_low": 0.0, "icepop_high": 2.0},
 ]
-
-
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_corrected_losses_sums_and_gradients_match_the_formula(correction, dtype):
-    config = GRPOConfig(old_logprobs="current", kl_coef=0.3, kl_estimator="k2", entropy_coef=0.2, **correction)
-    inputs = make_inputs(300, dtype)
-    output = create(config).loss(inputs)
-    output.loss.backward()
-    logprobs = inputs.logprobs.tolist()
-    loss, sums = formula(config, inputs, logprobs)
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    assert output.loss.item() == pytest.approx(loss, rel=tolerance, abs=tolerance)
-    assert {name: value.item() for name, value in output.sums.items()} == pytest.approx(sums, rel=tolerance)
-    assert 0 < sums["correction_fraction"] < inputs.mask.sum()
-    # d/dlogprob of -w A r + kl_coef (logprob - ref)² / 2 with r = 1 and w held fixed.
-    weights = [
-        correct(config, *pair)[0] for pair in zip(logprobs, inputs.columns["rollout_logprobs"].tolist(), strict=True)
-    ]
-    policy = -torch.tensor(weights, dtype=dtype) * inputs.columns["advantages"]
-    kl = 0.3 * (inputs.logprobs.detach() - inputs.columns["ref_logprobs"])
-    torch.testing.assert_close(inputs.logprobs.grad, inputs.weight * inputs.mask * (policy + kl))
 
 
 @given(
@@ -418,51 +313,6 @@ def test_low_var_kl_is_clamped(difference, expected):
     assert output.sums["kl"].item() == pytest.approx(expected, rel=1e-2, abs=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(2, 80), st.lists(st.integers(0, 80), max_size=6), st.sampled_from(["none", "tis", "icepop"]))
-def test_the_loss_does_not_depend_on_how_tokens_are_cut(tokens, cuts, correction):
-    old = "rollout" if correction == "none" else "current"
-    config = GRPOConfig(kl_coef=0.3, entropy_coef=0.2, old_logprobs=old, correction=correction)
-    algorithm = create(config)
-    whole = make_inputs(tokens)
-    output = algorithm.loss(whole)
-    output.loss.backward()
-    edges = [0, *sorted(min(cut, tokens) for cut in cuts), tokens]
-    loss = torch.zeros((), dtype=torch.float64)
-    sums = dict.fromkeys(output.sums, 0.0)
-    pieces = whole.logprobs.detach().clone().requires_grad_()
-    for start, end in itertools.pairwise(edges):
-        cut = changed(whole, lambda name, tensor, start=start, end=end: tensor[start:end])
-        piece = algorithm.loss(replace(cut, logprobs=pieces[start:end]))
-        loss = loss + piece.loss
-        sums = {name: total + piece.sums[name].item() for name, total in sums.items()}
-    loss.backward()
-    torch.testing.assert_close(loss, output.loss, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(pieces.grad, whole.logprobs.grad, rtol=1e-12, atol=1e-12)
-    assert sums == pytest.approx({name: value.item() for name, value in output.sums.items()}, rel=1e-12)
-
-
-@pytest.mark.parametrize("correction", [{}, *CORRECTIONS])
-def test_what_stands_where_the_mask_is_0_does_not_matter(correction):
-    old = "current" if correction else "rollout"
-    algorithm = create(GRPOConfig(kl_coef=0.3, entropy_coef=0.2, old_logprobs=old, **correction))
-    clean = make_inputs(50)
-    masked = clean.mask == 0
-
-    def dirtied(name: str, value: torch.Tensor) -> torch.Tensor:
-        if name in ("mask", "sequence"):
-            return value
-        value = value.detach().masked_fill(masked, math.nan).clone()
-        return value.requires_grad_(name in ("logprobs", "entropy"))
-
-    dirty = changed(clean, dirtied)
-    for inputs in (clean, dirty):
-        algorithm.loss(inputs).loss.backward()
-    torch.testing.assert_close(algorithm.loss(dirty).loss, algorithm.loss(clean).loss, rtol=0, atol=0)
-    torch.testing.assert_close(dirty.logprobs.grad, clean.logprobs.grad, rtol=0, atol=0)
-    torch.testing.assert_close(dirty.entropy.grad, clean.entropy.grad, rtol=0, atol=0)
-
-
 def test_missing_and_misshapen_inputs_are_named():
     inputs = make_inputs(5)
     with pytest.raises(ValueError, match="ref_logprobs is missing"):
@@ -480,30 +330,3 @@ def test_the_reference_and_entropy_are_asked_for_only_where_they_count():
     assert "kl" not in plain.loss(replace(without(make_inputs(5), "ref_logprobs"), entropy=None)).sums
     full = create(GRPOConfig(kl_coef=0.1, entropy_coef=0.1))
     assert ("ref_logprobs" in full.needs.loss, full.needs_entropy) == (True, True)
-
-
-@pytest.mark.parametrize("aggregation", ["sample_mean", "token_mean", "constant_length"])
-def test_a_whole_step_is_the_textbook_mean(aggregation):
-    """Two samples of unequal length, one with a masked token: weights, loss and normaliser together."""
-    config = GRPOConfig(loss_aggregation=aggregation, constant_length=7, old_logprobs="current")
-    algorithm = create(config)
-    lengths, mask = np.array([2, 4], dtype=np.int32), np.array([1, 1, 1, 0, 1, 1], dtype=np.uint8)
-    result = algorithm.advantages(np.array([0.0, 1.0]), lengths)
-    assert isinstance(result, Advantages)
-    logprobs = torch.zeros(6, dtype=torch.float64, requires_grad=True)
-    inputs = loss_inputs(
-        logprobs,
-        logprobs.detach(),
-        torch.from_numpy(result.values).double(),
-        torch.from_numpy(mask).double(),
-        torch.from_numpy(algorithm.token_weights(mask, lengths)).double(),
-    )
-    (algorithm.loss(inputs).loss / algorithm.normalizer(int(mask.sum()), 2)).backward()
-    a = 0.5 / (math.sqrt(0.5) + 1e-6)
-    scale = {
-        "sample_mean": [1 / 2 / 2] * 2 + [1 / 3 / 2] * 4,
-        "token_mean": [1 / 5] * 6,
-        "constant_length": [1 / 14] * 6,
-    }[aggregation]
-    expected = np.array([a, a, -a, 0, -a, -a]) * scale
-    np.testing.assert_allclose(logprobs.grad.numpy(), expected, rtol=1e-6)

@@ -5,12 +5,12 @@ Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from relaxd.config.policy_gradient import KLEstimator
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 
 
 def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:

@@ -1,0 +1,24 @@
+"""CISPO, Clipped IS-weight Policy Optimization: MiniMax-M1, arXiv 2506.13585."""
+
+from typing import ClassVar
+
+from relaxd.algorithms.policy_gradient import GroupNormalized, PolicyTerm, Tokens
+from relaxd.config.algorithm import CISPOConfig
+from relaxd.config.policy_gradient import PolicyGradientConfig
+
+
+class CISPO(GroupNormalized):
+    """REINFORCE with a clipped importance weight, equations 4 and 5.
+
+    L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π, sg: without gradient. PPO's clip takes the gradient from
+    tokens that change fast, such as the rare ones at which an argument turns; here every token keeps one.
+    """
+
+    Config: ClassVar[type[PolicyGradientConfig]] = CISPOConfig
+    config: CISPOConfig
+
+    def policy_term(self, tokens: Tokens) -> PolicyTerm:
+        """Return the weighted log-prob; tokens whose weight was clipped count as clipped."""
+        ratio = tokens.ratio.detach()
+        weight = ratio.clamp(1.0 - self.config.clip_low, 1.0 + self.config.clip_high)
+        return PolicyTerm(-weight * tokens.advantages * tokens.logprobs, ratio, weight != ratio)

@@ -1,0 +1,18 @@
+"""DAPO, Decoupled Clip and Dynamic Sampling Policy Optimization: arXiv 2503.14476."""
+
+from typing import ClassVar
+
+from relaxd.algorithms.policy_gradient import Clipped, GroupNormalized
+from relaxd.config.algorithm import DAPOConfig
+from relaxd.config.policy_gradient import PolicyGradientConfig
+
+
+class DAPO(GroupNormalized, Clipped):
+    """GRPO with four changes, equation 8: clip_high > clip_low, dynamic sampling, token mean, overlong shaping.
+
+    The last two are settings that all algorithms have (`aggregation`, `shaping`); dynamic sampling is
+    drop_zero_variance. The paper has no KL term.
+    """
+
+    Config: ClassVar[type[PolicyGradientConfig]] = DAPOConfig
+    config: DAPOConfig

@@ -1,0 +1,26 @@
+"""Dr. GRPO, "Understanding R1-Zero-Like Training": arXiv 2503.20783."""
+
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxd.algorithms.policy_gradient import Clipped
+from relaxd.algorithms.terms.baselines import group_relative
+from relaxd.config.algorithm import DrGRPOConfig
+from relaxd.config.policy_gradient import PolicyGradientConfig
+
+
+class DrGRPO(Clipped):
+    """GRPO without the standard deviation and with a constant divisor, section 3.2.
+
+    A_i = R_i - mean(R). Dividing by the deviation favours prompts that are nearly always or nearly never solved;
+    dividing by each answer's length favours short right answers and long wrong ones.
+    """
+
+    Config: ClassVar[type[PolicyGradientConfig]] = DrGRPOConfig
+    config: DrGRPOConfig
+
+    def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the rewards relative to the group's mean, [n]."""
+        return group_relative(rewards)

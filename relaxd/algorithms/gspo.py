@@ -1,0 +1,25 @@
+"""Group Sequence Policy Optimization: arXiv 2507.18071."""
+
+from typing import ClassVar
+
+from relaxd.algorithms.policy_gradient import GroupNormalized, PolicyTerm, Tokens
+from relaxd.algorithms.terms.clipping import clipped_loss
+from relaxd.config.algorithm import GSPOConfig
+from relaxd.config.policy_gradient import PolicyGradientConfig
+
+
+class GSPO(GroupNormalized):
+    """GRPO with the ratio of whole sequences, equations 5 to 7.
+
+    s = exp(mean of log r over the sequence's trained tokens), the geometric mean of their ratios, is the ratio of each
+    of them, in PPO's clipped objective. Its gradient goes through all tokens of the sequence.
+    """
+
+    Config: ClassVar[type[PolicyGradientConfig]] = GSPOConfig
+    config: GSPOConfig
+
+    def policy_term(self, tokens: Tokens) -> PolicyTerm:
+        """Return PPO's clipped objective of the ratio of each token's sequence."""
+        ratio = tokens.sequence_mean(tokens.log_ratio).exp()
+        loss, clipped = clipped_loss(ratio, tokens.advantages, self.config)
+        return PolicyTerm(loss, ratio, clipped)

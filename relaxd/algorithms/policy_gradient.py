@@ -1,0 +1,293 @@
+"""What the algorithms share: everything but the baseline of the advantages and the policy-gradient term of the loss.
+
+An algorithm is a subclass that overrides `sample_advantages` (or `token_advantages`) and `policy_term`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxd.algorithms.base import (
+    NO_COLUMNS,
+    Advantages,
+    Filtered,
+    LossInputs,
+    LossOutput,
+    Needs,
+    check_group,
+    check_inputs,
+)
+from relaxd.algorithms.terms import aggregation, limits, shaping
+from relaxd.algorithms.terms.baselines import group_relative, rewards_equal
+from relaxd.algorithms.terms.clipping import clipped_loss
+from relaxd.algorithms.terms.correction import MAX_LOG_RATIO, correction_weights
+from relaxd.algorithms.terms.kl import kl_divergence
+from relaxd.config.policy_gradient import ClippedConfig, NormalizedConfig, PolicyGradientConfig, RatioConfig
+from relaxd.drop_reasons import DropReason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a micro-batch as `policy_term` sees them: float [T], and 0 where the mask is 0."""
+
+    inputs: LossInputs
+    """Everything else, such as `segment_sum`."""
+    trained: Tensor
+    """bool [T], the mask."""
+    logprobs: Tensor
+    """Log-probs under the weights being trained, with gradient."""
+    old_logprobs: Tensor
+    """Log-probs under the old policy, without."""
+    rollout_logprobs: Tensor
+    """Log-probs under the engine."""
+    log_ratio: Tensor
+    """logprobs - old_logprobs, limited to ± MAX_LOG_RATIO so that its exponential is finite. With gradient, but none
+    beyond these limits."""
+    advantages: Tensor
+    """Advantages."""
+
+    @property
+    def ratio(self) -> Tensor:
+        """Probability ratio to the old policy."""
+        return self.log_ratio.exp()
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Return for each token the mean of `values` over the trained tokens of its sequence.
+
+        Differentiable, and right where a context-parallel rank has only some of a sequence's tokens.
+
+        Args:
+            values: [T], 0 where the mask is 0.
+
+        Returns:
+            [T].
+        """
+        count = self.inputs.segment_sum(self.trained.to(values.dtype)).clamp(min=1.0)
+        return (self.inputs.segment_sum(values) / count)[self.inputs.sequence]
+
+
+@dataclass(frozen=True)
+class PolicyTerm:
+    """The policy-gradient term of a loss; all [T]."""
+
+    loss: Tensor
+    """Loss of each token, with gradient."""
+    ratio: Tensor
+    """The ratio to report."""
+    clipped: Tensor
+    """bool: tokens whose gradient is clipped, to report."""
+
+
+class PolicyGradient:
+    """Base of the algorithms. Its settings are a `PolicyGradientConfig`."""
+
+    Config: ClassVar[type[PolicyGradientConfig]] = PolicyGradientConfig
+    """Type of its settings."""
+
+    def __init__(self, config: PolicyGradientConfig) -> None:
+        self.config = config
+
+    # --- to override ------------------------------------------------------------------------------------------------
+
+    def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the advantage of each sample of a group.
+
+        Args:
+            rewards: [n], finite.
+
+        Returns:
+            [n].
+        """
+        raise NotImplementedError
+
+    def token_advantages(
+        self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any]
+    ) -> NDArray[np.float64]:
+        """Return the advantage of each token; here that of its sample, for the reward less the KL divergence.
+
+        Args:
+            rewards: [n], finite.
+            lengths: [n], adding up to T.
+            columns: the columns of `Needs.advantages`.
+
+        Returns:
+            [T].
+        """
+        if self.config.kl_reward_coef > 0:
+            kl = shaping.kl_estimates(columns["rollout_logprobs"], columns["ref_logprobs"], columns["loss_mask"])
+            sample_of_token = np.repeat(np.arange(lengths.size), lengths)
+            rewards = rewards - self.config.kl_reward_coef * np.bincount(sample_of_token, kl, lengths.size)
+        return np.repeat(self.sample_advantages(rewards), lengths)
+
+    def policy_term(self, tokens: Tokens) -> PolicyTerm:
+        """Return the policy-gradient term of each token, before corrections and limits. A pure function."""
+        raise NotImplementedError
+
+    # --- the interface of algorithms --------------------------------------------------------------------------------
+
+    @property
+    def needs(self) -> Needs:
+        """Columns of the board that the settings ask for."""
+        reference = ("ref_logprobs",) if self.config.needs_reference else ()
+        advantages: list[str] = []
+        if self.config.kl_reward_coef > 0:
+            advantages += ["loss_mask", "rollout_logprobs", "ref_logprobs"]
+        if self.config.mask_truncated:
+            advantages += ["finish", "sample_of_sequence"]
+        return Needs(
+            loss=("rollout_logprobs", "advantages", *reference),
+            advantages=tuple(dict.fromkeys(advantages)),
+            old_logprobs=not self._old_is_engine or self.config.correction != "none",
+        )
+
+    @property
+    def needs_entropy(self) -> bool:
+        """True if the entropy bonus is on."""
+        return self.config.entropy_coef > 0
+
+    def advantages(
+        self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS
+    ) -> Advantages | Filtered:
+        """Advantages of one group: shape the rewards, filter, compute, leave out truncated samples.
+
+        A group of equal rewards (after overlong shaping, before KL) is filtered if drop_zero_variance; a group of one
+        sample never is. So is one whose samples were all cut, with mask_truncated.
+
+        Args:
+            rewards: float64 [n], finite.
+            lengths: int32 [n].
+            columns: the columns of `Needs.advantages`.
+
+        Raises:
+            ValueError: see `check_group`; a column is missing; or advantages overflow float32.
+        """
+        check_group(rewards, lengths)
+        for name in self.needs.advantages:
+            if name not in columns:
+                raise ValueError(f"{name} is missing: the advantages need this column")
+        rewards = rewards.astype(np.float64) + shaping.overlong_penalties(lengths, self.config)
+        if self.config.drop_zero_variance and rewards.size > 1 and rewards_equal(rewards):
+            return Filtered(DropReason.ZERO_VARIANCE)
+        values = self.token_advantages(rewards, lengths, columns)
+        if self.config.mask_truncated:
+            cut = shaping.truncated_samples(columns["finish"], columns["sample_of_sequence"], rewards.size)
+            if self.config.drop_zero_variance and cut.all():
+                return Filtered(DropReason.ZERO_VARIANCE)
+            values = np.where(np.repeat(cut, lengths), 0.0, values)
+        if not (np.abs(values) <= np.finfo(np.float32).max).all():
+            raise ValueError(f"rewards up to {np.abs(rewards).max():g} are too large: advantages overflow float32")
+        return Advantages(values.astype(np.float32))
+
+    def token_weights(self, mask: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
+        """See `aggregation.token_weights`."""
+        return aggregation.token_weights(self.config.loss_aggregation, mask, lengths)
+
+    def normalizer(self, trained_tokens: int, samples: int) -> float:
+        """See `aggregation.normalizer`."""
+        config = self.config
+        return aggregation.normalizer(config.loss_aggregation, trained_tokens, samples, config.constant_length)
+
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        """Sum over trained tokens of weight x (w x policy term + kl_coef x KL - entropy_coef x entropy).
+
+        w is `correction_weights` (1 without a correction), and 0 for tokens that `limits` leaves out. The old policy
+        is the engine's, or the trainer's at the start of the step (old_logprobs = "current"). In a step of one update
+        the latter is what the forward pass computes: the ratio is 1, and its gradient that of the log-prob.
+
+        Args:
+            inputs: the micro-batch's tokens.
+
+        Raises:
+            ValueError: a column or entropy is needed and missing, or shapes differ.
+        """
+        check_inputs(inputs, self.needs, self.needs_entropy)
+        config = self.config
+        tokens = self._tokens(inputs)
+        trained = tokens.trained
+        term = self.policy_term(tokens)
+        per_token = term.loss
+        sums = {"ratio": term.ratio, "clip_fraction": term.clipped}
+        if config.correction != "none":
+            at_start = _masked(inputs.old_logprobs, trained)
+            weights, limited = correction_weights(at_start, tokens.rollout_logprobs, config)
+            per_token = per_token * weights
+            sums |= {"correction_weight": weights, "correction_fraction": limited}
+        rollout_log_ratio = tokens.logprobs.detach() - tokens.rollout_logprobs
+        if limits.has_veto(config):
+            left_out = limits.vetoed([rollout_log_ratio, tokens.log_ratio.detach()], trained, inputs, config)
+            per_token = per_token.masked_fill(left_out, 0.0)
+            sums["veto_fraction"] = left_out
+        if config.opsm_delta > 0:
+            left_out = limits.off_policy_sequences(
+                rollout_log_ratio, tokens.advantages, trained, inputs, config.opsm_delta
+            )
+            per_token = per_token.masked_fill(left_out, 0.0)
+            sums["opsm_fraction"] = left_out
+        if "ref_logprobs" in inputs.columns:
+            kl = kl_divergence(tokens.logprobs, _masked(inputs.columns["ref_logprobs"], trained), config.kl_estimator)
+            sums["kl"] = kl
+            if config.kl_coef > 0:
+                per_token = per_token + config.kl_coef * (tokens.ratio * kl if config.kl_unbiased else kl)
+        if inputs.entropy is not None:
+            entropy = _masked(inputs.entropy, trained)
+            sums["entropy"] = entropy
+            if self.needs_entropy:
+                per_token = per_token - config.entropy_coef * entropy
+        weight = _masked(inputs.weight, trained)
+        reported = {name: _masked(values.detach().to(weight.dtype), trained).sum() for name, values in sums.items()}
+        return LossOutput(loss=(weight * per_token).sum(), sums=reported)
+
+    @property
+    def _old_is_engine(self) -> bool:
+        return isinstance(self.config, RatioConfig) and self.config.old_logprobs == "rollout"
+
+    def _tokens(self, inputs: LossInputs) -> Tokens:
+        trained = inputs.mask != 0
+        # Masked before exp, because 0 x inf and its gradient are NaN.
+        logprobs = _masked(inputs.logprobs, trained)
+        rollout = _masked(inputs.columns["rollout_logprobs"], trained)
+        old = rollout if self._old_is_engine else _masked(inputs.old_logprobs, trained)
+        return Tokens(
+            inputs=inputs,
+            trained=trained,
+            logprobs=logprobs,
+            old_logprobs=old,
+            rollout_logprobs=rollout,
+            log_ratio=(logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
+            advantages=_masked(inputs.columns["advantages"], trained),
+        )
+
+
+class GroupNormalized(PolicyGradient):
+    """Advantages relative to the group's mean and standard deviation."""
+
+    config: NormalizedConfig
+
+    def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return A_i = (R_i - mean(R)) / (std(R) + std_epsilon), [n]; without normalize_std R_i - mean(R)."""
+        config = self.config
+        return group_relative(rewards, normalize_std=config.normalize_std, std_epsilon=config.std_epsilon)
+
+
+class Clipped(PolicyGradient):
+    """PPO's clipped objective of each token."""
+
+    config: ClippedConfig
+
+    def policy_term(self, tokens: Tokens) -> PolicyTerm:
+        """Return max(-r A, -clip(r) A); see `clipped_loss`."""
+        loss, clipped = clipped_loss(tokens.ratio, tokens.advantages, self.config)
+        return PolicyTerm(loss, tokens.ratio, clipped)
+
+
+def _masked(values: Tensor, trained: Tensor) -> Tensor:
+    """Return values [T], 0 where not trained [T]."""
+    return values.masked_fill(~trained, 0.0)

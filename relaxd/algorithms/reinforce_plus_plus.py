@@ -1,0 +1,58 @@
+"""REINFORCE++ and its variant with a baseline: arXiv 2501.03262."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxd.algorithms.base import Needs
+from relaxd.algorithms.policy_gradient import Clipped
+from relaxd.algorithms.terms import returns, shaping
+from relaxd.algorithms.terms.baselines import group_relative
+from relaxd.config.algorithm import ReinforcePlusPlusBaselineConfig, ReinforcePlusPlusConfig
+from relaxd.config.policy_gradient import PolicyGradientConfig
+
+
+class ReinforcePlusPlus(Clipped):
+    """PPO's clipped objective without a critic.
+
+    ρ_t = [t is the last trained token] R - kl_reward_coef x kl_t, and A_t = Σ_{u >= t} gamma^(u - t) ρ_u, normalised
+    over all trained tokens of the step (`Whitening`). Groups have no part in it: a group may be one sample.
+    """
+
+    Config: ClassVar[type[PolicyGradientConfig]] = ReinforcePlusPlusConfig
+    config: ReinforcePlusPlusConfig
+
+    @property
+    def needs(self) -> Needs:
+        """The mask besides what the settings ask for."""
+        needs = super().needs
+        return replace(needs, advantages=tuple(dict.fromkeys(("loss_mask", *needs.advantages))))
+
+    def token_advantages(
+        self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any]
+    ) -> NDArray[np.float64]:
+        """Return the discounted sum of each token's and all later tokens' rewards, [T], not yet normalised."""
+        mask, kl_coef = columns["loss_mask"], self.config.kl_reward_coef
+        kl = np.zeros(mask.size)
+        if kl_coef > 0:
+            kl = shaping.kl_estimates(columns["rollout_logprobs"], columns["ref_logprobs"], mask)
+        per_token = returns.token_rewards(rewards, lengths, mask, kl, kl_coef)
+        return returns.discounted_returns(per_token, lengths, mask, self.config.gamma)
+
+
+class ReinforcePlusPlusBaseline(Clipped):
+    """REINFORCE++ with the group's mean reward as baseline.
+
+    A = R - mean(R) for each token, normalised over all trained tokens of the step. The divergence from the reference is
+    a term of the loss (kl_coef).
+    """
+
+    Config: ClassVar[type[PolicyGradientConfig]] = ReinforcePlusPlusBaselineConfig
+    config: ReinforcePlusPlusBaselineConfig
+
+    def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the rewards relative to the group's mean, [n], not yet normalised."""
+        return group_relative(rewards)

@@ -1,0 +1,30 @@
+"""RLOO, REINFORCE Leave-One-Out: "Back to Basics", arXiv 2402.14740."""
+
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxd.algorithms.policy_gradient import PolicyGradient, PolicyTerm, Tokens
+from relaxd.algorithms.terms.baselines import leave_one_out
+from relaxd.config.algorithm import RLOOConfig
+from relaxd.config.policy_gradient import PolicyGradientConfig
+
+
+class RLOO(PolicyGradient):
+    """REINFORCE with the mean reward of the group's other samples as baseline.
+
+    A_i = R_i - mean of the others' rewards; L = -A log π. The baseline of a sample doesn't depend on it, so that the
+    gradient is unbiased, as long as the samples are those of the policy being trained.
+    """
+
+    Config: ClassVar[type[PolicyGradientConfig]] = RLOOConfig
+    config: RLOOConfig
+
+    def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the rewards relative to the mean of the others', [n]."""
+        return leave_one_out(rewards)
+
+    def policy_term(self, tokens: Tokens) -> PolicyTerm:
+        """Return the log-prob weighted by the advantage. Nothing is clipped."""
+        return PolicyTerm(-tokens.advantages * tokens.logprobs, tokens.ratio, tokens.ratio != tokens.ratio)

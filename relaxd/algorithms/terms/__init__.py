@@ -1,0 +1,1 @@
+"""Parts that algorithms are made of: baselines, clipping, corrections, limits, KL, aggregation."""

@@ -1,0 +1,172 @@
+"""Settings that algorithms share: rewards, corrections, limits, KL and entropy terms, the mean over tokens."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from relaxd.config.base import Section
+
+Aggregation = Literal["token_mean", "sample_mean", "group_mean", "sample_sum", "constant_length"]
+Correction = Literal["none", "tis", "icepop"]
+KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
+
+
+class PolicyGradientConfig(Section):
+    """Settings of every algorithm."""
+
+    min_samples: ClassVar[int] = 1
+    """Samples that a group needs at least."""
+    needs_whole_step: ClassVar[bool] = False
+    """Whether advantages depend on all groups of a step."""
+
+    name: str = ""
+    """Chooses the algorithm."""
+    drop_zero_variance: bool = True
+    """Drop groups whose rewards are all equal and publish the next prompt instead (DAPO's dynamic sampling)."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Overlong shaping (DAPO, arXiv 2503.14476, equation 13): the reward of an answer falls linearly, by up to
+    overlong_penalty, over its last overlong_buffer tokens before overlong_limit. 0 turns it off."""
+    overlong_limit: int = Field(default=0, ge=0)
+    """Length of an answer from which the whole penalty counts, in tokens; usually rollout.max_new_tokens."""
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """Largest penalty of overlong shaping."""
+    mask_truncated: bool = False
+    """Give answers that were cut at their maximum length no advantage (DAPO's overlong filtering). They count in their
+    group's mean and in the divisors of the loss all the same."""
+    correction: Correction = "none"
+    """Weight each token's policy-gradient term by w, its probability under the trainer at the start of the step divided
+    by that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv
+    2510.18855)."""
+    tis_clip_low: float = Field(default=0.0, ge=0)
+    """Smallest w of correction = "tis"."""
+    tis_clip: float = Field(default=2.0, gt=0)
+    """Largest w of correction = "tis"."""
+    icepop_low: float = Field(default=0.5, ge=0)
+    """Tokens with a smaller w are left out by correction = "icepop" (the paper's alpha)."""
+    icepop_high: float = Field(default=5.0, gt=0)
+    """Tokens with a larger w are left out by correction = "icepop" (the paper's beta)."""
+    veto_high: float = Field(default=100.0, ge=0)
+    """Leave out tokens whose probability is now more than this many times what the engine said: one of them could have
+    a larger gradient than all other tokens of the step. 0 turns the limit off."""
+    veto_low: float = Field(default=0.0, ge=0, lt=1)
+    """Leave out tokens whose probability is now less than this share of what the engine said."""
+    veto_sequences: bool = False
+    """Leave out the whole sequence of a token beyond veto_high or veto_low."""
+    opsm_delta: float = Field(default=0.0, ge=0)
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): leave out tokens with a negative advantage in
+    sequences whose mean of log(engine's probability / current probability) is above this. 0 turns it off."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the reference (the initial model) in the loss. 0 keeps no reference."""
+    kl_estimator: KLEstimator = "low_var_kl"
+    """Estimator of that divergence (Schulman 2020, "Approximating KL divergence"); low_var_kl is k3, clamped."""
+    kl_unbiased: bool = False
+    """Multiply that estimate by the probability ratio to the old policy, so that its gradient is unbiased, too
+    (DeepSeek-V3.2, arXiv 2512.02556)."""
+    kl_reward_coef: float = Field(default=0.0, ge=0)
+    """Subtract this many times the KL divergence to the reference, estimated as the sum of log(engine's probability /
+    reference's) over an answer's tokens, from its reward. Needs roles.reference.placement = "service"."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+    loss_aggregation: Aggregation = "token_mean"
+    """token_mean: mean over all tokens of the step (DAPO). sample_mean: mean over each sample's tokens, then over
+    samples (GRPO). group_mean: mean over each group's tokens, then over groups. sample_sum: sum over each sample's
+    tokens, then mean over samples. constant_length: that sum divided by constant_length (Dr. GRPO). The tokens of a
+    sample are those of all its sequences, so that a conversation that was branched counts once."""
+    constant_length: int = Field(default=1024, ge=1)
+    """Divisor of loss_aggregation = "constant_length", in tokens."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL term, in the loss or in the reward."""
+        return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def on_policy_only(self) -> str:
+        """Why the algorithm needs samples of the newest weights, one update a step; empty if it doesn't."""
+        return ""
+
+    @model_validator(mode="after")
+    def _limits_in_order(self) -> Self:
+        for low, high in (("icepop_low", "icepop_high"), ("tis_clip_low", "tis_clip")):
+            if getattr(self, low) >= getattr(self, high):
+                raise ValueError(
+                    f"algorithm.{low} is {getattr(self, low):g}: it must be less than {high}, {getattr(self, high):g}"
+                )
+        if 0 < self.veto_high <= 1:
+            raise ValueError(f"algorithm.veto_high is {self.veto_high:g}: it must be more than 1, or 0 for no limit")
+        return self
+
+    @model_validator(mode="after")
+    def _shaping_has_its_limit(self) -> Self:
+        if self.overlong_buffer > 0 and self.overlong_limit <= self.overlong_buffer:
+            raise ValueError(
+                f"algorithm.overlong_limit is {self.overlong_limit}: with overlong_buffer = {self.overlong_buffer} it "
+                "must be longer; set it to rollout.max_new_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _truncated_stay_masked(self) -> Self:
+        if self.needs_whole_step and self.mask_truncated:
+            raise ValueError(
+                f"algorithm.mask_truncated is true, but {self.name} subtracts the step's mean from every advantage, "
+                "also from those of answers that were cut: use overlong_buffer instead"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kl_counts_once(self) -> Self:
+        if self.kl_coef > 0 and self.kl_reward_coef > 0:
+            raise ValueError(
+                f"algorithm.kl_coef is {self.kl_coef:g} and algorithm.kl_reward_coef is {self.kl_reward_coef:g}: the "
+                "divergence counts in the loss or in the reward; set one of them to 0"
+            )
+        return self
+
+
+class RatioConfig(PolicyGradientConfig):
+    """Settings of algorithms with a probability ratio to an old policy."""
+
+    old_logprobs: Literal["rollout", "current"] = "rollout"
+    """Denominator of the ratio: the engine's log-probs, or the trainer's own at the start of the step (ratio 1 as long
+    as a step is one update)."""
+    correction: Correction = "none"
+    """Weight each token's policy-gradient term by w, its probability under the trainer at the start of the step divided
+    by that under the engine. tis: w, truncated (Yao et al. 2025). icepop: w, and 0 outside two limits (arXiv
+    2510.18855). Both need old_logprobs = "current": with "rollout" the same ratio would count twice."""
+
+    @model_validator(mode="after")
+    def _ratio_counts_once(self) -> Self:
+        if self.correction != "none" and self.old_logprobs == "rollout":
+            raise ValueError(
+                f'algorithm.correction is "{self.correction}" and algorithm.old_logprobs is "rollout": both weight a '
+                'token by its ratio to the engine. Use old_logprobs = "current", or correction = "none"'
+            )
+        return self
+
+
+class ClippedConfig(RatioConfig):
+    """Settings of algorithms with PPO's clipped objective."""
+
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The probability ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """The probability ratio is clipped above at 1 + clip_high. DAPO (arXiv 2503.14476) uses 0.28."""
+    dual_clip: float = Field(default=0.0, ge=0)
+    """With a negative advantage, also clip the ratio above at this (Dual-Clip PPO, arXiv 1912.09729), for
+    example 3. 0 turns it off."""
+
+    @model_validator(mode="after")
+    def _dual_clip_is_above(self) -> Self:
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"algorithm.dual_clip is {self.dual_clip:g}: it must be more than 1, or 0 for none")
+        return self
+
+
+class NormalizedConfig(PolicyGradientConfig):
+    """Settings of algorithms whose advantages are relative to the group's mean and standard deviation."""
+
+    normalize_std: bool = True
+    """Divide advantages by the group's standard deviation."""
+    std_epsilon: float = Field(default=1e-6, gt=0)
+    """Added to the standard deviation before dividing."""

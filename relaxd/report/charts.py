@@ -1,0 +1,184 @@
+"""The charts of a report: which metrics of metrics.jsonl are drawn together, and their numbers.
+
+A metric that no chart names gets a chart of its own, so that none is left out.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from relaxd.report.step_times import GROUP, PER_REPLICA, SHARES, TRAINER, Breakdown, part_seconds
+from relaxd.telemetry.metrics import METRICS
+
+COLOURS = (
+    "#2563eb", "#f28e2b", "#2ca02c", "#d62728", "#9467bd",
+    "#17becf", "#8c564b", "#e377c2", "#bcbd22", "#7f7f7f",
+)  # fmt: skip
+"""Colours of a chart's lines, in order: no two are alike, on white and on black."""
+DIGITS = 5
+"""Significant digits of a drawn number."""
+
+Lines = Sequence[Mapping[str, Any]]
+"""Lines of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Metrics that are drawn together."""
+
+    title: str
+    metrics: tuple[str, ...]
+    """Names. One with a * stands for all that fit it and that no other chart names in full."""
+    kind: Literal["lines", "log", "points"] = "lines"
+    """With a logarithmic axis, or with a dot for each value because few steps have one."""
+
+
+SECTIONS: dict[str, tuple[Chart, ...]] = {
+    "Rewards": (
+        Chart("reward", ("reward_mean",)),
+        Chart("parts of the reward", ("reward_*",)),
+        Chart("held-out: reward and its parts, greedy", ("eval_reward", "eval_*"), "points"),
+        Chart("response length", ("response_length_mean",)),
+        Chart("held-out: response length", ("eval_response_length",), "points"),
+        Chart("held-out: answers that the reward couldn't score", ("eval_unscored",), "points"),
+        Chart("answers cut off at rollout.max_new_tokens", ("truncated_share",)),
+        Chart("dropped groups", ("dropped_groups", "dropped_groups_*")),
+    ),
+    "Update": (
+        Chart("loss", ("loss",)),
+        Chart("gradient norm, before clipping", ("grad_norm",), "log"),
+        Chart("learning rate", ("lr",)),
+        Chart("entropy", ("entropy",)),
+        Chart("KL to the reference", ("kl",)),
+        Chart("tokens that the loss clipped", ("clip_fraction",)),
+        Chart("probability ratio", ("ratio",)),
+        Chart("skipped updates", ("skipped_updates",)),
+    ),
+    "Engine against trainer": (
+        Chart("staleness", ("staleness_mean", "staleness_max")),
+        Chart(
+            "log-prob differences, same weights",
+            ("logprob_difference", "logprob_difference_p99", "logprob_difference_max"),
+            "log",
+        ),
+        Chart("log-prob differences, all tokens", ("policy_drift", "policy_drift_p99", "policy_drift_max"), "log"),
+        Chart("KL(engine, trainer)", ("logprob_difference_kl", "policy_drift_kl"), "log"),
+        Chart("correction", ("correction_weight", "correction_fraction")),
+    ),
+    "Experts": (
+        Chart("tokens of the fullest expert, over the mean", ("expert_load_max", "expert_load_mean")),
+        Chart("share of experts without a token, and of dropped tokens", ("expert_load_empty", "expert_dropped")),
+        Chart("auxiliary losses", ("expert_balance_loss", "expert_z_loss")),
+    ),
+    "Speed": (
+        Chart("tokens per second", ("tokens_per_second",)),
+        Chart("tokens of a step", ("tokens",)),
+        Chart("samples and groups of a step", ("samples", "groups")),
+    ),
+    "Time": (
+        Chart("shares of the step's time", (*SHARES, "engine_busy_share")),
+        Chart("engines: idle, each", (f"{PER_REPLICA[0]}*",)),
+        Chart("GPUs: no kernel running, each replica", (f"{PER_REPLICA[1]}*",)),
+        Chart("weight synchronisation", ("sync_seconds",)),
+        Chart("a group's longest generation", ("generate_seconds_max",)),
+        Chart("turns on shared GPUs", ("switch_seconds", "switch_*")),
+        Chart("memory awake and asleep", ("*_awake_bytes", "*_asleep_bytes")),
+    ),
+}
+NAMED = {name for charts in SECTIONS.values() for chart in charts for name in chart.metrics if "*" not in name}
+STACKS: tuple[Breakdown, ...] = (TRAINER, GROUP)
+"""Durations drawn as a stack of their parts, first in the section on time."""
+UNDRAWN = frozenset({"step", "weights_checksum", "eval_step", "eval_prompts", *(whole.name for whole in STACKS)}) | {
+    part.name for whole in STACKS for part in whole.parts
+}
+"""Names that need no chart of their own."""
+
+
+def chart_data(lines: Lines) -> dict[str, Any]:
+    """Return the charts for JSON: the steps, and sections of charts with the title, kind, unit and lines of each.
+
+    A chart's line has a name, a meaning, a color, and a value or None per step. Charts without values are left out. A
+    chart shows at most as many lines as there are COLOURS; `left_out` counts the others, those of the lowest means.
+    """
+    left = {name for line in lines for name, value in line.items() if _is_number(value)} - UNDRAWN
+    sections = []
+    for title, charts in SECTIONS.items():
+        drawn = [_stack(lines, whole) for whole in STACKS] if title == "Time" else []
+        for chart in charts:
+            names = _take(chart.metrics, left)
+            drawn.append(_chart(chart.title, chart.kind, names, lines))
+        sections.append({"title": title, "charts": [chart for chart in drawn if chart["lines"]]})
+    others = [_chart(name, "lines", [name], lines) for name in sorted(left)]
+    sections.append({"title": "Others", "charts": others})
+    return {"steps": [line["step"] for line in lines], "sections": [one for one in sections if one["charts"]]}
+
+
+def color(place: int) -> str:
+    """Return the color of a chart's line, from 0."""
+    return COLOURS[place % len(COLOURS)]
+
+
+def _take(patterns: Sequence[str], left: set[str]) -> list[str]:
+    """Remove the names that the patterns stand for from `left` and return them, in the patterns' order."""
+    names: list[str] = []
+    for pattern in patterns:
+        start, star, end = pattern.partition("*")
+        found = (
+            {name for name in left if name.startswith(start) and name.endswith(end)} - NAMED
+            if star
+            else left & {pattern}
+        )
+        names += sorted(found)
+        left -= found
+    return names
+
+
+def _chart(title: str, kind: str, names: Sequence[str], lines: Lines) -> dict[str, Any]:
+    columns = {name: [_number(line.get(name)) for line in lines] for name in names}
+    shown = (
+        sorted(names, key=lambda name: -_mean(columns[name]))[: len(COLOURS)] if len(names) > len(COLOURS) else names
+    )
+    units = {METRICS[name].unit for name in shown if name in METRICS} - {"1"}
+    return {
+        "title": title,
+        "kind": kind,
+        "unit": units.pop().strip("{}") if len(units) == 1 else "",
+        "left_out": len(names) - len(shown),
+        "lines": [
+            {
+                "name": name,
+                "meaning": METRICS[name].description if name in METRICS else "",
+                "color": color(place),
+                "values": columns[name],
+            }
+            for place, name in enumerate(shown)
+        ],
+    }
+
+
+def _stack(lines: Lines, whole: Breakdown) -> dict[str, Any]:
+    timed = [part_seconds(line, whole) if line.get(whole.name) else None for line in lines]
+    drawn = []
+    for place, part in enumerate(whole.parts):
+        values = [None if seconds is None else _number(seconds[place]) for seconds in timed]
+        if any(values):
+            drawn.append({"name": part.label, "meaning": part.name, "color": color(place), "values": values})
+    return {"title": whole.title, "kind": "stack", "unit": "s", "left_out": 0, "lines": drawn}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _number(value: Any) -> float | None:
+    """Round a number to what a chart can show; None for what isn't a finite number."""
+    if not _is_number(value):
+        return None
+    rounded = float(f"{value:.{DIGITS}g}")
+    return int(rounded) if rounded.is_integer() else rounded
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0

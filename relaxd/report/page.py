@@ -1,0 +1,189 @@
+"""Renders report.html: one file with the charts, their library and data, which needs no network to be looked at."""
+
+import base64
+import gzip
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from relaxd.report.charts import chart_data, color
+from relaxd.report.result import RunResult, results
+from relaxd.report.step_times import GROUP, TRAINER, Breakdown, Steps, mean_rows, share_rows
+
+ASSETS = Path(__file__).with_name("assets")
+SHOWN_STEPS = 100
+"""Steps in the table, the newest; the charts show all."""
+SHOWN_ANSWERS = 100
+"""Held-out prompts in the table."""
+STEP_COLUMNS = (
+    ("step", "step", "{:.0f}"),
+    ("reward", "reward_mean", "{:.3f}"),
+    ("accuracy", "reward_accuracy", "{:.3f}"),
+    ("format", "reward_format", "{:.3f}"),
+    ("length", "response_length_mean", "{:.1f}"),
+    ("staleness", "staleness_mean", "{:.2f}"),
+    ("loss", "loss", "{:.4f}"),
+    ("gradient norm", "grad_norm", "{:.3f}"),
+    ("clipped", "clip_fraction", "{:.4f}"),
+    ("engine/trainer log-prob difference", "logprob_difference", "{:.2e}"),
+    ("tokens/s", "tokens_per_second", "{:.0f}"),
+    ("seconds", "step_seconds", "{:.1f}"),
+)
+
+
+def render_html(result: RunResult) -> str:
+    """Render the report of a run as one self-contained HTML file."""
+    return Template(_asset("report.html")).substitute(
+        title=html.escape(result.run_id),
+        state=html.escape(result.state),
+        cards=_cards(result.summary),
+        facts=_facts(result),
+        changes=html.escape(result.changes_toml or "unknown"),
+        config=html.escape(result.config_toml),
+        notes="".join(f"<li>{html.escape(str(note))}</li>" for note in result.summary.get("notes", [])),
+        uplot_css=_asset("uplot/uPlot.min.css"),
+        css=_asset("report.css"),
+        license=html.escape(_asset("uplot/LICENSE")),
+        uplot=_asset("uplot/uPlot.iife.min.js"),
+        script=_asset("report.js"),
+        data=_packed(chart_data(result.lines)),
+        time=_times(result.steps, result.summary.get("wall_seconds")),
+        answers=_answers(result),
+        samples=_samples_table(result.samples),
+        counts=_counts(result.summary),
+        steps=_steps_table(result.steps),
+    )
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _packed(data: Mapping[str, Any]) -> str:
+    """Compress data for the page; base64 holds nothing that HTML could take for markup."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
+
+
+def _cards(summary: Mapping[str, Any]) -> str:
+    cards = [
+        (f"held-out {name}", f"{before:.2f} → {after:.2f}", f"{after - before:+.2f}")
+        for name, before, after in results(summary)
+    ]
+    cards.append(("optimizer steps", str(summary.get("steps", "?")), ""))
+    if (seconds := summary.get("wall_seconds")) is not None:
+        cards.append(("wall time", f"{seconds / 60:.1f} min", f"{seconds:.0f} s"))
+    return "".join(
+        f'<div class="card"><div class="label">{html.escape(label)}</div><div class="value">{html.escape(value)}</div>'
+        f'<div class="note">{html.escape(note)}</div></div>'
+        for label, value, note in cards
+    )
+
+
+def _facts(result: RunResult) -> str:
+    return "".join(
+        f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in result.facts().items()
+    )
+
+
+def _times(steps: Steps, wall_seconds: float | None) -> str:
+    """Render where the time went as tables; `wall_seconds` is the duration of the whole run, if known."""
+    if not mean_rows(steps, TRAINER):
+        return "<p>no step has ended yet</p>"
+    total = sum(step.get("step_seconds") or 0.0 for step in steps)
+    outside = (
+        f"<p>{total:.1f} s in {len(steps)} steps, {max(0.0, wall_seconds - total):.1f} s outside of them: start, "
+        "first weights, evaluations, export.</p>"
+        if wall_seconds
+        else ""
+    )
+    shares = _table(
+        ("of the time of all steps", "share"), [(name, f"{value:.1%}") for name, value in share_rows(steps)]
+    )
+    return f'{outside}<div class="times">{_breakdown(steps, TRAINER)}{_breakdown(steps, GROUP)}{shares}</div>'
+
+
+def _breakdown(steps: Steps, whole: Breakdown) -> str:
+    rows = [
+        f'<tr><td><i style="background:{color(whole.parts.index(part))}"></i>{html.escape(part.label)}</td>'
+        f"<td>{seconds:.3f}</td><td>{share:.1%}</td></tr>"
+        for part, seconds, share in mean_rows(steps, whole)
+    ]
+    return _rendered((whole.title, "mean s", "share"), rows) if rows else ""
+
+
+def _answers(result: RunResult) -> str:
+    """Render the held-out prompts with the first and the newest evaluation's answers side by side."""
+    if not result.evaluation_steps:
+        return "<p>none</p>"
+    first, last = result.evaluation_steps[0], result.evaluation_steps[-1]
+    newest = result.answers(last)
+    before = {answer["index"]: answer for answer in result.answers(first)} if first != last else {}
+    head = ["prompt", "answer"]
+    for step in sorted({first, last}):
+        head += [f"response, step {step}", "reward"]
+    rows = []
+    for answer in newest[:SHOWN_ANSWERS]:
+        row = [str(answer["prompt"]), str(answer["answer"])]
+        if first != last:
+            row += _answer_cells(before.get(answer["index"]))
+        rows.append([*row, *_answer_cells(answer)])
+    more = f"<p>{SHOWN_ANSWERS} of {len(newest)}; all are in evaluations/</p>" if len(newest) > SHOWN_ANSWERS else ""
+    return more + _table(head, rows)
+
+
+def _answer_cells(answer: Mapping[str, Any] | None) -> list[str]:
+    if answer is None:
+        return ["", ""]
+    return [str(answer["response"]), answer["error"] or f"{answer['reward']:.2f}"]
+
+
+def _counts(summary: Mapping[str, Any]) -> str:
+    rows = [(name, summary.get(name)) for name in ("published", "trained", "dropped", "in_flight")]
+    reasons = summary.get("dropped_by_reason") or {}
+    rows += [(f"dropped: {reason}", count) for reason, count in sorted(reasons.items())]
+    return _table(("groups", ""), [(name, "?" if count is None else str(count)) for name, count in rows])
+
+
+def _steps_table(steps: Steps) -> str:
+    shown = steps[-SHOWN_STEPS:]
+    columns = [column for column in STEP_COLUMNS if any(step.get(column[1]) is not None for step in shown)]
+    rows = [
+        ["" if step.get(name) is None else style.format(step[name]) for _, name, style in columns] for step in shown
+    ]
+    more = (
+        f"<p>the newest {SHOWN_STEPS} of {len(steps)}; all are in metrics.jsonl</p>" if len(steps) > SHOWN_STEPS else ""
+    )
+    return more + _table([title for title, _, _ in columns], rows)
+
+
+def _samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        (
+            str(sample.get("step", "")),
+            str(sample.get("version", 0)),
+            str(sample.get("prompt", "")),
+            str(sample.get("response", "")),
+            str(sample.get("answer", "")),
+            f"{float(sample.get('reward', 0.0)):.2f}",
+            f"{float(sample.get('advantage', 0.0)):+.2f}",
+        )
+        for sample in samples
+    ]
+    return _table(("step", "version", "prompt", "response", "answer", "reward", "advantage"), rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return "<p>none</p>"
+    return _rendered(
+        head, ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+    )
+
+
+def _rendered(head: Sequence[str], rows: Sequence[str]) -> str:
+    titles = "".join(f"<th>{html.escape(title)}</th>" for title in head)
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

@@ -1,0 +1,153 @@
+"""Reads what a run left in its folder."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from relaxd.client.errors import CliError
+from relaxd.config import RunConfig
+from relaxd.config.write import dump_changes
+from relaxd.v1 import coordinator_pb2 as pb
+
+SUMMARY = "summary.json"
+"""Written when a run ends."""
+EVALUATIONS = "evaluations"
+"""Folder with the answers of each evaluation, in step-N.jsonl."""
+
+
+@dataclass
+class RunResult:
+    """The results in a run's folder so far."""
+
+    folder: Path
+    summary: dict[str, Any]
+    lines: list[dict[str, Any]]
+    """The lines of metrics.jsonl: one per optimizer step, with its evaluation if it has one; one for step 0 if the
+    initial model was evaluated."""
+    config_toml: str
+    config: RunConfig | None
+    """None if config.json is missing or of another version of relaxd."""
+    code: dict[str, Any]
+    """The version of the code, as in code.json; empty if unknown."""
+    samples: list[dict[str, Any]]
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return str(self.summary.get("run_id") or self.folder.name)
+
+    @property
+    def state(self) -> str:
+        """The run's state and reason for display."""
+        return f"{self.summary.get('state', '')} · {self.summary.get('reason', '')}".strip(" ·")
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The metrics of each optimizer step."""
+        return [line for line in self.lines if line.get("step", 0) > 0 and line.get("reward_mean") is not None]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines with an evaluation: step, eval_reward, and eval_<part> for each part of the reward."""
+        return [line for line in self.lines if line.get("eval_reward") is not None]
+
+    @property
+    def evaluation_steps(self) -> list[int]:
+        """The steps whose evaluation's answers were kept, in order."""
+        names = [path.stem for path in (self.folder / EVALUATIONS).glob("step-*.jsonl")]
+        return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
+
+    @property
+    def changes_toml(self) -> str:
+        """The settings that differ from the defaults, as TOML; empty if they are unknown."""
+        return dump_changes(self.config) if self.config is not None else ""
+
+    def answers(self, step: int) -> list[dict[str, Any]]:
+        """Read the answers of the evaluation of a step, in the prompts' order. Raises CliError."""
+        try:
+            return read_lines(self.folder / EVALUATIONS / f"step-{step:06d}.jsonl")
+        except (OSError, ValueError) as error:
+            raise CliError(f"the answers of the evaluation of step {step} can't be read: {error}") from error
+
+    def facts(self) -> dict[str, str]:
+        """Return what the run trained on what, by name, for display."""
+        facts = {}
+        if config := self.config:
+            source = config.data.source
+            task = config.data.path or (config.data.reasoning_gym.task if source == "reasoning_gym" else "")
+            facts = {
+                "model": config.model.path,
+                "data": f"{source} {task}".strip(),
+                "reward": config.reward.name,
+                "algorithm": config.algorithm.name,
+                "engine": config.rollout.engine,
+            }
+        if code := self.code:
+            commit = f", commit {code['commit'][:12]}" if code.get("commit") else ""
+            changed = ", with uncommitted changes" if code.get("uncommitted_changes") else ""
+            facts["code"] = f"relaxd {code.get('relaxd')}{commit}{changed}, Python {code.get('python')}"
+        if started := self.summary.get("started"):
+            facts["started"] = str(started)
+        return facts
+
+
+def results(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """Return name, value before and value after of the held-out reward and of each of its parts."""
+    found = []
+    for key, before in summary.items():
+        name = key.removesuffix("_before")
+        after = summary.get(f"{name}_after")
+        if name != key and before is not None and after is not None:
+            found.append((name, float(before), float(after)))
+    return found
+
+
+def save_samples(folder: Path, samples: Sequence[pb.TrainedSample]) -> None:
+    """Write samples.jsonl, so that the report can be made without the services."""
+    lines = [json.dumps(sample_values(sample), ensure_ascii=False) for sample in samples]
+    (folder / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
+    """Return a sample's fields by name; protobuf's own JSON writes 64-bit numbers as text."""
+    return {field.name: getattr(sample, field.name) for field in sample.DESCRIPTOR.fields}
+
+
+def read_result(folder: Path) -> RunResult:
+    """Read the folder of a finished or running run. Raises CliError for missing or invalid files."""
+    try:
+        ended = (folder / SUMMARY).exists() or not (folder / "run.json").exists()
+        summary = json.loads((folder / (SUMMARY if ended else "run.json")).read_text())
+        lines = read_lines(folder / "metrics.jsonl", growing=not ended)
+        samples = read_lines(folder / "samples.jsonl") if (folder / "samples.jsonl").exists() else []
+        config = folder / "config.toml"
+        config_toml = config.read_text() if config.exists() else ""
+        code = folder / "code.json"
+        code_version = json.loads(code.read_text()) if code.exists() else {}
+    except (OSError, ValueError) as error:
+        raise CliError(f"{folder} is not the folder of a run: {error}") from error
+    if not ended:  # run.json is the coordinator's record
+        summary = {"run_id": summary.get("run_id"), "state": str(summary.get("phase", "")).lower()} | {
+            "steps": max((line.get("step", 0) for line in lines), default=0),
+            "started": summary.get("create_time"),
+        }
+    return RunResult(folder, summary, lines, config_toml, _read_config(folder), code_version, samples)
+
+
+def _read_config(folder: Path) -> RunConfig | None:
+    try:
+        return RunConfig.model_validate_json((folder / "config.json").read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def read_lines(path: Path, *, growing: bool = False) -> list[dict[str, Any]]:
+    """Read a JSONL file; if it is `growing`, without an incomplete last one. Raises an OSError or ValueError."""
+    text = path.read_text(encoding="utf-8")
+    lines = text[: text.rfind("\n") + 1] if growing else text
+    return [json.loads(line) for line in lines.splitlines() if line.strip()]

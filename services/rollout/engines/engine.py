@@ -1,0 +1,99 @@
+"""What the service asks of an engine, whether it is a child process or an external server."""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+
+from relaxd.v1 import rollout_pb2
+from services.rollout.engines.types import MemoryPart, Output, PauseMode, Request, Sampling, Version
+
+
+class RolloutEngine(ABC):
+    """An engine with a loaded model. Use it only in the event loop that started it."""
+
+    vocabulary: int
+    """Token ids are below this."""
+    context: int
+    """Most tokens of prompt and answer together; 0 when unknown."""
+    device: str
+    """Device of the model: "cpu" or "cuda"."""
+    weights: Version | None
+    """The weights that it serves; None until the first commit."""
+    quarantined: bool
+    """True if a failed update left the model between two versions."""
+    asleep: frozenset[MemoryPart]
+    """The parts of its memory that it has freed."""
+    gauges: dict[str, float]
+    """Last report of tokens_per_second, running_samples and waiting_samples, and of a process engine_rss_bytes."""
+
+    def __init__(self) -> None:
+        self.weights = None
+        self.quarantined = False
+        self.asleep = frozenset()
+        self.gauges = {}
+        self._numbers = itertools.count()
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Tokens generated since the start, as far as is known."""
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """True if the process runs, or the server answers."""
+
+    @property
+    def serving(self) -> bool:
+        """True if it generates, or will when its pause ends."""
+        return self.alive and self.weights is not None and not self.quarantined and not self.asleep
+
+    def generate(
+        self,
+        prompt_tokens: tuple[int, ...],
+        n: int,
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        request_id: str | None = None,
+    ) -> AsyncIterator[Output]:
+        """Yield the outputs of n samples until all have ended. Leaving the iteration early cancels the rest.
+
+        `request_id` is for `abort`, and must not be in use.
+
+        Raises RequestFailed, ChildExited when the engine exits, or ServerGone when the server is lost.
+        """
+        request_id = request_id or f"request-{next(self._numbers)}"
+        return self._generate(Request(request_id, prompt_tokens, n, sampling, stream))
+
+    @abstractmethod
+    def _generate(self, request: Request) -> AsyncIterator[Output]:
+        """See `generate`."""
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End the samples of a request with the tokens reported so far."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
+        """Pause generation. Returns the number of samples held in place."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """End the pause."""
+
+    @abstractmethod
+    async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
+        """Connect to a weight group."""
+
+    @abstractmethod
+    async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
+        """Receive and commit one version, with the pause before it and the resume after it that are asked for."""
+
+    @abstractmethod
+    async def leave(self, group_name: str, *, quarantine: bool) -> bool:
+        """Abort and forget a weight group, and quarantine the engine if asked. Returns whether it is quarantined."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Kill the process, or leave the server in order."""

@@ -1,0 +1,271 @@
+"""Every algorithm's advantages beside formulas in Python's floats, and changes of rewards before them."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from relaxd.algorithms import ALGORITHMS, Advantages, Filtered, create
+from relaxd.algorithms.terms.distillation import distilled
+from relaxd.algorithms.terms.returns import generalized_advantages, token_rewards
+from relaxd.algorithms.terms.value_loss import clipped_value_loss
+from relaxd.algorithms.terms.whitening import Whitening
+from relaxd.board import stages_for
+from relaxd.config.algorithm import ALGORITHM
+from relaxd.config.load import load
+
+REWARDS = [0.5, 1.5, -1.0, 0.25]
+LENGTHS = [3, 2, 4, 2]
+MASK = [1, 0, 1, 1, 1, 1, 0, 1, 0, 0, 1]
+SAMPLE = [sample for sample, length in enumerate(LENGTHS) for _ in range(length)]
+ROLLOUT = np.random.default_rng(3).uniform(-2, 0, len(MASK)).astype(np.float32)
+REFERENCE = np.random.default_rng(4).uniform(-2, 0, len(MASK)).astype(np.float32)
+COLUMNS = {
+    "loss_mask": np.array(MASK, np.uint8),
+    "rollout_logprobs": np.where(np.array(MASK) == 1, ROLLOUT, np.nan).astype(np.float32),
+    "ref_logprobs": REFERENCE,
+    "finish": ["stop", "length", "length", "stop", "stop", "length"],
+    "sample_of_sequence": np.array([0, 0, 1, 1, 2, 3]),
+}
+KL = [float(q) - float(p) if m else 0.0 for q, p, m in zip(ROLLOUT, REFERENCE, MASK, strict=True)]
+
+
+def advantages(name: str, rewards: list[float] = REWARDS, **settings: Any) -> list[float] | str:
+    algorithm = create(ALGORITHM.validate_python({"name": name, **settings}))
+    result = algorithm.advantages(np.array(rewards), np.array(LENGTHS, np.int32), COLUMNS)
+    if isinstance(result, Filtered):
+        return result.reason
+    assert isinstance(result, Advantages)
+    assert result.values.dtype == np.float32
+    return result.values.tolist()
+
+
+def per_token(values: list[float]) -> Any:
+    return pytest.approx([values[sample] for sample in SAMPLE], rel=1e-6)
+
+
+def centred(rewards: list[float], *, deviation: bool) -> list[float]:
+    mean = math.fsum(rewards) / len(rewards)
+    std = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+    return [(r - mean) / (std + 1e-6) if deviation else r - mean for r in rewards]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "sapo", "cispo"])
+def test_relative_to_mean_and_deviation(name: str) -> None:
+    assert advantages(name) == per_token(centred(REWARDS, deviation=True))
+    assert advantages(name, normalize_std=False) == per_token(centred(REWARDS, deviation=False))
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "reinforce_plus_plus_baseline"])
+def test_relative_to_the_mean(name: str) -> None:
+    assert advantages(name) == per_token(centred(REWARDS, deviation=False))
+
+
+def test_rloo_leaves_one_out() -> None:
+    others = [[r for j, r in enumerate(REWARDS) if j != i] for i in range(4)]
+    assert advantages("rloo") == per_token([r - sum(o) / 3 for r, o in zip(REWARDS, others, strict=True)])
+
+
+@pytest.mark.parametrize(("gamma", "kl_coef"), [(1.0, 0.0), (1.0, 0.3), (0.9, 0.3)])
+def test_reinforce_plus_plus_sums_later_rewards(gamma: float, kl_coef: float) -> None:
+    expected = [0.0] * len(MASK)
+    for sample in range(4):
+        own = [t for t in range(len(MASK)) if SAMPLE[t] == sample and MASK[t]]
+        for position, t in enumerate(own):
+            for later, u in enumerate(own[position:]):
+                reward = -kl_coef * KL[u] + (REWARDS[sample] if u == own[-1] else 0.0)
+                expected[t] += gamma**later * reward
+    found = advantages("reinforce_plus_plus", gamma=gamma, kl_reward_coef=kl_coef)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+def test_reinforce_plus_plus_needs_a_token_for_each_reward_and_no_group() -> None:
+    algorithm = create(ALGORITHM.validate_python({"name": "reinforce_plus_plus"}))
+    one = algorithm.advantages(np.array([2.0]), np.array([3], np.int32), {"loss_mask": np.array([1, 0, 1])})
+    assert isinstance(one, Advantages)
+    assert one.values.tolist() == [2.0, 0.0, 2.0]
+    assert advantages("reinforce_plus_plus", [1.0] * 4) == pytest.approx(MASK)  # equal rewards, and not dropped
+    with pytest.raises(ValueError, match="sample 1 has no trained token"):
+        algorithm.advantages(np.ones(2), np.array([1, 2], np.int32), {"loss_mask": np.array([1, 0, 0])})
+    with pytest.raises(ValueError, match="loss_mask is missing"):
+        algorithm.advantages(np.ones(2), np.array([1, 2], np.int32))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_kl_in_the_reward_counts_before_the_group_is_compared(name: str) -> None:
+    less = [
+        reward - 0.3 * math.fsum(KL[t] for t in range(len(MASK)) if SAMPLE[t] == sample)
+        for sample, reward in enumerate(REWARDS)
+    ]
+    expected = centred(less, deviation=name == "grpo")
+    expected = [value * (4 / 3 if name == "rloo" else 1) for value in expected]
+    assert advantages(name, kl_reward_coef=0.3) == per_token(expected)
+    # Equal rewards are dropped all the same: their divergences alone are no reason to learn.
+    assert advantages(name, [1.0] * 4, kl_reward_coef=0.3) == "zero_variance"
+
+
+def test_overlong_answers_are_penalised() -> None:
+    shaping = {"overlong_buffer": 2, "overlong_limit": 4, "overlong_penalty": 0.8}
+    # Lengths 3, 2, 4, 2: half of it, nothing, all of it, nothing.
+    shaped = [0.5 - 0.4, 1.5, -1.0 - 0.8, 0.25]
+    assert advantages("dapo", **shaping) == per_token(centred(shaped, deviation=True))
+    assert advantages("dapo", [1.0] * 4) == "zero_variance"
+    assert advantages("dapo", [1.0] * 4, **shaping) == per_token(centred([0.6, 1.0, 0.2, 1.0], deviation=True))
+
+
+def test_answers_that_were_cut_have_no_advantage() -> None:
+    expected = centred(REWARDS, deviation=True)
+    # Of samples 0 and 1 the last sequence ended by itself or was cut; that of an earlier one doesn't matter.
+    finished = ["length", "stop", "stop", "length", "stop", "length"]
+    columns = COLUMNS | {"finish": finished}
+    algorithm = create(ALGORITHM.validate_python({"name": "dapo", "mask_truncated": True}))
+    result = algorithm.advantages(np.array(REWARDS), np.array(LENGTHS, np.int32), columns)
+    assert isinstance(result, Advantages)
+    assert result.values.tolist() == per_token([expected[0], 0.0, expected[2], 0.0])
+    columns = COLUMNS | {"finish": ["length"] * 6}
+    assert isinstance(algorithm.advantages(np.array(REWARDS), np.array(LENGTHS, np.int32), columns), Filtered)
+    with pytest.raises(ValueError, match="finish is missing"):
+        algorithm.advantages(np.array(REWARDS), np.array(LENGTHS, np.int32))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_equal_rewards_and_single_samples(name: str) -> None:
+    dropped = name != "reinforce_plus_plus"
+    assert (advantages(name, [0.1 + 0.2] * 4) == "zero_variance") == dropped
+    if dropped:
+        assert advantages(name, [0.1 + 0.2] * 4, drop_zero_variance=False) == [0.0] * len(MASK)
+    algorithm = create(ALGORITHM.validate_python({"name": name}))
+    columns = {"loss_mask": np.ones(2, np.uint8)}
+    if name == "rloo":
+        with pytest.raises(ValueError, match="the group has 1 sample: the baseline is the mean of the others"):
+            algorithm.advantages(np.array([0.5]), np.array([2], np.int32), columns)
+    else:
+        one = algorithm.advantages(np.array([0.5]), np.array([2], np.int32), columns)
+        assert isinstance(one, Advantages)
+        assert one.values.tolist() == [0.5, 0.5]
+
+
+def test_whitening_is_over_all_trained_tokens_of_the_step() -> None:
+    random = np.random.default_rng(0)
+    groups = [random.normal(3, 2, size).astype(np.float32) for size in (5, 1, 9)]
+    masks = [(random.random(group.size) < 0.7).astype(np.uint8) for group in groups]
+    groups[2][masks[2] == 0] = np.nan
+    trained = [
+        float(a) for group, mask in zip(groups, masks, strict=True) for a, m in zip(group, mask, strict=True) if m
+    ]
+    mean = math.fsum(trained) / len(trained)
+    std = math.sqrt(math.fsum((a - mean) ** 2 for a in trained) / len(trained))
+    whitening = Whitening.of(groups, masks)
+    assert (whitening.mean, whitening.deviation) == pytest.approx((mean, std), rel=1e-12)
+    for group, mask in zip(groups, masks, strict=True):
+        expected = [(float(a) - mean) / std if m else 0.0 for a, m in zip(group, mask, strict=True)]
+        np.testing.assert_allclose(whitening.apply(group, mask), expected, rtol=1e-6)
+    same = np.full(4, 0.5, np.float32)
+    ones = np.ones(4, np.uint8)
+    assert Whitening.of([same], [ones]).apply(same, ones).tolist() == [0.0] * 4
+    assert Whitening.of([same], [0 * ones]).apply(same, 0 * ones).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(("gamma", "lambda_"), [(1.0, 1.0), (0.9, 0.95), (0.99, 0.0)])
+def test_generalized_advantages_are_weighted_sums_of_differences(gamma: float, lambda_: float) -> None:
+    random = np.random.default_rng(1)
+    values, lengths, mask = random.normal(0, 1, len(MASK)), np.array(LENGTHS, np.int32), np.array(MASK, np.uint8)
+    rewards = token_rewards(np.array(REWARDS), lengths, mask, np.array(KL), 0.1)
+    found, returns = generalized_advantages(rewards, values, lengths, mask, gamma, lambda_)
+    for sample in range(4):
+        own = [t for t in range(len(MASK)) if SAMPLE[t] == sample and MASK[t]]
+        following = [*(values[t] for t in own[1:]), 0.0]
+        delta = [rewards[t] + gamma * v - values[t] for t, v in zip(own, following, strict=True)]
+        for position, t in enumerate(own):
+            expected = sum((gamma * lambda_) ** later * d for later, d in enumerate(delta[position:]))
+            assert found[t] == pytest.approx(expected, rel=1e-12)
+            assert returns[t] == pytest.approx(expected + values[t], rel=1e-12)
+    assert not found[mask == 0].any()
+    assert not returns[mask == 0].any()
+
+
+def test_the_value_loss_stops_where_a_value_has_moved_far_enough() -> None:
+    random = np.random.default_rng(5)
+    value, old, goal = (random.normal(0, 1, 40) for _ in range(3))
+    values = torch.tensor(value, requires_grad=True)
+    loss, clipped = clipped_value_loss(values, torch.tensor(old), torch.tensor(goal), 0.4)
+    loss.sum().backward()
+    assert values.grad is not None
+    assert 0 < int(clipped.sum()) < 40
+
+    def formula(v: float, o: float, g: float) -> float:
+        near = o + max(-0.4, min(0.4, v - o))
+        return max((v - g) ** 2, (near - g) ** 2) / 2
+
+    for t, (v, o, g) in enumerate(zip(value, old, goal, strict=True)):
+        assert loss[t].item() == pytest.approx(formula(v, o, g), rel=1e-12)
+        assert bool(clipped[t]) == (abs(v - o) > 0.4)
+        slope = (formula(v + 1e-6, o, g) - formula(v - 1e-6, o, g)) / 2e-6
+        assert values.grad[t].item() == pytest.approx(slope, rel=1e-6, abs=1e-8)
+
+
+def test_a_teacher_counts_where_the_student_disagrees_and_never_as_agreement() -> None:
+    mask, base = np.array(MASK, np.uint8), np.arange(len(MASK), dtype=np.float64)
+    teacher = np.where(mask == 1, REFERENCE, np.nan).astype(np.float32)
+    found = distilled(base, COLUMNS["rollout_logprobs"], teacher, mask, 0.5)
+    expected = [a - 0.5 * d if m else 0.0 for a, d, m in zip(base, KL, MASK, strict=True)]
+    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+    teacher[0] = np.nan
+    with pytest.raises(ValueError, match="NaN or infinite at a trained token"):
+        distilled(base, COLUMNS["rollout_logprobs"], teacher, mask, 0.5)
+    with pytest.raises(ValueError, match=r"teacher_logprobs is \[10\], but the mask is \[11\]"):
+        distilled(base, COLUMNS["rollout_logprobs"], teacher[:-1], mask, 0.5)
+
+
+RUN = """
+run.steps = 1
+model.path = "model"
+data.source = "addition"
+reward.name = "addition"
+[algorithm]
+"""
+
+
+def test_columns_that_advantages_need_reach_their_stage() -> None:
+    def needs(settings: str) -> set[str]:
+        stages = {stage.name: stage for stage in stages_for(load(RUN + settings))}
+        return set(stages["advantage"].needs)
+
+    plain = needs("")
+    assert needs("mask_truncated = true") - plain == {"finish"}
+    served = needs('kl_reward_coef = 0.1\n[roles.reference]\nplacement = "service"')
+    assert served - plain == {"loss_mask", "rollout_logprobs", "ref_logprobs"}
+
+
+# --- aggregation --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean", "group_mean", "sample_sum", "constant_length"])
+def test_weights_and_normalizer_make_the_mean(aggregation: str) -> None:
+    """Two groups of unequal lengths, beside the mean written out; also if they are two steps' halves."""
+    random = np.random.default_rng(2)
+    groups = []
+    for lengths in ([3, 1, 4], [2, 6, 1]):
+        mask = (random.random(sum(lengths)) < 0.7).astype(np.uint8)
+        mask[[0, -1]] = 1
+        groups.append((np.array(lengths, np.int32), mask, random.normal(0, 1, sum(lengths))))
+    algorithm = create(ALGORITHM.validate_python({"loss_aggregation": aggregation, "constant_length": 7}))
+    total = sum(float(algorithm.token_weights(mask, lengths) @ loss) for lengths, mask, loss in groups)
+    found = total / algorithm.normalizer(sum(int(mask.sum()) for _, mask, _ in groups), 6)
+    samples = [
+        [loss[t] for t in range(begin, begin + length) if mask[t]]
+        for lengths, mask, loss in groups
+        for begin, length in zip(np.cumsum(lengths) - lengths, lengths, strict=True)
+    ]
+    tokens = [value for sample in samples for value in sample]
+    by_group = [[value for sample in samples[i : i + 3] for value in sample] for i in (0, 3)]
+    expected = {
+        "token_mean": math.fsum(tokens) / len(tokens),
+        "sample_mean": math.fsum(math.fsum(one) / max(len(one), 1) for one in samples) / 6,
+        "group_mean": math.fsum(math.fsum(one) / len(one) for one in by_group) / 2,
+        "sample_sum": math.fsum(tokens) / 6,
+        "constant_length": math.fsum(tokens) / 6 / 7,
+    }[aggregation]
+    assert found == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,176 @@
+"""Algorithms of a user's own: the example, and what is wrong with a class is said before anything is trained."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from relaxd.algorithms import AlgorithmError, create
+from relaxd.algorithms.trial import create_tried
+from relaxd.board import stages_for
+from relaxd.cli.check import check
+from relaxd.config.algorithm import ALGORITHM, OwnConfig
+from relaxd.config.load import load_file
+from relaxd.v1.advantage_pb2 import ComputeRequest
+from services.advantage.server import parse_compute_request
+from services.coordinator.runs.starting import prepare
+from tests.unit.algorithms.test_losses import make_inputs
+
+torch.set_num_threads(1)
+ROOT = Path(__file__).parents[3]
+EXAMPLE = "own_algorithm:TOPR"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the example, in which services would be started."""
+    (tmp_path / "own_algorithm.py").write_text((ROOT / "examples" / "own_algorithm.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in ("own_algorithm", "mine"):
+        sys.modules.pop(name, None)
+
+
+def own(name: str = EXAMPLE, **settings: Any) -> OwnConfig:
+    config = ALGORITHM.validate_python({"name": name, "settings": settings})
+    assert isinstance(config, OwnConfig)
+    return config
+
+
+def test_the_example_works_and_matches_its_formula() -> None:
+    algorithm = create_tried(own(limit=0.9, kl_coef=0.1), with_loss=True)
+    assert algorithm.needs.loss == ("rollout_logprobs", "advantages", "ref_logprobs")
+    inputs = make_inputs()
+    create_tried(own(limit=0.9), with_loss=False).loss(inputs).loss.backward()
+    advantages = inputs.columns["advantages"]
+    ratio = (inputs.logprobs.detach() - inputs.columns["rollout_logprobs"]).exp()
+    weight = torch.where(advantages > 0, 1.0, ratio.clamp(max=0.9))
+    torch.testing.assert_close(inputs.logprobs.grad, -inputs.weight * inputs.mask * weight * advantages)
+
+
+def test_a_run_with_it_has_the_stages_of_its_columns() -> None:
+    text = ["--algorithm.name", EXAMPLE]
+    run = ROOT / "examples" / "addition.toml"
+    assert "reference" not in {stage.name for stage in stages_for(load_file(run, text))}
+    served = load_file(run, [*text, "--algorithm.settings.kl_coef=0.1", "--roles.reference.placement=service"])
+    needs = {stage.name: stage.needs for stage in stages_for(served)}
+    assert "ref_logprobs" in needs["train"]
+    with pytest.raises(ValueError, match=r'it needs no reference, but roles\.reference\.placement is "service"'):
+        stages_for(load_file(run, [*text, "--roles.reference.placement=service"]))
+
+
+def test_a_changed_file_is_read_again(folder: Path) -> None:
+    file = folder / "own_algorithm.py"
+    assert not hasattr(create(own()), "second")
+    file.write_text(file.read_text() + "\n    second = True\n")
+    os.utime(file, (1, 1))  # within the clock's resolution the time could be the same
+    assert hasattr(create(own()), "second")
+
+
+BROKEN = """
+import numpy as np
+from relaxd.algorithms import GRPO, Advantages, LossOutput, Needs
+
+class Mine(GRPO):
+    {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("absent:Mine", "", "module absent can't be imported: ModuleNotFoundError"),
+        ("mine:Mien", "pass", "module mine has no class Mien; did you mean Mine?"),
+        ("mine:np", "pass", "has np, which isn't a class"),
+        ("mine:Advantages", "pass", "no advantages and no token_weights and no normalizer and no loss and no needs"),
+        ("mine:Mine", "loss = property()\n    import torch2", "No module named 'torch2'"),
+        ("mine:Mine", "def __init__(self, config): raise OSError('no file')", "can't be made: OSError: no file"),
+        ("mine:Mine", "needs = ('advantages',)", "needs is tuple"),
+        ("mine:Mine", "def advantages(self, *_): return [1.0]", r"advantages\(\) returned list \[1.0\]: it must be"),
+        (
+            "mine:Mine",
+            "def advantages(self, *_): return Advantages(np.zeros(3, np.float32))",
+            r"values float32 \[3\]: they must be float32 \[10\]",
+        ),
+        (
+            "mine:Mine",
+            "def advantages(self, *_): return Advantages(np.zeros(10))",
+            r"values float64 \[10\]: they must be float32 \[10\]",
+        ),
+        (
+            "mine:Mine",
+            "def advantages(self, *_): return Advantages(np.full(10, np.nan, np.float32))",
+            r"of which \[0\] is nan",
+        ),
+        ("mine:Mine", "def advantages(self, rewards): return None", "failed on a made-up group: TypeError"),
+        (
+            "mine:Mine",
+            "def token_weights(self, mask, lengths): return np.ones(10, np.float32)",
+            "isn't 0 where the mask",
+        ),
+        ("mine:Mine", "def normalizer(self, *_): return 0", r"normalizer\(\) returned int 0: it must be a positive"),
+        ("mine:Mine", "def loss(self, inputs): return 1.0", r"loss\(\) returned float 1.0: it must be LossOutput"),
+        (
+            "mine:Mine",
+            "def loss(self, inputs): return LossOutput(inputs.logprobs)",
+            r"a loss float32 \[10\]: it must be a scalar tensor",
+        ),
+        (
+            "mine:Mine",
+            "def loss(self, inputs): return LossOutput(inputs.logprobs.sum())",
+            r"loss\(\) returned nan: fill",
+        ),
+        (
+            "mine:Mine",
+            "def loss(self, inputs): return LossOutput(inputs.mask.sum())",
+            "a loss without a gradient: it must depend on inputs.logprobs",
+        ),
+        (
+            "mine:Mine",
+            "def loss(self, inputs): return LossOutput(inputs.logprobs.exp().masked_fill(inputs.mask == 0, 0).sum())",
+            "the gradient of the loss is .*nan.*: it must be finite",
+        ),
+        (
+            "mine:Mine",
+            "def loss(self, inputs): return LossOutput(inputs.nothing)",
+            "'LossInputs' object has no attribute",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_class_is_said(folder: Path, name: str, body: str, message: str) -> None:
+    (folder / "mine.py").write_text(BROKEN.format(body=body))
+    with pytest.raises(AlgorithmError, match=message) as refused:
+        create_tried(own(name), with_loss=True)
+    assert f"algorithm.name = '{name}'" in str(refused.value)
+
+
+def test_wrong_settings_are_named() -> None:
+    with pytest.raises(AlgorithmError, match=r"settings doesn't fit own_algorithm:TOPR: limit: .*greater than"):
+        create(own(limit=0))
+    with pytest.raises(AlgorithmError, match=r"limt: Extra inputs"):
+        create(own(limt=1.0))
+
+
+def test_config_check_and_the_start_of_a_run_refuse_a_broken_class(folder: Path, redis_url: str) -> None:
+    (folder / "mine.py").write_text(BROKEN.format(body="def loss(self, inputs): return LossOutput(inputs.mask.sum())"))
+    config = load_file(ROOT / "examples" / "addition.toml", ["--algorithm.name", "mine:Mine"])
+    assert [str(problem) for problem in check(config, call_reward=False)] == [
+        "algorithm.name = 'mine:Mine': loss() returned a loss without a gradient: it must depend on inputs.logprobs"
+    ]
+    (folder / "mine.py").write_text(BROKEN.format(body="def normalizer(self, *_): return 0"))
+    os.utime(folder / "mine.py", (1, 1))
+    text = (ROOT / "examples" / "addition.toml").read_text().replace('name = "grpo"', 'name = "mine:Mine"')
+    with pytest.raises(Exception, match=r"normalizer\(\) returned int 0") as refused:
+        prepare("run", text, "", redis_url)
+    assert [field for field, _ in refused.value.violations] == ["config_toml.algorithm.name"]
+
+
+def test_a_call_of_the_advantage_service_cannot_name_a_class() -> None:
+    request = ComputeRequest(algorithm_json='{"name": "os:system"}', rewards=[1.0], lengths=[1])
+    with pytest.raises(Exception, match="a call can only use the algorithms of relaxd"):
+        parse_compute_request(request)
