@@ -28,7 +28,7 @@ import psutil
 from benchmarks.reporting import report
 from relaxd.config import RolloutConfig
 from relaxd.process.child import LIFELINE_VARIABLE, Child
-from relaxd.v1 import engine_pb2
+from relaxd.v1 import engine_pb2, rollout_pb2
 from services.rollout.engines.engine_process import EngineProcess
 from services.rollout.engines.types import Output, Request, Sampling
 from services.rollout.service import child_engine
@@ -97,11 +97,17 @@ class GrpcChild(EngineProcess):
 
     def _put(self, parts: list[Part]) -> None:
         self.outputs.put(
-            {number: [Output(0, *new, "length" if ended else None, TEXT)] for number, *new, ended in parts}  # type: ignore[arg-type]
+            {
+                number: [Output(0, tokens, logprobs, versions, "length" if ended else None, TEXT)]
+                for number, tokens, logprobs, versions, ended in parts
+            }
         )
 
     def _loaded(self) -> Any:
         return self._engine
+
+    def _receive_weights(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
+        raise NotImplementedError("this engine has no weights")
 
     def _leave_groups(self) -> None: ...
 

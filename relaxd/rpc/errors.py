@@ -11,7 +11,7 @@ import grpc
 import pydantic
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import DecodeError, Message
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2, status_pb2
 
 ERROR_DOMAIN = "relaxd"
 """Of the reasons in google.rpc.ErrorInfo."""

@@ -47,7 +47,7 @@ class Relay(grpc.GenericRpcHandler):
     async def stop(self) -> None:
         """End all calls."""
         await self._server.stop(0)
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def arm(self, method: str, moment: Moment, action: Callable[[], None]) -> None:
         """Do `action` once, at that moment of the next call of a method (its last name)."""
@@ -81,7 +81,7 @@ class Relay(grpc.GenericRpcHandler):
                 yield request
 
         metadata = [(key, value) for key, value in context.invocation_metadata() if _ours(key)]
-        call = self._channel.stream_stream(method)(
+        call = self._channel.stream_stream(method, None, None)(
             watched(), timeout=context.time_remaining() or DEADLINE_SECONDS, metadata=metadata
         )
         try:

@@ -148,14 +148,14 @@ async def _send(
     answers: list[bytes] = []
     try:
         if method.server_streaming:
-            call = channel.unary_stream(path)(data, timeout=deadline, metadata=AS_COORDINATOR)
+            call = channel.unary_stream(path, None, None)(data, timeout=deadline, metadata=AS_COORDINATOR)
             async for answer in call:
                 answers.append(answer)
                 if len(answers) >= MAX_ANSWERS:
                     call.cancel()
                     break
         else:
-            answers.append(await channel.unary_unary(path)(data, timeout=deadline, metadata=AS_COORDINATOR))
+            answers.append(await channel.unary_unary(path, None, None)(data, timeout=deadline, metadata=AS_COORDINATOR))
         code = grpc.StatusCode.OK
     except grpc.aio.AioRpcError as error:
         code, detail = error.code(), error.details() or ""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import psutil
@@ -107,7 +107,7 @@ class Fleet:
 
     def config(self, folder: str = "runs") -> str:
         """A run that does a little and then waits to be resumed."""
-        values = {
+        values: dict[str, dict[str, Any]] = {
             "run": {"steps": 1_000_000, "folder": str(self.folder / folder)},
             "model": {"path": str(self.model)},
             "data": {"source": "addition"},

@@ -113,7 +113,7 @@ class Fuzzer:
         descriptor = message.DESCRIPTOR
         if not descriptor.fields:
             return
-        field = self.random.choice(descriptor.fields)
+        field: FieldDescriptor = self.random.choice(descriptor.fields)
         if field.type == FieldDescriptor.TYPE_MESSAGE and not _is_map(field) and self.random.random() < 0.8:
             inside = getattr(message, field.name)
             if not field.is_repeated:

@@ -53,10 +53,10 @@ async def ended(channel: grpc.aio.Channel, method: MethodDescriptor, request: by
     try:
         async with asyncio.timeout(PATIENCE):
             if method.server_streaming:
-                async for _ in channel.unary_stream(path_of(method))(request):
+                async for _ in channel.unary_stream(path_of(method), None, None)(request):
                     pass
             else:
-                await channel.unary_unary(path_of(method))(request)
+                await channel.unary_unary(path_of(method), None, None)(request)
         code, detail = "OK", ""
     except grpc.aio.AioRpcError as error:
         code, detail = error.code().name, error.details() or ""

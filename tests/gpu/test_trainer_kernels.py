@@ -165,16 +165,16 @@ def test_attention(window: int | None, kernel: str, lengths: list[int], heads: t
     if kernel == "cudnn" and attention_kernel(torch.device("cuda"), torch.bfloat16, 128, "auto", window) != "cudnn":
         pytest.skip("cuDNN's attention doesn't work here")
     tokens, scale = sum(lengths), 128**-0.5
-    inputs = [leaf(tokens, count, 128) for count in (heads[0], heads[1], heads[1])]
+    query, key, value = inputs = [leaf(tokens, count, 128) for count in (heads[0], heads[1], heads[1])]
     if kernel == "cudnn":
         from services.trainer.attention.cudnn_attention import cudnn_attention
 
-        ours = cudnn_attention(*inputs, cudnn_batches(lengths, torch.device("cuda")), scale, window)
+        ours = cudnn_attention(query, key, value, cudnn_batches(lengths, torch.device("cuda")), scale, window)
     else:
         cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
-        ours = varlen_attention(*inputs, cu_seqlens, max(lengths), scale, window)
-    exact_inputs = [x.detach().float().requires_grad_() for x in inputs]
-    expected = attend(*exact_inputs, lengths, window)
+        ours = varlen_attention(query, key, value, cu_seqlens, max(lengths), scale, window)
+    exact_query, exact_key, exact_value = exact_inputs = [x.detach().float().requires_grad_() for x in inputs]
+    expected = attend(exact_query, exact_key, exact_value, lengths, window)
     grad = torch.randn_like(ours)
     expected.backward(grad.float())
     ours.backward(grad)
@@ -210,9 +210,9 @@ def test_experts(load: str, recompute: bool) -> None:
         assert relative(a, b.grad) < 1e-2
     for a, b in zip((fc1, fc2), exact_inputs[2:], strict=True):
         assert a.grad is None
-        assert relative(a.main_grad - 1, b.grad) < 1e-2
+        assert relative(a.main_grad - 1, b.grad) < 1e-2  # type: ignore[attr-defined]
         unused = b.grad.flatten(1).norm(dim=1) == 0
-        assert bool((a.main_grad[unused] == 1).all())
+        assert bool((a.main_grad[unused] == 1).all())  # type: ignore[attr-defined]
 
 
 def test_router_logits() -> None:

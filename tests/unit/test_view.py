@@ -14,9 +14,9 @@ from relaxd.v1 import coordinator_pb2 as pb
 
 
 def shown(renderable: object, width: int = 140) -> str:
-    console = Console(file=io.StringIO(), width=width, markup=False)
-    console.print(renderable)
-    return console.file.getvalue()
+    text = io.StringIO()
+    Console(file=text, width=width, markup=False).print(renderable)
+    return text.getvalue()
 
 
 def message(step: int, **metrics: float) -> pb.WatchRunResponse:

@@ -52,6 +52,7 @@ class Kit:
 
     @property
     def output(self) -> str:
+        assert isinstance(self.console.file, io.StringIO)
         return self.console.file.getvalue()
 
     def end_run_when(self, condition: Callable[[], object]) -> Callable[[], None]:

@@ -54,14 +54,15 @@ def stack_of(*services: ServiceState) -> StackState:
 
 
 def status(fleet: Fleet, stack: StackState | None) -> list[str]:
-    console = Console(file=io.StringIO(), width=WIDTH)
+    text = io.StringIO()
+    console = Console(file=text, width=WIDTH)
     add = coordinator_pb2_grpc.add_CoordinatorServicer_to_server
     with (
         serve_in_thread([(add, fleet, "relaxd.v1.Coordinator")]) as port,
         CoordinatorClient(f"127.0.0.1:{port}") as coordinator,
     ):
         print_status(coordinator, stack, console)
-    lines = console.file.getvalue().splitlines()
+    lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= WIDTH
     return lines
 

@@ -136,10 +136,10 @@ def test_what_is_asked_for_is_checked_and_can_change(cluster: Cluster) -> None:
             in refusal(lambda: lease(cluster, "rollout", 2, GPUS[:1])).details()
         )
         assert holders(cluster) == {"rollout": GPUS[2:3], "trainer": GPUS[3:]}
-        console = Console(file=StringIO(), width=240)
+        console = Console(file=(text := StringIO()), width=240)
         with CoordinatorClient(f"127.0.0.1:{cluster.port}") as coordinator:
             print_status(coordinator, None, console)
-        (line,) = [line for line in console.file.getvalue().splitlines() if line.split()[:1] == ["trainer"]]
+        (line,) = [line for line in text.getvalue().splitlines() if line.split()[:1] == ["trainer"]]
         assert GPUS[3][:12] in line
         # A process that starts anew under its name has what the dead one had, until it asks for something else.
         register(cluster, "rollout")

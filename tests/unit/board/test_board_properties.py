@@ -140,7 +140,8 @@ class BoardMachine(RuleBasedStateMachine):
     def die_before_the_commit_script(self, draw: Any) -> None:
         stage, chosen = self.choose(draw, NAMES[:-1])
         for delivery in chosen:
-            attempt = payloads.Attempt(self.board.prefix, *payloads.new_names([delivery.group_id]), output(stage))
+            (name,) = payloads.new_names([delivery.group_id])
+            attempt = payloads.Attempt(self.board.prefix, name, output(stage))
             self.board._connection.pipeline(lambda pipe, a=attempt: payloads.write(pipe, [a], 60))
 
     def begin(self, draw: Any) -> None:
