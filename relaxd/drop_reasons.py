@@ -1,5 +1,6 @@
-"""Why groups are dropped."""
+"""Why groups are dropped, and warnings when too many are."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -20,3 +21,55 @@ class DropReason(StrEnum):
     MEMORY = "memory"
     RUN_ENDED = "run_ended"
     RUN_FAILED = "run_failed"
+
+
+MIN_GROUPS = 16
+"""With fewer published groups a share says little."""
+WARN_SHARE = 0.1
+
+MEANINGS: dict[str, str] = {
+    DropReason.ZERO_VARIANCE: "all answers to a prompt got the same reward, so there is nothing to learn from them: "
+    "is the task too easy or too hard?",
+    DropReason.REWARD_FAILED: "the reward raised, hung or returned no finite number: `relaxd reward test` shows how",
+    DropReason.TOO_LONG: "answers are longer than the trainer's micro-batch takes (trainer.micro_batch_tokens)",
+    DropReason.STALE: "answers were older than board.max_staleness allows: engines are slower than the trainer",
+    DropReason.NON_FINITE_GRADIENTS: "their gradients were not finite",
+    DropReason.POISON: "they were delivered board.max_deliveries times without success: see the services' logs",
+    DropReason.BAD_PROMPT: "the engine refused the prompt",
+    DropReason.PROMPT_TOO_LONG: "the prompt is longer than the engine takes",
+    DropReason.TOO_LARGE: "they exceed board.max_group_bytes",
+    DropReason.MALFORMED: "their columns are not as a stage should write them",
+    DropReason.DAMAGED: "their entries in Redis could not be read",
+    DropReason.MEMORY: "Redis was full; their prompts are tried again",
+}
+"""What each reason means; the ends of runs drop groups, too, which is no cause for a warning."""
+
+
+def drop_warnings(dropped_by_reason: Mapping[str, int], published: int) -> list[str]:
+    """Return a line for each reason that dropped a tenth of the groups or more, the most frequent first."""
+    if published < MIN_GROUPS:
+        return []
+    return [
+        f"{count / published:.0%} of the groups were dropped as {reason}: {MEANINGS[reason]}"
+        for reason, count in sorted(dropped_by_reason.items(), key=lambda item: -item[1])
+        if reason in MEANINGS and count >= WARN_SHARE * published
+    ]
+
+
+class DropWatch:
+    """Tells about shares of drops once, and again whenever one has doubled."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, float] = {}
+
+    def observe(self, dropped_by_reason: Mapping[str, int], published: int) -> list[str]:
+        """Return the warnings that are new."""
+        new = {
+            reason: count
+            for reason, count in dropped_by_reason.items()
+            if count / max(1, published) >= 2 * self._told.get(reason, WARN_SHARE / 2)
+        }
+        lines = drop_warnings(new, published)
+        if lines:
+            self._told |= {reason: count / published for reason, count in new.items()}
+        return lines

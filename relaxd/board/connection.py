@@ -140,7 +140,7 @@ class RedisConnection:
                 pause = BACKOFF.pause(failures)
                 if time.monotonic() + pause > deadline:
                     raise BoardUnavailable(f"Redis at {self._address()} {why}") from error
-                time.sleep(pause)
+                time.sleep(pause)  # brief: at most retry_seconds in all
 
     def script(self, name: str, prefix: str, *arguments: Any) -> Any:
         """Run one script."""

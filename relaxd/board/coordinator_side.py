@@ -160,6 +160,13 @@ class CoordinatorSide(BoardCore):
         waiting = [Retry(id.decode(), int(value.split(b"|", 1)[0])) for id, value in found.items()]
         return sorted(waiting, key=lambda retry: retry.group_id)[:limit]
 
+    def retry_unscored(self, *, term: int) -> int:
+        """Let the prompts be retried whose reward failed, for a reward that has been repaired. Returns their number.
+
+        The board keeps the first 1024 of them since the last call. Raises Fenced, RunMissing.
+        """
+        return int(self._connection.script("retry_unscored", self.prefix, term))
+
     def purge(self, *, term: int) -> None:
         """Free what a finished run no longer needs. Raises Fenced, RunMissing."""
         self._connection.script("purge", self.prefix, term)

@@ -13,7 +13,7 @@ from relaxd.board.columns import decode_columns
 from relaxd.board.connection import RedisConnection, script_hash
 from relaxd.board.errors import BoardError, ColumnsTooLarge, RunMissing
 from relaxd.board.stages import PUBLISH, Stage, producers
-from relaxd.board.types import Counts, DroppedGroup, QueueDepth
+from relaxd.board.types import Counts, DroppedGroup, HeldGroup, QueueDepth
 from relaxd.config import BoardConfig
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -112,6 +112,36 @@ class BoardCore:
         for stage, length, pending in zip(self.stages, replies[::2], replies[1::2], strict=True):
             depths.append(QueueDepth(stage.name, waiting=length - pending["pending"], held=pending["pending"]))
         return depths
+
+    def oldest_held(self) -> dict[str, HeldGroup]:
+        """Return for each stage that holds groups the one that was offered to it first. Raises RunMissing."""
+
+        def pending(pipe: redis.client.Pipeline) -> None:
+            for stage in self.stages:
+                pipe.xpending_range(self._stream(stage.name), WORKERS, min="-", max="+", count=1)
+
+        oldest = {
+            stage.name: found[0]
+            for stage, found in zip(self.stages, self._connection.pipeline(pending, atomic=True), strict=True)
+            if found
+        }
+
+        def entries(pipe: redis.client.Pipeline) -> None:
+            for stage, one in oldest.items():
+                pipe.xrange(self._stream(stage), one["message_id"], one["message_id"])
+
+        found = self._connection.pipeline(entries, atomic=True) if oldest else []
+        return {
+            stage: HeldGroup(
+                group_id=entry[0][1].get(b"group", b"?").decode(),
+                holder=one["consumer"].decode(),
+                enqueued_at=int(one["message_id"].split(b"-")[0]) / 1000,
+                idle_seconds=one["time_since_delivered"] / 1000,
+                deliveries=one["times_delivered"] + int(entry[0][1].get(b"attempts", 0)),
+            )
+            for (stage, one), entry in zip(oldest.items(), found, strict=True)
+            if entry  # else it was committed meanwhile
+        }
 
     def needs(self, stage: str) -> tuple[str, ...]:
         """Return the columns that a stage of the run needs."""

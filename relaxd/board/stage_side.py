@@ -146,12 +146,13 @@ class StageSide(BoardCore):
     ) -> bool:
         """Drop the group that a delivery holds, or the group of an id, whether held or not.
 
-        With `retry`, its prompt waits to be published again, at most limits.max_retries times. `counts` selects the
-        count of consecutive drops. `detail` is recorded with the group, for people. Returns False if it was closed
-        already or the delivery does not hold it any more.
+        With `retry`, its prompt waits to be published again, at most limits.max_retries times; one whose reward failed
+        waits for `retry_unscored` instead. `counts` selects the count of consecutive drops. `detail` is recorded with
+        the group, for people. Returns False if it was closed already or the delivery does not hold it any more.
         """
         counter = {"failed": "consecutive_drops", "filtered": "consecutive_filtered", "": ""}[counts]
-        settings = (reason, int(retry), self.limits.max_retries, counter, detail)
+        again = "unscored" if reason == DropReason.REWARD_FAILED else int(retry)
+        settings = (reason, again, self.limits.max_retries, counter, detail)
         if isinstance(target, str):
             return bool(self._connection.script("drop", self.prefix, target, *settings))
         hold = (target.stage, target.entry_id, target.consumer, target.attempt)

@@ -124,6 +124,20 @@ class QueueDepth:
 
 
 @dataclass(frozen=True)
+class HeldGroup:
+    """A group that a consumer holds at a stage."""
+
+    group_id: str
+    holder: str
+    """The consumer."""
+    enqueued_at: float
+    """When it was offered to the stage, by Redis's clock: Unix time."""
+    idle_seconds: float = 0.0
+    """Time since its lease was renewed."""
+    deliveries: int = 1
+
+
+@dataclass(frozen=True)
 class DroppedGroup:
     """Record of a dropped group."""
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -17,6 +18,7 @@ from relaxd.board.errors import BoardError, BoardUnavailable, ColumnError, Colum
 from relaxd.board.times import MICROSECONDS, StageTime, microseconds
 from relaxd.board.types import Column, Delivery, DropKind, DropReason
 from relaxd.telemetry import open_stage_span, record
+from relaxd.waiting import waiting
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -129,7 +131,7 @@ class StageWorker:
         """
         self.pause()
         deadline = time.monotonic() + seconds
-        with self._changed:
+        with waiting(f"the groups that stage {self._stage} holds, to drain"), self._changed:
             while self._held and time.monotonic() < deadline and not self._stop.is_set():
                 self._changed.wait(min(0.2, max(0.0, deadline - time.monotonic())))
         return self.stop()
@@ -162,7 +164,7 @@ class StageWorker:
             with self._changed:
                 free = 0 if self._paused else self._concurrency() - len(self._held)
                 if free <= 0:
-                    self._changed.wait(TAKE_SECONDS)
+                    self._changed.wait(TAKE_SECONDS)  # idle: it has as many groups as it takes
                     continue
             take = partial(self._board.take, self._stage, self._consumer, count=free, block_seconds=TAKE_SECONDS)
             taken = self._retry(take)
@@ -303,7 +305,7 @@ class StageWorker:
     # --- holding ------------------------------------------------------------------------------------------------
 
     def _renew(self) -> None:
-        while not self._stop.wait(self._board.limits.lease_seconds / 4):
+        while not self._stop.wait(self._board.limits.lease_seconds / 4):  # idle: renews the leases
             with self._changed:
                 deliveries = list(self._held.values())
             held = self._retry(partial(self._board.renew, self._stage, self._consumer, deliveries))
@@ -325,20 +327,22 @@ class StageWorker:
 
     def _retry(self, operation: Callable[[], T]) -> T | None:
         """Retry an operation while Redis is unavailable or lacks the run. Returns None if the worker is stopped."""
-        while True:
-            try:
-                result = operation()
-            except (BoardUnavailable, RunMissing) as error:
-                if not self._outage:
-                    self._outage = True
-                    logger.warning("stage %s waits for the board: %s", self._stage, error)
-                if self._stop.wait(OUTAGE_PAUSE_SECONDS):
-                    return None
-            else:
-                if self._outage:
-                    self._outage = False
-                    logger.warning("stage %s: the board is available again", self._stage)
-                return result
+        with ExitStack() as waits:
+            while True:
+                try:
+                    result = operation()
+                except (BoardUnavailable, RunMissing) as error:
+                    if not self._outage:
+                        self._outage = True
+                        logger.warning("stage %s waits for the board: %s", self._stage, error)
+                        waits.enter_context(waiting(f"the board, for stage {self._stage}", on="redis"))
+                    if self._stop.wait(OUTAGE_PAUSE_SECONDS):  # named: above
+                        return None
+                else:
+                    if self._outage:
+                        self._outage = False
+                        logger.warning("stage %s: the board is available again", self._stage)
+                    return result
 
     def _guarded(self, loop: Callable[[], None]) -> None:
         """Run a thread's loop. If it fails, stop all threads: leases expire, and other workers take the groups."""

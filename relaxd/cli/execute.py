@@ -5,9 +5,10 @@ import os
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -23,6 +24,7 @@ from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError
 from relaxd.config.write import dump
+from relaxd.drop_reasons import drop_warnings
 from relaxd.local import stack
 from relaxd.local.devices import check_devices
 from relaxd.local.ports import LOOPBACK, is_free
@@ -35,6 +37,8 @@ from relaxd.roles import REFERENCE, ROLLOUT
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
 REPORT_SAMPLES = 64
+SHOWN_STEPS = 5
+"""Steps at the start and the end over which the final table averages the reward."""
 Begin = Callable[[CoordinatorClient], Run]
 """Starts or continues a run."""
 MAX_PAUSE_SECONDS = 600.0
@@ -141,7 +145,7 @@ def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, 
         else:
             if folder.is_up():
                 say("stopping the services")
-            stack.down(folder)
+            stack.down(folder, say)
             if unfinished(run_folder):
                 say(f"run {run_id} has not ended: {_resume_command(run_id, run_folder, where)} continues it")
             elif not where.keep_up:
@@ -208,6 +212,8 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
         shutil.copytree(where.folder.logs, run_folder / "logs", dirs_exist_ok=True)
     write_report(run_folder)
     console.print(result_table(run_folder))
+    for warning in drop_warnings(view.run.groups.dropped_by_reason, view.run.groups.published):
+        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     for line in result_paths(run_folder):
         console.print(line, soft_wrap=True)
     return run_folder
@@ -226,19 +232,36 @@ def _with_log(error: CliError, where: Where) -> CliError:
 
 def result_table(folder: Path) -> Table:
     """Format a run's results."""
-    summary = read_result(folder).summary
+    result = read_result(folder)
+    summary = result.summary
     table = Table(title=f"run {summary.get('run_id')}", title_justify="left", show_header=True, header_style="dim")
     for title in ("", "before", "after", "change"):
         table.add_column(title, justify="right" if title else "left")
-    for name, before, after in results(summary):
+    evaluated = results(summary)
+    for name, before, after in evaluated:
         style = "bold green" if after > before else ""
         table.add_row(f"held-out {name}", f"{before:.2f}", f"{after:.2f}", Text(f"{after - before:+.2f}", style))
+    if not evaluated and len(rewards := _rewards(result.steps)) > 1:
+        before, after = _mean(rewards[:SHOWN_STEPS]), _mean(rewards[-SHOWN_STEPS:])
+        style = "bold green" if after > before else ""
+        table.add_row("training reward", f"{before:.3f}", f"{after:.3f}", Text(f"{after - before:+.3f}", style))
     table.add_section()
     table.add_row("steps", "", str(summary.get("steps")), "")
     table.add_row("wall time", "", f"{summary.get('wall_seconds', 0):.0f} s", "")
     for name in ("published", "trained", "dropped", "in_flight"):
         table.add_row(f"groups {name.replace('_', ' ')}", "", str(summary.get(name)), "")
+    published = summary.get("published") or 0
+    for reason, count in sorted((summary.get("dropped_by_reason") or {}).items(), key=lambda item: -item[1]):
+        table.add_row(f"  {reason}", "", f"{count} ({count / max(1, published):.0%})", "")
     return table
+
+
+def _rewards(steps: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [step["reward_mean"] for step in steps if step.get("reward_mean") is not None]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def result_paths(folder: Path) -> list[str]:

@@ -10,14 +10,16 @@ from types import FrameType
 from rich.console import Console
 from rich.live import Live
 
-from relaxd.cli.view import Picture, RunView, evaluation_line, event_line, step_line
+from relaxd.cli.view import Picture, RunView, evaluation_line, event_line, step_line, time_left
 from relaxd.client.coordinator import AWAY_SECONDS, CoordinatorClient, state_name
 from relaxd.client.errors import CliError
+from relaxd.drop_reasons import DropWatch
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
+from relaxd.waiting import duration
 
-QUIET_SECONDS = 600.0
-"""Interval of notices that a run does not change."""
+QUIET_SECONDS = 30.0
+"""Longest time without a line, where the output is no terminal."""
 SHOWN_SAMPLES = 4
 
 
@@ -50,16 +52,15 @@ def follow(
     if console.is_terminal:
         # On a screen of its own: a resized terminal wraps lines, of which a display in place would leave pieces behind.
         live = Live(Picture(view), console=console, refresh_per_second=4, screen=True)
+        follower = _Follower(coordinator, run_id, view, view.notices.append, healthy, lines=False)
         try:
             with live:
-                _Follower(coordinator, run_id, view, view.notices.append, live.refresh, healthy).run(
-                    max_pause, away_seconds
-                )
+                follower.run(live.refresh, max_pause, away_seconds)
         finally:
             console.print(Picture(view))
     else:
-        lines = _Lines(view, console)
-        _Follower(coordinator, run_id, view, lines.print, lines.print_news, healthy).run(max_pause, away_seconds)
+        follower = _Follower(coordinator, run_id, view, _printer(console), healthy, lines=True)
+        follower.run(_Lines(view, follower.say).print_news, max_pause, away_seconds)
     if view.run.state == pb.RUN_STATE_FAILED:
         raise CliError(f"run {view.run.run_id} failed: {view.run.reason}")
     return view
@@ -74,20 +75,23 @@ class _Follower:
         run_id: str,
         view: RunView,
         say: Callable[[str], None],
-        show: Callable[[], None],
         healthy: Callable[[], None],
+        *,
+        lines: bool,
     ) -> None:
+        """`say` prints a line; with `lines`, nothing else shows the run, so that there is one every QUIET_SECONDS."""
         self._coordinator = coordinator
         self._run_id = run_id
         self._view = view
         self._print = say
-        self._show = show
         self._healthy = healthy
+        self._lines = lines
         self._quiet = Quiet(time.monotonic())
+        self._drops = DropWatch()
         self._paused_since: float | None = None
 
-    def run(self, max_pause: float, away_seconds: float) -> None:
-        """Follow the run to its end."""
+    def run(self, show: Callable[[], None], max_pause: float, away_seconds: float) -> None:
+        """Follow the run to its end; `show` shows the view after each message."""
         with _interrupts() as interrupted:
             for response in self._coordinator.watch(self._run_id, self._while_away, away_seconds):
                 if interrupted.is_set():
@@ -95,15 +99,24 @@ class _Follower:
                 if self._view.update(response):
                     with contextlib.suppress(CliError):  # the coordinator is restarting: show the next ones
                         self._view.samples = self._coordinator.samples(self._run_id, limit=SHOWN_SAMPLES)
-                self._show()
+                show()
                 self._healthy()
-                now = time.monotonic()
-                self._say(self._quiet.observe(response.run, now))
-                self._check_pause(response.run, now, max_pause)
+                run, now = response.run, time.monotonic()
+                for warning in self._drops.observe(run.groups.dropped_by_reason, run.groups.published):
+                    self.say(f"warning: {warning}")
+                if self._lines:
+                    self.say(self._quiet.observe(run, now))
+                self._check_pause(run, now, max_pause)
 
-    def _while_away(self) -> None:
+    def say(self, text: str) -> None:
+        """Print a line, unless it is empty."""
+        if text:
+            self._quiet.spoke(time.monotonic())
+            self._print(text)
+
+    def _while_away(self, reason: str) -> None:
         self._healthy()
-        self._say(self._quiet.observe_silence(time.monotonic()))
+        self.say(self._quiet.observe_silence(reason, time.monotonic()))
 
     def _check_pause(self, run: pb.Run, now: float, max_pause: float) -> None:
         rebuilding = any(one.state == HEALTH_STATE_REBUILDING for one in run.health)  # a rebuild's pause ends by itself
@@ -112,39 +125,34 @@ class _Follower:
             return
         if self._paused_since is None:
             self._paused_since = now
-            self._say(f"relaxd resume {run.run_id} continues it, relaxd stop {run.run_id} ends it")
+            self.say(f"relaxd resume {run.run_id} continues it, relaxd stop {run.run_id} ends it")
         if now - self._paused_since > max_pause:
             raise RunPaused(f"run {run.run_id} has been paused for {max_pause:.0f} s: {run.reason}")
 
-    def _say(self, text: str) -> None:
-        if text:
-            self._print(text)
-
 
 class Quiet:
-    """Makes notices that a run does not change, and why. Times are monotonic."""
+    """Makes a line when nothing has been printed for QUIET_SECONDS. Times are monotonic."""
 
     def __init__(self, now: float) -> None:
-        self._face = ""
-        self._changed = self._told = now
+        self._spoke = self._heard = now
+
+    def spoke(self, now: float) -> None:
+        """Note that a line was printed."""
+        self._spoke = now
 
     def observe(self, run: pb.Run, now: float) -> str:
-        """Return a notice about the run if one is due, else ""."""
-        face = f"{run.state} {run.reason} {run.step} {run.groups}"
-        if face != self._face:
-            self._face, self._changed, self._told = face, now, now
-        why = run.reason or f"step {run.step + 1} of {run.steps} is in progress"
-        return self._notice(f"nothing has changed in run {run.run_id}", why, now)
-
-    def observe_silence(self, now: float) -> str:
-        """Return a notice that the coordinator does not answer if one is due, else ""."""
-        return self._notice("no news of the run", "the coordinator does not answer", now)
-
-    def _notice(self, what: str, why: str, now: float) -> str:
-        if now - self._told < QUIET_SECONDS:
+        """Return a line that says what a run is at, if one is due, else ""."""
+        self._heard = now
+        if now - self._spoke < QUIET_SECONDS:
             return ""
-        self._told = now
-        return f"{what} for {(now - self._changed) / 60:.0f} min: {why}"
+        what = run.waiting_for or run.reason or f"step {run.step + 1} of {run.steps} is in progress"
+        return f"run {run.run_id}: {what}{time_left(run)}"
+
+    def observe_silence(self, reason: str, now: float) -> str:
+        """Return a line that says why there is no news, if one is due, else ""."""
+        if now - self._spoke < QUIET_SECONDS:
+            return ""
+        return f"no news of the run for {duration(now - self._heard)}: the coordinator answers nothing: {reason}"
 
 
 @contextlib.contextmanager
@@ -172,34 +180,40 @@ def _interrupts() -> Iterator[threading.Event]:
 class _Lines:
     """Prints changes line by line, for logs and pipes."""
 
-    def __init__(self, view: RunView, console: Console) -> None:
-        self._view, self._console = view, console
+    def __init__(self, view: RunView, say: Callable[[str], None]) -> None:
+        self._view, self._say = view, say
         self._printed: set[int] = set()
         self._told_events = 0
-        self._state = ""
+        self._state = self._waiting_for = ""
         self._evaluation: dict[str, float] = {}
 
     def print_news(self) -> None:
         """Print the steps, events, evaluation and state not printed yet."""
         run = self._view.run
         for step in sorted(self._view.steps.keys() - self._printed):
-            self.print(step_line(step, run.steps, self._view.steps[step]))
+            self._say(step_line(step, run.steps, self._view.steps[step]))
             self._printed.add(step)
         for event in self._view.events:
             if event.number > self._told_events:
-                self.print(event_line(event))
+                self._say(event_line(event))
                 self._told_events = event.number
         evaluation = {name: value for name, value in run.metrics.items() if name.startswith("eval_")}
         if evaluation != self._evaluation and "eval_reward" in evaluation:
             step = int(evaluation["eval_step"])
             when = f"after step {step}" if step else "before training"
-            self.print(evaluation_line(evaluation, when))
+            self._say(evaluation_line(evaluation, when))
             self._evaluation = evaluation
         state = state_name(run.state) + (f": {run.reason}" if run.reason else "")
         if state != self._state:
-            self.print(f"run {run.run_id} is {state}")
+            self._say(f"run {run.run_id} is {state}")
             self._state = state
+        # The sentence ends with a duration, which grows: only the kind of a wait is news. Other states have a reason.
+        kind = run.wait.kind if run.state == pb.RUN_STATE_RUNNING else ""
+        if kind != self._waiting_for:
+            self._say(f"run {run.run_id}: {run.waiting_for}" if kind else "")
+            self._waiting_for = kind
 
-    def print(self, line: str) -> None:
-        """Print a line as it is."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+def _printer(console: Console) -> Callable[[str], None]:
+    """Return a function that prints a line as it is."""
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -33,6 +33,7 @@ from relaxd.cli.report_command import report
 from relaxd.cli.reward_command import reward_app
 from relaxd.cli.scale import scale_to, wait_for
 from relaxd.cli.status import print_status
+from relaxd.cli.why import why
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config.load import ConfigError, load_file
@@ -63,6 +64,8 @@ Keep the services up for several runs:
     relaxd up --rollout 2            start Redis and the services
 
     relaxd watch                     follow the run (also: samples, status)
+
+    relaxd why                       say what the run waits for, and what to do
 
     relaxd report RUN                show where its time went, and its curves in report.html
 
@@ -201,7 +204,7 @@ def up(
 def down(state: StateOption = DEFAULT_STATE) -> None:
     """Stop the services that `relaxd up` started. Each hands back the groups that it holds."""
     folder = StateFolder(state)
-    was_up = [compose.down(folder), stack.down(folder)]
+    was_up = [compose.down(folder), stack.down(folder, print)]
     print("down" if any(was_up) else f"nothing is up (in {folder.path})")
 
 
@@ -215,6 +218,7 @@ def status(state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = 
 
 
 app.command()(run_commands.watch)
+app.command()(why)
 app.command()(run_commands.pause)
 app.command()(run_commands.resume)
 app.command()(run_commands.checkpoint)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,7 +15,10 @@ from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, Problem
 from relaxd.data.dataset import Prompt, read_examples
 from relaxd.data.errors import DataError
-from relaxd.local.modules import REWARD_TRIAL
+from relaxd.data.examples import Example
+from relaxd.data.models import resolve_model
+from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.local.modules import REWARD_TRIAL, ROLLOUT_TRIAL
 from relaxd.local.programs import run_program
 from relaxd.rewards import RewardInput
 
@@ -24,23 +27,32 @@ MADE_UP = ("I don't know.", "")
 """Answers that any model gives now and then."""
 LOAD_SECONDS = 90.0
 """Time for starting the program and loading the reward, which has a deadline of its own."""
+GENERATE_SECONDS = 1800.0
+"""Time for loading the model and generating."""
 SHOWN = 60
 
 reward_app = typer.Typer(help="Try a reward.", no_args_is_help=True)
 
 
 @reward_app.command("test", context_settings=PASS_ON)
-def reward_test(words: WordsArgument) -> None:
+def reward_test(
+    words: WordsArgument,
+    generate: Annotated[
+        int,
+        typer.Option(min=0, max=64, help="Also score this many answers of the run's model to each prompt."),
+    ] = 0,
+) -> None:
     """Score three prompts of the data with made-up answers and the reference answer. Starts no service."""
     _, config = load_words(words)
     try:
         train, _ = read_examples(config)
+        generated = _generate(config, train[:PROMPTS], generate) if generate else [[]] * PROMPTS
     except DataError as error:
         raise ConfigError([Problem(error.field, error.message)]) from error
     samples = [
         RewardInput(prompt=example.text, response=response, answer=example.answer, metadata=example.metadata)
-        for example in train[:PROMPTS]
-        for response in dict.fromkeys(filter(None, [example.answer])) | dict.fromkeys(MADE_UP)
+        for example, answers in zip(train[:PROMPTS], generated, strict=False)
+        for response in dict.fromkeys([*filter(None, [example.answer]), *MADE_UP, *answers])
     ]
     outcomes = try_reward(config, samples)
     console = new_console()
@@ -79,6 +91,20 @@ def try_reward(config: RunConfig, samples: Sequence[RewardInput]) -> list[dict[s
     lines = "".join(json.dumps(vars(sample)) + "\n" for sample in samples)
     outcomes: list[dict[str, Any]] = run_program(REWARD_TRIAL, words, seconds=seconds, text=lines)["outcomes"]
     return outcomes
+
+
+def _generate(config: RunConfig, examples: Sequence[Example], count: int) -> list[list[str]]:
+    """Return answers of the run's model to the prompts. Raises CliError, DataError."""
+    tokenizer = PromptTokenizer(resolve_model(config.model.path), config.model.chat_template)
+    asked = {
+        "config": config.model_dump(mode="json"),
+        "samples": count,
+        "prompts": [tokens.tolist() for tokens in tokenizer.encode(examples)],
+    }
+    answers: list[list[str]] = run_program(ROLLOUT_TRIAL, [], seconds=GENERATE_SECONDS, text=json.dumps(asked))[
+        "answers"
+    ]
+    return answers
 
 
 def _rewards(samples: Sequence[RewardInput], outcomes: Sequence[dict[str, Any]], is_right: bool) -> list[float]:

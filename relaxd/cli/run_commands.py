@@ -1,6 +1,7 @@
 """Commands on an existing run: watch, pause, resume, checkpoint, stop, delete, samples."""
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -22,12 +23,15 @@ from relaxd.cli.options import (
     with_replica_options,
 )
 from relaxd.cli.view import samples_table
-from relaxd.client.coordinator import CoordinatorClient, state_name
+from relaxd.client.coordinator import ENDED, CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.local.address import coordinator_address
 from relaxd.local.state import StateFolder
 from relaxd.report.result import sample_values
 from relaxd.v1 import coordinator_pb2 as pb
+
+STOPPING_SECONDS = 5.0
+"""Interval at which `relaxd stop` says what the run waits for."""
 
 
 def watch(run_id: RunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
@@ -86,12 +90,32 @@ def checkpoint(
 def stop(
     run_id: ActiveRunArgument = "",
     reason: ReasonOption = "",
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the run has ended.")] = True,
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
     """End a run early: drop its open groups, evaluate and export the model. The services stay up."""
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
-        print(_state_line(client.stop_run(run_id, reason)))
+        run = client.stop_run(run_id, reason)
+        print(_state_line(run))
+        if wait:
+            try:
+                _print_stopping(client, run.run_id)
+            except KeyboardInterrupt:
+                print(f"run {run.run_id} goes on stopping; relaxd watch follows it")
+                raise typer.Exit(130) from None
+
+
+def _print_stopping(client: CoordinatorClient, run_id: str) -> None:
+    """Print what a run that is stopping waits for, until it has ended."""
+    told = ("", 0.0)
+    for response in client.watch(run_id):
+        run, now = response.run, time.monotonic()
+        if run.state in ENDED:
+            print(_state_line(run))
+        elif run.wait.kind == "stopping" and (run.wait.on != told[0] or now - told[1] > STOPPING_SECONDS):
+            print(f"run {run_id}: {run.waiting_for}", flush=True)
+            told = (run.wait.on, now)
 
 
 def delete(run_id: RunNameArgument, state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:

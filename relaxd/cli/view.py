@@ -8,9 +8,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from relaxd.client.coordinator import state_name
+from relaxd.client.coordinator import ENDED, state_name
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_HEALTHY, RunEvent
+from relaxd.waiting import duration
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_STEPS = 8
@@ -77,6 +78,13 @@ def _evaluated(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {metrics[f'eval_{name}']:.2f}" for name in names if f"eval_{name}" in metrics)
 
 
+def time_left(run: pb.Run) -> str:
+    """Say how long a run will still take, if that is known."""
+    if not run.HasField("remaining_seconds") or run.state in ENDED:
+        return ""
+    return f"; about {duration(run.remaining_seconds)} left"
+
+
 def event_line(event: RunEvent) -> str:
     """Format a health event as one line."""
     return f"health of {event.instance or event.role}: {event.text}"
@@ -112,14 +120,15 @@ def _head(view: RunView) -> RenderableType:
     run, state = view.run, state_name(view.run.state)
     line = Text.assemble(
         ("relaxd", "cyan"), f"  run {run.run_id or '...'}  ", (state, STATE_STYLES.get(state, "cyan")),
-        f"  step {run.step}/{run.steps}", (f"  {run.reason}" if run.reason else "", "dim"),
+        f"  step {run.step}/{run.steps}{time_left(run)}", (f"  {run.reason}" if run.reason else "", "dim"),
     )  # fmt: skip
     rewards = [view.steps[step]["reward_mean"] for step in sorted(view.steps) if "reward_mean" in view.steps[step]]
     curve = Text.assemble("reward ", (sparkline(rewards[-SHOWN_REWARDS:]) or "·", "green"))
     grid = Table.grid(padding=(0, 2))
     grid.add_row(ProgressBar(total=max(run.steps, 1), completed=run.step, width=20), curve)
     held_out = _evaluated(run.metrics)
-    return Group(line, grid, *([Text(f"held-out {held_out}", "bold")] if held_out else []))
+    more = [Text(f"held-out {held_out}", "bold")] if held_out else []
+    return Group(line, grid, *more, *([Text(run.waiting_for, "yellow")] if run.waiting_for else []))
 
 
 def _news(view: RunView) -> list[RenderableType]:
@@ -158,8 +167,6 @@ def _queues(run: pb.Run) -> Text:
         text.append("\nqueues ", style="dim")
         text.append("  ".join(f"{queue.stage} {queue.waiting}+{queue.held}" for queue in run.queues))
         text.append("  (waiting+held)", style="dim")
-    if run.waiting_for:
-        text.append(f"\n{run.waiting_for}", style="dim")
     return text
 
 

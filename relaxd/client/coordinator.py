@@ -12,7 +12,7 @@ import grpc
 
 from relaxd.client.errors import CliError
 from relaxd.rpc.client import sync_channel
-from relaxd.rpc.errors import explain, field_violations
+from relaxd.rpc.errors import explain, field_violations, has_status
 from relaxd.rpc.tls import TlsFiles, connection_hint
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import scaling_pb2
@@ -109,11 +109,15 @@ class CoordinatorClient:
         return list(self._items(self._stub.ListReplicas, pb.ListReplicasRequest(), "replicas"))
 
     def watch(
-        self, run_id: str = "", while_away: Callable[[], None] = lambda: None, away_seconds: float = AWAY_SECONDS
+        self,
+        run_id: str = "",
+        while_away: Callable[[str], None] = lambda reason: None,
+        away_seconds: float = AWAY_SECONDS,
     ) -> Iterator[pb.WatchRunResponse]:
         """Yield a run's updates, about one a second, until it ends. Survives restarts of the coordinator.
 
-        `while_away` is called repeatedly while the coordinator doesn't answer, and may raise.
+        `while_away` is called repeatedly, with the reason, while the coordinator or its Redis doesn't answer. It may
+        raise.
 
         Raises CliError when no coordinator answers at first, or later for `away_seconds`.
         """
@@ -130,8 +134,8 @@ class CoordinatorClient:
             except grpc.RpcError as error:
                 if error.code() not in TRANSIENT or time.monotonic() - last_heard > away_seconds:
                     raise self._explained(error) from error
-                while_away()
-                time.sleep(0.5)
+                while_away(explain(error))
+                time.sleep(0.5)  # named: `while_away` says it
 
     def scale_out(self, request: scaling_pb2.ScaleOutRequest) -> scaling_pb2.ScaleRequest:
         """Request more replicas."""
@@ -155,7 +159,7 @@ class CoordinatorClient:
         request = scaling_pb2.GetScaleRequestRequest(request_id=request_id)
         while True:
             yield self._call(self._stub.GetScaleRequest, request, seconds=10, patience_seconds=AWAY_SECONDS).request
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)  # idle: looks again
 
     def _items(self, method: Any, request: Any, field: str, patience_seconds: float = 0.0) -> Iterator[Any]:
         """Yield the items of a list, page by page."""
@@ -182,10 +186,12 @@ class CoordinatorClient:
                         "waiting up to %.0f s for the coordinator at %s: %s",
                         *(patience_seconds, self.address, explain(error)),
                     )
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)  # named: by the warning
 
     def _explained(self, error: grpc.RpcError) -> CliError:
         code = error.code()
+        if code == grpc.StatusCode.UNAVAILABLE and has_status(error):  # such as a Redis that is away
+            return CliError(f"the coordinator at {self.address} can't answer now: {error.details()}")
         if code == grpc.StatusCode.UNAVAILABLE:
             if hint := connection_hint(self.address, error.details() or "", TlsFiles.from_environment()):
                 return CliError(f"cannot connect to the coordinator at {self.address}: {hint}")

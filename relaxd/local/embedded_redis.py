@@ -131,7 +131,7 @@ def wait_until_up(redis_url: str, *, seconds: float = float("inf"), ended: Calla
                         f"Redis at {without_password(redis_url)[0]} does not answer: {error}",
                         "check that it runs and that REDIS_URL is right" if given_url() else "see redis.log",
                     ) from error
-            time.sleep(0.05)
+            time.sleep(0.05)  # named: by the callers
     finally:
         client.close()
 

@@ -123,7 +123,7 @@ class LocalHost:
         while not condition():
             if time.monotonic() > end:
                 raise DeadlineExceeded(f"the supervisor did not {request} within {seconds:g} s")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)  # brief: the request's seconds
 
 
 def main() -> None:

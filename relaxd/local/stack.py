@@ -23,6 +23,10 @@ from relaxd.roles import COORDINATOR, REPLICA_ROLES, ROLES
 COORDINATOR_PORT = 50050
 ENDING_SECONDS = 60.0
 """Deadline for the supervisor to stop services that did not come up."""
+DOWN_SECONDS = 120.0
+"""Longest time that services may take to end."""
+SAY_SECONDS = 3.0
+"""Interval at which `down` says which services it waits for."""
 READY_SECONDS = 120.0
 """Limit until the next service registers, once Redis has loaded its data."""
 
@@ -154,7 +158,7 @@ def _await_registration(
                     missing = still_missing
                     deadline = time.monotonic() + READY_SECONDS
                     say(f"waiting for {', '.join(missing)}")
-            time.sleep(0.2)
+            time.sleep(0.2)  # named: `say` tells which services are awaited
     late = ", ".join(missing) or "the supervisor"
     raise failure(folder, "supervisor", f"{late} did not come up in {READY_SECONDS:.0f} s")
 
@@ -181,12 +185,20 @@ def failure(folder: StateFolder, service: str, message: str) -> CliError:
     return CliError(f"{message}{shown}", f"all logs are in {folder.logs}")
 
 
-def down(folder: StateFolder) -> bool:
-    """Stop the services. Returns False if none were up. Raises CliError when they don't stop."""
+def down(folder: StateFolder, say: Callable[[str], None] = lambda text: None) -> bool:
+    """Stop the services. Returns False if none were up. Raises CliError when they don't stop.
+
+    `say` is told every few seconds which services are awaited.
+    """
     state = folder.read()
     if state is None:
         return False
     os.kill(state.pid, 15)
-    if not folder.wait_until_down(120):
-        raise CliError(f"the supervisor (pid {state.pid}) does not stop", f"kill {state.pid}")
+    deadline, told = time.monotonic() + DOWN_SECONDS, ""
+    while not folder.wait_until_down(SAY_SECONDS):
+        if time.monotonic() >= deadline:
+            raise CliError(f"the supervisor (pid {state.pid}) does not stop", f"kill {state.pid}")
+        left = [service.name for service in (folder.read() or state).services if service.phase != "stopped"]
+        if left and (text := f"waiting for {', '.join(left)} to hand back groups and end") != told:
+            say(told := text)
     return True

@@ -163,7 +163,7 @@ class StateFolder:
         while self.is_up():
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(0.05)
+            time.sleep(0.05)  # named: `stack.down` tells which services are awaited
         return True
 
 

@@ -28,6 +28,7 @@ from relaxd.local.redis_address import RedisAddress
 from relaxd.local.state import LaunchWish, LaunchWishes, Phase, ServiceState, StackState, StateFolder
 from relaxd.replica.exit_codes import RESTART
 from relaxd.retry import Backoff
+from relaxd.waiting import waiting
 
 PR_SET_PDEATHSIG = 1
 MAX_BACKOFF_SECONDS = 10.0
@@ -176,7 +177,8 @@ class Supervisor:
         def ended() -> bool:
             return child.process is None or child.process.poll() is not None or self.stopping
 
-        embedded_redis.wait_until_up(self.plan.redis, ended=ended)  # no deadline: it may have much data to load
+        with waiting("Redis to load its data", on=child.spec.name):
+            embedded_redis.wait_until_up(self.plan.redis, ended=ended)  # no deadline: it may have much data to load
 
     def _watch(self) -> None:
         now = time.monotonic()
@@ -293,6 +295,7 @@ class Supervisor:
             for child in children:
                 if child.reap():
                     child.set_phase("stopped")
+                    self._write()  # `relaxd down` says what it waits for
             if time.monotonic() >= deadline or self._stop_signals > max(asked, 1):
                 for child in children:
                     if child.process is not None:

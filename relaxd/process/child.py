@@ -85,6 +85,8 @@ class Child:
         """Done as soon as the child has exited."""
         self._connected: asyncio.Future[None] = self._loop.create_future()
         self._last_lines: deque[str] = deque(maxlen=OUTPUT_LINES)
+        self.line_count = 0
+        """Lines that it has written to stdout and stderr."""
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -174,6 +176,11 @@ class Child:
         await asyncio.wait({self.exited}, timeout=seconds)
         self._raise_if_exited()
 
+    def lines_since(self, number: int) -> list[str]:
+        """Return the lines of its stdout and stderr after the first `number`, at most the last OUTPUT_LINES."""
+        new = min(OUTPUT_LINES, self.line_count - number)
+        return list(self._last_lines)[-new:] if new > 0 else []
+
     def kill(self) -> None:
         """Kill the child and every process that it started."""
         with contextlib.suppress(ProcessLookupError):
@@ -208,6 +215,7 @@ class Child:
             for line in output:
                 text = line.decode(errors="replace").rstrip("\n")
                 self._last_lines.append(text)
+                self.line_count += 1
                 print(text, file=sys.stderr, flush=True)
 
     def _watch(self, copier: threading.Thread) -> None:

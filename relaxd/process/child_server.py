@@ -112,7 +112,7 @@ class Outbox(Generic[T]):
             for message in messages:
                 yield message
             if not messages:
-                await come.wait()
+                await come.wait()  # idle: there is nothing to send
 
 
 class _Threaded:

@@ -121,9 +121,9 @@ class GpuLease:
         with self._changed:
             while True:
                 if self._until is None or self._end_if_over():
-                    self._changed.wait(IDLE_SECONDS)
+                    self._changed.wait(IDLE_SECONDS)  # idle: no lease
                 else:
-                    self._changed.wait(max(0.0, self._until - time.monotonic()))
+                    self._changed.wait(max(0.0, self._until - time.monotonic()))  # idle: the lease holds
 
 
 def end_with_lease() -> None:
@@ -138,6 +138,6 @@ def end_with_lease() -> None:
 
 def _kill_group_at(until: ctypes.c_double) -> None:
     while (left := until.value - time.monotonic()) > 0:
-        time.sleep(min(left, POLL_SECONDS))
+        time.sleep(min(left, POLL_SECONDS))  # brief: the end of the lease
     # Without logging: a write would block if the reader of this process's output is stopped.
     os.killpg(0, signal.SIGKILL)

@@ -112,7 +112,7 @@ class AssignmentFollower:
                 await self._follow_pause()
             try:
                 async with asyncio.timeout(retry_seconds):
-                    await self._wake.wait()
+                    await self._wake.wait()  # idle: the assignment stays
             except TimeoutError:
                 pass
 

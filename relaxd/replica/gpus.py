@@ -134,7 +134,7 @@ async def wait_until_steady(
     for _ in range(int(STEADY_LIMIT_SECONDS / STEADY_TICK_SECONDS)):
         if not before or same >= STEADY_SECONDS:
             return
-        await sleep(STEADY_TICK_SECONDS)
+        await sleep(STEADY_TICK_SECONDS)  # named: `on_wait` is told
         now = list(read())
         changed = [index for index, (a, b) in enumerate(zip(before, now, strict=True)) if abs(a - b) > STEADY_BYTES]
         same = 0.0 if changed else same + STEADY_TICK_SECONDS
@@ -290,7 +290,7 @@ class GpuLeases:
                     if not self.waiting:
                         logger.info("waiting for GPUs: %s", explain(error))
                     self.waiting = f"waiting for GPUs: {error.details()}"
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)  # named: the status has `waiting`
         finally:
             self.waiting = ""
 

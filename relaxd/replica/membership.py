@@ -12,6 +12,7 @@ from relaxd.rpc.tls import TlsFiles, connection_hint
 from relaxd.v1.coordinator_pb2 import HeartbeatRequest, HeartbeatResponse, RegisterRequest, Registration
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
 from relaxd.v1.replica_pb2 import ReplicaStatus
+from relaxd.waiting import waiting
 
 CALL_SECONDS = 5.0
 """Deadline of a registration or a heartbeat."""
@@ -93,7 +94,8 @@ class Membership:
     async def run(self) -> None:
         """Register and send heartbeats until cancelled. Raises Refused."""
         while True:
-            await self._register()
+            with waiting(f"the coordinator at {self._address} to register this process"):
+                await self._register()
             while await self._heartbeat():
                 await self._pause(self._heartbeat_seconds)
 
@@ -112,7 +114,7 @@ class Membership:
                         f"the coordinator at {self._address} refuses {self._registration.replica_id}: {explain(error)}"
                     ) from error
                 await self._note_away(error)
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)  # named: by `run`
                 continue
             self._away = False
             self._heartbeat_seconds = answer.heartbeat_seconds or 1.0

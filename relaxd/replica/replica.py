@@ -42,7 +42,10 @@ from relaxd.rpc.settings import ServiceSettings
 from relaxd.rpc.terms import NewestTerm
 from relaxd.v1 import replica_pb2, replica_pb2_grpc
 from relaxd.v1.coordinator_pb2 import HeartbeatResponse, Registration
+from relaxd.waiting import waits
 
+WAIT_SECONDS = 2.0
+"""A wait of this length is in the status."""
 RESTART_SECONDS = 5.0
 """A process that was told to restart is gone after this."""
 
@@ -94,7 +97,7 @@ class _Life:
             role=self.service.role,
             state=state,
             run_id=follower.run_id,
-            detail=self.context.failure or follower.detail or self.gpus.waiting or own.detail,
+            detail=self.context.failure or follower.detail or self.gpus.waiting or own.detail or _longest_wait(),
             held_groups=own.held_groups,
             done_groups=own.done_groups,
             weights=own.weights,
@@ -183,12 +186,12 @@ class _Life:
         """Keep the replica registered from Join to Leave. Raises Refused."""
         assert self.membership
         while True:
-            await self.joined.wait()
+            await self.joined.wait()  # idle: nobody has asked it to join
             self.left.clear()
             membership = asyncio.create_task(self.membership.run())
-            left = asyncio.create_task(self.left.wait())
+            left = asyncio.create_task(self.left.wait())  # idle: it is registered
             try:
-                await asyncio.wait({membership, left}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({membership, left}, return_when=asyncio.FIRST_COMPLETED)  # idle: it is registered
                 if membership.done():
                     membership.result()
             finally:
@@ -304,6 +307,12 @@ async def _end(
     await server.stop(max(0.0, min(1.0, end - loop.time())))
     await asyncio.to_thread(telemetry.shutdown)
     _log.info("ended")
+
+
+def _longest_wait() -> str:
+    """Return what this process has been waiting for, if that takes long."""
+    found = waits(min_seconds=WAIT_SECONDS)
+    return f"waiting for {found[0]}" if found else ""
 
 
 def advertised_address(settings: ServiceSettings, port: int) -> str:

@@ -10,6 +10,7 @@ import grpc
 from relaxd.rpc.errors import explain
 from relaxd.v1.coordinator_pb2 import TakeTurnRequest
 from relaxd.v1.coordinator_pb2_grpc import CoordinatorStub
+from relaxd.waiting import waiting
 
 CALL_SECONDS = 5.0
 ASK_AGAIN_SECONDS = 0.25
@@ -26,16 +27,17 @@ async def wait_for_turn(coordinator: CoordinatorStub, replica_id: str, on_wait: 
     coordinator is away: cancel it when the run ends.
     """
     warned = 0.0
-    while True:
-        try:
-            answer = await coordinator.TakeTurn(TakeTurnRequest(replica_id=replica_id), timeout=CALL_SECONDS)
-            if answer.granted:
-                return
-            reason = f"waiting for its turn on the device: {answer.reason}"
-        except grpc.aio.AioRpcError as error:
-            reason = f"waiting for its turn on the device: the coordinator does not answer: {explain(error)}"
-            if time.monotonic() - warned > WARN_SECONDS:
-                warned = time.monotonic()
-                logger.warning("%s", reason)
-        on_wait(reason)
-        await asyncio.sleep(ASK_AGAIN_SECONDS)
+    with waiting("its turn on the device") as wait:
+        while True:
+            try:
+                answer = await coordinator.TakeTurn(TakeTurnRequest(replica_id=replica_id), timeout=CALL_SECONDS)
+                if answer.granted:
+                    return
+                wait.reason = f"its turn on the device: {answer.reason}"
+            except grpc.aio.AioRpcError as error:
+                wait.reason = f"its turn on the device: the coordinator does not answer: {explain(error)}"
+                if time.monotonic() - warned > WARN_SECONDS:
+                    warned = time.monotonic()
+                    logger.warning("waiting for %s", wait.reason)
+            on_wait(f"waiting for {wait.reason}")
+            await asyncio.sleep(ASK_AGAIN_SECONDS)

@@ -2,8 +2,9 @@
 
 import asyncio
 import inspect
+import re
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from relaxd.rewards.base import BadRewardError, Reward, RewardInput, RewardOutpu
 
 MACHINERY = (__file__, str(Path(__file__).with_name("__init__.py")))
 """Files that call and import rewards."""
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+"""A frame in a faulthandler dump."""
 SIGNATURE = "def {name}(sample), with sample.prompt, .response, .answer and .metadata"
 
 
@@ -64,6 +67,27 @@ def describe_error(error: BaseException) -> str:
     frames = _frames(error)
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f"{text} ({_file(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name})" if own else text
+
+
+def place_in_stacks(lines: Sequence[str]) -> str:
+    """Return where a reward is, from lines of a faulthandler dump: "reward.py:12, in score"; "" if it isn't in one.
+
+    It is the innermost line in the file of the reward, as in `describe_error`. An async reward that awaits something is
+    in no stack.
+    """
+    own: list[tuple[str, str, str]] = []
+    for line in lines:
+        match = FRAME.match(line)
+        if match is None:  # the next thread's stack
+            own = []
+        elif match[1] not in MACHINERY:
+            own.append((match[1], match[2], match[3]))
+        elif not own or own[-1][0] == asyncio.runners.__file__:
+            return ""
+        else:
+            file, number, function = next(frame for frame in own if frame[0] == own[-1][0])
+            return f"{_file(file)}:{number}, in {function}"
+    return ""
 
 
 def user_traceback(error: BaseException) -> str:

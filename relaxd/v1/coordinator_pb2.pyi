@@ -232,6 +232,8 @@ class Run(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id."""
     state: Global___RunState.ValueType
@@ -249,9 +251,11 @@ class Run(_message.Message):
     config_json: _builtins.str
     """The resolved configuration, as JSON."""
     waiting_for: _builtins.str
-    """What the active run waits for, with the numbers; empty while nothing holds it up."""
+    """One sentence: what the active run waits for, for how long, because of whom. Empty while its steps end as usual."""
     outcome: Global___RunOutcome.ValueType
     """How it ended; unspecified before."""
+    remaining_seconds: _builtins.float
+    """Seconds until its last step, if the next ones take as long as the last ones; unset before the first step."""
     @_builtins.property
     def groups(self) -> Global___GroupCounts:
         """Where its groups are."""
@@ -276,6 +280,10 @@ class Run(_message.Message):
     def end_time(self) -> _timestamp_pb2.Timestamp:
         """When it ended; unset before."""
 
+    @_builtins.property
+    def wait(self) -> Global___WaitDetails:
+        """More on what the active run is waiting for."""
+
     def __init__(
         self,
         *,
@@ -295,16 +303,69 @@ class Run(_message.Message):
         waiting_for: _builtins.str = ...,
         outcome: Global___RunOutcome.ValueType = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        wait: Global___WaitDetails | None = ...,
+        remaining_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "create_time", b"create_time", "end_time", b"end_time", "groups", b"groups", "oldest_engine_version", b"oldest_engine_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "_remaining_seconds", b"_remaining_seconds", "create_time", b"create_time", "end_time", b"end_time", "groups", b"groups", "oldest_engine_version", b"oldest_engine_version", "remaining_seconds", b"remaining_seconds", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "config_json", b"config_json", "create_time", b"create_time", "end_time", b"end_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "outcome", b"outcome", "queues", b"queues", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version", "_remaining_seconds", b"_remaining_seconds", "config_json", b"config_json", "create_time", b"create_time", "end_time", b"end_time", "folder", b"folder", "groups", b"groups", "health", b"health", "metrics", b"metrics", "oldest_engine_version", b"oldest_engine_version", "outcome", b"outcome", "queues", b"queues", "reason", b"reason", "remaining_seconds", b"remaining_seconds", "run_id", b"run_id", "state", b"state", "step", b"step", "steps", b"steps", "wait", b"wait", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__oldest_engine_version: _TypeAlias = _typing.Literal["oldest_engine_version"]  # noqa: Y015
     _WhichOneofArgType__oldest_engine_version: _TypeAlias = _typing.Literal["_oldest_engine_version", b"_oldest_engine_version"]  # noqa: Y015
+    _WhichOneofReturnType__remaining_seconds: _TypeAlias = _typing.Literal["remaining_seconds"]  # noqa: Y015
+    _WhichOneofArgType__remaining_seconds: _TypeAlias = _typing.Literal["_remaining_seconds", b"_remaining_seconds"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__oldest_engine_version) -> _WhichOneofReturnType__oldest_engine_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__remaining_seconds) -> _WhichOneofReturnType__remaining_seconds | None: ...
 
 Global___Run: _TypeAlias = Run  # noqa: Y015
+
+@_typing.final
+class WaitDetails(_message.Message):
+    """What a run waits for, for `relaxd why`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    ON_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """The kind of the wait, such as "paused", "role", "lease", "sync", "stage", "held_group", "gate"; empty: it waits for
+    nothing.
+    """
+    on: _builtins.str
+    """The replica that has to act, or another name; empty: nobody in particular."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """When it began."""
+
+    @_builtins.property
+    def evidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The numbers behind the sentence, one line each; also there while nothing holds the run up."""
+
+    @_builtins.property
+    def advice(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What a person may do, one line each; empty: it ends by itself."""
+
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        on: _builtins.str = ...,
+        evidence: _abc.Iterable[_builtins.str] | None = ...,
+        advice: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "evidence", b"evidence", "kind", b"kind", "on", b"on", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitDetails: _TypeAlias = WaitDetails  # noqa: Y015
 
 @_typing.final
 class StartRunRequest(_message.Message):
@@ -449,7 +510,7 @@ class ListRunsResponse(_message.Message):
     """Where the next page begins; empty after the last one."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
-        """Newest first, without metrics, config_json and health: GetRun has them."""
+        """Newest first, without metrics, config_json, health and wait: GetRun has them."""
 
     def __init__(
         self,

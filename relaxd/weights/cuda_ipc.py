@@ -137,7 +137,7 @@ class IpcConnection:
             self._store.add("closed", 1)
             deadline = time.monotonic() + _CLOSE_SECONDS
             while own and self._store.add("closed", 0) <= self._readers and time.monotonic() < deadline:
-                time.sleep(0.005)
+                time.sleep(0.005)  # brief: see the deadline
         for area in own:
             with contextlib.suppress(RuntimeError):
                 self._memory.free(area.address)
@@ -207,8 +207,8 @@ class IpcConnection:
         """Poll until `reached()`. Copies are `uncancellable`, but short. Raises IpcError."""
         while not reached():
             if uncancellable:
-                time.sleep(_POLL_SECONDS)
-            elif self._cancelled.wait(_POLL_SECONDS):
+                time.sleep(_POLL_SECONDS)  # brief: the transfer's deadline
+            elif self._cancelled.wait(_POLL_SECONDS):  # brief: the transfer's deadline
                 raise IpcError(f"waiting for {what} was aborted")
             if time.monotonic() > broadcast.deadline:
                 raise IpcError(f"{what} did not finish in time")

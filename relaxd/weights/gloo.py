@@ -24,7 +24,7 @@ class GlooBroadcast:
     def finish(self) -> None:
         """Raise RuntimeError if one failed."""
         for work in self._works:
-            work.wait()
+            work.wait()  # brief: the process group's timeout
 
     def precede_current_stream(self) -> None:
         """Wait: there are no streams."""
@@ -61,6 +61,6 @@ class GlooConnection:
             with self._lock:
                 if all(work.is_completed() for work in self._pending):
                     break
-            time.sleep(0.05)
+            time.sleep(0.05)  # brief: see the deadline
         with contextlib.suppress(RuntimeError):
             self._group.shutdown()

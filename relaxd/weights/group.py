@@ -95,7 +95,7 @@ class Transfer:
         """Wait until they are done here. Raises WeightGroupError on failure, deadline or abort."""
         try:
             while not self._pending.done():
-                if self._group.aborted.wait(_POLL_SECONDS):
+                if self._group.aborted.wait(_POLL_SECONDS):  # brief: the transfer's deadline
                     raise WeightGroupError(f"weight group {self._group.name} was aborted during a broadcast")
                 if time.monotonic() > self._deadline:
                     self._group.abort()
@@ -217,7 +217,7 @@ class WeightGroup:
             missing = [rank for rank in missing if not store.check([f"rank{rank}"])]
             if not missing:
                 return
-            if self.aborted.wait(_RENDEZVOUS_POLL_SECONDS):
+            if self.aborted.wait(_RENDEZVOUS_POLL_SECONDS):  # brief: weights.connect_timeout_seconds
                 raise WeightGroupError(f"weight group {self.name} was aborted while it was being connected")
             if time.monotonic() > deadline:
                 raise WeightGroupError(
@@ -252,7 +252,7 @@ class WeightGroup:
 
     def _watch(self, store: dist.Store) -> None:
         """Follow another member's abort, which gloo reports only to members that exchange data with it."""
-        while not self.aborted.wait(_ABORT_POLL_SECONDS):
+        while not self.aborted.wait(_ABORT_POLL_SECONDS):  # idle: watches for an abort
             try:
                 if store.check([_ABORTED]):
                     self.abort()

@@ -48,7 +48,7 @@ def connect(redis_url: str) -> Store:
             if not warned:
                 logger.warning("waiting for Redis at %s", where)
             warned = True
-            time.sleep(0.5)
+            time.sleep(0.5)  # brief: REDIS_WAIT_SECONDS
         except redis.exceptions.NoPermissionError as error:
             raise CannotStart(
                 f"Redis at {where} denies this user a command (deploy/redis-acl.conf): {error}"

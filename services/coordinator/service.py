@@ -106,7 +106,7 @@ class CoordinatorProcess:
     async def _housekeeping(self) -> None:
         """Close unused channels, record metrics and detect a newer coordinator."""
         while True:
-            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            await asyncio.sleep(HOUSEKEEPING_SECONDS)  # idle: looks again
             replicas = self._registry.all()
             launcher = {self._settings.launcher} - {""}
             await self._peers.forget({replica.registration.address for replica in replicas} | launcher)
@@ -131,7 +131,7 @@ class CoordinatorProcess:
                 await self._manager.delete_expired()
             except Unavailable as error:
                 logger.info("could not delete expired runs, retrying later: %s", error)
-            await asyncio.sleep(RETENTION_SECONDS)
+            await asyncio.sleep(RETENTION_SECONDS)  # idle: looks again
 
     def _status(self) -> ReplicaStatus:
         active = self._manager.active

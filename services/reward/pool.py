@@ -1,17 +1,22 @@
 """A pool of worker processes that score samples. A worker that is late or crashes is replaced."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from relaxd.process.child import Child, ChildExited
 from relaxd.rewards import RewardInput, RewardOutput
+from relaxd.rewards.calling import place_in_stacks
 from relaxd.rpc.errors import DeadlineExceeded
 from relaxd.v1.reward_pb2 import ScoreRequest
 from relaxd.v1.reward_pb2_grpc import RewardStub
+from relaxd.waiting import duration
 from services.reward.environment import worker_environment
 from services.reward.samples import request_of_sample
+from services.reward.slow import slow_after
 
+SHOWN_PROMPT = 80
 LOAD_SECONDS = 60.0
 """Deadline of loading a reward: starting a worker and importing the reward's module."""
 
@@ -33,11 +38,43 @@ class PoolClosedError(Exception):
 
 
 @dataclass
+class Running:
+    """A sample that is being scored."""
+
+    prompt: str
+    """The text of its prompt, shortened."""
+    slow_after: float
+    """Seconds after which it is slow."""
+    child: Child
+    since: float = field(default_factory=time.monotonic)
+    lines_before: int = 0
+    """Lines that the child had written before."""
+
+    def __post_init__(self) -> None:
+        self.lines_before = self.child.line_count
+
+    @property
+    def seconds(self) -> float:
+        """Time that it has taken so far."""
+        return time.monotonic() - self.since
+
+    @property
+    def where(self) -> str:
+        """Where in the source the reward was when the sample became slow: " (at reward.py:12, in score)", or ""."""
+        place = place_in_stacks(self.child.lines_since(self.lines_before))
+        return f" (at {place})" if place else ""
+
+    def __str__(self) -> str:
+        return f"one sample for {duration(self.seconds)}{self.where}; its prompt: {self.prompt!r}"
+
+
+@dataclass
 class _Worker:
     """A slot for a process. Empty until it is needed, and after the process has died."""
 
     child: Child | None = None
     loaded: set[str] = field(default_factory=set)
+    running: Running | None = None
     outdated: bool = False
     """Its rewards are to be loaded again: the next sample gets a new process."""
 
@@ -71,6 +108,12 @@ class WorkerPool:
     def size(self) -> int:
         """Number of processes."""
         return len(self._workers)
+
+    def slowest(self) -> Running | None:
+        """Return the sample that has been scored for the longest, if it is slow."""
+        running = [worker.running for worker in self._workers if worker.running is not None]
+        slow = [one for one in running if one.seconds > one.slow_after]
+        return max(slow, key=lambda one: one.seconds, default=None)
 
     async def load(self, reward: str) -> Failure | None:
         """Have a worker load a reward. Returns None if it can be used, else the failure."""
@@ -133,6 +176,8 @@ class WorkerPool:
             if not scores:
                 worker.loaded.add(reward)
                 if sample is not None:
+                    assert worker.child is not None
+                    worker.running = Running(_shorten(sample.prompt), slow_after(timeout_seconds), worker.child)
                     request = request_of_sample(reward, sample)
                     scores = (await stub.Score(request, timeout=timeout_seconds)).scores
             answered = True
@@ -144,14 +189,18 @@ class WorkerPool:
             return RewardOutput(score.reward, dict(sorted(score.parts.items())))  # a map has no order of its own
         except DeadlineExceeded:
             self._raise_if_closed()
-            task = "scoring a sample" if reward in worker.loaded else "loading the reward"
-            limit = timeout_seconds if reward in worker.loaded else LOAD_SECONDS
-            return Failure(f"{task} took longer than {limit:g} s; its process was killed")
+            if worker.running is None:
+                return Failure(f"loading the reward took longer than {LOAD_SECONDS:g} s; its process was killed")
+            return Failure(
+                f"scoring a sample took longer than {timeout_seconds:g} s{worker.running.where}; its process was "
+                f"killed; the prompt: {worker.running.prompt!r}"
+            )
         except ChildExited as error:
             self._raise_if_closed()
             return Failure(f"the process that ran the reward died: {_describe_exit(error.exit_code)}", died=True)
         finally:
             # Late, dead, or cancelled in the middle of a sample: the next sample gets a new process.
+            worker.running = None
             if not answered:
                 worker.kill()
             self._free.put_nowait(worker)
@@ -167,6 +216,11 @@ class WorkerPool:
                 "services.reward.worker", env=self._environment, inherit=False, name="reward worker"
             )
         return RewardStub(worker.child.channel)
+
+
+def _shorten(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN_PROMPT else line[: SHOWN_PROMPT - 1] + "…"
 
 
 def _describe_exit(exit_code: int) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from relaxd.board import Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
 from relaxd.replica.context import ReplicaContext
+from relaxd.replica.service import ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
 from relaxd.rewards import RewardInput, RewardOutput, UnknownRewardError, check_name
 from relaxd.rewards.base import text_message
@@ -62,6 +64,13 @@ class RewardService(StageReplica):
     def pieces(self) -> int:
         """See StageReplica. Counts samples."""
         return self.pool.scored
+
+    def status(self) -> ServiceStatus:
+        """See ReplicaService. Names a sample that takes long."""
+        status = super().status()
+        if (slow := self.pool.slowest()) is not None:
+            return replace(status, detail=f"{self.reward_of_run} has been scoring {slow}")
+        return status
 
     async def resume_run(self) -> None:
         """See ReplicaService. Loads the reward again, because people repair it while the run is paused."""

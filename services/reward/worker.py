@@ -1,6 +1,7 @@
 """The worker process, which runs rewards one sample at a time. The pool kills it at a sample's deadline."""
 
 import asyncio
+import faulthandler
 import queue
 import threading
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from relaxd.rewards import BadRewardError, Reward, UnknownRewardError, resolve
 from relaxd.rewards.calling import call, describe_error, user_traceback
 from relaxd.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.samples import samples_of_request
+from services.reward.slow import slow_after
 
 MAX_REASON = 2000
 """Longest reason of a failure, in characters."""
@@ -22,9 +24,10 @@ class Rewards(reward_pb2_grpc.RewardServicer):
     def __init__(self) -> None:
         self._loaded: dict[str, Reward] = {}
         self._runner = asyncio.Runner()  # one loop for all samples, so that rewards may keep clients
-        self._requests: queue.SimpleQueue[tuple[reward_pb2.ScoreRequest, Future[list[reward_pb2.Score]]]] = (
+        self._requests: queue.SimpleQueue[tuple[reward_pb2.ScoreRequest, Future[list[reward_pb2.Score]], float]] = (
             queue.SimpleQueue()
         )
+        """Requests, the futures of their answers, and the seconds after which each is slow."""
 
     def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         """Have the main thread score a sample, or load the reward for a request without one.
@@ -32,17 +35,23 @@ class Rewards(reward_pb2_grpc.RewardServicer):
         A reward that can't be loaded is a score with an error.
         """
         scores: Future[list[reward_pb2.Score]] = Future()
-        self._requests.put((request, scores))
+        self._requests.put((request, scores, slow_after(context.time_remaining())))
         return reward_pb2.ScoreResponse(scores=scores.result())
 
     def work(self) -> None:
         """Answer requests as long as the process lives."""
         while True:
-            request, scores = self._requests.get()
+            request, scores, slow_seconds = self._requests.get()
+            # The pool reads from the stacks where a slow reward is. A thread in C writes them: it needs neither the
+            # interpreter's lock, which a regular expression may hold, nor a signal, which would wake up a sleep.
+            if request.responses:
+                faulthandler.dump_traceback_later(slow_seconds)
             try:
                 scores.set_result(self._score(request))
             except BaseException as error:  # SystemExit as well: a reward that calls sys.exit() has only failed
                 scores.set_result([_failure(error)])
+            finally:
+                faulthandler.cancel_dump_traceback_later()
 
     def _score(self, request: reward_pb2.ScoreRequest) -> list[reward_pb2.Score]:
         if not request.responses:

@@ -1,10 +1,14 @@
 """What a run looks like: everything is shown, whatever the model writes."""
 
 import io
+import json
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from relaxd.cli.execute import result_table
 from relaxd.cli.view import Picture, RunView, samples_table, sparkline, step_line
 from relaxd.v1 import coordinator_pb2 as pb
 
@@ -78,3 +82,25 @@ def test_a_step_as_a_line() -> None:
 
 def test_sparkline_is_cut_to_its_range() -> None:
     assert sparkline([-1.0, 0.0, 0.5, 1.0, 9.0]) == "▁▁▅██"
+
+
+def test_what_a_run_waits_for_is_shown_with_the_time_that_is_left() -> None:
+    view = RunView()
+    view.update(message(1, reward_mean=0.25))
+    view.run.waiting_for, view.run.remaining_seconds = "the trainer works on step 2, for 50 s", 600
+    text = shown(Picture(view))
+    assert "step 1/24; about 10 min left" in text
+    assert "the trainer works on step 2, for 50 s" in text
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_the_final_table_shows_the_reward_where_nothing_was_held_out(evaluated: bool, tmp_path: Path) -> None:
+    summary = {"run_id": "r1", "state": "stopped", "steps": 10, "published": 40, "dropped": 10}
+    summary |= {"dropped_by_reason": {"zero_variance": 8, "stale": 2}}
+    summary |= {"accuracy_before": 0.1, "accuracy_after": 0.6} if evaluated else {}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    lines = [{"step": step, "reward_mean": step / 10} for step in range(1, 11)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = re.sub(r"[\s│]+", " ", shown(result_table(tmp_path)))
+    assert ("training reward 0.300 0.800 +0.500" in text) is not evaluated
+    assert "zero_variance 8 (20%) stale 2 (5%)" in text

@@ -258,7 +258,7 @@ class CoordinatorService(CoordinatorServicer):
                     f"not every engine serves the newest version yet: {active.sync.last_failure or 'still under way'}"
                 )
             self._manager.require_active(active.record.run_id)
-            await self._registry.changed.wait(0.5)
+            await self._registry.changed.wait(0.5)  # named: Run.waiting_for has the synchronisation
         announced = active.sync.announced
         return pb.SyncWeightsResponse(
             weights=WeightVersion(term=announced.term, version=announced.version),

@@ -4,6 +4,7 @@ import grpc
 
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, explain
 from relaxd.v1.trainer_pb2 import TrainerSaveCheckpointRequest, TrainerSaveCheckpointResponse
+from relaxd.waiting import waiting
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
 
@@ -19,7 +20,8 @@ async def save_checkpoint(context: RunContext) -> TrainerSaveCheckpointResponse:
     stub = context.peers.trainer(trainer.registration.address)
     try:
         call = stub.SaveCheckpoint(TrainerSaveCheckpointRequest(), timeout=LONG_CALL_SECONDS)
-        return await answer(call, trainer, context.registry)
+        with waiting("the trainer to save a checkpoint", on=trainer.replica_id):
+            return await answer(call, trainer, context.registry)
     except NoAnswer as error:
         raise Unavailable(str(error)) from error
     except grpc.aio.AioRpcError as error:

@@ -293,7 +293,7 @@ class Registry:
     async def expire_forever(self) -> None:
         """Call `expire` at a fixed interval."""
         while True:
-            await asyncio.sleep(self.heartbeat_seconds / 4)
+            await asyncio.sleep(self.heartbeat_seconds / 4)  # idle: looks again
             await self.expire()
 
     async def expire(self) -> None:

@@ -29,7 +29,7 @@ async def answer(
     progress, silent, last = replica.status.progress, 0.0, time.monotonic()
     try:
         while True:
-            await asyncio.wait({task}, timeout=POLL_SECONDS)
+            await asyncio.wait({task}, timeout=POLL_SECONDS)  # named: by the callers, of whom there may be many
             if task.done():
                 return task.result()
             now = time.monotonic()

@@ -72,6 +72,11 @@ class HealthManager:
         """Reason why the run can't continue; empty while it can."""
         return self._policy.failure
 
+    @property
+    def rebuilding(self) -> bool:
+        """A role is being rebuilt; the run's pause ends once it is back."""
+        return any(role.state == Health.REBUILDING for role in self.record.roles.values())
+
     async def run_forever(self) -> None:
         """Check and act every TICK_SECONDS. Raises Superseded, Fenced."""
         loaded = False
@@ -93,7 +98,7 @@ class HealthManager:
                 ):  # this process was suspended and received no heartbeats
                     self._reset_timers()
                 last = now
-                await asyncio.sleep(TICK_SECONDS)
+                await asyncio.sleep(TICK_SECONDS)  # idle: looks again
         finally:
             for task in self._tasks:
                 task.cancel()

@@ -13,7 +13,9 @@ from relaxd import telemetry
 from relaxd.board import Counts, DropReason
 from relaxd.config import RunConfig
 from relaxd.data.dataset import RunData
+from relaxd.drop_reasons import DropWatch
 from relaxd.roles import ROLLOUT, TRAINER
+from relaxd.waiting import waiting
 from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.health.health_manager import HealthManager
@@ -22,6 +24,7 @@ from services.coordinator.runs.exporting import ExportFailed, export_model
 from services.coordinator.runs.publisher import Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
 from services.coordinator.runs.usage import Usage
+from services.coordinator.runs.wait_watcher import WaitWatcher
 from services.coordinator.state.records import Evaluation, Outcome, Phase, RunRecord
 from services.coordinator.state.retry import RedisRetry
 from services.coordinator.state.store import StoreUnavailable
@@ -32,7 +35,7 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 0.3
 """Interval at which the board is polled for progress."""
 RELEASE_SECONDS = 30.0
-"""Time for the trainer to release its groups when a run is stopped early."""
+"""Time for the trainer to finish its step when a run is stopped early."""
 
 
 class RunFailed(Exception):
@@ -77,6 +80,10 @@ class ActiveRun:
         self._publisher = Publisher(context, data, oldest_version=self.oldest_version, wanted=self._wants_groups)
         self.health = HealthManager(self, context, self.sync)
         self._usage = Usage()
+        self._drops = DropWatch()
+        self.waiting = WaitWatcher(context, self._describe)
+        self._going_since = time.time()
+        """Unix time at which training began, or went on after a pause, under this coordinator."""
         self._reported_sync_seconds = 0.0
         """The part of `sync.seconds` that earlier steps' metrics contain."""
         self._reported_drops: Counter[str] | None = None
@@ -94,25 +101,44 @@ class ActiveRun:
         announced = self.sync.announced
         return self.fleet.oldest_version(announced.term) if announced else None
 
-    @property
-    def waiting_for(self) -> str:
-        """What publishing and engines wait for; empty while nothing blocks them."""
-        publishing = self._publisher.waiting_for if self._wants_groups() else ""
-        return "; ".join(reason for reason in (self.sync.waiting_for, publishing) if reason)
+    def _describe(self) -> dict[str, Any]:
+        """Return the fields of a Snapshot that only the run knows."""
+        record, handoff = self.record, self.handoff
+        announced = self.sync.announced
+        ending = self._stopping() or record.phase not in (Phase.PENDING, Phase.RUNNING)
+        return {
+            "going_since": self._going_since,
+            "training": record.phase != Phase.PENDING,
+            "starting": record.reason if record.phase == Phase.PENDING else "",
+            "stopping": (record.stop_reason or "completed") if ending else "",
+            "paused": record.paused,
+            "paused_since": record.paused_at.timestamp() if record.paused_at is not None else None,
+            "rebuilding": self.health.rebuilding,
+            "redis": self._publisher.redis,
+            "gate": self._publisher.gate if self._wants_groups() else ("", ""),
+            "announced": announced.version if announced is not None else None,
+            "sync_since": self.sync.began,
+            "sync_failure": self.sync.last_failure,
+            "sync_delay": self.sync.waiting_for,
+            "handoff": handoff.waiting_for if handoff is not None else "",
+        }
 
     # --- commands -----------------------------------------------------------------------------------------------
 
     async def pause(self, reason: str) -> None:
         """Stop publishing prompts until `resume`."""
-        await self._save(paused=reason or "paused")
+        await self._save(paused=reason or "paused", paused_at=datetime.now(UTC))
         logger.warning("run %s is paused: %s", self.record.run_id, reason)
 
     async def resume(self) -> None:
-        """End a pause and reset the counts of consecutive drops."""
+        """End a pause, reset the counts of consecutive drops and retry the prompts whose reward failed."""
         failed = filtered = 0
         if self.assignable:  # else the board doesn't exist yet
             counts = await self._redis.in_thread(self.board.counts)
             failed, filtered = counts.consecutive_drops, counts.consecutive_filtered
+            if again := await self._redis.in_thread(self.board.retry_unscored, term=self.context.term):
+                logger.info("run %s: %d prompts whose reward failed are given again", self.record.run_id, again)
+        self._going_since = time.time()
         await self._save(paused=None, forgiven_drops=failed, forgiven_filtered=filtered)
 
     async def stop(self, reason: str) -> None:
@@ -133,7 +159,7 @@ class ActiveRun:
             await asyncio.to_thread(self._files.write_record, self.record)
         self.assignable = True
         self._changed.fire()
-        parts = (self.handoff or self.sync, self._publisher, self.health)
+        parts = (self.handoff or self.sync, self._publisher, self.health, self.waiting)
         helpers = [asyncio.create_task(part.run_forever()) for part in parts]
         phases = asyncio.create_task(self._phases())
         try:
@@ -174,7 +200,7 @@ class ActiveRun:
             else:
                 break
             await self._set_reason(reason)
-            await self._changed.wait(WATCH_SECONDS)
+            await self._changed.wait(WATCH_SECONDS)  # idle: the record's reason says what is awaited
         if not self._stopping():
             await self._evaluate(0, "evaluating before the first step")
             await self._save(phase=Phase.RUNNING, reason="")
@@ -182,6 +208,7 @@ class ActiveRun:
     async def _train(self) -> None:
         """Monitor the run until its last step."""
         self._reported_sync_seconds = self.sync.seconds
+        self._going_since = time.time()
         while True:
             self._usage.sample(self.fleet.devices())
             counts = await self._redis.in_thread(self.board.counts)
@@ -195,11 +222,12 @@ class ActiveRun:
             self._start_evaluation()
             missing = self.fleet.missing()
             await self._set_reason(f"waiting for {', '.join(missing)}" if missing else "")
-            await self._changed.wait(WATCH_SECONDS)
+            await self._changed.wait(WATCH_SECONDS)  # idle: watches the run; `waiting` says what it waits for
         if self._evaluation is not None:
             if self._stopping():
                 self._evaluation.cancel()
-            await asyncio.wait({self._evaluation})
+            with waiting(f"the evaluation of version {self._evaluated}"):
+                await asyncio.wait({self._evaluation})
 
     async def _finish(self) -> None:
         """Run the last synchronisation and evaluation, export the model and write the summary."""
@@ -256,7 +284,9 @@ class ActiveRun:
         return bool(self.record.stop_reason)
 
     async def _check_drops(self, counts: Counts) -> None:
-        """Pause the run after too many consecutive drops."""
+        """Log when many groups are dropped, and pause the run after too many consecutive drops."""
+        for warning in self._drops.observe(counts.dropped_by_reason, counts.published):
+            logger.warning("run %s: %s", self.record.run_id, warning)
         if counts.consecutive_drops < self.record.forgiven_drops:
             await self._save(forgiven_drops=0)
         if counts.consecutive_filtered < self.record.forgiven_filtered:
@@ -322,6 +352,11 @@ class ActiveRun:
 
         The time limit does not run while a trainer or engine starts.
         """
+        with waiting(f"the engines to serve the last version, {version}"):
+            return await self._serves_last(version)
+
+    async def _serves_last(self, version: int) -> bool:
+        """See `_last_sync`, which names this wait."""
         weights = self.config.weights
         limit = 2 * (weights.connect_timeout_seconds + weights.timeout_seconds)
         seen = unable = time.monotonic()
@@ -341,12 +376,12 @@ class ActiveRun:
             if failure is not None:
                 await self._add_note(f"the engines don't serve the last version: {failure}")
                 return False
-            await self._changed.wait(WATCH_SECONDS)
+            await self._changed.wait(WATCH_SECONDS)  # named: by _last_sync
 
     async def _export(self) -> str:
         """Let the trainer export the model; returns its path, or "" and adds a note."""
         try:
-            with self.trainer_awake():
+            with self.trainer_awake(), waiting("the trainer to export the model", on=TRAINER):
                 away_seconds = self.config.health.role_timeout_seconds
                 return await export_model(self.fleet, self.context.peers, away_seconds=away_seconds)
         except ExportFailed as error:
@@ -354,14 +389,26 @@ class ActiveRun:
             return ""
 
     async def _clear_board(self) -> None:
-        """Drop the open groups once the trainer has released its own."""
-        deadline = asyncio.get_running_loop().time() + RELEASE_SECONDS
-        while asyncio.get_running_loop().time() < deadline:
-            trainer = self.fleet.trainer()
-            open_groups = (await self._redis.in_thread(self.board.counts)).open
-            if not open_groups or trainer is None or not trainer.status.held_groups:
-                break
-            await self._changed.wait(WATCH_SECONDS)
+        """Drop the open groups, once the trainer has finished a step that it may be working on.
+
+        A step is open to loss until it is complete: then the trainer starts it over without the dropped groups.
+        """
+        deadline = time.monotonic() + RELEASE_SECONDS
+        per_step, begun = self.config.trainer.groups_per_step, None
+        with waiting("the trainer to finish its step", on=TRAINER) as wait:
+            while time.monotonic() < deadline:
+                trainer = self.fleet.trainer()
+                counts = await self._redis.in_thread(self.board.counts)
+                begun = counts.last_step if begun is None else begun
+                done = counts.last_step > begun or counts.last_step >= self.config.run.steps
+                train = (await self._redis.in_thread(self.board.queues))[-1]
+                if trainer is None or done or train.waiting + train.held < per_step:
+                    break
+                wait.on = trainer.replica_id
+                wait.reason = (
+                    f"{trainer.replica_id} to finish step {counts.last_step + 1}, {RELEASE_SECONDS:.0f} s at most"
+                )
+                await self._changed.wait(WATCH_SECONDS)
         await self._drop_open(DropReason.RUN_ENDED)
 
     async def _drop_open(self, reason: DropReason) -> None:
@@ -388,6 +435,7 @@ class ActiveRun:
             await self._redis.in_thread(self.context.store.save_run, record)
             self.record = record
             await asyncio.to_thread(self._files.write_record, record)
+        self.waiting.refresh()
         self._changed.fire()
 
     async def _rewrite_metrics(self) -> None:

@@ -19,6 +19,7 @@ from relaxd.v1.content_pb2 import Conversation
 from relaxd.v1.reward_pb2 import Score, ScoreRequest
 from relaxd.v1.rollout_pb2 import GenerateRequest, GenerateResponse
 from relaxd.v1.sample_pb2 import FINISH_REASON_ABORT, FinishReason, SamplingParams
+from relaxd.waiting import waiting
 from services.coordinator.fleet.registry import Replica, Version
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
@@ -101,7 +102,14 @@ class Evaluator:
         prompts = [held_out.prompt(index) for index in range(min(self._context.config.eval.prompts, len(held_out)))]
         self.in_progress += 1
         try:
-            judged = await _Evaluation(self._context, version, or_later).run(prompts)
+            with waiting(f"the evaluation of version {version[1]}") as wait:
+
+                def on_progress(done: int) -> None:
+                    wait.reason = (
+                        f"the evaluation of version {version[1]}, which has {done} of {len(prompts)} answers scored"
+                    )
+
+                judged = await _Evaluation(self._context, version, or_later).run(prompts, on_progress)
             return sorted(judged, key=lambda one: one.prompt.index)
         finally:
             self.in_progress -= 1
@@ -123,17 +131,22 @@ class _Evaluation:
         self._tasks: dict[asyncio.Task[Judged], _Question] = {}
         self._reported: set[str] = set()
 
-    async def run(self, prompts: Sequence[Prompt]) -> list[Judged]:
-        """Evaluate all prompts; returns their scored answers in any order. Raises EvaluationFailed."""
+    async def run(self, prompts: Sequence[Prompt], on_progress: Callable[[int], None]) -> list[Judged]:
+        """Evaluate all prompts; returns their scored answers in any order. Raises EvaluationFailed.
+
+        `on_progress` is told the number of answers so far.
+        """
         waiting = deque(map(_Question, prompts))
         judged: list[Judged] = []
         try:
             while waiting or self._tasks:
+                on_progress(len(judged))
                 if not self._tasks:
                     await self._await_any(self._engines, "rollout replica serves the version")
                 self._dispatch(waiting)
                 if not self._tasks:
                     continue
+                # named: by `evaluate`
                 done, _ = await asyncio.wait(self._tasks, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     question = self._tasks.pop(task)
@@ -242,7 +255,7 @@ class _Evaluation:
                 raise EvaluationFailed(
                     f"no {condition}, for {self._context.config.eval.stall_seconds:g} s (eval.stall_seconds)"
                 )
-            await self._context.fleet.registry.changed.wait(POLL_SECONDS)
+            await self._context.fleet.registry.changed.wait(POLL_SECONDS)  # named: by `evaluate`
         return found
 
     def _report(self, question: _Question, problem: str) -> None:

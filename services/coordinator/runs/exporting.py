@@ -44,5 +44,5 @@ async def export_model(fleet: Fleet, peers: Peers, *, away_seconds: float) -> st
                 problem = explain(error)
                 if error.code() not in PASSING:
                     break
-        await fleet.registry.changed.wait(POLL_SECONDS)
+        await fleet.registry.changed.wait(POLL_SECONDS)  # named: by the run's `_export`
     raise ExportFailed(failure or problem)

@@ -73,6 +73,8 @@ class RunManager:
         self._boards: dict[str, Board] = {}
         self._ended_runs: dict[str, pb.Run] = {}
         """Messages of ended runs, which never change."""
+        self._last_active = pb.Run()
+        """What the board last said of the active run, for the time in which Redis doesn't answer."""
         self.active: ActiveRun | None = None
 
     # --- start and end --------------------------------------------------------------------------------------------
@@ -306,15 +308,20 @@ class RunManager:
             self._boards.pop(run_id).close()  # a reader in progress reconnects
 
     async def message(self, record: RunRecord) -> pb.Run:
-        """Return a run's current message. Raises Unavailable."""
+        """Return a run's current message; the active run's last one while Redis doesn't answer. Raises Unavailable."""
         if record.run_id in self._ended_runs:
             return self._ended_runs[record.run_id]
         steps = RunConfig.model_validate_json(record.config_json).run.steps
-        active = self.active
-        oldest = active.oldest_version() if active is not None and active.record.run_id == record.run_id else None
-        run = await read_board(run_message, record, steps, self.board(record), oldest)
-        if active is not None and active.record.run_id == record.run_id:
-            run.waiting_for = active.waiting_for
+        active = self.active if self.active is not None and self.active.record.run_id == record.run_id else None
+        run = pb.Run()
+        if active is not None and active.waiting.redis_is_away and self._last_active.run_id == record.run_id:
+            run.CopyFrom(self._last_active)  # reading would take as long as Redis's timeouts
+        else:
+            oldest = active.oldest_version() if active is not None else None
+            run = await read_board(run_message, record, steps, self.board(record), oldest)
+        if active is not None:
+            self._last_active.CopyFrom(run)
+            active.waiting.describe(run)
             run.health.extend(health_messages(active.health.record, active.config.health))
         elif record.phase.ended:
             if len(self._ended_runs) >= MAX_ENDED_RUNS:
@@ -330,7 +337,7 @@ class RunManager:
                 with contextlib.suppress(NotFound):  # it was deleted meanwhile
                     run = pb.Run()
                     run.CopyFrom(await self.message(await self.record(run_id)))
-                    for field in ("metrics", "config_json", "health"):
+                    for field in ("metrics", "config_json", "health", "wait"):
                         run.ClearField(field)
                     yield key, run
 

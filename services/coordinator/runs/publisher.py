@@ -50,8 +50,10 @@ class Publisher:
         self._oldest_version = oldest_version
         self._wanted = wanted
         self._full_since: float | None = None
-        self.waiting_for = ""
-        """Reason why the gate is closed; empty while it is open or the run has all its groups."""
+        self.gate = ("", "")
+        """What keeps the gate shut, as a word and a sentence; empty while it is open or the run has all its groups."""
+        self.redis = ""
+        """Why Redis doesn't answer; empty while it does."""
 
     async def run_forever(self) -> None:
         """Update the gate and publish groups while it is open."""
@@ -60,20 +62,21 @@ class Publisher:
             published = 0
             try:
                 published = await asyncio.to_thread(self._publish, self._oldest_version(), self._wanted())
-                reachable = True
+                reachable, self.redis = True, ""
             except BoardUnavailable as error:
                 if reachable:
                     logger.warning("can't publish, retrying: %s", error)
                 reachable = False
-                self.waiting_for = f"publishing waits: {error}"
+                self.redis = str(error)
             if not published:
-                await self._context.registry.changed.wait(IDLE_SECONDS if reachable else 1.0)
+                pause = IDLE_SECONDS if reachable else 1.0
+                await self._context.registry.changed.wait(pause)  # idle: `gate` and `redis` say why
 
     def _publish(self, oldest_version: int | None, wanted: bool) -> int:
         """Set the gate and publish one batch; returns the number of groups."""
         self._context.board.set_gate(term=self._context.term, oldest_version=oldest_version, open=wanted)
         if not wanted or oldest_version is None:
-            self.waiting_for = ""
+            self.gate = ("", "")
             return 0
         admission = self._context.board.admission(self._worst_bytes(self._context.config.data.max_prompt_tokens))
         self._report_gate(admission.room, admission.limit, admission.detail)
@@ -95,12 +98,11 @@ class Publisher:
         return len(groups)
 
     def _report_gate(self, room: int, limit: str, detail: str) -> None:
-        """Set `waiting_for`, and drop surplus groups if Redis stays full."""
+        """Set `gate`, and drop surplus groups if Redis stays full."""
         closed = room <= 0 and limit not in ("closed", "complete")
-        waiting_for = f"publishing waits: {detail}" if closed else ""
-        if waiting_for and limit in ("memory", "full") and not self.waiting_for:
-            logger.info("run %s: %s", self._context.run_id, waiting_for)
-        self.waiting_for = waiting_for
+        if closed and limit in ("memory", "full") and limit != self.gate[0]:
+            logger.info("run %s: publishing waits: %s", self._context.run_id, detail)
+        self.gate = (limit, detail) if closed else ("", "")
         if limit != "full":
             self._full_since = None
             return

@@ -62,7 +62,7 @@ async def watch(
             if over and last_step >= run.step:
                 return
         if last_step >= run.step:
-            await changed.wait(TICK_SECONDS)
+            await changed.wait(TICK_SECONDS)  # idle: nothing is new
 
 
 def _parts(token: str) -> tuple[int | None, int | None]:

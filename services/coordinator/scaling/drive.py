@@ -92,7 +92,7 @@ class ReplicaDrive:
                 if not error.passing:
                     raise ScaleFailed(str(error)) from error
                 await self._save(detail=str(error))
-            await self._registry.changed.wait(RETRY_SECONDS)
+            await self._registry.changed.wait(RETRY_SECONDS)  # named: the scale request says it
 
     async def _wait_until_active(self) -> None:
         looked = time.monotonic()
@@ -113,7 +113,7 @@ class ReplicaDrive:
             if replica is None and time.monotonic() - looked > POLL_SECONDS:
                 looked = time.monotonic()
                 await self._check_alive()
-            await self._registry.changed.wait(TICK_SECONDS)
+            await self._registry.changed.wait(TICK_SECONDS)  # named: the scale request says it
 
     async def _check_alive(self) -> None:
         try:
@@ -171,7 +171,7 @@ class ReplicaDrive:
                         await self._redis.call(self._registry.drain, known, deadline)
                 if draining is None:
                     draining = asyncio.create_task(self._request_drain(replica, deadline))
-                await asyncio.wait({draining}, timeout=TICK_SECONDS)
+                await asyncio.wait({draining}, timeout=TICK_SECONDS)  # named: the scale request says it
                 if draining.done():
                     held = draining.result()
                     if not held:
@@ -210,7 +210,7 @@ class ReplicaDrive:
             weights = active.config.weights
             if time.monotonic() - began > weights.connect_timeout_seconds + weights.timeout_seconds:
                 return
-            await self._registry.changed.wait(TICK_SECONDS)
+            await self._registry.changed.wait(TICK_SECONDS)  # named: the scale request says it
 
     # --- both directions --------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class ReplicaDrive:
                     await self._save(state=ScaleState.FAILED, detail=f"{detail}; {error}" if detail else str(error))
                     return
                 logger.info("%s: %s; retrying", self._launch_id, error)
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)  # named: the scale request says it
         await self._registry.remove(self._replicas())
         await self._save(state=outcome)
 

@@ -61,6 +61,8 @@ class RunRecord(Record):
     """Reason for the phase, for users."""
     paused: str | None = None
     """Reason for the pause; None if not paused. Only a pending or running run can be paused."""
+    paused_at: datetime | None = None
+    """When the last pause began."""
     stop_reason: str = ""
     """Reason given to StopRun; empty if the run was not stopped."""
     request_id: str = ""

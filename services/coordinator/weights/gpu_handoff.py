@@ -76,6 +76,13 @@ class GpuHandoff:
         """Callers inside `trainer_awake`."""
         self.last_failure = ""
 
+    @property
+    def waiting_for(self) -> str:
+        """The handoff in progress, or why the last one failed; empty while neither."""
+        moving = f"{self._moving}" if self._moving is not None else ""
+        failed = f"the last attempt failed: {self.last_failure}" if self.last_failure else ""
+        return "; ".join(filter(None, (moving, failed)))
+
     def request_gpu(self, replica: Replica) -> str:
         """Request the GPU for a replica that has no engine or ranks yet; returns "" if granted, else the reason."""
         replica.request_gpu()
@@ -109,7 +116,7 @@ class GpuHandoff:
                 move = await self._next_move()
                 self._moving = move if move != Move.WAIT else None
                 if move == Move.WAIT:
-                    await self._registry.changed.wait(TICK_SECONDS)
+                    await self._registry.changed.wait(TICK_SECONDS)  # idle: there is nothing to move
                     continue
                 started = time.monotonic()
                 await self._make(move)
@@ -119,7 +126,7 @@ class GpuHandoff:
                 self.last_failure = str(error)
                 delay = min(MAX_RETRY_SECONDS, 2 * delay + 0.1)
                 logger.warning("GPU handoff: %s; retrying in %.1f s", error, delay)
-                await asyncio.sleep(delay)
+                await asyncio.sleep(delay)  # named: `last_failure` says why
             finally:
                 self._moving = None
 

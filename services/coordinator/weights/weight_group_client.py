@@ -261,6 +261,7 @@ class WeightGroupClient:
             while pending and not any(task.done() and task.exception() for task in tasks.values()):
                 if any(not task.done() and not self._registry.holds(member) for member, task in tasks.items()):
                     break
+                # named: Run.waiting_for has the synchronisation
                 _, pending = await asyncio.wait(pending, timeout=0.2, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
                 _, pending = await asyncio.wait(pending, timeout=ECHO_SECONDS)

@@ -45,6 +45,9 @@ class WeightSync:
         """Reason of the last attempt's failure; empty after a success."""
         self.waiting_for = ""
         """Why engines wait for weights that can't be sent now; empty while none does."""
+        self.began: float | None = None
+        """Unix time at which the synchronisation in progress began, or the first of those that failed since the last
+        success; None: no synchronisation is needed."""
         self.seconds = 0.0
         """Total time of all synchronisations, failed ones included."""
 
@@ -96,12 +99,13 @@ class WeightSync:
             if trainer is not None and announced is not None and able and not done:
                 self.waiting_for = waits_for_updates(trainer, announced, engines)
             if not able or done or not engines or self.waiting_for:
-                await self._registry.changed.wait(IDLE_SECONDS)
+                self.began = (self.began or time.time()) if self.waiting_for else None
+                await self._registry.changed.wait(IDLE_SECONDS)  # named: Run.waiting_for has `waiting_for`
             else:
                 assert trainer is not None  # `able` says so, but not to mypy
                 assert announced is not None
                 delay = await self._attempt(trainer.member, [engine.member for engine in engines], announced, delay)
-                await asyncio.sleep(delay)
+                await asyncio.sleep(delay)  # idle: `last_failure` says why
 
     def candidates(self) -> list[Replica]:
         """Return the engines that may receive weights now."""
@@ -129,11 +133,12 @@ class WeightSync:
         """Synchronise once; returns the seconds to wait before the next attempt."""
         blamed: frozenset[Member] = frozenset()
         started = time.monotonic()
+        self.began = self.began or time.time()
         try:
             if self.record.running:
                 await self._abort_recorded()
             await self._synchronise(trainer, engines, announced, then)
-            self.last_failure = ""
+            self.last_failure, self.began = "", None
             self._set_aside.forgive_refusals()
             return 0.0
         except SyncFailed as error:

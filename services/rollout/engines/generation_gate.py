@@ -52,7 +52,7 @@ class GenerationGate:
                     self.mode = None
                     self.changed.notify_all()
                     raise EngineError(f"the engine did not pause within {timeout:g} s (mode {mode})")
-                self.changed.wait(deadline - time.monotonic())
+                self.changed.wait(deadline - time.monotonic())  # brief: the pause's deadline
 
     def resume(self) -> None:
         """End the pause. Raises EngineError during an update. A quarantine stays."""

@@ -45,10 +45,10 @@ class OutputStream:
         if waiting:
             self._come.set()
         while True:
-            await self._come.wait()
+            await self._come.wait()  # idle: there is nothing to send
             if not self._hurry.is_set():
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._hurry.wait(), FLUSH_SECONDS)
+                    await asyncio.wait_for(self._hurry.wait(), FLUSH_SECONDS)  # brief: FLUSH_SECONDS
             with self._lock:
                 outputs, failures, self._outputs, self._failures = self._outputs, self._failures, [], []
                 self._urgent = False

@@ -223,7 +223,7 @@ class ChildEngine(RolloutEngine):
 
     async def _requests(self) -> AsyncIterator[engine_pb2.ExchangeRequest]:
         while self.alive:
-            await self._to_send.wait()
+            await self._to_send.wait()  # idle: there is nothing to send
             self._to_send.clear()
             request, self._unsent = self._unsent, engine_pb2.ExchangeRequest()
             yield request
@@ -263,7 +263,7 @@ class ChildEngine(RolloutEngine):
                 self._take_stats(stats)
                 if changes == self._changes:  # else it may be from before the change
                     self.quarantined = stats.quarantined
-            await asyncio.sleep(STATS_SECONDS)
+            await asyncio.sleep(STATS_SECONDS)  # idle: looks again
 
     def _take_stats(self, stats: engine_pb2.GetEngineStatsResponse) -> None:
         now, tokens = time.monotonic(), stats.tokens_generated

@@ -263,7 +263,7 @@ class RolloutService(ReplicaService):
                 self._detail = f"the engine did not start: {error}"
                 delay = RESTART_BACKOFF.pause(failures)
                 logger.error("%s; retrying in %g s", self._detail, delay)
-            await asyncio.sleep(delay)
+            await asyncio.sleep(delay)  # named: the status's detail says why
 
     async def close(self) -> None:
         """Stop the run and its engine."""

@@ -163,7 +163,7 @@ class WeightBroadcaster:
             transfers.append(group.start_broadcasts(wire, bucket.source_rank, left))
             kept.append(wire)
         for transfer in transfers:
-            transfer.wait()
+            transfer.wait()  # brief: the transfer's deadline
         return BroadcastWeightsResponse(seconds=time.monotonic() - started, bytes=sent, checksums=found)
 
     def _make_buffers(self, layout: Layout, device: torch.device) -> list[torch.Tensor]:
@@ -186,7 +186,7 @@ class WeightBroadcaster:
         while not event.query():
             if time.monotonic() > deadline:
                 raise WeightGroupError("gathering the weights exceeded the broadcast's deadline")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)  # brief: the transfer's deadline
 
 
 @dataclass(frozen=True)

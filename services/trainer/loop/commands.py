@@ -84,7 +84,7 @@ class TrainingRank:
             except BoardUnavailable:
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(TICK_SECONDS)
+                time.sleep(TICK_SECONDS)  # brief: half of the ranks' timeout
                 continue
             for delivery, columns in zip(deliveries, loaded, strict=True):
                 if columns is not None:

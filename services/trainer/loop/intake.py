@@ -216,7 +216,7 @@ class Intake:
 
     def _renew_forever(self, every_seconds: float) -> None:
         unavailable = False
-        while not self._stopped.wait(every_seconds):
+        while not self._stopped.wait(every_seconds):  # idle: renews the leases
             with self._lock:
                 deliveries = [taken.delivery for taken in self._held.values()]
             if not deliveries:

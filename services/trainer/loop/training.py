@@ -102,7 +102,7 @@ class Training:
                 self.checkpoints.after_step(plan.step)
         while True:
             self._serve_requests(f"all {self._config.run.steps} steps are done")
-            time.sleep(IDLE_SECONDS)
+            time.sleep(IDLE_SECONDS)  # idle: there is nothing left to train
 
     def _fill(self, opened: StepBuilder) -> StepBuilder | None:
         """Take groups and work on them as they arrive, until the step may close. Return None if it was discarded."""
@@ -142,7 +142,7 @@ class Training:
                 if not unavailable:
                     logger.warning("waiting for the board, which is unavailable: %s", error)
                 unavailable = True
-                time.sleep(TICK_SECONDS)
+                time.sleep(TICK_SECONDS)  # named: by the warning
 
     def _take(self, opened: StepBuilder, entry: MicroBatchRound) -> None:
         """Work on one round on all ranks, while the step fills."""
@@ -236,7 +236,7 @@ class Training:
             except BoardUnavailable as error:
                 logger.warning("step %d can't be committed yet: %s", plan.step, error)
                 self.rank.channel.tick()
-                time.sleep(TICK_SECONDS)
+                time.sleep(TICK_SECONDS)  # named: by the warning
         opened.end_spans(ended)
         self._intake.forget(plan.groups)
         self._done_groups += len(groups)
@@ -297,7 +297,7 @@ class Training:
                 return
             else:
                 self._report("paused")
-            time.sleep(IDLE_SECONDS)
+            time.sleep(IDLE_SECONDS)  # named: `_report` says it
 
     def _report(self, detail: str) -> None:
         """Report progress to the parent if it changed, and every second to show that this thread is alive."""

@@ -80,7 +80,7 @@ class WeightReadLock:
         started = time.monotonic()
         with self._condition:
             while (left := self._held_until - time.monotonic()) > 0:
-                self._condition.wait(min(left, tick_seconds))
+                self._condition.wait(min(left, tick_seconds))  # named: `on_wait` is told
                 tick()
             self._version, self._changed_by = None, reason
             self._hold += 1

@@ -130,7 +130,7 @@ def start_ranks(config: RunConfig, words: list[str]) -> int:
     ]
     try:
         while not any(rank.poll() for rank in ranks) and any(rank.poll() is None for rank in ranks):
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)  # idle: its ranks work
         codes = [rank.poll() or 0 for rank in ranks]
         failed = next((f"rank {number} ended with code {code}" for number, code in enumerate(codes) if code), "")
         try:

@@ -136,7 +136,7 @@ class RankSupervisor:
                     self._failures += 1
                     self.detail = f"the ranks restart in {delay:g} s: {reason}"
                     logger.error("%s", self.detail)
-                    await asyncio.sleep(delay)
+                    await asyncio.sleep(delay)  # named: `detail` says why
                     self.detail = f"the ranks are restarting: {reason}"
             finally:
                 announcing.cancel()
@@ -203,7 +203,7 @@ class RankSupervisor:
         """Announce each version to the coordinator, retrying until the newest one arrives."""
         last_warning = 0.0
         while True:
-            await self._announcement.wait()
+            await self._announcement.wait()  # idle: no new version
             self._announcement.clear()
             if not self.weights.term:
                 continue
@@ -217,5 +217,5 @@ class RankSupervisor:
                 if time.monotonic() - last_warning > 10:
                     last_warning = time.monotonic()
                     logger.warning("version %d can't be announced yet: %s", request.weights.version, explain(error))
-                await asyncio.sleep(ANNOUNCE_AGAIN_SECONDS)
+                await asyncio.sleep(ANNOUNCE_AGAIN_SECONDS)  # named: a warning every 10 s
                 self._announcement.set()

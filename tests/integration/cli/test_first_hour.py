@@ -79,6 +79,15 @@ def test_what_init_writes_is_a_run(task: Path) -> None:
     assert load_file(task / "other task" / "run.toml").reward.name == "reward:score"
 
 
+def test_a_reward_is_tried_on_answers_of_the_model(task: Path) -> None:
+    words = ("run.toml", "--generate", "2", "--rollout.max_new_tokens", "6", "--reward.name", "rewards:score")
+    tried, before = relaxd("reward", "test", *words), relaxd("reward", "test", "run.toml")
+    assert tried.exit_code == 0, tried.output
+    assert tried.output.count(" 0.0") > before.output.count(" 0.0")
+    missing = refusal("reward", "test", "run.toml", "--generate", "1", "--model.path", "no-such")
+    assert "model.path 'no-such' is neither a folder, nor a fetched model" in missing
+
+
 def test_config_show_explains_and_diff_shows_changes(task: Path) -> None:
     shown = relaxd("config", "show", "run.toml", "--run.steps", "3").output
     assert "# Number of steps, each of which makes one version of the weights.\nsteps = 3\n" in shown

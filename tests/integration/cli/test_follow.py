@@ -15,14 +15,13 @@ from rich.console import Console
 from relaxd.cli import follow as following
 from relaxd.cli.execute import unfinished
 from relaxd.cli.follow import Quiet, RunPaused, follow
+from relaxd.cli.why import print_why
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1 import coordinator_pb2_grpc
 from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
 from tests.kit.server_thread import serve_in_thread
-
-MINUTE = 60.0
 
 
 class Answers(coordinator_pb2_grpc.CoordinatorServicer):
@@ -79,24 +78,51 @@ def serving(answers: Answers) -> Iterator[Kit]:
         yield Kit(port, answers)
 
 
-def test_a_run_in_which_nothing_changes_is_followed_and_said_so(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_news_is_spoken_of(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "QUIET_SECONDS", 0.3)
-    said = re.compile(r"nothing has changed in run r for \d+ min: waiting for rollout")
-    kit.follow(healthy=kit.end_run_when(lambda: len(said.findall(kit.output)) >= 3))
+    kit.run.remaining_seconds = 300
+    kit.follow(healthy=kit.end_run_when(lambda: kit.output.count("run r: waiting for rollout; about 5 min left") >= 3))
     assert "run r is stopped" in kit.output
 
 
-def test_it_is_said_every_ten_minutes_with_the_reason() -> None:
+def test_what_a_run_waits_for_is_said_at_once_and_dropped_groups_too(kit: Kit) -> None:
+    kit.run.waiting_for, kit.run.wait.kind = "step 4 lacks 3 of its 16 groups, for 40 s", "stage"
+    kit.run.groups.published = 100
+    kit.run.groups.dropped_by_reason["zero_variance"] = 30
+    seen: list[None] = []
+    kit.follow(healthy=kit.end_run_when(lambda: seen.append(None) or len(seen) > 3))
+    assert kit.output.count("run r: step 4 lacks 3 of its 16 groups, for 40 s") == 1
+    assert kit.output.count("warning: 30% of the groups were dropped as zero_variance: all answers to a prompt") == 1
+
+
+def test_there_is_a_line_every_half_minute_with_the_reason() -> None:
     run = pb.Run(run_id="r", state=pb.RUN_STATE_RUNNING, step=3, steps=9)
     quiet = Quiet(0.0)
-    assert [quiet.observe(run, minute * MINUTE) for minute in range(10)] == [""] * 10
-    assert quiet.observe(run, 10 * MINUTE) == "nothing has changed in run r for 10 min: step 4 of 9 is in progress"
-    assert quiet.observe(run, 19 * MINUTE) == ""
-    run.reason = "waiting for trainer"  # that is news
-    assert quiet.observe(run, 20 * MINUTE) == ""
-    assert quiet.observe(run, 30 * MINUTE) == "nothing has changed in run r for 10 min: waiting for trainer"
-    assert quiet.observe(run, 40 * MINUTE) == "nothing has changed in run r for 20 min: waiting for trainer"
-    assert quiet.observe_silence(51 * MINUTE) == ("no news of the run for 31 min: the coordinator does not answer")
+    assert [quiet.observe(run, second) for second in range(30)] == [""] * 30
+    assert quiet.observe(run, 30) == "run r: step 4 of 9 is in progress"
+    quiet.spoke(30)
+    run.waiting_for = "the trainer works on it, for 50 s"
+    assert quiet.observe(run, 59) == ""
+    assert quiet.observe(run, 60) == "run r: the trainer works on it, for 50 s"
+    quiet.spoke(60)
+    assert quiet.observe_silence("Redis is away", 89) == ""
+    silence = quiet.observe_silence("Redis is away", 190)
+    assert silence == "no news of the run for 2 min: the coordinator answers nothing: Redis is away"
+
+
+def test_why_says_the_sentence_the_evidence_and_what_to_do(kit: Kit) -> None:
+    print_why(kit.run, kit.console)
+    assert "run r (running, step 3 of 9): nothing holds it up" in kit.output
+    kit.run.waiting_for = "it is paused and waits for a person: for lunch, for 3 min"
+    kit.run.wait.on = "a person"
+    kit.run.wait.evidence.append("rollout: 2 groups wait, 3 are held")
+    kit.run.wait.advice.append("relaxd resume r continues it")
+    print_why(kit.run, kit.console)
+    for expected in ("for lunch, for 3 min\n", "because of a person", "  rollout: 2 groups wait", "  relaxd resume r"):
+        assert expected in kit.output
+    kit.run.state, kit.run.reason = pb.RUN_STATE_STOPPED, "completed"
+    print_why(kit.run, kit.console)
+    assert "waits for nothing: it has ended: completed" in kit.output
 
 
 def test_a_paused_run_is_waited_for_only_as_long_as_one_says(kit: Kit) -> None:

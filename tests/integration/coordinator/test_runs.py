@@ -173,7 +173,7 @@ def test_a_run_that_only_drops_pauses_itself_and_says_why(stack: Cluster) -> Non
     assert "groups in a row failed without a trained step (board.max_consecutive_drops allows 5)" in run.reason
     assert "reward_failed" in run.reason
     assert "the last failure: tests.integration.coordinator.rewards:broken: " in run.reason
-    assert "rewards.py:7, in broken)" in run.reason
+    assert "rewards.py:11, in broken)" in run.reason
     assert run.reason.endswith("once repaired: relaxd resume broken")
     assert run.groups.dropped_by_reason["reward_failed"] == run.groups.dropped > 5
     dropped = run.groups.dropped

@@ -35,7 +35,7 @@ async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerPool]:
 
 
 async def score(pool: WorkerPool, *responses: str, timeout_seconds: float = 10.0) -> list[RewardOutput | Failure]:
-    samples = [RewardInput(prompt="", response=response) for response in responses]
+    samples = [RewardInput(prompt="hot?", response=response) for response in responses]
     return await pool.score(BAD, samples, timeout_seconds)
 
 
@@ -123,8 +123,26 @@ async def test_a_reward_that_hangs_is_killed_at_its_deadline(pool):
     begun = time.monotonic()
     outcomes = await score(pool, "hang", "hang-in-c", "one", "one", timeout_seconds=0.5)
     assert time.monotonic() - begun < 8
-    late = Failure("scoring a sample took longer than 0.5 s; its process was killed")
-    assert outcomes == [late, late, RewardOutput(1.0), RewardOutput(1.0)]
+    assert outcomes[2:] == [RewardOutput(1.0), RewardOutput(1.0)]
+    for outcome, code, function in (
+        (outcomes[0], "time.sleep(3600),", "<lambda>"),
+        (outcomes[1], "PyDLL(None).sleep(3600)", "hang_in_c"),
+    ):
+        where = f"(at {place(code)}, in {function})"
+        late = f"scoring a sample took longer than 0.5 s {where}; its process was killed; the prompt: 'hot?'"
+        assert outcome == Failure(late)
+
+
+async def test_a_reward_that_hangs_is_named_while_it_hangs(pool):
+    await score(pool, "one", "one")
+    assert pool.slowest() is None
+    scoring = asyncio.create_task(score(pool, "hang", timeout_seconds=2.0))
+    slow = await eventually(lambda: (one := pool.slowest()) and one.where and one, "the reward's place", 10)
+    assert not scoring.done()
+    assert str(slow) == f"one sample for 1 s (at {place('time.sleep(3600),')}, in <lambda>); its prompt: 'hot?'"
+    pool.close()
+    with pytest.raises(PoolClosedError):
+        await scoring
 
 
 async def test_what_a_reward_started_is_killed_with_it(pool, tmp_path):

@@ -173,7 +173,7 @@ async def test_the_stages_score_and_drop(here):
         assert await here.dropped(11) == {**dict.fromkeys(failing, "reward_failed"), good[1]: "zero_variance"}
         details = {group.group_id: group.detail for group in here.board.dropped()}
         assert details[failing[0]].startswith(f"{BAD}: IndexError: list index out of range (tests/")
-        assert details[failing[5]] == f"{BAD}: scoring a sample took longer than 1 s; its process was killed"
+        assert details[failing[5]].startswith(f"{BAD}: scoring a sample took longer than 1 s (at tests/")
         assert details[good[1]] == ""
     assert set(columns) == {good[0], good[2]}
     first = columns[good[0]]

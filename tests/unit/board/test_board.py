@@ -10,6 +10,7 @@ from relaxd.board import (
     Board,
     BoardError,
     BoardUnavailable,
+    DropReason,
     Fenced,
     NewGroup,
     Retry,
@@ -335,6 +336,52 @@ def test_a_retried_prompt_keeps_its_columns(redis_url):
     loaded = board.load(take(board, "rollout"), ["prompt_tokens", "prompt"])[0]
     np.testing.assert_array_equal(loaded["prompt_tokens"], columns["prompt_tokens"])
     assert loaded["prompt"] == "long"
+
+
+def test_prompts_whose_reward_failed_wait_for_a_repaired_reward(redis_url):
+    board = make_board(redis_url, max_retries=0)
+    board.publish(term=1, groups=[group("a"), group("b"), group("c")])
+    held = take(board, "rollout", count=2)
+    assert board.drop(held[0], reason=DropReason.REWARD_FAILED)
+    assert board.drop(held[1], reason=DropReason.REWARD_FAILED)
+    assert board.drop("c", reason=DropReason.BAD_PROMPT)
+    assert board.retries() == []
+    with pytest.raises(Fenced):
+        board.retry_unscored(term=0)
+    assert (board.retry_unscored(term=1), board.retry_unscored(term=1)) == (2, 0)
+    assert board.retries() == [Retry("a", 0), Retry("b", 0)]
+    board.publish(term=1, groups=[NewGroup("a~1", retry_of="a")])
+    (again,) = take(board, "rollout")
+    assert board.load([again], ["prompt"]) == [{"prompt": {"text": "prompt of a"}}]
+    assert board.drop(again, reason=DropReason.REWARD_FAILED)
+    assert board.retry_unscored(term=1) == 1
+    assert board.retries() == [Retry("a~1", 1), Retry("b", 0)]
+    audit(board)
+    assert board.counts().dropped_by_reason == {"reward_failed": 3, "bad_prompt": 1}
+    board.purge(term=1)
+    assert board.retries() == []
+    assert not board._connection.client.keys(f"{board.prefix}columns:*")
+
+
+def test_the_group_that_has_been_at_a_stage_for_the_longest_is_known(redis_url):
+    board = make_board(redis_url)
+    assert board.oldest_held() == {}
+    board.publish(term=1, groups=[group("a"), group("b")])
+    board.publish(term=1, groups=[group("c")])
+    (first, *_) = take(board, "rollout", count=2)
+    held = board.oldest_held()
+    assert list(held) == ["rollout"]
+    assert (held["rollout"].group_id, held["rollout"].holder) == (first.group_id, first.consumer)
+    assert held["rollout"].enqueued_at == pytest.approx(first.enqueued_at / 1e6, abs=0.01)
+    board.nack("rollout", first.consumer, [first], failed=True)
+    assert board.oldest_held()["rollout"].group_id == "b"
+    for name in ("b", "c"):
+        assert board.drop(name, reason=DropReason.BAD_PROMPT)
+    (again,) = take(board, "rollout", "another")
+    oldest = board.oldest_held()["rollout"]
+    assert (oldest.group_id, oldest.holder, oldest.deliveries) == ("a", "another", again.attempt) == ("a", "another", 2)
+    assert board.drop("a", reason=DropReason.BAD_PROMPT)
+    assert board.oldest_held() == {}
 
 
 # --- terms ----------------------------------------------------------------------------------------------------------

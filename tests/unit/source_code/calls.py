@@ -19,6 +19,10 @@ class Place(NamedTuple):
     call: ast.Call
     limited: bool
     """Inside `async with asyncio.timeout(...)`."""
+    looped: bool
+    """Inside a loop of its function."""
+    named: bool
+    """Inside `with waiting(...)`."""
     text: str
     """The call as source."""
 
@@ -44,19 +48,23 @@ def files() -> list[Path]:
 def calls() -> list[Place]:
     """Every call in the source."""
     return [
-        place
-        for path in files()
-        for place in _calls_in(ast.parse(path.read_text()), str(path.relative_to(ROOT)), "", False)
+        place for path in files() for place in _calls_in(ast.parse(path.read_text()), str(path.relative_to(ROOT)), "")
     ]
 
 
-def _calls_in(node: ast.AST, file: str, function: str, limited: bool) -> Iterator[Place]:
+def _calls_in(
+    node: ast.AST, file: str, function: str, limited: bool = False, looped: bool = False, named: bool = False
+) -> Iterator[Place]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         function = f"{function}.{node.name}".lstrip(".")
-        limited = False
+        limited = looped = named = False
     if isinstance(node, ast.AsyncWith):
         limited = limited or any("timeout(" in ast.unparse(item.context_expr) for item in node.items)
+    if isinstance(node, ast.With):
+        named = named or any(ast.unparse(item.context_expr).startswith("waiting(") for item in node.items)
+    if isinstance(node, ast.While | ast.For | ast.AsyncFor):
+        looped = True
     if isinstance(node, ast.Call):
-        yield Place(file, function, node, limited, ast.unparse(node))
+        yield Place(file, function, node, limited, looped, named, ast.unparse(node))
     for child in ast.iter_child_nodes(node):
-        yield from _calls_in(child, file, function, limited)
+        yield from _calls_in(child, file, function, limited, looped, named)

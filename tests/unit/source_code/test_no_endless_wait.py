@@ -48,6 +48,7 @@ WITHOUT_DEADLINE = {
         ("relaxd/replica/replica.py", "_Life.keep_registered"),
         ("relaxd/replica/replica.py", "run_replica"),
         ("relaxd/rpc/server.py", "RunningServer.wait"),
+        ("relaxd/waiting.py", "Waits._log_forever"),
         ("relaxd/weights/cuda_ipc.py", "IpcConnection._work"),
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/service.py", "CoordinatorProcess.run"),

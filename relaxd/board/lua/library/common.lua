@@ -17,14 +17,17 @@
 --   ledger           stream, id "<step>-0"      samples   stream, id "<step>-<i>"
 --   drops            hash: reason -> count      dropped   stream: records of dropped groups
 --   retries          hash: group id -> "<retries>|<pointer>" of prompts that wait to be retried
+--   unscored         hash: the same, of prompts whose reward failed; retry_unscored moves them to retries
 --   sizes            list: bytes of the groups closed last, newest first
 --   redelivered      hash: stage -> deliveries that repeated an unfinished one
 local P = KEYS[1]
 local STATE, OPEN, STARTED, RETRIES = P .. 'state', P .. 'open', P .. 'started', P .. 'retries'
+local UNSCORED = P .. 'unscored'
 local WORKERS = 'workers'
 local FAILED, FILTERED = 'consecutive_drops', 'consecutive_filtered' -- fields of the state: drops in a row
 local KEPT_GROUPS, KEPT_BYTES = 256, 65536
 local KEPT_SIZES = 512
+local KEPT_UNSCORED = 1024
 local NO_LIMIT = 2 ^ 31
 local call, byte, unpack = redis.call, string.byte, unpack
 local AT = byte('@') -- the first byte of a pointer's field
@@ -184,12 +187,15 @@ local function close(id, group, spare)
   end
 end
 
--- Close a group as dropped. With `retry`, its prompt waits to be published again, at most max_retries times. `counter`
--- is the field of the state that counts such drops in a row, or nil; `detail` says what went wrong, or is nil.
+-- Close a group as dropped. With `retry`, its prompt waits to be published again, at most max_retries times; with `retry`
+-- 'unscored' it waits for a repaired reward. `counter` is the field of the state that counts such drops in a row, or nil;
+-- `detail` says what went wrong, or is nil.
 local function drop(id, group, reason, stage, attempt, retry, max_retries, counter, detail)
   local pointer = group['@publish']
   local retries = tonumber(group.retries or 0)
-  retry = retry and pointer and retries < max_retries
+  local unscored = retry == 'unscored' and pointer and call('HLEN', UNSCORED) < KEPT_UNSCORED
+  if unscored then call('HSET', UNSCORED, id, retries .. '|' .. pointer) end
+  retry = retry == true and pointer and retries < max_retries
   if retry then call('HSET', RETRIES, id, retries .. '|' .. pointer) end
   local prompt = pointer and payload_keys(pointer)[1]
   local kept = ''
@@ -197,7 +203,7 @@ local function drop(id, group, reason, stage, attempt, retry, max_retries, count
   call('XADD', P .. 'dropped', 'MAXLEN', '~', KEPT_GROUPS, '*', 'group', id, 'reason', reason, 'stage', stage,
     'attempt', attempt, 'time', seconds(), 'retried', retry and 1 or 0, 'columns', kept,
     'detail', detail or '')
-  close(id, group, retry and pointer or nil)
+  close(id, group, (retry or unscored) and pointer or nil)
   call('HINCRBY', STATE, 'dropped', 1)
   if counter then call('HINCRBY', STATE, counter, 1) end
   call('HINCRBY', P .. 'drops', reason, 1)

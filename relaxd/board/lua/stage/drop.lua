@@ -1,7 +1,7 @@
--- Drop a group. ARGV: id, reason, retry (0 or 1), max_retries, counter of such drops in a row (or empty), detail for people;
+-- Drop a group. ARGV: id, reason, retry (0, 1 or unscored), max_retries, counter of such drops in a row (or empty), detail for people;
 -- if a delivery drops it, then also stage, entry, consumer, attempt. Returns 0 if the group is closed or the delivery does
 -- not hold it any more.
-local id, reason, retry, max_retries, counter = ARGV[1], ARGV[2], ARGV[3] == '1', tonumber(ARGV[4]), ARGV[5]
+local id, reason, retry, max_retries, counter = ARGV[1], ARGV[2], ARGV[3] == '1' or ARGV[3], tonumber(ARGV[4]), ARGV[5]
 local detail, stage, entry_id, consumer, attempt = ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10]
 local group = read_group(id)
 if not group then return 0 end

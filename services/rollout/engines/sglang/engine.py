@@ -250,7 +250,7 @@ class SGLangEngine:
                     if self._state is None:
                         gate.leave_rest()
                         self._send_held()
-                        gate.wait()
+                        gate.wait()  # idle: until the engine is paused or ends
                     else:
                         gate.rest()
                     continue

@@ -197,7 +197,7 @@ class _Receiver:
         if transfers:
             found |= self._copy(len(transfers) - 1, transfers[-1], with_checksums)
         for transfer in transfers:
-            transfer.wait()
+            transfer.wait()  # brief: the transfer's deadline
         if with_checksums:
             received = zip(chain(*self._parts), chain(*self._wholes), strict=True)
             found |= checksums({part.spec.name: whole for part, whole in received if whole is not None})

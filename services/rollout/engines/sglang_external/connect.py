@@ -9,6 +9,7 @@ from typing import Any
 from relaxd.config import RolloutConfig
 from relaxd.process.child import ChildError
 from relaxd.rpc.errors import DeadlineExceeded
+from relaxd.waiting import waiting
 from services.rollout.engines.model_folder import ModelFolder
 from services.rollout.engines.sglang_external.client import ServerGone, ServerRefusal, SGLangClient
 
@@ -92,17 +93,19 @@ async def connect(client: SGLangClient, model: ModelFolder, config: RolloutConfi
 
 async def _wait_until_up(client: SGLangClient) -> dict[str, Any]:
     logged = ""
-    while True:
-        try:
-            return await client.call("/server_info", timeout=CALL_SECONDS)
-        except (ServerGone, DeadlineExceeded, ServerRefusal) as error:
-            refused = isinstance(error, ServerRefusal) and error.status < 500
-            if refused:
-                raise
-            if str(error) != logged:
-                logged = str(error)
-                logger.info("waiting for the server: %s", logged)
-            await asyncio.sleep(RETRY_SECONDS)
+    with waiting("the SGLang server", on=client.url) as wait:
+        while True:
+            try:
+                return await client.call("/server_info", timeout=CALL_SECONDS)
+            except (ServerGone, DeadlineExceeded, ServerRefusal) as error:
+                refused = isinstance(error, ServerRefusal) and error.status < 500
+                if refused:
+                    raise
+                if str(error) != logged:
+                    logged = str(error)
+                    wait.reason = f"the SGLang server: {logged}"
+                    logger.info("waiting for the server: %s", logged)
+                await asyncio.sleep(RETRY_SECONDS)
 
 
 async def _take_over(client: SGLangClient) -> None:

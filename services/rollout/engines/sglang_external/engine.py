@@ -224,7 +224,7 @@ class ExternalEngine(RolloutEngine):
     async def _wait_open(self) -> Version:
         """Wait for the end of a pause. Returns the weights that are served."""
         while not self._open.is_set():
-            await self._open.wait()
+            await self._open.wait()  # idle: until the pause is over
         self._raise_if_gone()
         if self.weights is None:
             raise RequestFailed("the server has no weights yet")
@@ -240,7 +240,7 @@ class ExternalEngine(RolloutEngine):
     async def _end_lease(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         while self._updating:  # it has a deadline of its own
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.1)  # brief: see the deadline
         logger.warning("the lease of the pause has ended: generation continues without a resume")
         await self._resume_with_retries()
 
@@ -263,7 +263,7 @@ class ExternalEngine(RolloutEngine):
     async def _probe(self) -> None:
         """Probe the server until it does not answer, or serves other weights than it was given."""
         while True:
-            await asyncio.sleep(PROBE_SECONDS)
+            await asyncio.sleep(PROBE_SECONDS)  # idle: looks again
             if self._updating:
                 continue
             weights = self.weights
@@ -283,7 +283,7 @@ class ExternalEngine(RolloutEngine):
     async def _report_stats(self) -> None:
         measured, tokens = time.monotonic(), self._requests.tokens
         while True:
-            await asyncio.sleep(STATS_SECONDS)
+            await asyncio.sleep(STATS_SECONDS)  # idle: looks again
             before, tokens_before = measured, tokens
             measured, tokens = time.monotonic(), self._requests.tokens
             per_second = (tokens - tokens_before) / (measured - before)

@@ -92,7 +92,7 @@ class WeightReceiver:
             for number in range(len(self._buckets)):
                 if number + 1 < len(self._buckets):  # receive the next bucket while this one is copied
                     transfers.append(self._start(number + 1, deadline))
-                transfers[number].wait()
+                transfers[number].wait()  # brief: the transfer's deadline
                 if not self._stage_all:
                     self._copy(number)
                 if with_checksums:

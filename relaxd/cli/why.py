@@ -1,0 +1,44 @@
+"""`relaxd why`: what a run waits for, the numbers behind that, and what to do."""
+
+from rich.console import Console
+
+from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, RunArgument, StateOption, new_console
+from relaxd.client.coordinator import ENDED, CoordinatorClient, state_name
+from relaxd.drop_reasons import drop_warnings
+from relaxd.local.address import coordinator_address
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.waiting import duration
+
+
+def why(run_id: RunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
+    """Say what a run waits for, with the numbers, and what to do."""
+    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
+        print_why(client.run(run_id), new_console())
+
+
+def print_why(run: pb.Run, console: Console) -> None:
+    """Print the sentence, the evidence and the advice."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    name = f"run {run.run_id} ({state_name(run.state)}, step {run.step} of {run.steps})"
+    if run.state in ENDED:
+        say(f"{name} waits for nothing: it has ended{f': {run.reason}' if run.reason else ''}")
+        return
+    say(f"{name}: {run.waiting_for or 'nothing holds it up'}", style="bold")
+    if run.waiting_for:
+        since = run.wait.start_time.ToDatetime().astimezone()
+        say(f"  since {since:%H:%M:%S}" + (f", because of {run.wait.on}" if run.wait.on else ""))
+    if run.HasField("remaining_seconds"):
+        say(f"  about {duration(run.remaining_seconds)} are left, once it goes on" if run.waiting_for else
+            f"  about {duration(run.remaining_seconds)} are left")  # fmt: skip
+    for title, lines in (
+        ("what is known", run.wait.evidence),
+        ("dropped groups", drop_warnings(run.groups.dropped_by_reason, run.groups.published)),
+        ("what to do", run.wait.advice or (["nothing: it goes on by itself"] if run.waiting_for else [])),
+    ):
+        if lines:
+            say(f"{title}:")
+            for line in lines:
+                say(f"  {line}")

@@ -1,0 +1,114 @@
+"""Named waits: what this process waits for, on whom, and since when.
+
+Whatever may wait for long does so inside `waiting`. `waits` lists what a process waits for at the moment: replicas
+report the longest wait in their status, and the coordinator builds `Run.waiting_for` from its own. A wait that lasts is
+logged by itself. tests/unit/source_code/test_waits_are_named.py says which waits must be named.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+TICK_SECONDS = 1.0
+FIRST_NOTICE_SECONDS = 30.0
+"""A wait that lasts this long is logged, and again each time its length has doubled."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Wait:
+    """A wait in progress. Who waits may update `reason` and `on` meanwhile."""
+
+    reason: str
+    """What is awaited, such as "the last groups of step 12"."""
+    on: str = ""
+    """Who has to act for the wait to end, such as a replica's id; empty if nobody in particular."""
+    since: float = field(default_factory=time.monotonic)
+    """Monotonic time of its start."""
+    next_notice: float = FIRST_NOTICE_SECONDS
+    """Its length in seconds at which it is logged next."""
+
+    @property
+    def seconds(self) -> float:
+        """Its length so far."""
+        return time.monotonic() - self.since
+
+    def __str__(self) -> str:
+        return self.reason + (f" ({self.on})" if self.on and self.on not in self.reason else "")
+
+
+class Waits:
+    """The waits of one process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waits: set[Wait] = set()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, wait: Wait) -> None:
+        """Add a wait."""
+        with self._changed:
+            self._waits.add(wait)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._log_forever, name="waits", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def end(self, wait: Wait) -> None:
+        """Remove a wait."""
+        with self._changed:
+            self._waits.discard(wait)
+
+    def all(self) -> list[Wait]:
+        """Return the waits in progress, the longest first."""
+        with self._changed:
+            return sorted(self._waits, key=lambda wait: wait.since)
+
+    def _log_forever(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waits:
+                    self._changed.wait()  # idle: nothing waits
+            for notice in due_notices(self.all()):
+                logger.warning("%s", notice)
+            time.sleep(TICK_SECONDS)  # idle: looks again
+
+
+def due_notices(waits: list[Wait]) -> list[str]:
+    """Return a line for each wait that is due to be logged."""
+    lines = []
+    for wait in waits:
+        if wait.seconds >= wait.next_notice:
+            lines.append(f"waiting for {wait}, for {duration(wait.seconds)} now")
+            wait.next_notice *= 2
+    return lines
+
+
+_OF_THIS_PROCESS = Waits()
+
+
+@contextmanager
+def waiting(reason: str, *, on: str = "") -> Iterator[Wait]:
+    """Name the wait inside the context: what is awaited, and on whom."""
+    wait = Wait(reason, on)
+    _OF_THIS_PROCESS.begin(wait)
+    try:
+        yield wait
+    finally:
+        _OF_THIS_PROCESS.end(wait)
+
+
+def waits(min_seconds: float = 0.0) -> list[Wait]:
+    """Return what this process has been waiting for, for at least `min_seconds`; the longest wait first."""
+    return [wait for wait in _OF_THIS_PROCESS.all() if wait.seconds >= min_seconds]
+
+
+def duration(seconds: float) -> str:
+    """Format a duration for people: "34 s", "12 min", "3.5 h"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,166 @@
+"""Watches what the active run waits for: takes a snapshot every second, has it explained, and logs it when it lasts."""
+
+import asyncio
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from relaxd.board import BoardError
+from relaxd.v1 import coordinator_pb2 as pb
+from relaxd.v1.replica_pb2 import ReplicaState
+from relaxd.waiting import waits
+from services.coordinator.fleet.registry import Replica
+from services.coordinator.fleet.run_context import RunContext
+from services.coordinator.runs.waiting_for import Named, Peer, Reason, Snapshot, evidence, explain, is_late
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 1.0
+FIRST_LOG_SECONDS = 10.0
+"""A wait that lasts this long is logged: a run's start has many short ones."""
+LOG_SECONDS = 60.0
+"""Interval at which a wait that goes on is logged again."""
+USUAL_STEPS = 20
+"""Steps from which it is known how long one usually takes."""
+
+
+class WaitWatcher:
+    """Keeps `reason`, the reason why one run waits, up to date. Lives in the event loop."""
+
+    def __init__(self, context: RunContext, describe: Callable[[], dict[str, Any]]) -> None:
+        """`describe` returns the fields of the Snapshot that only the run knows."""
+        self._context = context
+        self._describe = describe
+        self._steps: list[tuple[int, float, float]] = []
+        """The last steps: number, Unix time of the commit, seconds."""
+        self._progress: dict[str, Any] = {}
+        """What Redis last said: fields of the Snapshot."""
+        self._logged = ("", 0.0)
+        """Kind of the reason that was logged last, and when."""
+        self.snapshot: Snapshot | None = None
+        self.reason: Reason | None = None
+        """What the run waits for, also if that is nothing unusual."""
+
+    async def run_forever(self) -> None:
+        """Look once a second."""
+        while True:
+            await self.look()
+            await asyncio.sleep(TICK_SECONDS)  # idle: looks again
+
+    async def look(self) -> None:
+        """Take a snapshot and explain it."""
+        try:
+            self._progress = await asyncio.to_thread(self._read_board)
+            redis = ""
+        except BoardError as error:
+            redis = str(error)
+        self._update(redis)
+
+    def refresh(self) -> None:
+        """Explain again what the coordinator knows, such as that a pause has ended, without asking Redis."""
+        if self.snapshot is not None:
+            self._update(self.snapshot.redis)
+
+    def _update(self, redis: str) -> None:
+        self.snapshot = self._complete(redis)
+        reason, before = explain(self.snapshot), self.reason
+        if reason is not None and reason.since is None:
+            same = before is not None and (before.kind, before.on) == (reason.kind, reason.on)
+            reason = replace(reason, since=before.since if same and before is not None else self.snapshot.now)
+        self.reason = reason
+        self._log()
+
+    @property
+    def redis_is_away(self) -> bool:
+        """Redis did not answer when the last snapshot was taken."""
+        return self.snapshot is not None and bool(self.snapshot.redis)
+
+    @property
+    def sentence(self) -> str:
+        """What holds the run up; empty while its steps end as usual."""
+        if self.reason is None or self.snapshot is None:
+            return ""
+        shown = self.reason.always or is_late(self.snapshot)
+        return self.reason.sentence(time.time()) if shown else ""
+
+    def describe(self, run: pb.Run) -> None:
+        """Add what is known to a run's message."""
+        if self.snapshot is None:
+            return
+        run.waiting_for = self.sentence
+        run.wait.evidence.extend(evidence(self.snapshot))
+        if self.reason is not None and run.waiting_for:
+            run.wait.kind, run.wait.on = self.reason.kind, self.reason.on
+            run.wait.start_time.FromNanoseconds(int((self.reason.since or self.snapshot.now) * 1e9))
+            run.wait.advice.extend(self.reason.advice)
+        if self.snapshot.usual_seconds is not None and not self.snapshot.stopping:
+            run.remaining_seconds = self.snapshot.usual_seconds * (self.snapshot.steps - self.snapshot.step)
+
+    def _read_board(self) -> dict[str, Any]:
+        """Read what Redis knows. Call it from a thread."""
+        board = self._context.board
+        counts = board.counts()
+        known = self._steps[-1][0] if self._steps else max(0, counts.last_step - USUAL_STEPS)
+        if counts.last_step > known:
+            new = [(one.step, one.time, one.metrics.get("step_seconds", 0.0)) for one in board.ledger(known)]
+            self._steps = [*self._steps, *new][-USUAL_STEPS:]
+        return {
+            "step": counts.last_step,
+            "published": counts.published,
+            "open": counts.open,
+            "dropped": counts.dropped_by_reason,
+            "queues": board.queues(),
+            "held": board.oldest_held(),
+        }
+
+    def _complete(self, redis: str) -> Snapshot:
+        """Add what the coordinator knows; `redis` is why Redis doesn't answer."""
+        now, config, fleet = time.time(), self._context.config, self._context.fleet
+        own = self._describe()
+        going_since = own.pop("going_since")
+        values = {
+            "run_id": self._context.run_id,
+            "now": now,
+            "steps": config.run.steps,
+            "groups_per_step": config.trainer.groups_per_step,
+            "step_ended": max(going_since, self._steps[-1][1] if self._steps else 0.0),
+            "usual_seconds": statistics.median(seconds for _, _, seconds in self._steps) if self._steps else None,
+            "lease_seconds": config.board.lease_seconds,
+            "missing": fleet.missing(),
+            "peers": [_peer(replica) for role in fleet.roles for replica in self._replicas(role)],
+            "waits": [Named(one.reason, one.on, now - one.seconds) for one in waits()],
+        }
+        return Snapshot(**{**values, **self._progress, **own, "redis": redis or own["redis"]})
+
+    def _replicas(self, role: str) -> list[Replica]:
+        """Return the replicas of a role that work on the run, or on none yet."""
+        found = self._context.fleet.registry.of_role(role)
+        return [replica for replica in found if replica.status.run_id in ("", self._context.run_id)]
+
+    def _log(self) -> None:
+        sentence, now = self.sentence, time.monotonic()
+        lasts = self.reason is not None and time.time() - (self.reason.since or 0.0) >= FIRST_LOG_SECONDS
+        kind = self.reason.kind if self.reason is not None and sentence and lasts else ""
+        last_kind, last_time = self._logged
+        if not kind and last_kind:
+            logger.info("run %s: goes on", self._context.run_id)
+        elif kind and (kind != last_kind or now - last_time >= LOG_SECONDS):
+            logger.warning("run %s: %s", self._context.run_id, sentence)
+        else:
+            return
+        self._logged = (kind, now)
+
+
+def _peer(replica: Replica) -> Peer:
+    state = ReplicaState.Name(replica.status.state).removeprefix("REPLICA_STATE_").lower()
+    return Peer(
+        replica_id=replica.replica_id,
+        role=replica.registration.role,
+        state="starting" if state == "unspecified" else state,
+        detail=replica.status.detail,
+        silent_seconds=max(0.0, time.monotonic() - replica.seen),
+        version=replica.version[1] if replica.version is not None else None,
+    )

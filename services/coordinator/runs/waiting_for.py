@@ -1,0 +1,396 @@
+"""What a run waits for: one sentence, from one snapshot of the run. Pure: nothing here reads or acts.
+
+`REASONS` is the table: its functions are asked in order, and the first one that finds a reason is right. Add a reason
+there, with a case in tests/unit/coordinator/test_waiting_for.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from relaxd.board import HeldGroup, QueueDepth
+from relaxd.roles import REWARD, ROLES, SCALABLE_ROLES
+from relaxd.waiting import duration
+
+LATE_FACTOR = 2.0
+"""A step is late once it takes this many times as long as the last ones usually did ..."""
+LATE_SECONDS = 10.0
+"""... and at least this long."""
+FIRST_STEP_SECONDS = 30.0
+"""The first step is late after this: nobody knows yet how long one takes."""
+READY, FAILED = "ready", "failed"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A replica of the run."""
+
+    replica_id: str
+    role: str
+    state: str = READY
+    """Its ReplicaState in lower case."""
+    detail: str = ""
+    """What it says of itself."""
+    silent_seconds: float = 0.0
+    """Time since its last heartbeat."""
+    version: int | None = None
+    """The weights that it serves."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A wait that the coordinator itself is in (relaxd.waiting)."""
+
+    reason: str
+    on: str
+    since: float
+    """Unix time."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at one moment. Times are Unix times."""
+
+    run_id: str
+    now: float
+    steps: int
+    groups_per_step: int
+    step: int = 0
+    """The last committed step."""
+    step_ended: float = 0.0
+    """When it ended; before the first one: when training began."""
+    usual_seconds: float | None = None
+    """How long the last steps usually took; None before the first."""
+    training: bool = True
+    """It is past its start: replicas, first weights and first evaluation."""
+    stopping: str = ""
+    """Why it ends; empty while it doesn't."""
+    starting: str = ""
+    """What its start is at; empty once it trains."""
+    paused: str | None = None
+    """Why it is paused; None while it isn't."""
+    paused_since: float | None = None
+    rebuilding: bool = False
+    """The pause ends by itself, once a role is back."""
+    redis: str = ""
+    """Why Redis doesn't answer; empty while it does."""
+    published: int = 0
+    open: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Dropped groups by reason."""
+    queues: Sequence[QueueDepth] = ()
+    """The lines before the stages, in the stages' order; the last stage is the trainer's."""
+    held: Mapping[str, HeldGroup] = field(default_factory=dict)
+    """The group that has been at each stage for the longest, of those that are held."""
+    lease_seconds: float = 60.0
+    """The lease on a held group (board.lease_seconds)."""
+    gate: tuple[str, str] = ("", "")
+    """What keeps the gate shut, as a word and a sentence; empty while it is open."""
+    missing: Sequence[str] = ()
+    """Roles without a working replica."""
+    peers: Sequence[Peer] = ()
+    announced: int | None = None
+    """The newest weights that the trainer has."""
+    sync_since: float | None = None
+    """When the weight synchronisation in progress began; None: there is none."""
+    sync_failure: str = ""
+    """Why the last one failed."""
+    sync_delay: str = ""
+    """Why engines wait for weights that can't be sent now."""
+    handoff: str = ""
+    """What a colocated run's GPU handoff is at, or why it fails."""
+    waits: Sequence[Named] = ()
+    """What the coordinator itself waits for; the longest wait first."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What a run waits for."""
+
+    kind: str
+    text: str
+    """What, because of whom; without for how long."""
+    on: str = ""
+    """The replica that has to act, or another name."""
+    since: float | None = None
+    """Unix time; None: whoever asks repeatedly knows best when it was so first."""
+    advice: tuple[str, ...] = ()
+    """What a person may do; empty: it ends by itself."""
+    always: bool = False
+    """It holds the run up for certain, however long the last step ago."""
+
+    def sentence(self, now: float) -> str:
+        """Return the whole sentence."""
+        return self.text if self.since is None else f"{self.text}, for {duration(max(0.0, now - self.since))}"
+
+
+def is_late(snapshot: Snapshot) -> bool:
+    """Return whether no step has ended for longer than usual."""
+    usual = snapshot.usual_seconds
+    limit = FIRST_STEP_SECONDS if usual is None else max(LATE_SECONDS, LATE_FACTOR * usual)
+    return snapshot.training and snapshot.now - snapshot.step_ended > limit
+
+
+def explain(snapshot: Snapshot) -> Reason | None:
+    """Return what the run waits for; None if it can't be seen."""
+    return next((reason for find in REASONS if (reason := find(snapshot)) is not None), None)
+
+
+# --- reasons --------------------------------------------------------------------------------------------------------
+
+
+def _redis(run: Snapshot) -> Reason | None:
+    """Redis does not answer."""
+    if not run.redis:
+        return None
+    return Reason(
+        "redis",
+        f"it waits for Redis: {run.redis}",
+        on="redis",
+        advice=("restart Redis, or make the network to it work: the run goes on by itself",),
+        always=True,
+    )
+
+
+def _stopping(run: Snapshot) -> Reason | None:
+    """It ends, and something is still to be done."""
+    if not run.stopping:
+        return None
+    wait = run.waits[0] if run.waits else None
+    what = f"waiting for {wait.reason}" if wait else "writing its last records"
+    since, on = (wait.since, wait.on) if wait else (None, "")
+    return Reason("stopping", f"it is stopping ({run.stopping}): {what}", on=on, since=since, always=True)
+
+
+def _paused(run: Snapshot) -> Reason | None:
+    """It waits for a person, or for a role that is being rebuilt."""
+    if run.paused is None:
+        return None
+    if run.rebuilding:
+        text = f"it is paused until a role is back: {run.paused}"
+        return Reason("rebuild", text, since=run.paused_since, always=True)
+    advice = (f"relaxd resume {run.run_id} continues it", f"relaxd stop {run.run_id} ends it")
+    return Reason(
+        "paused",
+        f"it is paused and waits for a person: {run.paused}",
+        on="a person",
+        since=run.paused_since,
+        advice=advice,
+        always=True,
+    )
+
+
+def _role(run: Snapshot) -> Reason | None:
+    """A role has no replica that works."""
+    if not run.missing:
+        return None
+    role = run.missing[0]
+    peers = [peer for peer in run.peers if peer.role == role]
+    if not peers:
+        more = f"relaxd scale {role}=1" if role in SCALABLE_ROLES else "relaxd up"
+        start = f"{more} starts one, or: python -m {ROLES[role].module}"
+        return Reason("role", f"no {role} replica is registered", on=role, advice=(start,), always=True)
+    peer = peers[-1]
+    said = f": {peer.detail}" if peer.detail else ""
+    text = f"{peer.replica_id} is {peer.state}{said}"
+    advice: tuple[str, ...]
+    if "waiting for GPUs" in peer.detail:
+        advice = ("relaxd status shows who holds each GPU: end that replica, or scale it in",)
+        return Reason("lease", text, on=peer.replica_id, advice=advice, always=True)
+    advice = (f"see the log of {peer.replica_id}: relaxd status",) if peer.state == FAILED else ()
+    return Reason("role", text, on=peer.replica_id, advice=advice, always=True)
+
+
+def _first_weights(run: Snapshot) -> Reason | None:
+    """It has not begun to train."""
+    if run.training or not run.starting:
+        return None
+    wait = run.waits[0] if run.waits else None
+    sync = _sync(run)
+    if sync is not None and wait is None:
+        return sync
+    what = f"{run.starting}: {wait.reason}" if wait else run.starting
+    return Reason("starting", what, on=wait.on if wait else "", since=wait.since if wait else None, always=True)
+
+
+def _full(run: Snapshot) -> Reason | None:
+    """Redis is full, or has no room for the groups that the step lacks."""
+    limit, detail = run.gate
+    if limit == "full":
+        advice = ("raise Redis's maxmemory: redis-cli CONFIG SET maxmemory ...",)
+        return Reason("full", f"publishing waits: {detail}", on="redis", advice=advice, always=True)
+    if limit == "memory" and _lacking(run) and not _before_training(run):
+        advice = (
+            "raise board.high_water_bytes or Redis's maxmemory, or lower trainer.groups_per_step or "
+            "rollout.max_new_tokens",
+        )
+        return Reason("memory", f"publishing waits: {detail}", on="redis", advice=advice)
+    return None
+
+
+def _handoff(run: Snapshot) -> Reason | None:
+    """Trainer and engines of a colocated run can't change places."""
+    if not run.handoff:
+        return None
+    return Reason("handoff", f"trainer and engines change places on the GPUs: {run.handoff}", since=run.step_ended)
+
+
+def _sync(run: Snapshot) -> Reason | None:
+    """The engines don't have the newest weights."""
+    engines = [peer for peer in run.peers if ROLES[peer.role].weights == "receives"]
+    behind = [peer for peer in engines if peer.version != run.announced]
+    if run.announced is None or not behind:
+        return None
+    who = ", ".join(peer.replica_id for peer in behind[:3]) + (" ..." if len(behind) > 3 else "")
+    if run.sync_delay:
+        return Reason("sync", run.sync_delay, on=behind[0].replica_id, since=run.sync_since)
+    failed = f"; the last attempt failed: {run.sync_failure}" if run.sync_failure else ""
+    if run.sync_since is None and not run.sync_failure:
+        return None
+    return Reason(
+        "sync",
+        f"{who} {'wait' if len(behind) > 1 else 'waits'} for the weights of version {run.announced}{failed}",
+        on=behind[0].replica_id,
+        since=run.sync_since,
+        advice=("docs/weights.md says what happens when a synchronisation fails",) if run.sync_failure else (),
+    )
+
+
+def _trainer(run: Snapshot) -> Reason | None:
+    """All groups of the step are with the trainer."""
+    if _lacking(run):
+        return None
+    trainer = next((peer for peer in run.peers if ROLES[peer.role].weights == "sends"), None)
+    said = f": {trainer.detail}" if trainer and trainer.detail else ""
+    return Reason(
+        "trainer",
+        f"the trainer has all {run.groups_per_step} groups of step {run.step + 1} and works on it{said}",
+        on=trainer.replica_id if trainer else "trainer",
+        since=run.step_ended,
+    )
+
+
+def _held(run: Snapshot) -> Reason | None:
+    """One stage has the groups that the step lacks."""
+    queue = _slowest(run)
+    if queue is None:
+        return None
+    lacks = f"step {run.step + 1} lacks {_lacking(run)} of its {run.groups_per_step} groups"
+    count = sum(peer.role == _role_of(queue.stage) for peer in run.peers)
+    group = run.held.get(queue.stage)
+    peer = next((peer for peer in run.peers if group and peer.replica_id == group.holder), None)
+    if group is not None and peer is None:
+        left = max(0.0, run.lease_seconds - group.idle_seconds)
+        return Reason(
+            "held_group",
+            f"{lacks}; group {group.group_id} is held at {queue.stage} by {group.holder}, which is gone: another "
+            f"replica gets it within {duration(left)}, when its lease ends",
+            on=group.holder,
+            since=group.enqueued_at,
+        )
+    if group is not None and peer is not None and not queue.waiting:
+        said = f": {peer.detail}" if peer.detail else ""
+        return Reason(
+            "held_group",
+            f"{lacks}; {queue.held} are at {queue.stage}, group {group.group_id} for the longest, with "
+            f"{peer.replica_id}{_delivery(group)}{said}",
+            on=peer.replica_id,
+            since=group.enqueued_at,
+            advice=_advice(queue.stage, peer),
+        )
+    said = f"; {peer.replica_id}: {peer.detail}" if peer is not None and peer.detail else ""
+    return Reason(
+        "stage",
+        f"{lacks}; {queue.stage} is the slow stage: {queue.waiting} groups wait for it, {queue.held} are with its "
+        f"{count} {'replica' if count == 1 else 'replicas'}{said}",
+        on=queue.stage,
+        since=run.step_ended,
+        advice=_advice(queue.stage, peer, count),
+    )
+
+
+def _gate(run: Snapshot) -> Reason | None:
+    """No group is under way that the step lacks, and none may be published."""
+    limit, detail = run.gate
+    if not limit or not _lacking(run):
+        return None
+    lacks = f"step {run.step + 1} lacks {_lacking(run)} of its {run.groups_per_step} groups"
+    return Reason("gate", f"{lacks}; publishing waits: {detail}", on="the gate", since=run.step_ended)
+
+
+REASONS: tuple[Callable[[Snapshot], Reason | None], ...] = (
+    _redis,
+    _stopping,
+    _paused,
+    _role,
+    _first_weights,
+    _full,
+    _handoff,
+    _sync,
+    _trainer,
+    _held,
+    _gate,
+)
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _lacking(run: Snapshot) -> int:
+    """Return how many groups of the open step are not with the trainer yet."""
+    ready = run.queues[-1].waiting + run.queues[-1].held if run.queues else 0
+    return max(0, run.groups_per_step - ready)
+
+
+def _before_training(run: Snapshot) -> int:
+    """Return how many groups are at the stages before the trainer."""
+    return sum(queue.waiting + queue.held for queue in run.queues[:-1])
+
+
+def _slowest(run: Snapshot) -> QueueDepth | None:
+    """Return the stage before the trainer that has the most groups; the last one of several."""
+    queues = [queue for queue in run.queues[:-1] if queue.waiting + queue.held]
+    return max(reversed(queues), key=lambda queue: queue.waiting + queue.held) if queues else None
+
+
+def _role_of(stage: str) -> str:
+    return next((role.name for role in ROLES.values() if role.stage == stage), stage)
+
+
+def _delivery(group: HeldGroup) -> str:
+    return f" (delivery {group.deliveries})" if group.deliveries > 1 else ""
+
+
+def _advice(stage: str, peer: Peer | None, count: int = 1) -> tuple[str, ...]:
+    role = _role_of(stage)
+    more = (f"relaxd scale {role}={count + 1} adds a replica",) if role in SCALABLE_ROLES else ()
+    if role == REWARD and peer is not None and peer.detail:
+        return ("repair the reward's file, then: relaxd pause && relaxd resume, which loads it again", *more)
+    return more
+
+
+def evidence(run: Snapshot) -> list[str]:
+    """Return the numbers behind the sentence, one line each."""
+    usual = "" if run.usual_seconds is None else f"; the last steps usually took {run.usual_seconds:.3g} s"
+    ago = duration(max(0.0, run.now - run.step_ended))
+    began = f"step {run.step} of {run.steps} ended {ago} ago" if run.step else f"training began {ago} ago"
+    lines = [f"{began}{usual}" if run.training else "it has not begun to train"]
+    lines.append(f"groups: {run.published} published, {run.open} open, {sum(run.dropped.values())} dropped")
+    if run.queues:
+        ready = run.groups_per_step - _lacking(run)
+        lines.append(f"step {run.step + 1}: {ready} of {run.groups_per_step} groups are with the trainer")
+    for queue in run.queues[:-1]:
+        line = f"{queue.stage}: {queue.waiting} groups wait, {queue.held} are held"
+        if group := run.held.get(queue.stage):
+            age = duration(max(0.0, run.now - group.enqueued_at))
+            line += f"; {group.group_id} has been there for {age}, with {group.holder}{_delivery(group)}"
+        lines.append(line)
+    if run.gate[1]:
+        lines.append(f"gate: {run.gate[1]}")
+    for peer in run.peers:
+        what = [peer.state, peer.detail, "" if peer.version is None else f"weights of version {peer.version}"]
+        silent = f"no heartbeat for {duration(peer.silent_seconds)}" if peer.silent_seconds > LATE_SECONDS / 2 else ""
+        lines.append(f"{peer.replica_id}: {', '.join(filter(None, [*what, silent]))}")
+    if run.announced is not None:
+        lines.append(f"weights: the trainer has version {run.announced}")
+    lines += [f"the coordinator waits for {one.reason}, for {duration(run.now - one.since)}" for one in run.waits]
+    return lines

@@ -1,0 +1,53 @@
+"""What a run says while its reward fails and hangs, and that its prompts are given again once it is repaired."""
+
+import json
+from pathlib import Path
+
+from relaxd.v1 import coordinator_pb2 as pb
+from tests.integration.coordinator.cluster import Cluster
+
+PLACE = "tests/integration/coordinator/rewards.py:"
+
+
+def test_a_run_says_why_it_waits_for_its_reward(cluster: Cluster) -> None:
+    told = cluster.folder / "told"
+    told.write_text("raise")
+    cluster.replica("reward", "services.reward", TOLD=str(told))
+    cluster.replica("advantage", "services.advantage")
+    cluster.trainer()
+    cluster.rollout("rollout-1")
+    cluster.start_when_up(
+        "run",
+        run__steps=15,
+        board__max_consecutive_drops=5,
+        board__max_staleness=0,
+        reward__name="tests.integration.coordinator.rewards:as_told",
+        reward__environment=["TOLD"],
+        reward__timeout_seconds=4.0,
+    )
+    cluster.until_state(pb.RUN_STATE_PAUSED, 60)
+    paused = cluster.until("its reason", lambda: (run := cluster.run()).wait.kind == "paused" and run)
+    assert paused.waiting_for.startswith("it is paused and waits for a person: ")
+    assert "groups in a row failed without a trained step" in paused.waiting_for
+    assert f"ValueError: told to fail ({PLACE}" in paused.waiting_for
+    assert paused.wait.advice[0] == "relaxd resume run continues it"
+    failed = paused.groups.dropped_by_reason["reward_failed"]
+
+    told.write_text("hang")
+    cluster.stub.ResumeRun(pb.ResumeRunRequest(), timeout=10)
+    hangs = cluster.until(
+        "the reward that hangs",
+        lambda: [line for line in cluster.run().wait.evidence if "has been scoring" in line],
+        20,
+    )
+    assert "reward: ready, tests.integration.coordinator.rewards:as_told has been scoring one sample for" in hangs[0]
+    assert f"(at {PLACE}" in hangs[0]
+    assert "in as_told); its prompt: 'What is" in hangs[0]
+
+    told.write_text("work")
+    run = cluster.until_state(pb.RUN_STATE_STOPPED, 60)
+    assert (run.outcome, run.waiting_for) == (pb.RUN_OUTCOME_COMPLETED, "")
+    lines = (Path(run.folder) / "ledger.jsonl").read_text().splitlines()
+    trained = [group for line in lines for group in json.loads(line)["plan"]["groups"]]
+    assert sum("~" in group for group in trained) == failed
+    assert len({group.partition("~")[0] for group in trained}) == len(trained)

@@ -1,0 +1,25 @@
+"""Warnings about dropped groups: every reason has a meaning, and none is told again and again."""
+
+from relaxd.drop_reasons import MEANINGS, DropReason, DropWatch, drop_warnings
+
+
+def test_shares_of_drops_are_warnings_with_their_meaning() -> None:
+    drops = {"zero_variance": 30, "reward_failed": 10, "stale": 9, "run_ended": 50}
+    warnings = drop_warnings(drops, 100)
+    assert [warning.partition(":")[0] for warning in warnings] == [
+        "30% of the groups were dropped as zero_variance",
+        "10% of the groups were dropped as reward_failed",
+    ]
+    assert "too easy or too hard" in warnings[0]
+    assert drop_warnings(drops, 1000) == []
+    assert drop_warnings({"zero_variance": 3}, 5) == []  # too few to say
+
+
+def test_every_reason_but_the_end_has_a_meaning() -> None:
+    assert set(DropReason) - set(MEANINGS) == {DropReason.RUN_ENDED, DropReason.RUN_FAILED}
+
+
+def test_a_share_is_told_when_it_has_doubled() -> None:
+    watch = DropWatch()
+    told = [len(watch.observe({"zero_variance": share}, 100)) for share in (5, 10, 11, 19, 20, 30, 39, 40, 10, 40)]
+    assert told == [0, 1, 0, 0, 1, 0, 0, 1, 0, 0]
