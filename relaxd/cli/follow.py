@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.live import Live
 
 from relaxd.cli.view import Picture, RunView, evaluation_line, event_line, step_line, time_left
-from relaxd.client.coordinator import AWAY_SECONDS, CoordinatorClient, state_name
+from relaxd.client.coordinator import AWAY_SECONDS, state_name
 from relaxd.client.errors import CliError
+from relaxd.client.folder_runs import RunReader
 from relaxd.drop_reasons import DropWatch
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.v1.health_pb2 import HEALTH_STATE_REBUILDING
@@ -28,7 +29,7 @@ class RunPaused(CliError):
 
 
 def follow(
-    coordinator: CoordinatorClient,
+    coordinator: RunReader,
     run_id: str,
     console: Console,
     *,
@@ -39,7 +40,7 @@ def follow(
     """Show a run until it ends: live on a terminal, one line per step elsewhere.
 
     Args:
-        coordinator: the run's coordinator.
+        coordinator: the run's coordinator, or the folders of runs.
         run_id: the run; "" is the newest.
         console: the output.
         healthy: called about once a second; raises CliError to stop following.
@@ -71,7 +72,7 @@ class _Follower:
 
     def __init__(
         self,
-        coordinator: CoordinatorClient,
+        coordinator: RunReader,
         run_id: str,
         view: RunView,
         say: Callable[[str], None],

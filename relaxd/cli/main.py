@@ -12,6 +12,7 @@ from rich.console import Console
 
 from relaxd import __version__
 from relaxd.cli import recovery, run_commands
+from relaxd.cli.addresses import address_lines
 from relaxd.cli.config_command import config_app
 from relaxd.cli.evaluation_command import evaluation
 from relaxd.cli.examples import example, init
@@ -22,6 +23,7 @@ from relaxd.cli.options import (
     PASS_ON,
     CoordinatorOption,
     KeepUpOption,
+    RunArgument,
     RunIdOption,
     StateOption,
     WordsArgument,
@@ -29,6 +31,9 @@ from relaxd.cli.options import (
     new_console,
     with_replica_options,
 )
+from relaxd.cli.reading import commands
+from relaxd.cli.reading.logs import logs
+from relaxd.cli.reading.trace import trace
 from relaxd.cli.report_command import report
 from relaxd.cli.reward_command import reward_app
 from relaxd.cli.scale import scale_to, wait_for
@@ -38,6 +43,7 @@ from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config.load import ConfigError, load_file
 from relaxd.local import compose, stack
+from relaxd.local.address import address_here
 from relaxd.local.address import coordinator_address as _address
 from relaxd.local.state import StateFolder
 
@@ -63,7 +69,9 @@ Keep the services up for several runs:
 
     relaxd up --rollout 2            start Redis and the services
 
-    relaxd watch                     follow the run (also: samples, status)
+    relaxd watch                     follow the run (also: samples, metrics, logs, status)
+
+    relaxd runs                      list the runs in runs/ with their results
 
     relaxd why                       say what the run waits for, and what to do
 
@@ -209,15 +217,30 @@ def down(state: StateOption = DEFAULT_STATE) -> None:
 
 
 @app.command()
-def status(state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
+def status(
+    run_id: RunArgument = "",
+    addresses: Annotated[
+        bool, typer.Option("--addresses", help="Print only the services' addresses, as variables of a shell.")
+    ] = False,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
     """Show the services, the runs and the queue of each stage."""
-    stack_state = StateFolder(state).read()
-    containers = compose.read(StateFolder(state)) if coordinator is None else None
+    folder, console = StateFolder(state), new_console()
+    if not addresses and address_here(state, coordinator) is None:
+        console.print(f"no services are up here (in {folder.path}): relaxd up starts them", soft_wrap=True)
+        commands.print_runs(state, None, console, run_id)
+        return
+    containers = compose.read(folder) if coordinator is None else None
     with CoordinatorClient(_address(state, coordinator)) as client:
-        print_status(client, stack_state, new_console(), compose.containers(containers) if containers else None)
+        if addresses:
+            print("\n".join(address_lines(client.address, client.replicas())))
+            return
+        shown = compose.containers(containers) if containers else None
+        print_status(client, folder.read(), console, shown, run_id)
 
 
-app.command()(run_commands.watch)
+app.command()(commands.watch)
 app.command()(why)
 app.command()(run_commands.pause)
 app.command()(run_commands.resume)
@@ -262,7 +285,11 @@ def scale(
         raise typer.Exit(1)
 
 
-app.command()(run_commands.samples)
+app.command()(commands.samples)
+app.command()(commands.metrics)
+app.command()(commands.runs)
+app.command()(logs)
+app.command()(trace)
 app.command()(report)
 app.command()(evaluation)
 app.command()(recovery.replay)

@@ -29,10 +29,18 @@ CoordinatorOption = Annotated[
 KeepUpOption = Annotated[bool, typer.Option("--keep-up", help="Keep the services up afterwards.")]
 RunIdOption = Annotated[str, typer.Option("--run-id", help="Id of the run, and name of its folder.")]
 RunArgument = Annotated[
-    str, typer.Argument(metavar="[RUN]", help="The run's id; default: the newest.", show_default=False)
+    str, typer.Argument(metavar="[RUN]", help="The run's id or folder; default: the newest.", show_default=False)
 ]
 ActiveRunArgument = Annotated[
     str, typer.Argument(metavar="[RUN]", help="The run's id; default: the active one.", show_default=False)
+]
+ResumedRunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="[RUN]",
+        help="The run's id; default: the active one, or without services the newest that has not ended.",
+        show_default=False,
+    ),
 ]
 RunNameArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's id.", show_default=False)]
 FolderOption = Annotated[Path | None, typer.Option("--folder", help="The run's folder; default: runs/RUN.")]

@@ -7,10 +7,13 @@ import typer
 from rich.table import Table
 
 from relaxd.cli.options import FolderOption, RunNameArgument, new_console
-from relaxd.client.coordinator import CoordinatorClient
+from relaxd.cli.reading.source import RUNS
+from relaxd.client.coordinator import ENDED
 from relaxd.client.errors import CliError
+from relaxd.client.folder_runs import FolderRuns
 from relaxd.local.modules import EXPORT_CHECKPOINT, REPLAY
 from relaxd.local.programs import run_program
+from relaxd.run_folder import CONFIG, LEDGER, STEPS, newest_lines
 
 REPLAY_SECONDS = 24 * 3600.0
 """Deadline of a replay or export; loading a large model takes long."""
@@ -22,7 +25,10 @@ def replay(
     folder: FolderOption = None,
 ) -> None:
     """Repeat one recorded step and compare the results; exit with 1 if they differ."""
-    result = replay_step(run_folder(run_id, folder), step)
+    found = run_folder(run_id, folder)
+    if step > (done := _steps_done(found)):
+        raise CliError(f"run {run_id} has done {done} steps: there is no step {step} to repeat")
+    result = replay_step(found, step)
     new_console().print(replay_table(result))
     if any(n["recorded"] not in (None, n["replayed"]) for n in result["numbers"].values()):
         raise typer.Exit(1)
@@ -40,18 +46,23 @@ def export(
 
 
 def run_folder(run_id: str, folder: Path | None) -> Path:
-    """Return the folder of a run: `folder`, else runs/RUN. Raises CliError when it isn't one."""
-    found = (folder or Path("runs") / run_id).resolve()
-    if not (found / "config.json").is_file():
-        raise CliError(f"{found} is not the folder of a run", "--folder DIR names it (default: runs/RUN)")
-    return found
+    """Return the folder of a run: `folder`, else runs/RUN or RUN. Raises CliError when it isn't one."""
+    places = [folder] if folder is not None else [RUNS / run_id, Path(run_id)]
+    found = next((place for place in places if (place / CONFIG).is_file()), None)
+    if found is None:
+        raise CliError(f"{places[0].resolve()} is not the folder of a run", "--folder DIR names it (default: runs/RUN)")
+    return found.resolve()
 
 
-def lost_run(client: CoordinatorClient, run_id: str) -> Path | None:
-    """Return the local folder of a run that the coordinator doesn't know; None if it knows the run."""
-    folder = Path("runs") / run_id
-    known = not run_id or run_id in {run.run_id for run in client.runs()}
-    return folder if not known and (folder / "config.json").is_file() else None
+def newest_unfinished() -> Path:
+    """Return the folder of the newest run in runs/ that has not ended. Raises CliError when there is none."""
+    for run in FolderRuns.below(RUNS).runs():
+        if run.state not in ENDED:
+            return Path(run.folder)
+    raise CliError(
+        f"no services are up here, and {RUNS} has no run that has not ended",
+        "relaxd resume RUN --run.steps N lets an ended run go on; relaxd runs lists them",
+    )
 
 
 def export_model(folder: Path, step: int | None, target: Path) -> dict[str, Any]:
@@ -70,6 +81,12 @@ def replay_step(folder: Path, step: int) -> dict[str, Any]:
     Raises CliError: its checkpoint or step files are gone.
     """
     return run_program(REPLAY, ["--run-folder", str(folder), "--step", str(step)], seconds=REPLAY_SECONDS)
+
+
+def _steps_done(folder: Path) -> int:
+    """Return the last step of a run that has a line in its ledger, or a file."""
+    files = [int(path.stem.removeprefix("step-")) for path in (folder / STEPS).glob("step-*.safetensors")]
+    return max([next(newest_lines(folder / LEDGER), {}).get("step", 0), *files])
 
 
 def replay_table(result: dict[str, Any]) -> Table:

@@ -1,6 +1,5 @@
-"""Commands on an existing run: watch, pause, resume, checkpoint, stop, delete, samples."""
+"""Commands on an existing run: pause, resume, checkpoint, stop, delete."""
 
-import json
 import time
 from collections.abc import Mapping
 from typing import Annotated
@@ -9,38 +8,28 @@ import typer
 
 from relaxd.cli import recovery
 from relaxd.cli.execute import Where, execute_again
-from relaxd.cli.follow import follow
 from relaxd.cli.options import (
     DEFAULT_STATE,
     ActiveRunArgument,
     CoordinatorOption,
     FolderOption,
     ReasonOption,
-    RunArgument,
+    ResumedRunArgument,
     RunNameArgument,
     StateOption,
     new_console,
     with_replica_options,
 )
-from relaxd.cli.view import samples_table
+from relaxd.cli.reading.source import refuse_ended
 from relaxd.client.coordinator import ENDED, CoordinatorClient, state_name
 from relaxd.client.errors import CliError
-from relaxd.local.address import coordinator_address
+from relaxd.client.folder_runs import read_run
+from relaxd.local.address import address_here, coordinator_address
 from relaxd.local.state import StateFolder
-from relaxd.report.result import sample_values
 from relaxd.v1 import coordinator_pb2 as pb
 
 STOPPING_SECONDS = 5.0
 """Interval at which `relaxd stop` says what the run waits for."""
-
-
-def watch(run_id: RunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
-    """Watch a run until it ends; Ctrl-C only stops watching."""
-    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
-        try:
-            follow(client, run_id, new_console())
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
 
 
 def pause(
@@ -57,31 +46,37 @@ def pause(
 @with_replica_options
 def resume(
     replicas: Mapping[str, int],
-    run_id: ActiveRunArgument = "",
+    run_id: ResumedRunArgument = "",
+    steps: Annotated[
+        int, typer.Option("--run.steps", min=0, help="New number of steps, to extend the run; 0: as it is.")
+    ] = 0,
     folder: FolderOption = None,
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """Continue a run: end its pause, or start its services again after all of them died."""
-    state_folder = StateFolder(state)
-    if coordinator is None and not state_folder.is_up():
-        if not run_id:
-            raise CliError("no services are up here", "relaxd resume RUN starts them again for a run")
-        where = Where(state_folder, replicas=replicas)
-        execute_again(run_id, recovery.run_folder(run_id, folder), where, new_console())
+    """Continue a run: end its pause, extend it, or start its services again after all of them died."""
+    place = StateFolder(state)
+    address = address_here(state, coordinator)
+    if address is None:
+        run_folder = recovery.run_folder(run_id, folder) if run_id or folder else recovery.newest_unfinished()
+        execute_again(run_folder, Where(place, replicas=replicas), new_console(), steps)
         return
-    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
-        lost = folder or recovery.lost_run(client, run_id)
-        if lost is not None:
-            print(_state_line(client.restore_run(lost.resolve())))
-        else:
+    with CoordinatorClient(address) as client:
+        known = {run.run_id: run for run in client.runs()}
+        if steps and not (run_id or folder):
+            raise CliError("--run.steps needs the run that it extends", f"relaxd resume RUN --run.steps {steps}")
+        local = recovery.run_folder(run_id, folder) if folder or steps or (run_id and run_id not in known) else None
+        if local is None:
             print(_state_line(client.resume_run(run_id)))
+            return
+        refuse_ended(read_run(local), steps)
+        print(_state_line(client.restore_run(local, steps)))
 
 
 def checkpoint(
     run_id: ActiveRunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None
 ) -> None:
-    """Save a checkpoint now, without interrupting training."""
+    """Save a checkpoint now, without interrupting training. It is kept until you remove it."""
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         saved = client.save_checkpoint(run_id)
     print(f"step {saved.weights.version}: {saved.path}")
@@ -94,7 +89,7 @@ def stop(
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """End a run early: drop its open groups, evaluate and export the model. The services stay up."""
+    """End a run early: drop its open groups, save a checkpoint, evaluate, export the model. The services stay up."""
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         run = client.stop_run(run_id, reason)
         print(_state_line(run))
@@ -123,26 +118,6 @@ def delete(run_id: RunNameArgument, state: StateOption = DEFAULT_STATE, coordina
     with CoordinatorClient(coordinator_address(state, coordinator)) as client:
         client.delete_run(run_id)
     print(f"deleted run {run_id} from Redis")
-
-
-def samples(
-    run_id: RunArgument = "",
-    step: Annotated[int, typer.Option(min=0, help="Show samples of this step; 0: the newest.")] = 0,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of samples.")] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
-    state: StateOption = DEFAULT_STATE,
-    coordinator: CoordinatorOption = None,
-) -> None:
-    """Show trained samples with reward, advantage and weight version."""
-    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
-        found = client.samples(run_id, step, limit)
-    if as_json:
-        for sample in found:
-            print(json.dumps(sample_values(sample), ensure_ascii=False))
-    elif found:
-        new_console().print(samples_table(found))
-    else:
-        print("no samples yet: they come with the first trained step")
 
 
 def _state_line(run: pb.Run) -> str:

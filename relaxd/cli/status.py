@@ -29,8 +29,12 @@ def print_status(
     stack: StackState | None,
     console: Console,
     containers: Sequence[Container] | None = None,
+    run_id: str = "",
 ) -> None:
-    """Print processes or containers where given, then what the coordinator knows of replicas and runs."""
+    """Print processes or containers where given, then what the coordinator knows of replicas and runs.
+
+    Health and queues are those of a run, by default the newest.
+    """
     if stack is not None:
         _print_processes(stack, console)
     if containers is not None:
@@ -53,7 +57,7 @@ def print_status(
     console.print(_runs(runs[:SHOWN_RUNS]))
     if len(runs) > SHOWN_RUNS:
         console.print(f"the newest {SHOWN_RUNS} runs; older ones are left out")
-    print_run(coordinator.run(runs[0].run_id), console)
+    print_run(coordinator.run(run_id or runs[0].run_id), console)
 
 
 def print_run(run: pb.Run, console: Console) -> None:

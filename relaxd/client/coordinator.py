@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import grpc
 
-from relaxd.client.errors import CliError
+from relaxd.client.errors import CliError, NotFoundError
 from relaxd.rpc.client import sync_channel
 from relaxd.rpc.errors import explain, field_violations, has_status
 from relaxd.rpc.tls import TlsFiles, connection_hint
@@ -78,14 +78,14 @@ class CoordinatorClient:
         """End a pause."""
         return self._call(self._stub.ResumeRun, pb.ResumeRunRequest(run_id=run_id)).run
 
-    def restore_run(self, folder: Path) -> pb.Run:
-        """Restore a run from its folder. Takes as long as reading its data."""
-        request = pb.RestoreRunRequest(folder=str(folder))
+    def restore_run(self, folder: Path, steps: int = 0) -> pb.Run:
+        """Restore a run from its folder, with a new number of steps if given. Takes as long as reading its data."""
+        request = pb.RestoreRunRequest(folder=str(folder), steps=steps)
         return self._call(self._stub.RestoreRun, request, seconds=LONG_SECONDS).run
 
-    def save_checkpoint(self, run_id: str) -> pb.SaveCheckpointResponse:
-        """Save a checkpoint and wait until it is on disk."""
-        request = pb.SaveCheckpointRequest(run_id=run_id)
+    def save_checkpoint(self, run_id: str, *, rotate: bool = False) -> pb.SaveCheckpointResponse:
+        """Save a checkpoint and wait until it is on disk. Unless `rotate`, it is never removed."""
+        request = pb.SaveCheckpointRequest(run_id=run_id, rotate=rotate)
         response: pb.SaveCheckpointResponse = self._call(self._stub.SaveCheckpoint, request, seconds=LONG_SECONDS)
         return response
 
@@ -208,6 +208,8 @@ class CoordinatorClient:
         if violations := field_violations(error):
             problems = "\n".join(f"  {field.removeprefix('config_toml.')}: {text}" for field, text in violations)
             return CliError(f"the coordinator rejects the request:\n{problems}")
-        if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EXISTS):
+        if code == grpc.StatusCode.NOT_FOUND:
+            return NotFoundError(error.details() or explain(error))
+        if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EXISTS):
             return CliError(error.details() or explain(error))
         return CliError(f"the coordinator at {self.address} answers: {explain(error)}")

@@ -1,4 +1,4 @@
-"""The error that the command line prints."""
+"""The errors that the command line prints."""
 
 
 class CliError(Exception):
@@ -8,3 +8,7 @@ class CliError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+
+class NotFoundError(CliError):
+    """What the call names does not exist."""

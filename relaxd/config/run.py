@@ -188,10 +188,11 @@ class CheckpointConfig(Section):
     """Checkpoints of the trainer (docs/reliability.md)."""
 
     every: int = Field(default=50, ge=0)
-    """Steps between checkpoints; 0 saves them only on request. A restarted trainer loads the newest one and repeats the
-    steps after it."""
+    """Steps between checkpoints. One more is saved when the run ends, is stopped or is interrupted by Ctrl-C. 0 saves
+    them only on request. A restarted trainer loads the newest one and repeats the steps after it."""
     keep: int = Field(default=2, ge=1)
-    """Number of checkpoints to keep. With two or more, a run survives a damaged one."""
+    """Number of newest checkpoints to keep. With two or more, a run survives a damaged one. Those that `relaxd
+    checkpoint` took are never removed."""
     keep_step_files: Literal["until_checkpoint", "always"] = "until_checkpoint"
     """until_checkpoint: remove a step's file once `keep` checkpoints after it are on disk. always: keep all, so that
     `relaxd replay` can repeat any step."""
@@ -339,10 +340,13 @@ class WeightsConfig(Section):
 class TelemetryConfig(Section):
     """Traces and sample records."""
 
+    traces: Literal["otlp", "file"] = "otlp"
+    """otlp: send traces to OTEL_EXPORTER_OTLP_ENDPOINT, if that is set. file: also write them into the run's folder, so
+    that `relaxd trace` shows them."""
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of groups to trace."""
     samples_per_step: int = Field(default=8, ge=0)
-    """Samples of each step to keep for `relaxd samples`."""
+    """Samples of each step to keep for `relaxd samples`, in Redis and in the run's samples.jsonl."""
 
 
 class RunConfig(Section):
@@ -374,6 +378,10 @@ class RunConfig(Section):
     """Evaluation."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Traces and samples."""
+
+    def trace_folder(self, run_folder: str) -> Path | None:
+        """Return the run's folder if its processes write traces there, else None."""
+        return Path(run_folder) if self.telemetry.traces == "file" else None
 
     @property
     def has_reference_service(self) -> bool:

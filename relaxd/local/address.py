@@ -2,15 +2,29 @@
 
 from pathlib import Path
 
-from relaxd.local import compose, stack
+from relaxd.client.errors import CliError
+from relaxd.local import compose
 from relaxd.local.state import StateFolder
 
 
-def coordinator_address(state: Path, coordinator: str | None) -> str:
-    """Return host:port as given, else of the containers or services up here, else the default local one."""
+def address_here(state: Path, coordinator: str | None) -> str | None:
+    """Return host:port as given, else of the containers or services up here; None if nothing is up here.
+
+    There is no default address: another folder's services may use it.
+    """
     if coordinator:
         return coordinator
     if containers := compose.use(StateFolder(state)):
         return containers.coordinator
     stack_state = StateFolder(state).read()
-    return stack_state.coordinator if stack_state else f"127.0.0.1:{stack.COORDINATOR_PORT}"
+    return stack_state.coordinator if stack_state else None
+
+
+def coordinator_address(state: Path, coordinator: str | None) -> str:
+    """Like `address_here`. Raises CliError if nothing is up here."""
+    if address := address_here(state, coordinator):
+        return address
+    raise CliError(
+        f"no services are up here (in {StateFolder(state).path})",
+        "relaxd up starts them; --state DIR or --coordinator HOST:PORT names others",
+    )

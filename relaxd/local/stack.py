@@ -107,17 +107,19 @@ def make_plan(
     )
 
 
-def up(folder: StateFolder, plan: StackPlan, say: Callable[[str], None]) -> StackState:
-    """Start the supervisor and wait until every service has registered. Raises CliError after stopping everything."""
+def up(folder: StateFolder, plan: StackPlan, say: Callable[[str], None], logs: Path | None = None) -> StackState:
+    """Start the supervisor and wait until every service has registered. Raises CliError after stopping everything.
+
+    `logs` is a folder for the logs, to which they are appended; by default they begin anew in the state folder.
+    """
     if folder.is_up():
         raise CliError(
             f"services are already up (in {folder.path})", "relaxd status shows them, relaxd down stops them"
         )
     folder.create()
-    for log in folder.logs.glob("*.log"):
-        log.unlink()
+    folder.begin_logs(logs)
     folder.plan.write_text(plan.model_dump_json(indent=2))
-    with folder.log("supervisor").open("wb") as log_file:
+    with folder.log("supervisor").open("ab") as log_file:
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "relaxd.local.supervisor", str(folder.plan)],
             stdin=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +84,7 @@ class StateFolder:
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
         self.logs = self.path / "logs"
+        """Logs of the services; of those started for one run, a link to its folder."""
         self.redis_data = self.path / "redis"
         self.redis_password = self.path / "redis_password"
         self.plan = self.path / "plan.json"
@@ -93,11 +95,29 @@ class StateFolder:
     def create(self) -> None:
         """Create the folder. Raises CliError when that fails."""
         try:
-            self.logs.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not self.logs.is_symlink():  # else they are a run's, whose folder may be gone
+                self.logs.mkdir(exist_ok=True)
             (self.path / ".gitignore").write_text("*\n")
         except OSError as error:
             problem = f"cannot write the state folder {self.path}: {error.strerror}"
             raise CliError(problem, "choose another: --state DIR") from error
+
+    def begin_logs(self, target: Path | None = None) -> None:
+        """Begin empty logs here, or go on with those in `target`, a run's folder. Raises CliError."""
+        try:
+            if self.logs.is_symlink():
+                self.logs.unlink()
+            if target is not None:
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(self.logs, ignore_errors=True)
+                self.logs.symlink_to(target)
+            self.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CliError(f"cannot write logs to {target or self.logs}: {error.strerror}") from error
+        if target is None:
+            for log in self.logs.glob("*.log"):
+                log.unlink()
 
     def log(self, service: str) -> Path:
         """Return the path of a service's log."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pydantic
 
+from relaxd import telemetry
 from relaxd.config import RunConfig
 from relaxd.replica.gpus import GpuLeases
 from relaxd.replica.service import ReplicaService
@@ -181,6 +182,7 @@ class AssignmentFollower:
             config = RunConfig.model_validate_json(assignment.config_json)
         except pydantic.ValidationError as error:
             raise InvalidArgument.from_validation(error, "config_json") from error
+        await asyncio.to_thread(telemetry.write_traces, config.trace_folder(assignment.folder))
         await self._service.start_run(config, assignment)
 
     async def _follow_pause(self) -> None:
@@ -195,6 +197,7 @@ class AssignmentFollower:
             async with asyncio.timeout(seconds):
                 await self._service.stop_run()
                 await self._gpus.give_back()
+                await asyncio.to_thread(telemetry.write_traces, None)
         except Exception:
             # The replica has to go on all the same: to the next run, or to the end of the process.
             _log.exception("stop_run of run %s failed", self.run_id)

@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from pydantic import ValidationError
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.write import dump_changes
+from relaxd.run_folder import SAMPLES, SUMMARY, newest_lines
 from relaxd.v1 import coordinator_pb2 as pb
 
-SUMMARY = "summary.json"
-"""Written when a run ends."""
+SHOWN_SAMPLES = 64
 EVALUATIONS = "evaluations"
 """Folder with the answers of each evaluation, in step-N.jsonl."""
 
@@ -107,12 +108,6 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     return found
 
 
-def save_samples(folder: Path, samples: Sequence[pb.TrainedSample]) -> None:
-    """Write samples.jsonl, so that the report can be made without the services."""
-    lines = [json.dumps(sample_values(sample), ensure_ascii=False) for sample in samples]
-    (folder / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
 def sample_values(sample: pb.TrainedSample) -> dict[str, Any]:
     """Return a sample's fields by name; protobuf's own JSON writes 64-bit numbers as text."""
     return {field.name: getattr(sample, field.name) for field in sample.DESCRIPTOR.fields}
@@ -124,7 +119,7 @@ def read_result(folder: Path) -> RunResult:
         ended = (folder / SUMMARY).exists() or not (folder / "run.json").exists()
         summary = json.loads((folder / (SUMMARY if ended else "run.json")).read_text())
         lines = read_lines(folder / "metrics.jsonl", growing=not ended)
-        samples = read_lines(folder / "samples.jsonl") if (folder / "samples.jsonl").exists() else []
+        samples = list(islice(newest_lines(folder / SAMPLES), SHOWN_SAMPLES))
         config = folder / "config.toml"
         config_toml = config.read_text() if config.exists() else ""
         code = folder / "code.json"

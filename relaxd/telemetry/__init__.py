@@ -1,8 +1,8 @@
-"""Traces, metrics and logs. Without OTEL_EXPORTER_OTLP_ENDPOINT nothing is recorded, at almost no cost."""
+"""Traces, metrics and logs. Nothing is recorded, at almost no cost, unless it is exported or written."""
 
 from relaxd.telemetry.logs import setup_logging
 from relaxd.telemetry.metrics import METRICS, Metric, record, record_step
-from relaxd.telemetry.setup import enabled, flush, meter, setup, shutdown, tracer
+from relaxd.telemetry.setup import enabled, flush, meter, setup, shutdown, tracer, write_traces
 from relaxd.telemetry.spans import (
     extract,
     inject,
@@ -32,4 +32,5 @@ __all__ = [
     "shutdown",
     "stage_span",
     "tracer",
+    "write_traces",
 ]

@@ -56,5 +56,5 @@ def setup_logging(service: str, level: str = "info") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service) if json_lines else TextFormatter(service))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # Exporters log a traceback for every failed attempt, which would flood the log while the collector is down.
+    # Exporters log every failed attempt, which would flood the log while the collector is down (setup.py).
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)

@@ -2,6 +2,8 @@
 
 import logging
 import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from opentelemetry import metrics, trace
@@ -10,61 +12,126 @@ from opentelemetry.trace import Tracer
 
 from relaxd import __version__
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+
+    from relaxd.telemetry.trace_files import TraceFiles
+
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 FLUSH_MILLISECONDS = 2000
 """Limit of the final export at the end of a process, for traces and metrics each."""
 EXPORT_SECONDS = 5.0
 """Limit of one export, so that a collector that is down does not delay the end of the process."""
 
+FILE_DELAY_MILLISECONDS = 1000
+"""Longest time until a span is in a run's folder."""
+
 _log = logging.getLogger(__name__)
 _enabled = False
+_process = ("process", "process")
+"""Role and replica id."""
+_files: "TraceFiles | None" = None
 
 
 def setup(role: str, replica_id: str) -> bool:
     """Export traces and metrics by OTLP over gRPC if OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
     The resource is service.name = "relaxd-<role>" and service.instance.id = replica_id. The standard OTEL_* variables
-    (OTEL_BSP_SCHEDULE_DELAY, OTEL_METRIC_EXPORT_INTERVAL, OTEL_RESOURCE_ATTRIBUTES ...) apply. Call it once per
-    process; further calls do nothing.
+    (OTEL_BSP_SCHEDULE_DELAY, OTEL_METRIC_EXPORT_INTERVAL, OTEL_RESOURCE_ATTRIBUTES ...) apply. An endpoint that can't
+    be reached is logged once. Call it once per process; further calls do nothing.
 
     Returns True if anything is exported.
     """
-    global _enabled
+    global _enabled, _process
+    _process = role, replica_id
     endpoint = os.environ.get(ENDPOINT, "").strip()
     if _enabled or not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return _enabled
     # Imported only if needed: the exporters take a third of a second to import.
+    from opentelemetry.exporter.otlp.proto.grpc import exporter
     from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    resource = Resource.create(
-        {
-            "service.name": f"relaxd-{role}",
-            "service.namespace": "relaxd",
-            "service.instance.id": replica_id,
-            "service.version": __version__,
-        }
-    )
+    exporter.logger.addFilter(_SaidOnce())
     # Without a scheme the exporter would require TLS; in relaxd a bare host:port means plaintext.
     insecure = True if urlsplit(endpoint).scheme not in ("http", "https") else None
-    spans = TracerProvider(resource=resource)
-    spans.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(insecure=insecure, timeout=EXPORT_SECONDS)))
-    trace.set_tracer_provider(spans)
+    spans = BatchSpanProcessor(OTLPSpanExporter(insecure=insecure, timeout=EXPORT_SECONDS))
+    _span_provider().add_span_processor(spans)
     reader = PeriodicExportingMetricReader(OTLPMetricExporter(insecure=insecure, timeout=EXPORT_SECONDS))
-    metrics.set_meter_provider(MeterProvider(resource=resource, metric_readers=[reader]))
+    metrics.set_meter_provider(MeterProvider(resource=_resource(), metric_readers=[reader]))
     _enabled = True
     _log.info("exporting traces and metrics of relaxd-%s to %s", role, endpoint)
     return True
 
 
+def write_traces(run_folder: Path | None) -> None:
+    """Also write the spans of this process to files in a run's folder from now on; None ends that.
+
+    Waits for a bounded time until earlier spans are written.
+    """
+    global _files
+    if _files is None:
+        if run_folder is None:
+            return
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        from relaxd.telemetry.trace_files import TraceFiles
+
+        _files = TraceFiles(_process[1])
+        processor = BatchSpanProcessor(_files, schedule_delay_millis=FILE_DELAY_MILLISECONDS)
+        _span_provider().add_span_processor(processor)
+    elif _files.is_open:
+        flush()
+    _files.open(run_folder)
+
+
+class _SaidOnce(logging.Filter):
+    """Passes the exporters' first error, as a warning: they try again with every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if self._said or record.levelno < logging.ERROR:
+            return False
+        self._said = True
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg = f"{record.msg}; exporting is tried again, without saying so"
+        return True
+
+
+def _resource() -> "Resource":
+    from opentelemetry.sdk.resources import Resource
+
+    return Resource.create(
+        {
+            "service.name": f"relaxd-{_process[0]}",
+            "service.namespace": "relaxd",
+            "service.instance.id": _process[1],
+            "service.version": __version__,
+        }
+    )
+
+
+def _span_provider() -> "TracerProvider":
+    """Return this process's provider of recorded spans; make it the first time."""
+    from opentelemetry.sdk.trace import TracerProvider
+
+    provider = trace.get_tracer_provider()
+    if not isinstance(provider, TracerProvider):
+        provider = TracerProvider(resource=_resource())
+        trace.set_tracer_provider(provider)
+    return provider
+
+
 def enabled() -> bool:
     """Return True if this process exports anything."""
-    return _enabled
+    return _enabled or (_files is not None and _files.is_open)
 
 
 def tracer() -> Tracer:
@@ -79,7 +146,7 @@ def meter() -> Meter:
 
 def flush() -> None:
     """Export pending data, for a bounded time, in a process that may be killed soon."""
-    if not _enabled:
+    if not enabled():
         return
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.trace import TracerProvider
@@ -94,15 +161,17 @@ def flush() -> None:
 def shutdown() -> None:
     """Export pending data, for a bounded time, and stop exporting."""
     global _enabled
-    if not _enabled:
+    if not enabled():
         return
+    flush()
     _enabled = False
+    if _files is not None:
+        _files.open(None)
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.trace import TracerProvider
 
     spans, numbers = trace.get_tracer_provider(), metrics.get_meter_provider()
     if isinstance(spans, TracerProvider):
-        spans.force_flush(FLUSH_MILLISECONDS)
         spans.shutdown()
     if isinstance(numbers, MeterProvider):
         numbers.shutdown(FLUSH_MILLISECONDS)

@@ -842,16 +842,20 @@ class SaveCheckpointRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    ROTATE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run's id; empty means the active run."""
+    rotate: _builtins.bool
+    """Let trainer.checkpoint.keep remove it in its turn, like the trainer's own. Otherwise it stays until someone removes it."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        rotate: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rotate", b"rotate", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -892,16 +896,20 @@ class RestoreRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FOLDER_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
     """Absolute path of the run's folder, as the coordinator sees it; the run's id is in it."""
+    steps: _builtins.int
+    """New number of the run's steps, above those that are done: an ended run goes on, too. 0 leaves it as it is."""
     def __init__(
         self,
         *,
         folder: _builtins.str = ...,
+        steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

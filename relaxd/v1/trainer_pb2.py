@@ -27,7 +27,7 @@ from relaxd.v1 import replica_pb2 as relaxd_dot_v1_dot_replica__pb2
 from relaxd.v1 import weights_pb2 as relaxd_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/trainer.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/replica.proto\x1a\x17relaxd/v1/weights.proto\"\x1a\n\x18GetWeightManifestRequest\"\xb1\x01\n\x19GetWeightManifestResponse\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.relaxd.v1.WeightManifest\x12\x14\n\x0csource_ranks\x18\x02 \x01(\x05\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\x05\x12)\n\x07weights\x18\x05 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"W\n\x1dTrainerJoinWeightGroupRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12%\n\x05group\x18\x02 \x01(\x0b\x32\x16.relaxd.v1.WeightGroup\" \n\x1eTrainerJoinWeightGroupResponse\"\x94\x01\n\x17\x42roadcastWeightsRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x12\n\ngroup_name\x18\x02 \x01(\t\x12)\n\x07weights\x18\x03 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x08\"\xb3\x01\n\x18\x42roadcastWeightsResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\x12\x45\n\tchecksums\x18\x03 \x03(\x0b\x32\x32.relaxd.v1.BroadcastWeightsResponse.ChecksumsEntry\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\"E\n\x1eTrainerLeaveWeightGroupRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x12\n\ngroup_name\x18\x02 \x01(\t\"!\n\x1fTrainerLeaveWeightGroupResponse\"\x1e\n\x1cTrainerSaveCheckpointRequest\"X\n\x1dTrainerSaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12)\n\x07weights\x18\x02 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"*\n\x18\x45xportHuggingFaceRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"T\n\x19\x45xportHuggingFaceResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12)\n\x07weights\x18\x02 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"?\n\x13TrainerSleepRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"?\n\x14TrainerSleepResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange\"\xab\x01\n\x12TrainerWakeRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\x12;\n\x07metrics\x18\x03 \x03(\x0b\x32*.relaxd.v1.TrainerWakeRequest.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\">\n\x13TrainerWakeResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange2\xa2\x06\n\x07Trainer\x12g\n\x11GetWeightManifest\x12#.relaxd.v1.GetWeightManifestRequest\x1a$.relaxd.v1.GetWeightManifestResponse\"\x07\x90\x02\x01\x88\x80\x19\x01\x12l\n\x0fJoinWeightGroup\x12(.relaxd.v1.TrainerJoinWeightGroupRequest\x1a).relaxd.v1.TrainerJoinWeightGroupResponse\"\x04\x88\x80\x19\x02\x12\x61\n\x10\x42roadcastWeights\x12\".relaxd.v1.BroadcastWeightsRequest\x1a#.relaxd.v1.BroadcastWeightsResponse\"\x04\x88\x80\x19\x02\x12o\n\x10LeaveWeightGroup\x12).relaxd.v1.TrainerLeaveWeightGroupRequest\x1a*.relaxd.v1.TrainerLeaveWeightGroupResponse\"\x04\x88\x80\x19\x02\x12\x64\n\x11\x45xportHuggingFace\x12#.relaxd.v1.ExportHuggingFaceRequest\x1a$.relaxd.v1.ExportHuggingFaceResponse\"\x04\x88\x80\x19\x02\x12i\n\x0eSaveCheckpoint\x12\'.relaxd.v1.TrainerSaveCheckpointRequest\x1a(.relaxd.v1.TrainerSaveCheckpointResponse\"\x04\x88\x80\x19\x02\x12N\n\x05Sleep\x12\x1e.relaxd.v1.TrainerSleepRequest\x1a\x1f.relaxd.v1.TrainerSleepResponse\"\x04\x88\x80\x19\x02\x12K\n\x04Wake\x12\x1d.relaxd.v1.TrainerWakeRequest\x1a\x1e.relaxd.v1.TrainerWakeResponse\"\x04\x88\x80\x19\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relaxd/v1/trainer.proto\x12\trelaxd.v1\x1a\x16relaxd/v1/access.proto\x1a\x17relaxd/v1/replica.proto\x1a\x17relaxd/v1/weights.proto\"\x1a\n\x18GetWeightManifestRequest\"\xb1\x01\n\x19GetWeightManifestResponse\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.relaxd.v1.WeightManifest\x12\x14\n\x0csource_ranks\x18\x02 \x01(\x05\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\x05\x12)\n\x07weights\x18\x05 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"W\n\x1dTrainerJoinWeightGroupRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12%\n\x05group\x18\x02 \x01(\x0b\x32\x16.relaxd.v1.WeightGroup\" \n\x1eTrainerJoinWeightGroupResponse\"\x94\x01\n\x17\x42roadcastWeightsRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x12\n\ngroup_name\x18\x02 \x01(\t\x12)\n\x07weights\x18\x03 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x08\"\xb3\x01\n\x18\x42roadcastWeightsResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\x12\x45\n\tchecksums\x18\x03 \x03(\x0b\x32\x32.relaxd.v1.BroadcastWeightsResponse.ChecksumsEntry\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\"E\n\x1eTrainerLeaveWeightGroupRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x12\n\ngroup_name\x18\x02 \x01(\t\"!\n\x1fTrainerLeaveWeightGroupResponse\".\n\x1cTrainerSaveCheckpointRequest\x12\x0e\n\x06rotate\x18\x01 \x01(\x08\"X\n\x1dTrainerSaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12)\n\x07weights\x18\x02 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"*\n\x18\x45xportHuggingFaceRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"T\n\x19\x45xportHuggingFaceResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12)\n\x07weights\x18\x02 \x01(\x0b\x32\x18.relaxd.v1.WeightVersion\"?\n\x13TrainerSleepRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"?\n\x14TrainerSleepResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange\"\xab\x01\n\x12TrainerWakeRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\x12;\n\x07metrics\x18\x03 \x03(\x0b\x32*.relaxd.v1.TrainerWakeRequest.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\">\n\x13TrainerWakeResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.relaxd.v1.MemoryChange2\xa2\x06\n\x07Trainer\x12g\n\x11GetWeightManifest\x12#.relaxd.v1.GetWeightManifestRequest\x1a$.relaxd.v1.GetWeightManifestResponse\"\x07\x90\x02\x01\x88\x80\x19\x01\x12l\n\x0fJoinWeightGroup\x12(.relaxd.v1.TrainerJoinWeightGroupRequest\x1a).relaxd.v1.TrainerJoinWeightGroupResponse\"\x04\x88\x80\x19\x02\x12\x61\n\x10\x42roadcastWeights\x12\".relaxd.v1.BroadcastWeightsRequest\x1a#.relaxd.v1.BroadcastWeightsResponse\"\x04\x88\x80\x19\x02\x12o\n\x10LeaveWeightGroup\x12).relaxd.v1.TrainerLeaveWeightGroupRequest\x1a*.relaxd.v1.TrainerLeaveWeightGroupResponse\"\x04\x88\x80\x19\x02\x12\x64\n\x11\x45xportHuggingFace\x12#.relaxd.v1.ExportHuggingFaceRequest\x1a$.relaxd.v1.ExportHuggingFaceResponse\"\x04\x88\x80\x19\x02\x12i\n\x0eSaveCheckpoint\x12\'.relaxd.v1.TrainerSaveCheckpointRequest\x1a(.relaxd.v1.TrainerSaveCheckpointResponse\"\x04\x88\x80\x19\x02\x12N\n\x05Sleep\x12\x1e.relaxd.v1.TrainerSleepRequest\x1a\x1f.relaxd.v1.TrainerSleepResponse\"\x04\x88\x80\x19\x02\x12K\n\x04Wake\x12\x1d.relaxd.v1.TrainerWakeRequest\x1a\x1e.relaxd.v1.TrainerWakeResponse\"\x04\x88\x80\x19\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -73,23 +73,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINERLEAVEWEIGHTGROUPRESPONSE']._serialized_start=847
   _globals['_TRAINERLEAVEWEIGHTGROUPRESPONSE']._serialized_end=880
   _globals['_TRAINERSAVECHECKPOINTREQUEST']._serialized_start=882
-  _globals['_TRAINERSAVECHECKPOINTREQUEST']._serialized_end=912
-  _globals['_TRAINERSAVECHECKPOINTRESPONSE']._serialized_start=914
-  _globals['_TRAINERSAVECHECKPOINTRESPONSE']._serialized_end=1002
-  _globals['_EXPORTHUGGINGFACEREQUEST']._serialized_start=1004
-  _globals['_EXPORTHUGGINGFACEREQUEST']._serialized_end=1046
-  _globals['_EXPORTHUGGINGFACERESPONSE']._serialized_start=1048
-  _globals['_EXPORTHUGGINGFACERESPONSE']._serialized_end=1132
-  _globals['_TRAINERSLEEPREQUEST']._serialized_start=1134
-  _globals['_TRAINERSLEEPREQUEST']._serialized_end=1197
-  _globals['_TRAINERSLEEPRESPONSE']._serialized_start=1199
-  _globals['_TRAINERSLEEPRESPONSE']._serialized_end=1262
-  _globals['_TRAINERWAKEREQUEST']._serialized_start=1265
-  _globals['_TRAINERWAKEREQUEST']._serialized_end=1436
-  _globals['_TRAINERWAKEREQUEST_METRICSENTRY']._serialized_start=1390
-  _globals['_TRAINERWAKEREQUEST_METRICSENTRY']._serialized_end=1436
-  _globals['_TRAINERWAKERESPONSE']._serialized_start=1438
-  _globals['_TRAINERWAKERESPONSE']._serialized_end=1500
-  _globals['_TRAINER']._serialized_start=1503
-  _globals['_TRAINER']._serialized_end=2305
+  _globals['_TRAINERSAVECHECKPOINTREQUEST']._serialized_end=928
+  _globals['_TRAINERSAVECHECKPOINTRESPONSE']._serialized_start=930
+  _globals['_TRAINERSAVECHECKPOINTRESPONSE']._serialized_end=1018
+  _globals['_EXPORTHUGGINGFACEREQUEST']._serialized_start=1020
+  _globals['_EXPORTHUGGINGFACEREQUEST']._serialized_end=1062
+  _globals['_EXPORTHUGGINGFACERESPONSE']._serialized_start=1064
+  _globals['_EXPORTHUGGINGFACERESPONSE']._serialized_end=1148
+  _globals['_TRAINERSLEEPREQUEST']._serialized_start=1150
+  _globals['_TRAINERSLEEPREQUEST']._serialized_end=1213
+  _globals['_TRAINERSLEEPRESPONSE']._serialized_start=1215
+  _globals['_TRAINERSLEEPRESPONSE']._serialized_end=1278
+  _globals['_TRAINERWAKEREQUEST']._serialized_start=1281
+  _globals['_TRAINERWAKEREQUEST']._serialized_end=1452
+  _globals['_TRAINERWAKEREQUEST_METRICSENTRY']._serialized_start=1406
+  _globals['_TRAINERWAKEREQUEST_METRICSENTRY']._serialized_end=1452
+  _globals['_TRAINERWAKERESPONSE']._serialized_start=1454
+  _globals['_TRAINERWAKERESPONSE']._serialized_end=1516
+  _globals['_TRAINER']._serialized_start=1519
+  _globals['_TRAINER']._serialized_end=2321
 # @@protoc_insertion_point(module_scope)

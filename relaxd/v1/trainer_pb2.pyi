@@ -265,12 +265,17 @@ class TrainerSaveCheckpointRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    ROTATE_FIELD_NUMBER: _builtins.int
+    rotate: _builtins.bool
+    """Let trainer.checkpoint.keep remove it in its turn. Otherwise it stays until someone removes it."""
     def __init__(
         self,
+        *,
+        rotate: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rotate", b"rotate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

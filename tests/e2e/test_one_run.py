@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from relaxd.cli.main import app
 from relaxd.local.state import StateFolder
+from relaxd.report.traces import all_spans
+from relaxd.run_folder import read_lines
 from relaxd.telemetry import METRICS
 from tests.e2e.conftest import open_workplace
 from tests.e2e.test_run import check_books, read_summary
@@ -90,7 +94,7 @@ class FinishedRun:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[FinishedRun]:
     with open_workplace(tmp_path_factory.mktemp("run"), tiny_model) as place, otlp_receiver() as receiver:
-        words = ("run", "tiny.toml", "--run-id", "tiny", "--run.seed", "3")
+        words = ("run", "tiny.toml", "--run-id", "tiny", "--run.seed", "3", "--telemetry.traces", "file")
         code, output = place.relaxd(*words, timeout=200, **receiver.environment())
         assert code == 0, output
         assert not StateFolder(place.folder / ".relaxd").is_up()
@@ -127,6 +131,22 @@ def test_one_command_trains_and_leaves_everything(finished: FinishedRun, tiny_mo
     assert dict(after.named_parameters()).keys() == names
     assert any(not torch.equal(before.get_parameter(name), after.get_parameter(name)) for name in names)
     assert AutoTokenizer.from_pretrained(folder / "model").decode([1]) == "<|im_start|>"
+
+
+@pytest.mark.timeout(240)
+def test_samples_checkpoint_and_traces_are_in_the_folder(finished: FinishedRun, tmp_path: Path) -> None:
+    samples = list(read_lines(finished.folder / "samples.jsonl"))
+    assert [sample["step"] for sample in samples] == [1] * 8 + [2] * 8 + [3] * 8
+    assert (finished.folder / "checkpoints" / "step-000003" / "manifest.json").is_file()
+    words = ("trace", samples[-1]["group_id"], "--folder", str(finished.folder), "--state", str(tmp_path))
+    shown = CliRunner().invoke(app, words, env={"COLUMNS": "160"})
+    assert shown.exit_code == 0, shown.exception
+    spans = [line.split()[:2] for line in shown.stdout.splitlines()[2:]]
+    expected = ["publish", "coordinator"], ["generate", "rollout"], ["score", "reward"], ["train", "trainer"]
+    assert all(span in spans for span in (*expected, ["advantage", "advantage"], ["step", "trainer"]))
+    received = {span.span_id for span in finished.spans if span.name in SERVICE_OF}
+    written = {span.span_id for span in all_spans(finished.folder) if span.name in SERVICE_OF}
+    assert written == received
 
 
 @pytest.mark.timeout(240)

@@ -86,15 +86,21 @@ def test_a_run_goes_on_after_everything_was_killed(workplace: Workplace, tiny_mo
 
     code, output = workplace.relaxd("export", "r", "exported")
     assert code == 0, output
-    assert "step 8" in output
+    assert "step 9" in output
     exported = load_file(workplace.folder / "exported" / "model.safetensors")
     assert exported.keys() == load_file(tiny_model / "model.safetensors").keys()
     code, output = workplace.relaxd("export", "r", "exported", "--step", "7")
     assert code == 1
-    assert re.search(r"no intact checkpoint of step 7; available steps: \d, 8", output)
+    assert re.search(r"no intact checkpoint of step 7; available steps: 8, 9", output)
     code, output = workplace.relaxd("resume", "r")
     assert code == 1
-    assert "has ended" in output
+    assert "run r has ended (completed): 9 of 9 steps are done" in output
+
+    code, output = workplace.relaxd("resume", "r", "--run.steps", "11", timeout=240)
+    assert code == 0, output
+    check_books(read_summary(folder), steps=11)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 12))
 
 
 @pytest.mark.slow

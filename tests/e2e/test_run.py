@@ -120,3 +120,13 @@ def test_ctrl_c_stops_everything(workplace: Workplace) -> None:
     assert process.wait(timeout=60) == 130, rest
     assert "Traceback" not in rest
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "every service is gone", 10)
+    saved = re.search(r"the checkpoint of step (\d+) is on disk", rest)
+    assert saved, rest
+    checkpoint = workplace.folder / "runs" / "long" / "checkpoints" / f"step-{int(saved[1]):06d}"
+    assert (checkpoint / "manifest.json").is_file()
+    assert not (checkpoint / "kept").exists()
+    # The folder tells everything without the services, and how the run goes on.
+    code, output = workplace.relaxd("samples", "--json", "--limit", "1")
+    assert (code, output.count("relaxd resume long continues it")) == (0, 1), output
+    code, output = workplace.relaxd("logs", "trainer", "--run", "long")
+    assert (code, f"checkpoint of step {saved[1]} is on disk" in output) == (0, True), output

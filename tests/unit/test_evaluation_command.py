@@ -8,13 +8,14 @@ from typer.testing import CliRunner
 
 from relaxd.cli.main import app
 from relaxd.client.errors import CliError
+from services.coordinator.state.records import Outcome
+from tests.kit.run_folders import write_run
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "run.json").write_text(json.dumps({"run_id": "mine", "phase": "RUNNING"}))
-    (tmp_path / "metrics.jsonl").write_text("")
-    return tmp_path
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_run("mine", steps=9, done=0, outcome=Outcome.STOPPED).resolve()
 
 
 def keep(folder: Path, step: int, *answers: tuple[str, float, str]) -> None:

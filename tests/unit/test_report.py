@@ -10,9 +10,8 @@ import pytest
 from relaxd.client.errors import CliError
 from relaxd.config.load import load
 from relaxd.report.report import write_report
-from relaxd.report.result import read_result, save_samples
+from relaxd.report.result import read_result
 from relaxd.report.step_times import GROUP, TRAINER, mean_rows, share_rows, tables
-from relaxd.v1 import coordinator_pb2 as pb
 
 
 @pytest.fixture
@@ -37,7 +36,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "config.toml").write_text("[run]\nsteps = 3 # <b>\n")
     nasty = "<script>alert(1)</script> $title"
-    save_samples(tmp_path, [pb.TrainedSample(step=3, prompt="1 + 1", answer="2", response=nasty, reward=0.25)])
+    sample = {"step": 3, "prompt": "1 + 1", "answer": "2", "response": nasty, "reward": 0.25}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     return tmp_path
 
 

@@ -126,12 +126,15 @@ class CoordinatorService(CoordinatorServicer):
         """Let the trainer of the active run save a checkpoint."""
         active = self._manager.require_active(checked_run_id(request.run_id))
         with active.trainer_awake():
-            saved = await save_checkpoint(active.context)
+            saved = await save_checkpoint(active.context, rotate=request.rotate)
         return pb.SaveCheckpointResponse(path=saved.path, weights=saved.weights)
 
     async def RestoreRun(self, request: pb.RestoreRunRequest, context: Any) -> pb.RestoreRunResponse:
-        """Restore a run that Redis lost from its folder, and resume it."""
-        active = await self._manager.restore(request.folder)
+        """Restore a run that Redis lost from its folder, or extend one that has ended, and resume it."""
+        violations = Violations()
+        violations.check(request.steps >= 0, "steps", "must not be negative; 0 leaves the run's steps as they are")
+        violations.raise_if_any()
+        active = await self._manager.restore(request.folder, request.steps)
         return pb.RestoreRunResponse(run=await self._manager.message(active.record))
 
     # --- replicas -------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
 
 
-async def save_checkpoint(context: RunContext) -> TrainerSaveCheckpointResponse:
-    """Let the run's trainer save a checkpoint, however long that takes.
+async def save_checkpoint(context: RunContext, *, rotate: bool) -> TrainerSaveCheckpointResponse:
+    """Let the run's trainer save a checkpoint, however long that takes. Unless `rotate`, it is never removed.
 
     Raises Unavailable: no trainer is ready, or it is lost meanwhile; FailedPrecondition: the trainer refuses.
     """
@@ -19,7 +19,7 @@ async def save_checkpoint(context: RunContext) -> TrainerSaveCheckpointResponse:
         raise Unavailable("no trainer is ready")
     stub = context.peers.trainer(trainer.registration.address)
     try:
-        call = stub.SaveCheckpoint(TrainerSaveCheckpointRequest(), timeout=LONG_CALL_SECONDS)
+        call = stub.SaveCheckpoint(TrainerSaveCheckpointRequest(rotate=rotate), timeout=LONG_CALL_SECONDS)
         with waiting("the trainer to save a checkpoint", on=trainer.replica_id):
             return await answer(call, trainer, context.registry)
     except NoAnswer as error:

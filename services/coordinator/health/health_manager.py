@@ -176,7 +176,7 @@ class HealthManager:
         if self._context.fleet.trainer() is None:
             return
         try:
-            saved = await save_checkpoint(self._context)
+            saved = await save_checkpoint(self._context, rotate=True)
             logger.info("checkpoint of version %d saved: %s", saved.weights.version, saved.path)
         except RpcError as error:
             logger.warning("could not save a checkpoint: %s", error)

@@ -20,7 +20,7 @@ from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.health.health_manager import HealthManager
 from services.coordinator.runs.evaluation import EvaluationFailed, Evaluator, Judged, summarise_answers
-from services.coordinator.runs.exporting import ExportFailed, export_model
+from services.coordinator.runs.exporting import ExportFailed, export_model, save_last_checkpoint
 from services.coordinator.runs.publisher import Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
 from services.coordinator.runs.usage import Usage
@@ -84,6 +84,8 @@ class ActiveRun:
         self.waiting = WaitWatcher(context, self._describe)
         self._going_since = time.time()
         """Unix time at which training began, or went on after a pause, under this coordinator."""
+        self._sampled_step = 0
+        """The last step whose samples are in the run's folder."""
         self._reported_sync_seconds = 0.0
         """The part of `sync.seconds` that earlier steps' metrics contain."""
         self._reported_drops: Counter[str] | None = None
@@ -155,6 +157,7 @@ class ActiveRun:
             groups_per_step=self.config.trainer.groups_per_step,
             steps=self.config.run.steps,
         )
+        await asyncio.to_thread(telemetry.write_traces, self.config.trace_folder(self.record.folder))
         async with self._saving:  # an immediate pause or stop writes the same file
             await asyncio.to_thread(self._files.write_record, self.record)
         self.assignable = True
@@ -172,10 +175,12 @@ class ActiveRun:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.to_thread(telemetry.write_traces, None)
 
     async def _phases(self) -> None:
         try:
             await self._rewrite_metrics()
+            self._sampled_step = await asyncio.to_thread(self._files.end_samples)
             if self.record.phase == Phase.PENDING:
                 await self._wait_for_fleet()
             if self.record.phase == Phase.RUNNING:
@@ -239,6 +244,9 @@ class ActiveRun:
         model = ""
         if steps:
             await self._append_metrics()
+            if self.config.trainer.checkpoint.every:
+                await self._set_reason(f"{reason}; saving a checkpoint")
+                await self._save_checkpoint()
             if await self._last_sync(steps):
                 try:
                     await self._evaluate(steps, f"{reason}; evaluating after the last step")
@@ -388,6 +396,15 @@ class ActiveRun:
             await self._add_note(f"the model was not exported: {error}")
             return ""
 
+    async def _save_checkpoint(self) -> None:
+        """Let the trainer save a last checkpoint; adds a note if it doesn't."""
+        try:
+            with self.trainer_awake():
+                away_seconds = self.config.health.role_timeout_seconds
+                await save_last_checkpoint(self.fleet, self.context.peers, away_seconds=away_seconds)
+        except ExportFailed as error:
+            await self._add_note(f"there is no checkpoint of the last step: {error}")
+
     async def _clear_board(self) -> None:
         """Drop the open groups, once the trainer has finished a step that it may be working on.
 
@@ -454,6 +471,15 @@ class ActiveRun:
             telemetry.record_step(self.record.run_id, step, metrics)
         await asyncio.to_thread(self._files.append_ledger, ledger)
         await asyncio.to_thread(self._files.append_metrics, steps)
+        await self._append_samples()
+
+    async def _append_samples(self) -> None:
+        """Copy the samples of new steps to the run's folder. A restored board has none of earlier steps."""
+        if kept := self.config.telemetry.samples_per_step:
+            for step in range(self._sampled_step + 1, self._files.last_step + 1):
+                samples = await self._redis.in_thread(self.board.samples, step, kept)
+                await asyncio.to_thread(self._files.append_samples, samples)
+                self._sampled_step = step
 
     async def _take_drops(self, steps: int) -> dict[str, float]:
         """Return the groups dropped since the last call, in all and by reason, per step."""

@@ -1,12 +1,15 @@
-"""Export of a run's model as a Hugging Face folder."""
+"""What the trainer writes when a run ends: a checkpoint, and the model as a Hugging Face folder."""
 
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import grpc
 
 from relaxd.roles import TRAINER
 from relaxd.rpc.errors import explain
-from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest
+from relaxd.v1.trainer_pb2 import ExportHuggingFaceRequest, TrainerSaveCheckpointRequest
+from relaxd.v1.trainer_pb2_grpc import TrainerStub
 from services.coordinator.fleet.fleet import Fleet
 from services.coordinator.fleet.peers import Peers
 from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
@@ -15,16 +18,36 @@ POLL_SECONDS = 1.0
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Statuses of a lost trainer, which may return."""
 EXPORT_FOLDER = "model"
+Result = TypeVar("Result")
 
 
 class ExportFailed(Exception):
-    """The trainer did not export the model."""
+    """The trainer did not write what it should."""
 
 
 async def export_model(fleet: Fleet, peers: Peers, *, away_seconds: float) -> str:
-    """Let the trainer export the model, however long that takes; returns its path.
+    """Let the trainer export the model; returns its path. See `_ask_trainer`."""
+    request = ExportHuggingFaceRequest(folder=EXPORT_FOLDER)
+    exported = await _ask_trainer(
+        lambda trainer: trainer.ExportHuggingFace(request, timeout=LONG_CALL_SECONDS), fleet, peers, away_seconds
+    )
+    return exported.path
 
-    Waits for a trainer that restarts. Raises ExportFailed: no trainer was registered for `away_seconds`, or it refuses.
+
+async def save_last_checkpoint(fleet: Fleet, peers: Peers, *, away_seconds: float) -> None:
+    """Let the trainer save a checkpoint of the last step, from which the run can be extended. See `_ask_trainer`."""
+    request = TrainerSaveCheckpointRequest(rotate=True)
+    await _ask_trainer(
+        lambda trainer: trainer.SaveCheckpoint(request, timeout=LONG_CALL_SECONDS), fleet, peers, away_seconds
+    )
+
+
+async def _ask_trainer(
+    ask: Callable[[TrainerStub], Awaitable[Result]], fleet: Fleet, peers: Peers, away_seconds: float
+) -> Result:
+    """Call the trainer, however long that takes, and wait for one that restarts.
+
+    Raises ExportFailed: no trainer was registered for `away_seconds`, or it refuses.
     """
     problem = "no trainer is registered"
     seen = time.monotonic()
@@ -33,11 +56,8 @@ async def export_model(fleet: Fleet, peers: Peers, *, away_seconds: float) -> st
             seen = time.monotonic()
         trainer = fleet.trainer()
         if trainer is not None:
-            stub = peers.trainer(trainer.registration.address)
-            request = ExportHuggingFaceRequest(folder=EXPORT_FOLDER)
             try:
-                call = stub.ExportHuggingFace(request, timeout=LONG_CALL_SECONDS)
-                return (await answer(call, trainer, fleet.registry)).path
+                return await answer(ask(peers.trainer(trainer.registration.address)), trainer, fleet.registry)
             except NoAnswer as error:
                 problem = str(error)
             except grpc.aio.AioRpcError as error:

@@ -116,8 +116,8 @@ class RunManager:
             self._launch(self._active_run(prepared.record, prepared.config, prepared.data, prepared.files))
             return prepared.record
 
-    async def restore(self, folder: str) -> ActiveRun:
-        """Restore a run that Redis lost from its folder, and resume it.
+    async def restore(self, folder: str, steps: int = 0) -> ActiveRun:
+        """Restore a run that Redis lost from its folder, and resume it; with `steps`, extend one that has ended.
 
         Raises InvalidArgument, AlreadyExists, FailedPrecondition.
         """
@@ -125,9 +125,12 @@ class RunManager:
             await self._wait_for_clean_up()
             if self.active is not None:
                 raise self._busy(self.active.record.run_id)
-            restored = await asyncio.to_thread(read_run, folder)
+            restored = await asyncio.to_thread(read_run, folder, steps)
             run_id = restored.record.run_id
-            if await asyncio.to_thread(self._store.run, run_id) is not None:
+            known = await asyncio.to_thread(self._store.run, run_id)
+            if known is not None and known.phase.ended and known.folder == restored.record.folder and steps:
+                await self._delete(known)  # its folder has everything
+            elif known is not None:
                 raise AlreadyExists(f"run {run_id!r} is still in Redis: there is nothing to restore")
             active = self._active_run(restored.record, restored.config, restored.data, restored.files)
 
@@ -145,6 +148,8 @@ class RunManager:
                     trainer_term=restored.trainer_term,
                 )
                 self._store.create_run(restored.record)
+                if steps:
+                    restored.files.extend(restored.config)
 
             try:
                 await asyncio.to_thread(fill)

@@ -20,10 +20,11 @@ from relaxd.config import RunConfig
 from relaxd.data.dataset import Cursor, PromptDataset, RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import FailedPrecondition, InvalidArgument, Violations
+from relaxd.run_folder import LEDGER, RECORD
 from services.coordinator.runs.publisher import place_of
-from services.coordinator.runs.run_files import LEDGER, RECORD, RunFiles
+from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.runs.starting import check_run_id
-from services.coordinator.state.records import RunRecord
+from services.coordinator.state.records import Phase, RunRecord
 
 SKIPPED_TRAINER_TERMS = 16
 """Margin for the terms of trainers that wrote nothing into the folder: none of them may commit again."""
@@ -43,10 +44,13 @@ class Restored:
     trainer_term: int
 
 
-def read_run(folder_name: str) -> Restored:
+def read_run(folder_name: str, steps: int = 0) -> Restored:
     """Read a run's folder. Slow: call it from a thread.
 
-    Raises InvalidArgument: it isn't a run's folder; FailedPrecondition: the run has ended, or a file is damaged.
+    A pause ends. `steps` is a new number of the run's steps, with which an ended run goes on; 0 leaves it as it is.
+
+    Raises InvalidArgument: it isn't a run's folder, or it has done `steps`; FailedPrecondition: the run has ended, or
+    a file is damaged.
     """
     folder = Path(folder_name)
     if not folder.is_absolute() or not folder_name.isprintable():
@@ -69,10 +73,10 @@ def read_run(folder_name: str) -> Restored:
     check_run_id(record.run_id, violations, optional=False)
     if violations.found:
         raise _invalid(f"is {folder_name!r}: its run id is {record.run_id!r}: it {RUN_ID_RULE}")
-    if record.phase.ended:
+    if record.phase.ended and not steps:
         state = record.phase.value.lower()
         raise FailedPrecondition(
-            f"run {record.run_id!r} has ended ({state}: {record.reason}): there is nothing to resume",
+            f"run {record.run_id!r} has ended ({state}: {record.reason}): only more steps let it go on (`steps`)",
             reason="RUN_ENDED",
             subject=record.run_id,
         )
@@ -82,10 +86,13 @@ def read_run(folder_name: str) -> Restored:
         raise FailedPrecondition(f"run {record.run_id!r} can't be restored: {error.field}: {error.message}") from error
     ledger = read_ledger(folder)
     checkpoint = _newest_checkpoint(folder, len(ledger))
+    config = _extended(config, steps, len(ledger), int(checkpoint.get("step", 0))) if steps else config
     board = checkpoint.get("board", {})
     terms = [entry.term for entry in ledger] + [int(checkpoint.get("term", 0))]
     return Restored(
-        record=record.model_copy(update={"folder": str(folder.resolve())}),
+        record=_continued(record, bool(ledger)).model_copy(
+            update={"folder": str(folder.resolve()), "config_json": config.model_dump_json()}
+        ),
         config=config,
         data=data,
         files=RunFiles(folder),
@@ -94,6 +101,28 @@ def read_run(folder_name: str) -> Restored:
         dropped={str(reason): int(count) for reason, count in board.get("dropped_by_reason", {}).items()},
         trainer_term=max(terms) + SKIPPED_TRAINER_TERMS,
     )
+
+
+def _continued(record: RunRecord, begun: bool) -> RunRecord:
+    """Return the record of a run that goes on: without its pause, and without its end."""
+    changes: dict[str, Any] = {"paused": None, "forgiven_drops": 0, "forgiven_filtered": 0}
+    if record.phase.ended:
+        changes |= {"phase": Phase.RUNNING if begun else Phase.PENDING, "outcome": None, "reason": "", "end_time": None}
+        changes |= {"stop_reason": "", "board_bytes": 0}
+    return record.model_copy(update=changes)
+
+
+def _extended(config: RunConfig, steps: int, done: int, checkpoint: int) -> RunConfig:
+    """Return the configuration with a new number of steps."""
+    if steps <= done:
+        raise InvalidArgument(f"steps is {steps}: the run has done {done}", [("steps", f"must be above {done}")])
+    schedule = config.trainer.optimizer.schedule
+    if schedule != "constant" and steps != config.run.steps and checkpoint < done:
+        raise FailedPrecondition(
+            f'the learning rate decays over run.steps (schedule = "{schedule}"), and there is no checkpoint of step '
+            f"{done}: the steps after the one of step {checkpoint} can't be repeated with another number of steps"
+        )
+    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
 
 
 def _cursor(prompts: PromptDataset, board: dict[str, Any], trained_since: Sequence[LedgerEntry]) -> Cursor:

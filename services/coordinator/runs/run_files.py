@@ -14,10 +14,11 @@ from typing import Any
 
 from relaxd.board import Counts, LedgerEntry
 from relaxd.config import RunConfig
+from relaxd.config.write import dump
+from relaxd.run_folder import CONFIG, LEDGER, METRICS, RECORD, SAMPLES, SUMMARY, newest_lines, read_lines
 from services.coordinator.runs.code_version import code_version
 from services.coordinator.state.records import Evaluation, RunRecord
 
-RECORD, LEDGER = "run.json", "ledger.jsonl"
 NO_REWARDS = ("eval_response_length", "eval_prompts", "eval_unscored")
 """Metrics of an evaluation that are neither the reward nor a part of it."""
 
@@ -28,7 +29,8 @@ Steps = Iterable[tuple[int, Mapping[str, float]]]
 class RunFiles:
     """The files of one run.
 
-    config.json, config.toml, code.json, run.json, ledger.jsonl, metrics.jsonl, evaluations/step-N.jsonl, summary.json.
+    config.json, config.toml, code.json, run.json, ledger.jsonl, metrics.jsonl, samples.jsonl, evaluations/step-N.jsonl,
+    summary.json.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,8 +42,14 @@ class RunFiles:
         """Create the folder and write the configuration and the version of the code. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.toml").write_text(config_toml)
-        (self.folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+        (self.folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n")
         (self.folder / "code.json").write_text(json.dumps(code_version(), indent=2) + "\n")
+
+    def extend(self, config: RunConfig) -> None:
+        """Write the configuration of a run that goes on with more steps, and remove the results of its first end."""
+        _replace(self.folder / "config.toml", dump(config))
+        _replace(self.folder / CONFIG, config.model_dump_json(indent=2) + "\n")
+        (self.folder / SUMMARY).unlink(missing_ok=True)
 
     def rewrite_metrics(self, steps: Steps, evaluations: Iterable[Evaluation]) -> None:
         """Rewrite metrics.jsonl: a line per step with its evaluation, and one for step 0.
@@ -56,7 +64,7 @@ class RunFiles:
         for evaluation in evaluations:
             lines.setdefault(evaluation.step, {"step": evaluation.step}).update(evaluation.metrics)
         self.folder.mkdir(parents=True, exist_ok=True)
-        _replace(self.folder / "metrics.jsonl", "".join(_line(lines[step]) for step in sorted(lines)))
+        _replace(self.folder / METRICS, "".join(_line(lines[step]) for step in sorted(lines)))
         self.last_step = max(lines, default=0)
 
     def write_record(self, record: RunRecord) -> None:
@@ -76,22 +84,30 @@ class RunFiles:
 
     def append_metrics(self, steps: Steps) -> None:
         """Append new steps to metrics.jsonl."""
-        with (self.folder / "metrics.jsonl").open("a") as file:
+        with (self.folder / METRICS).open("a") as file:
             for step, metrics in steps:
                 file.write(_line({"step": step, **metrics}))
                 self.last_step = step
 
     def _read_metrics(self) -> dict[int, dict[str, Any]]:
         """Read the complete lines of metrics.jsonl, by step."""
-        path = self.folder / "metrics.jsonl"
-        lines: dict[int, dict[str, Any]] = {}
-        for text in path.read_text().splitlines() if path.is_file() else ():
-            try:
-                line = json.loads(text)
-            except ValueError:  # incomplete: the coordinator died while writing it
-                continue
-            lines[line["step"]] = line
-        return lines
+        return {line["step"]: line for line in read_lines(self.folder / METRICS)}
+
+    def end_samples(self) -> int:
+        """End the last line of samples.jsonl if its writer died. Returns the last step in the file."""
+        path = self.folder / SAMPLES
+        if path.is_file():
+            with path.open("rb+") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 1))
+                if file.read(1) not in (b"", b"\n"):
+                    file.write(b"\n")  # readers skip the incomplete line
+        return int(next(newest_lines(path), {}).get("step", 0))
+
+    def append_samples(self, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Append samples, oldest first, to samples.jsonl."""
+        with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(_finite(sample), ensure_ascii=False) + "\n" for sample in samples))
 
     def write_answers(self, step: int, answers: Iterable[Mapping[str, Any]]) -> None:
         """Write the answers of the evaluation of a step: evaluations/step-N.jsonl."""
@@ -101,7 +117,7 @@ class RunFiles:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
-        _replace(self.folder / "summary.json", json.dumps(_finite(summary), indent=2) + "\n")
+        _replace(self.folder / SUMMARY, json.dumps(_finite(summary), indent=2) + "\n")
 
 
 def _line(values: Mapping[str, Any]) -> str:

@@ -15,7 +15,8 @@ from relaxd.config.load import ConfigError, load
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
-from services.coordinator.runs.run_files import RECORD, RunFiles
+from relaxd.run_folder import holds_run
+from services.coordinator.runs.run_files import RunFiles
 from services.coordinator.state.records import RunRecord
 
 
@@ -72,7 +73,7 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
     digest = request_digest(run_id, config_toml)
     run_id = run_id or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     folder = Path(config.run.folder).expanduser().resolve() / run_id
-    if any((folder / name).exists() for name in (RECORD, "metrics.jsonl", "steps")):
+    if holds_run(folder):
         raise FailedPrecondition(
             f"{folder} contains an earlier run: choose another run_id, or move its files away",
             reason="FOLDER_IN_USE",

@@ -4,6 +4,7 @@ checkpoints/step-000020/           complete: renamed to this once everything in 
     manifest.json                  size and SHA-256 of every other file
     state.json                     step, ledger, data cursor, configuration: everything but tensors
     common.pt .metadata metadata.json __0_0.distcp ...    Megatron's
+    kept                           only in one that was requested: it is never removed
 checkpoints/.step-000040.3.partial being written by the trainer of term 3
 checkpoints/step-000040.broken     found damaged, renamed
 """
@@ -24,6 +25,8 @@ from services.trainer.batch.durable import sync
 from services.trainer.batch.step_plan import OUTCOME
 
 MANIFEST, STATE = "manifest.json", "state.json"
+KEPT = "kept"
+"""Empty file in a checkpoint that is never removed."""
 CHUNK_BYTES = 1 << 20
 """Bytes per read for a checksum."""
 REMOVED_TERM = 0
@@ -224,17 +227,25 @@ def remove_rotated(run_folder: Path) -> threading.Thread:
     return thread
 
 
+def keep(path: Path) -> None:
+    """Mark a checkpoint as one that is never removed. Raises OSError."""
+    (path / KEPT).touch()
+    sync(path)
+
+
 def rotate(run_folder: Path, keep: int) -> int | None:
-    """Rename all checkpoints but the newest `keep`; `remove_rotated` removes them, which can take a second.
+    """Rename checkpoints beyond the newest `keep` unless they are marked; `remove_rotated` removes them.
 
     Returns:
-        The step of the oldest kept checkpoint if there are `keep` of them, else None. Earlier steps are then no longer
+        The step of the oldest of these `keep` checkpoints, None if there are fewer. Earlier steps are then no longer
         needed to restore the weights, even if newer checkpoints are broken.
     """
     steps = checkpoint_steps(run_folder)
     for step in steps[keep:]:
-        # Rename first: a half-removed checkpoint must not look complete.
         path = checkpoint_path(run_folder, step)
+        if (path / KEPT).exists():
+            continue
+        # Rename first: removing takes a second, and a half-removed checkpoint must not look complete.
         os.rename(path, path.with_name(f".{path.name}.{REMOVED_TERM}.partial"))
     for path in checkpoints_folder(run_folder).glob("step-*.broken"):
         if steps and int(path.name.split("-")[1].split(".")[0]) < steps[:keep][-1]:

@@ -77,4 +77,6 @@ def build_schedule(optimizer: MegatronOptimizer, config: TrainerConfig, steps: i
         end_wd=settings.weight_decay,
         wd_incr_steps=max(steps, 1),
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,  # only its position: a run that is extended has other `steps`
+        override_opt_param_scheduler=True,
     )

@@ -46,6 +46,8 @@ class Checkpoints:
         self._board = rank.board
         self._rank = rank
         self._wanted = False
+        self._keep = False
+        """Whether the next checkpoint is never removed."""
         self._requesters: list[Answer] = []
         """Requesters of the next checkpoint."""
         self._saving: _Saving | None = None
@@ -58,9 +60,10 @@ class Checkpoints:
         if self._settings.every and step % self._settings.every == 0:
             self._wanted = True
 
-    def request(self) -> Answer:
-        """Request a checkpoint as soon as possible."""
+    def request(self, *, rotate: bool = False) -> Answer:
+        """Request a checkpoint as soon as possible. Unless `rotate`, it is never removed."""
         self._wanted = True
+        self._keep |= not rotate
         self._requesters.append(Future())
         return self._requesters[-1]
 
@@ -93,15 +96,18 @@ class Checkpoints:
         return stalled
 
     def _begin(self, step: int) -> None:
-        answers = self._requesters
+        answers, keep = self._requesters, self._keep
         final = folders.checkpoint_path(self._run_folder, step)
         if final.exists():  # the weights are unchanged since then
-            self._wanted, self._requesters = False, []
+            self._wanted, self._keep, self._requesters = False, False, []
+            if problem := self._mark(final) if keep else "":
+                self._fail(answers, problem)
+                return
             for answer in answers:
                 answer.set_result((str(final), step))
             return
         state = self._state(step)
-        self._wanted, self._requesters = False, []
+        self._wanted, self._keep, self._requesters = False, False, []
         began = time.monotonic()
         partial = folders.partial_path(self._run_folder, step, self._term)
         with self._rank.rank0_only(f"creating {partial}"):
@@ -111,7 +117,16 @@ class Checkpoints:
             return
         state = state.model_copy(update={"weights_checksum": self._rank.run(BeginCheckpoint(partial))})
         self._stalled += time.monotonic() - began
-        self._saving = _Saving(state, partial, final, answers, began)
+        self._saving = _Saving(state, partial, final, answers, began, keep)
+
+    def _mark(self, path: Path) -> str:
+        """Mark a checkpoint as one that is never removed. Return '' or the error."""
+        with self._rank.rank0_only(f"marking {path}"):
+            try:
+                folders.keep(path)
+            except OSError as error:
+                return str(error)
+        return ""
 
     def _check(self, saving: "_Saving") -> None:
         """Complete the checkpoint if all ranks have written their files; abandon it if one failed or is late."""
@@ -139,6 +154,8 @@ class Checkpoints:
         with self._rank.rank0_only(f"completing {saving.final}"):
             try:
                 folders.seal(saving.partial, saving.final, saving.state)
+                if saving.keep:
+                    folders.keep(saving.final)
                 oldest = folders.rotate(self._run_folder, self._settings.keep)
                 folders.remove_rotated(self._run_folder)
             except OSError as error:
@@ -246,13 +263,14 @@ class _Saving:
     """A checkpoint being written."""
 
     def __init__(
-        self, state: CheckpointState, partial: Path, final: Path, answers: Sequence[Answer], began: float
+        self, state: CheckpointState, partial: Path, final: Path, answers: Sequence[Answer], began: float, keep: bool
     ) -> None:
         self.state = state
         self.partial = partial
         self.final = final
         self.answers = answers
         self.began = began
+        self.keep = keep
 
 
 def _make_empty_folder(folder: Path) -> str:

@@ -114,7 +114,9 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
         self, request: pb.TrainerSaveCheckpointRequest, context: Any
     ) -> pb.TrainerSaveCheckpointResponse:
         """Have the ranks take a checkpoint."""
-        saved = self._controls.requests.ask(lambda training: training.checkpoints.request(), context.time_remaining())
+        saved = self._controls.requests.ask(
+            lambda training: training.checkpoints.request(rotate=request.rotate), context.time_remaining()
+        )
         path, step = result_of(saved, context.time_remaining())
         return pb.TrainerSaveCheckpointResponse(path=path, weights=self._weight_version(step))
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from relaxd import telemetry
+from relaxd.config import RunConfig
 from relaxd.process.child_server import Outbox
 from relaxd.v1.rank_pb2 import WorkRequest, WorkResponse
 
@@ -37,6 +38,8 @@ class RankThread:
         telemetry.setup_logging(f"{request.replica_id}/rank{self.number}", request.log_level)
         logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
         telemetry.setup(self._role, request.replica_id)
+        config = RunConfig.model_validate_json(request.config_json)
+        telemetry.write_traces(config.trace_folder(request.folder))
         try:
             work(request)
         except BaseException as error:

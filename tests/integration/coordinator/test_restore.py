@@ -10,6 +10,7 @@ import redis
 
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
+from relaxd.config.load import load_file
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.cluster import Cluster
 
@@ -50,9 +51,9 @@ def lose_everything(cluster: Cluster) -> None:
         client.flushall()
 
 
-def refusal(cluster: Cluster, folder: object) -> grpc.RpcError:
+def refusal(cluster: Cluster, folder: object, steps: int = 0) -> grpc.RpcError:
     with pytest.raises(grpc.RpcError) as caught:
-        cluster.stub.RestoreRun(pb.RestoreRunRequest(folder=str(folder)), timeout=20)
+        cluster.stub.RestoreRun(pb.RestoreRunRequest(folder=str(folder), steps=steps), timeout=20)
     return caught.value
 
 
@@ -61,11 +62,9 @@ def test_a_run_is_taken_up_from_its_folder(cluster: Cluster) -> None:
     cluster.start_when_up("run", run__steps=12)
     run = cluster.until_step(3)
     assert "no trainer double" not in run.reason
-    with pytest.raises(grpc.RpcError) as caught:  # this double can't
-        cluster.stub.SaveCheckpoint(pb.SaveCheckpointRequest(), timeout=10)
-    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     checkpoint = write_checkpoint_state(cluster, run)
     cluster.until_step(checkpoint["step"] + 2)
+    cluster.stub.PauseRun(pb.PauseRunRequest(reason="looking"), timeout=10)  # the restored run goes on all the same
     refused = refusal(cluster, run.folder)
     assert (refused.code(), "is active" in refused.details()) == (grpc.StatusCode.FAILED_PRECONDITION, True)
 
@@ -96,3 +95,19 @@ def test_a_run_is_taken_up_from_its_folder(cluster: Cluster) -> None:
     assert ledger[-1].term > 16  # above any trainer's that was left alive somewhere
     assert len((folder / "ledger.jsonl").read_text().splitlines()) == 12
     assert "has ended" in refusal(cluster, folder).details()
+
+    # The ended run goes on with more steps, from its folder; Redis may still know it.
+    assert [call["rotate"] for call in cluster.calls("trainer-2", "SaveCheckpoint")] == [True]
+    assert "has done 12" in refusal(cluster, folder, steps=12).details()
+    assert "must not be negative" in refusal(cluster, folder, steps=-1).details()
+    extended = cluster.stub.RestoreRun(pb.RestoreRunRequest(folder=str(folder), steps=14), timeout=20).run
+    assert (extended.steps, extended.step, extended.HasField("end_time")) == (14, 12, False)
+    assert not (folder / "summary.json").exists()
+    done = cluster.until_state(pb.RUN_STATE_STOPPED, 60)
+    assert (done.step, done.outcome, done.groups.trained) == (14, pb.RUN_OUTCOME_COMPLETED, 56)
+    assert done.groups.published == done.groups.trained + done.groups.dropped
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 15))
+    assert len({text for line in lines for text in line["plan"]["texts"]}) == 56
+    assert json.loads((folder / "config.json").read_text())["run"]["steps"] == 14
+    assert load_file(folder / "config.toml").run.steps == 14

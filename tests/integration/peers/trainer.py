@@ -190,6 +190,10 @@ class TrainerDouble(ReplicaService, trainer_pb2_grpc.TrainerServicer):
         self.meeting.leave(request.group_name)
         return trainer_pb2.TrainerLeaveWeightGroupResponse()
 
+    async def SaveCheckpoint(self, request, context):
+        self.calls.note("SaveCheckpoint", rotate=request.rotate)
+        return trainer_pb2.TrainerSaveCheckpointResponse(path="checkpoint", weights=self.weights)
+
     async def ExportHuggingFace(self, request, context):
         await misbehave(self.calls.note("ExportHuggingFace", folder=request.folder))
         path = self.folder / request.folder

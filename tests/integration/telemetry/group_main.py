@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
+import os
 import sys
+from pathlib import Path
 
 import grpc
 
@@ -69,10 +71,23 @@ async def traced_calls() -> None:
     await server.stop()
 
 
+def export_in_vain() -> None:
+    """Export several times to a collector that is away."""
+    for _ in range(3):
+        with telemetry.root_span("step"):
+            telemetry.record("queue.waiting", 3, {"relaxd.stage": "rollout"})
+        telemetry.flush()
+
+
 def main() -> None:
     role, *words = sys.argv[1:]
     carrier = json.loads(words[0]) if words else {}
+    if role == "away":
+        telemetry.setup_logging("away-1", "info")
+        vars(sys.modules["relaxd.telemetry.setup"])["EXPORT_SECONDS"] = 0.1
     telemetry.setup(role, f"{role}-1")
+    if folder := os.environ.get("RUN_FOLDER"):
+        telemetry.write_traces(Path(folder))
     match role:
         case "coordinator":
             with telemetry.publish_span("g1") as published:
@@ -82,6 +97,8 @@ def main() -> None:
         case "abandoned":
             telemetry.setup_logging("abandoned-1", "info")
             asyncio.run(abandoned_calls())
+        case "away":
+            export_in_vain()
         case "rollout":
             span = telemetry.open_stage_span("rollout", carrier, waited_seconds=0.5)
             span.end()

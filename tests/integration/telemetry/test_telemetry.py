@@ -1,12 +1,18 @@
 """Traces and metrics of real processes, as a real OTLP receiver gets them."""
 
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from relaxd.cli.main import app
+from relaxd.report.traces import read_group_trace
 from tests.kit.otlp import OtlpReceiver, otlp_receiver
 from tests.kit.processes import run_python
+from tests.kit.run_folders import write_run
 
 
 @pytest.fixture(scope="module")
@@ -18,15 +24,23 @@ def receiver():
 def play(role: str, environment: dict[str, str], *words: str) -> str:
     process = run_python("-m", "tests.integration.telemetry.group_main", role, *words, environment=environment)
     assert process.returncode == 0, process.stderr
-    return (process.stderr if role == "abandoned" else process.stdout).strip()
+    return (process.stderr if role in ("abandoned", "away") else process.stdout).strip()
 
 
 @pytest.fixture(scope="module")
-def group(receiver: OtlpReceiver) -> dict[str, str]:
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("place"))
+        return write_run("r", steps=9, done=7, telemetry={"traces": "file"}).resolve()
+
+
+@pytest.fixture(scope="module")
+def group(receiver: OtlpReceiver, run_folder: Path) -> dict[str, str]:
     """A group that went through four processes; its carrier."""
-    carrier = play("coordinator", receiver.environment())
+    environment = receiver.environment() | {"RUN_FOLDER": str(run_folder)}
+    carrier = play("coordinator", environment)
     for role in ("rollout", "reward", "trainer"):
-        play(role, receiver.environment(), carrier)
+        play(role, environment, carrier)
     return json.loads(carrier)
 
 
@@ -51,6 +65,41 @@ def test_a_group_is_one_trace_across_services(receiver, group):
     (step,) = [span for span in spans if span.name == "step"]
     assert step.trace_id != publish.trace_id
     assert by_name["train"].links == ((step.trace_id, step.span_id),)
+
+
+def test_the_same_spans_are_in_the_runs_folder(receiver, group, run_folder: Path) -> None:
+    sent = receiver.wait_for(lambda r: {s.name for s in r.spans()} >= {"publish", "train", "step"} and r.spans())
+    found = read_group_trace(run_folder, "g1")
+    assert found is not None
+    assert [span.name for span in found.linked] == ["step"]
+    written = {span.span_id: span for span in [*found.spans, *found.linked]}
+    expected = {span.span_id: span for span in sent if span.trace_id in group["traceparent"] or span.name == "step"}
+    assert len(expected) == 7
+    assert written.keys() == expected.keys()
+    for span_id, span in expected.items():
+        for name in ("name", "instance", "trace_id", "parent_id", "start", "end", "attributes"):
+            assert getattr(written[span_id], name) == getattr(span, name)
+    assert read_group_trace(run_folder, "g2") is None
+    assert len(list((run_folder / "traces").iterdir())) == 4  # a file for each process
+
+
+def test_a_groups_tree_is_shown(group, run_folder: Path) -> None:
+    def relaxd(*words: str) -> Result:
+        return CliRunner().invoke(app, [*words, "--folder", str(run_folder)], env={"COLUMNS": "160"})
+
+    title, _, *rows = relaxd("trace", "g1").stdout.splitlines()
+    assert title.strip() == f"group g1, trace {group['traceparent'].split('-')[1]}"
+    shown = {tuple(re.split(r"\s\s+", row.strip())[:2]): len(row) - len(row.lstrip()) for row in rows}
+    assert shown == {
+        ("publish", "coordinator-1"): 0,
+        ("wait", "rollout-1"): 2,
+        ("generate", "rollout-1"): 2,
+        ("wait", "reward-1"): 2,
+        ("score", "reward-1"): 2,
+        ("train", "trainer-1"): 2,
+        ("step", "trainer-1"): 0,  # of another trace, to which train links
+    }
+    assert "there is no trace of group g2" in str(relaxd("trace", "g2").exception)
 
 
 def test_calls_join_their_callers_trace_and_begin_none(receiver, group):
@@ -104,6 +153,14 @@ def test_nothing_is_exported_and_groups_are_not_traced_without_an_endpoint():
     assert play("coordinator", environment) == "{}"
     play("reward", environment, "{}")
     play("trainer", environment, "{}")
+
+
+def test_a_collector_that_is_away_is_said_once():
+    log = play("away", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"})
+    assert log.count("Failed to export") == 1
+    assert "WARNING away-1 Failed to export" in log
+    assert "127.0.0.1:9, error code: StatusCode.UNAVAILABLE" in log
+    assert "Traceback" not in log
 
 
 def test_a_collector_that_is_away_does_not_hold_up_the_end():

@@ -12,6 +12,7 @@ from services.trainer.checkpoints.folder import (
     checkpoint_path,
     checkpoint_steps,
     describe,
+    keep,
     partial_path,
     put_aside,
     read_reports,
@@ -135,6 +136,19 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert not aside.exists()
     remove_rotated(tmp_path).join()
     assert {path.name for path in checkpoint_path(tmp_path, 0).parent.iterdir()} == {"step-1000000", "step-1000010"}
+
+
+def test_a_checkpoint_taken_by_hand_stays(tmp_path: Path) -> None:
+    keep(make(tmp_path, 10))
+    for step in (20, 30, 40):
+        make(tmp_path, step)
+    assert rotate(tmp_path, 2) == 30  # the step files since the second newest
+    assert checkpoint_steps(tmp_path) == [40, 30, 10]
+    verify(checkpoint_path(tmp_path, 10))
+    make(tmp_path, 50)
+    keep(checkpoint_path(tmp_path, 40))
+    assert rotate(tmp_path, 1) == 50
+    assert checkpoint_steps(tmp_path) == [50, 40, 10]
 
 
 def test_what_earlier_trainers_did_not_finish_is_removed(tmp_path: Path) -> None:

@@ -1,0 +1,191 @@
+"""`relaxd watch`, `samples`, `metrics` and `runs`."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relaxd.cli.follow import follow
+from relaxd.cli.options import (
+    DEFAULT_STATE,
+    CoordinatorOption,
+    FolderOption,
+    RunArgument,
+    StateOption,
+    new_console,
+)
+from relaxd.cli.reading.source import RUNS, left_note, open_run
+from relaxd.cli.view import samples_table
+from relaxd.client.coordinator import ENDED, CoordinatorClient, state_name
+from relaxd.client.errors import CliError
+from relaxd.client.folder_runs import FolderRuns, step_lines
+from relaxd.local.address import address_here
+from relaxd.report.result import sample_values
+from relaxd.run_folder import METRICS, RECORD, newest_lines
+from relaxd.v1 import coordinator_pb2 as pb
+
+SHOWN_METRICS = (
+    "reward_mean",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "response_length_mean",
+    "staleness_mean",
+    "step_seconds",
+)
+"""Columns of `relaxd metrics` if none are named; metrics that a run lacks are left out."""
+REWARD_STEPS = 5
+"""Steps over which `relaxd runs` averages the reward."""
+
+
+def watch(
+    run_id: RunArgument = "",
+    folder: FolderOption = None,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Watch a run until it ends; Ctrl-C only stops watching."""
+    with open_run(run_id, folder, state, coordinator) as source:
+        try:
+            follow(source.reader, source.run.run_id, new_console())
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+def samples(
+    run_id: RunArgument = "",
+    step: Annotated[int, typer.Option(min=0, help="Show samples of this step; 0: the newest.")] = 0,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of samples.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    folder: FolderOption = None,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Show trained samples with reward, advantage and weight version."""
+    with open_run(run_id, folder, state, coordinator) as source:
+        found = source.reader.samples(source.run.run_id, step, limit)
+        if as_json:
+            for sample in found:
+                print(json.dumps(sample_values(sample), ensure_ascii=False))
+        elif found:
+            new_console().print(samples_table(found))
+        elif step:
+            print(f"no samples of step {step}: run {source.run.run_id} has trained {source.run.step} steps")
+        else:
+            print("no samples yet: they come with the first trained step")
+
+
+def metrics(
+    run_id: RunArgument = "",
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[METRIC]...", help="Metrics to show; default: a few.")
+    ] = None,
+    last: Annotated[int, typer.Option(min=0, help="Show only this many newest steps; 0: all.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every metric, one JSON object per step.")] = False,
+    folder: FolderOption = None,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Show the metrics of a run's steps (docs/metrics.md explains them)."""
+    with open_run(run_id, folder, state, coordinator) as source:
+        lines = list(step_lines(source.folder))
+        if not lines:
+            print("no metrics yet: they come with the first trained step")
+            return
+        known = sorted({name for line in lines for name in line if name != "step"})
+        for name in names or ():
+            if name not in known:
+                raise CliError(f"run {source.run.run_id} has no metric {name!r}", f"there are {', '.join(known)}")
+        lines = lines[-last:]
+        if as_json:
+            chosen = ["step", *names] if names else ["step", *known]
+            for line in lines:
+                print(json.dumps({name: line[name] for name in chosen if name in line}))
+        else:
+            new_console().print(_metrics_table(lines, names or [name for name in SHOWN_METRICS if name in known]))
+
+
+def runs(state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
+    """List the runs with their results: those in runs/, and those that the services know."""
+    print_runs(state, coordinator, new_console())
+
+
+def print_runs(state: Path, coordinator: str | None, console: Console, run_id: str = "") -> None:
+    """Print a table of the runs in runs/ and of those that the services know, or of one of them.
+
+    Raises CliError: a named coordinator does not answer, or there is no such run.
+    """
+    found: dict[str, pb.Run] = {} if coordinator else {run.run_id: run for run in FolderRuns.below(RUNS).runs()}
+    live: set[str] = set()
+    if (address := address_here(state, coordinator)) is not None:
+        forgiven = () if coordinator else (CliError,)
+        with suppress(*forgiven), CoordinatorClient(address) as client:
+            known = {run.run_id: run for run in client.runs()}
+            live = set(known)
+            found |= known
+    if run_id and run_id not in found:
+        raise CliError(f"there is no run {run_id} here", "relaxd runs lists them")
+    if not found:
+        console.print("no runs yet: relaxd run FILE.toml starts one")
+        return
+    shown = [found[run_id]] if run_id else found.values()
+    ordered = sorted(shown, key=lambda run: run.create_time.ToNanoseconds(), reverse=True)
+    console.print(_runs_table(ordered, live))
+    for run in ordered:
+        if run.run_id not in live and (note := left_note(run, state)):
+            console.print(note, soft_wrap=True)
+
+
+def _runs_table(runs: Sequence[pb.Run], live: set[str]) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for title in ("run", "state", "step", "reward", "held-out", "started", "time"):
+        table.add_column(title, justify="right" if title in ("step", "reward", "held-out", "time") else "left")
+    for run in runs:
+        left = run.state not in ENDED and run.run_id not in live
+        started = run.create_time.ToDatetime()
+        seconds = (run.end_time.ToDatetime() - started).total_seconds() if run.HasField("end_time") else None
+        table.add_row(
+            run.run_id,
+            "interrupted" if left else state_name(run.state),
+            f"{run.step}/{run.steps}",
+            *_results(Path(run.folder)),
+            f"{started:%Y-%m-%d %H:%M}",
+            "" if seconds is None else f"{seconds:.0f} s",
+        )
+    return table
+
+
+def _results(folder: Path) -> tuple[str, str]:
+    """Return the reward of a run's last steps, and its held-out reward before and after, as far as they are known."""
+    rewards: list[float] = []
+    for line in newest_lines(folder / METRICS):
+        if len(rewards) == REWARD_STEPS or line.get("step", 0) <= 0:
+            break
+        if line.get("reward_mean") is not None:
+            rewards.append(float(line["reward_mean"]))
+    evaluations: list[Mapping[str, Any]] = []
+    with suppress(OSError, ValueError):
+        evaluations = json.loads((folder / RECORD).read_text()).get("evaluations", [])
+    scores = [f"{one['metrics']['eval_reward']:.2f}" for one in evaluations if "eval_reward" in one["metrics"]]
+    held_out = scores[:1] + scores[1:][-1:]
+    return f"{sum(rewards) / len(rewards):.3f}" if rewards else "", " → ".join(held_out)
+
+
+def _metrics_table(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for title in ("step", *names):
+        table.add_column(title, justify="right", overflow="fold")
+    for line in lines:
+        table.add_row(str(line["step"]), *_cells(line, names))
+    return table
+
+
+def _cells(line: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        value = line.get(name)
+        yield "" if value is None else f"{value:.4g}"

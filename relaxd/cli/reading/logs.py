@@ -1,0 +1,120 @@
+"""`relaxd logs`: the logs of the services, merged by time."""
+
+import difflib
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relaxd.cli.options import DEFAULT_STATE, FolderOption, StateOption
+from relaxd.cli.reading.source import open_run
+from relaxd.client.errors import CliError
+from relaxd.local import compose
+from relaxd.local.state import StateFolder
+from relaxd.run_folder import LOGS
+
+POLL_SECONDS = 0.3
+TAIL_BYTES = 4 << 20
+"""Most that is read of a log before following it."""
+TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z")
+
+
+def logs(
+    service: Annotated[
+        str, typer.Argument(metavar="[SERVICE]", help="A service, such as trainer or rollout-2; default: all.")
+    ] = "",
+    run_id: Annotated[str, typer.Option("--run", help="A run whose services were started for it.")] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print what is added, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines of each log; 0: all.")] = 100,
+    folder: FolderOption = None,
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Show the services' logs: of those up here, else of the last ones here, or of a run (--run)."""
+    place = StateFolder(state)
+    where = _log_folder(place, run_id, folder)
+    tails = [_Tail(path) for path in _logs_of(where, service)]
+    _print(tails, [tail.read(lines) for tail in tails])
+    with suppress(KeyboardInterrupt):
+        while follow:
+            alive = place.is_up()
+            time.sleep(POLL_SECONDS)
+            known = {tail.path for tail in tails}
+            tails += [_Tail(path) for path in _logs_of(where, service) if path not in known]
+            _print(tails, [tail.read() for tail in tails])
+            if not alive:
+                print("no services are up here: nothing is added to these logs")
+                return
+
+
+class _Tail:
+    """A log of which more is read each time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position: int | None = None
+
+    def read(self, lines: int = 0) -> list[str]:
+        """Return the complete lines since the last call; at the first one, the last `lines` lines, 0 for all."""
+        with self.path.open("rb") as file:
+            size = file.seek(0, 2)
+            if self._position is None and lines:
+                self._position = max(0, size - TAIL_BYTES)
+            if self._position is None or self._position > size:  # the first time, or its services were started again
+                self._position = 0
+            file.seek(self._position)
+            text, end, _ = file.read().rpartition(b"\n")
+            self._position += len(text) + len(end)
+        return text.decode(errors="replace").splitlines()[-lines:]
+
+
+def _log_folder(place: StateFolder, run_id: str, folder: Path | None) -> Path:
+    """Return the folder of the logs to show. Raises CliError."""
+    if not run_id and folder is None:
+        if compose.read(place) is not None:
+            raise CliError(
+                "the services up here are containers", f"in {compose.compose_folder()}: docker compose logs --follow"
+            )
+        if any(place.logs.glob("*.log")):
+            return place.logs
+    with open_run(run_id, folder, place.path, None) as source:
+        found = source.folder / LOGS
+    if any(found.glob("*.log")):
+        return found
+    raise CliError(
+        f"run {source.run.run_id} has no logs in its folder: its services were not started for it",
+        "relaxd logs shows those of the services here",
+    )
+
+
+def _logs_of(folder: Path, service: str) -> list[Path]:
+    """Return the logs of a service, by its name or its role; all logs without one. Raises CliError."""
+    paths = sorted(folder.glob("*.log"))
+    found = [path for path in paths if service in ("", path.stem)]
+    found = found or [path for path in paths if path.stem.startswith(f"{service}-")]
+    if not found:
+        names = [path.stem for path in paths]
+        close = difflib.get_close_matches(service, names, 1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+        raise CliError(f"there is no log of {service} in {folder}", hint)
+    return found
+
+
+def _print(tails: Sequence[_Tail], texts: Sequence[Sequence[str]]) -> None:
+    """Print lines of several logs in the order of their times, each with its service if there are several."""
+    width = max(len(tail.path.stem) for tail in tails)
+    stamped = [entry for tail, text in zip(tails, texts, strict=True) for entry in _stamped(tail.path.stem, text)]
+    for _, name, line in sorted(stamped, key=lambda entry: entry[0]):
+        print(f"{name:<{width}} | {line}" if len(tails) > 1 else line, flush=True)
+
+
+def _stamped(name: str, lines: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (time, name, line): a line without a time, such as one of a traceback, has that of the line before."""
+    stamp = ""
+    for line in lines:
+        if match := TIME.match(line):
+            stamp = match[0]
+        yield stamp, name, line

@@ -1,0 +1,133 @@
+"""Where a command finds a run: the services that are up here, or the run's folder."""
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from relaxd.cli.options import DEFAULT_STATE
+from relaxd.client.coordinator import ENDED, CoordinatorClient
+from relaxd.client.errors import CliError, NotFoundError
+from relaxd.client.folder_runs import FolderRuns, RunReader
+from relaxd.local.address import address_here
+from relaxd.local.state import StateFolder
+from relaxd.run_folder import LOGS, is_run
+from relaxd.v1 import coordinator_pb2 as pb
+
+RUNS = Path("runs")
+"""The folder of runs, below the current one."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One run and who knows about it."""
+
+    reader: RunReader
+    run: pb.Run
+    """The run as it was when the command began."""
+    live: bool
+    """A coordinator answers for it."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder. Raises CliError if it is on another machine."""
+        folder = Path(self.run.folder)
+        if not folder.is_dir():
+            raise CliError(
+                f"the files of run {self.run.run_id} are on the coordinator's machine, in {folder}",
+                "use the command there, or on a copy: --folder DIR",
+            )
+        return folder
+
+
+@contextlib.contextmanager
+def open_run(run_id: str, folder: Path | None, state: Path, coordinator: str | None) -> Iterator[Source]:
+    """Find a run; `run_id` may also be the path of its folder, and "" is the newest run.
+
+    A coordinator that is named, or is up here, answers for the runs that it knows. Every other run is read from its
+    folder, below `runs`; if it has not ended, standard error then says how it goes on. Raises CliError.
+    """
+    local = _local_folder(run_id, folder)
+    wanted = FolderRuns([local]).run().run_id if local is not None else run_id
+    address = address_here(state, coordinator)
+    if address is not None:
+        with CoordinatorClient(address) as client:
+            run = _known_run(client, wanted)
+            if run is not None and (folder is None or Path(run.folder) == local):  # a copy may have its id
+                yield Source(client, run, live=True)
+                return
+    reader = FolderRuns([local]) if local is not None else FolderRuns.below(RUNS)
+    try:
+        run = reader.run(wanted)
+    except NotFoundError as error:
+        raise (error if address is not None else _no_run(run_id, state)) from None
+    yield Source(reader, run, live=False)
+    if note := left_note(run, state):
+        print(note, file=sys.stderr)
+
+
+def left_note(run: pb.Run, state: Path) -> str:
+    """Say how a run goes on whose services are gone; "" if it has ended."""
+    if run.state in ENDED:
+        return ""
+    if (Path(run.folder) / LOGS).is_dir():
+        command = resume_command(run.run_id, Path(run.folder), state)
+    else:  # its services were not started for it: their Redis knows where it goes on
+        command = shlex.join(["relaxd", "up", *_state_words(state)])
+    at = f"step {run.step}/{run.steps}"
+    return f"run {run.run_id} has not ended ({at}), and its services are gone; {command} continues it"
+
+
+def refuse_ended(run: pb.Run, steps: int) -> None:
+    """Raise CliError if a run can't go on: it has ended, and `steps`, its new number of steps, adds none (0: none)."""
+    if steps and steps <= run.step:
+        raise CliError(f"--run.steps {steps}: run {run.run_id} has done {run.step} steps already")
+    if run.state in ENDED and not steps:
+        done = f"{run.step} of {run.steps} steps are done"
+        more = run.steps if run.step < run.steps else 2 * run.steps
+        raise CliError(
+            f"run {run.run_id} has ended ({run.reason}): {done}",
+            f"relaxd resume {run.run_id} --run.steps {more} lets it go on, relaxd run starts a new one",
+        )
+
+
+def resume_command(run_id: str, run_folder: Path, state: Path) -> str:
+    """Return the command that continues a run."""
+    words = ["relaxd", "resume", run_id]
+    if run_folder.resolve() != (RUNS / run_id).resolve():
+        words += ["--folder", str(run_folder)]
+    return shlex.join([*words, *_state_words(state)])
+
+
+def _state_words(state: Path) -> list[str]:
+    """Return the option that names a state folder; nothing for the default one."""
+    return [] if state.resolve() == DEFAULT_STATE.resolve() else ["--state", str(state.resolve())]
+
+
+def _known_run(client: CoordinatorClient, run_id: str) -> pb.Run | None:
+    """Return a run, by default the newest; None if the coordinator doesn't know it. Raises CliError: no answer."""
+    try:
+        return client.run(run_id)
+    except NotFoundError:
+        return None
+
+
+def _local_folder(run_id: str, folder: Path | None) -> Path | None:
+    """Return the run's folder: as given, or RUN or runs/RUN if that is one. Raises CliError for a wrong `folder`."""
+    if folder is not None:
+        if not is_run(folder):
+            raise CliError(f"{folder} is not the folder of a run", "--folder DIR names one (default: runs/RUN)")
+        return folder.resolve()
+    found = (path for path in (Path(run_id), RUNS / run_id) if run_id and is_run(path))
+    path = next(found, None)
+    return path.resolve() if path is not None else None
+
+
+def _no_run(run_id: str, state: Path) -> CliError:
+    what = f"{RUNS / run_id} is not the folder of a run" if run_id else f"{RUNS} has no run"
+    return CliError(
+        f"{what}, and no services are up here (in {StateFolder(state).path})",
+        "relaxd run FILE.toml starts a run; --folder DIR, --state DIR or --coordinator HOST:PORT look elsewhere",
+    )

@@ -1,0 +1,132 @@
+"""Runs read from their folders, with the coordinator client's calls, so that commands work without services."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from google.protobuf.json_format import ParseDict
+
+from relaxd.client.errors import CliError, NotFoundError
+from relaxd.run_folder import CONFIG, METRICS, RECORD, SAMPLES, SUMMARY, is_run, newest_lines, read_lines
+from relaxd.v1 import coordinator_pb2 as pb
+
+ENDED_PHASES = ("STOPPED", "FAILED")
+
+
+class RunReader(Protocol):
+    """Reads runs: from a coordinator, or from their folders."""
+
+    def run(self, run_id: str = "") -> pb.Run:
+        """Return a run, by default the newest."""
+
+    def runs(self) -> Iterator[pb.Run]:
+        """Yield all runs, newest first."""
+
+    def samples(
+        self, run_id: str = "", step: int = 0, limit: int = 16, *, patience_seconds: float = 0.0
+    ) -> list[pb.TrainedSample]:
+        """List trained samples, newest first."""
+
+    def watch(
+        self, run_id: str = "", while_away: Callable[[], None] = lambda: None, away_seconds: float = 0.0
+    ) -> Iterator[pb.WatchRunResponse]:
+        """Yield a run's updates until it ends."""
+
+
+class FolderRuns:
+    """Reads the runs in some folders as they were when their services last wrote."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = [folder for folder in folders if is_run(folder)]
+
+    @classmethod
+    def below(cls, parent: Path) -> "FolderRuns":
+        """Read the runs in the folders below `parent`, such as runs/."""
+        return cls(sorted(parent.iterdir()) if parent.is_dir() else [])
+
+    def folder(self, run_id: str = "") -> Path:
+        """Return the folder of a run, by default the newest. Raises CliError."""
+        return Path(self.run(run_id).folder)
+
+    def run(self, run_id: str = "") -> pb.Run:
+        """Return a run, by default the newest. Raises NotFoundError, and CliError: its files are damaged."""
+        for run in self.runs():
+            if run_id in ("", run.run_id):
+                return run
+        raise NotFoundError(f"there is no run {run_id}" if run_id else "there is no run yet", "relaxd runs lists them")
+
+    def runs(self) -> Iterator[pb.Run]:
+        """Yield all runs, newest first."""
+        yield from sorted(map(read_run, self._folders), key=lambda run: run.create_time.ToNanoseconds(), reverse=True)
+
+    def samples(
+        self, run_id: str = "", step: int = 0, limit: int = 16, *, patience_seconds: float = 0.0
+    ) -> list[pb.TrainedSample]:
+        """List trained samples, newest first."""
+        lines = newest_lines(self.folder(run_id) / SAMPLES)
+        found = (line for line in lines if step in (0, line.get("step")))
+        return [ParseDict(line, pb.TrainedSample(), ignore_unknown_fields=True) for line in islice(found, limit)]
+
+    def watch(
+        self, run_id: str = "", while_away: Callable[[], None] = lambda: None, away_seconds: float = 0.0
+    ) -> Iterator[pb.WatchRunResponse]:
+        """Yield all of a run at once: nothing follows, because nobody works on it."""
+        run = self.run(run_id)
+        response = pb.WatchRunResponse(run=run)
+        for line in step_lines(Path(run.folder)):
+            response.steps.add(step=line["step"], metrics=_numbers(line))
+        yield response
+
+
+def step_lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the metrics of a run's steps, in order, without the evaluation before the first."""
+    return (line for line in read_lines(folder / METRICS) if line.get("step", 0) > 0)
+
+
+def read_run(folder: Path) -> pb.Run:
+    """Read a run from its folder. Raises CliError when its files are damaged."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+        summary = json.loads((folder / SUMMARY).read_text()) if (folder / SUMMARY).is_file() else {}
+        config_json = (folder / CONFIG).read_text()
+        phase, paused = record["phase"], record.get("paused")
+        run = pb.Run(
+            run_id=record["run_id"],
+            state=pb.RunState.Value(f"RUN_STATE_{_state(record)}"),
+            outcome=pb.RunOutcome.Value(f"RUN_OUTCOME_{record.get('outcome') or 'UNSPECIFIED'}"),
+            reason=record.get("reason", "") if paused is None else paused,
+            steps=json.loads(config_json)["run"]["steps"],
+            folder=str(folder.resolve()),
+            config_json=config_json,
+        )
+        run.create_time.FromDatetime(datetime.fromisoformat(record["create_time"]))
+        if phase in ENDED_PHASES and record.get("end_time"):
+            run.end_time.FromDatetime(datetime.fromisoformat(record["end_time"]))
+        last = next(newest_lines(folder / METRICS), {})
+        run.step = last.get("step", 0)
+        run.metrics.update(_numbers(last))
+        for evaluation in record.get("evaluations", ()):
+            run.metrics.update({**evaluation["metrics"], "eval_step": evaluation["step"]})
+        if phase in ENDED_PHASES:
+            run.groups.published, run.groups.open = summary.get("published", 0), summary.get("in_flight", 0)
+            run.groups.trained, run.groups.dropped = summary.get("trained", 0), summary.get("dropped", 0)
+            run.groups.dropped_by_reason.update(summary.get("dropped_by_reason", {}))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CliError(f"{folder} is not the folder of a run: {error!r}") from error
+    return run
+
+
+def _state(record: dict[str, Any]) -> str:
+    """Return the name of the run's visible state."""
+    phase = str(record["phase"])
+    if record.get("stop_reason") and phase not in ENDED_PHASES:
+        return "STOPPING"
+    return "PAUSED" if record.get("paused") is not None and phase in ("PENDING", "RUNNING") else phase
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    """Return a line's numbers; JSON has null for NaN."""
+    return {name: float(value) for name, value in line.items() if isinstance(value, int | float) and name != "step"}

@@ -1,0 +1,112 @@
+"""The spans of one group, read from the trace files in a run's folder."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relaxd.run_folder import TRACES
+
+GROUP = "relaxd.group_id"
+ERROR = 2
+"""OTLP's status code of a span that failed."""
+
+
+@dataclass(frozen=True)
+class TracedSpan:
+    """One span."""
+
+    name: str
+    instance: str
+    """The replica that made it."""
+    trace_id: str
+    span_id: str
+    parent_id: str
+    """Id of its parent; "" for a root."""
+    start: int
+    """Nanoseconds of Unix time."""
+    end: int
+    error: str
+    """What failed; "" if nothing did."""
+    attributes: Mapping[str, Any]
+    links: tuple[str, ...]
+    """Ids of spans in other traces."""
+
+
+@dataclass(frozen=True)
+class GroupTrace:
+    """The trace of a group."""
+
+    root: TracedSpan
+    """The span "publish"."""
+    spans: list[TracedSpan] = field(default_factory=list)
+    """All its spans, by start."""
+    linked: list[TracedSpan] = field(default_factory=list)
+    """Spans of other traces to which they link, such as the step's, by start."""
+
+
+def read_group_trace(run_folder: Path, group_id: str) -> GroupTrace | None:
+    """Read the trace of a group; None if it was not traced. Reads every file twice, but parses only matching lines."""
+    published = (
+        span
+        for span in _spans_with(run_folder, group_id)
+        if span.name == "publish" and span.attributes.get(GROUP) == group_id
+    )
+    root = max(published, key=lambda span: span.start, default=None)  # a repeated publish has a trace of its own
+    if root is None:
+        return None
+    found = list(_spans_with(run_folder, root.trace_id))
+    spans = sorted((span for span in found if span.trace_id == root.trace_id), key=lambda span: span.start)
+    wanted = {link for span in spans for link in span.links}
+    linked = {span.span_id: span for link in wanted for span in _spans_with(run_folder, link) if span.span_id == link}
+    return GroupTrace(root, spans, sorted(linked.values(), key=lambda span: span.start))
+
+
+def all_spans(run_folder: Path) -> Iterator[TracedSpan]:
+    """Yield every span in a run's folder."""
+    return _spans_with(run_folder, "")
+
+
+def _spans_with(run_folder: Path, text: str) -> Iterator[TracedSpan]:
+    """Yield the spans of all exports in which a text occurs."""
+    for path in sorted((run_folder / TRACES).glob("*.jsonl")):
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                if text in line:
+                    try:
+                        export = json.loads(line)
+                    except ValueError:  # incomplete: the process died while writing it
+                        continue
+                    yield from _spans_of(export)
+
+
+def _spans_of(export: Mapping[str, Any]) -> Iterator[TracedSpan]:
+    for resource in export.get("resourceSpans", ()):
+        instance = str(_attributes(resource.get("resource", {})).get("service.instance.id", ""))
+        for scope in resource.get("scopeSpans", ()):
+            for span in scope.get("spans", ()):
+                status = span.get("status", {})
+                yield TracedSpan(
+                    name=span["name"],
+                    instance=instance,
+                    trace_id=span["traceId"],
+                    span_id=span["spanId"],
+                    parent_id=span.get("parentSpanId", ""),
+                    start=int(span["startTimeUnixNano"]),
+                    end=int(span["endTimeUnixNano"]),
+                    error=(status.get("message") or "failed") if status.get("code") == ERROR else "",
+                    attributes=_attributes(span),
+                    links=tuple(link["spanId"] for link in span.get("links", ())),
+                )
+
+
+def _attributes(owner: Mapping[str, Any]) -> dict[str, Any]:
+    return {pair["key"]: _value(pair.get("value", {})) for pair in owner.get("attributes", ())}
+
+
+def _value(value: Mapping[str, Any]) -> Any:
+    """Convert an OTLP value; its JSON has 64-bit integers as text."""
+    if "intValue" in value:
+        return int(value["intValue"])
+    return next((value[name] for name in ("stringValue", "doubleValue", "boolValue") if name in value), None)

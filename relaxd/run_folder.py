@@ -1,0 +1,77 @@
+"""A run's folder: the names of its files, and reading its JSON lines while they grow."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CONFIG = "config.json"
+"""The resolved configuration; config.toml has it as given."""
+RECORD = "run.json"
+"""The coordinator's record of the run."""
+LEDGER = "ledger.jsonl"
+"""One line per committed step, with its plan."""
+METRICS = "metrics.jsonl"
+"""One line per step, and one for an evaluation before the first."""
+SAMPLES = "samples.jsonl"
+"""Trained samples, oldest first."""
+SUMMARY = "summary.json"
+"""The results, written when the run ends."""
+LOGS = "logs"
+"""Logs of services that were started for this run."""
+TRACES = "traces"
+"""Spans of each process (telemetry.traces = "file")."""
+STEPS = "steps"
+"""Step files."""
+BLOCK_BYTES = 64 * 1024
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a run has left its record or results in this folder."""
+    return any((folder / name).exists() for name in (RECORD, METRICS, STEPS))
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether this is the folder of a run that has begun."""
+    return (folder / RECORD).is_file() and (folder / CONFIG).is_file()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file, oldest first; nothing if there is no file. Skips an incomplete last line."""
+    if path.is_file():
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                if (value := _value(line)) is not None:
+                    yield value
+
+
+def newest_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Like `read_lines`, but newest first, reading no more of the file than is asked for."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        pending: list[bytes] = []  # the blocks of a line whose beginning has not been read, last one first
+        while start:
+            size = min(BLOCK_BYTES, start)
+            start = file.seek(start - size)
+            first, *others = file.read(size).split(b"\n")
+            if others:
+                others[-1] += b"".join(reversed(pending))
+                pending = []
+                for line in reversed(others):
+                    if (value := _value(line)) is not None:
+                        yield value
+            pending.append(first)
+        if (value := _value(b"".join(reversed(pending)))) is not None:
+            yield value
+
+
+def _value(line: str | bytes) -> dict[str, Any] | None:
+    """Parse a line. Returns None for an empty one, and for one whose writer died or is still writing."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

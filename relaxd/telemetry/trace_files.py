@@ -1,0 +1,69 @@
+"""Spans in files of a run's folder, in OTLP's JSON format, one export per line."""
+
+import base64
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from relaxd.run_folder import TRACES
+
+IDS = ("traceId", "spanId", "parentSpanId")
+"""Bytes that OTLP's JSON has in hexadecimal, unlike protobuf's."""
+
+_log = logging.getLogger(__name__)
+
+
+class TraceFiles(SpanExporter):
+    """Appends the spans of this process to a file of its own in a run's folder; drops them while there is no run."""
+
+    def __init__(self, process: str) -> None:
+        """`process`: the beginning of the file's name, such as a replica id."""
+        self._name = f"{process}-{os.getpid()}.jsonl"
+        self._path: Path | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether spans are written."""
+        return self._path is not None
+
+    def open(self, run_folder: Path | None) -> None:
+        """Write to a run's folder from now on; None drops what follows."""
+        if run_folder is not None and not run_folder.is_dir():
+            _log.warning(
+                "no traces of this process are written: the run's folder %s is not on this machine", run_folder
+            )
+            run_folder = None
+        self._path = None if run_folder is None else run_folder / TRACES / self._name
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Append spans. The first error ends it: training does not depend on traces."""
+        path = self._path
+        if path is None:
+            return SpanExportResult.SUCCESS
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(
+                    json.dumps(_with_hex_ids(MessageToDict(encode_spans(spans), use_integers_for_enums=True))) + "\n"
+                )
+        except OSError as error:
+            _log.warning("no more traces are written: %s", error)
+            self._path = None
+            return SpanExportResult.FAILURE
+        return SpanExportResult.SUCCESS
+
+
+def _with_hex_ids(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_hex_ids(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: base64.b64decode(part).hex() if name in IDS else _with_hex_ids(part) for name, part in value.items()}

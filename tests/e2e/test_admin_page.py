@@ -1,0 +1,53 @@
+"""docs/admin.md, typed as it is after `relaxd up`: every command answers as the page says."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Workplace
+from tests.kit.processes import ROOT
+from tests.kit.shell import Shell, make_task
+from tests.kit.waiting import wait_until
+
+BLOCK = re.compile(r"```console\n\$ (.+)\n(?:((?:.*\n)*?))?```")
+CODE = re.compile(r"^  Code: \w+$", re.MULTILINE)
+NAME = re.compile(r'^ {2,4}"(\w+)":', re.MULTILINE)
+"""A field near the top of an answer; deeper ones, such as a step's metrics, come and go."""
+MAY_BE_AWAY = {"waiting_for"}
+
+
+@pytest.fixture
+def shell(tmp_path: Path, tiny_model: Path) -> Iterator[Shell]:
+    make_task(tmp_path, tiny_model)
+    place = Workplace(tmp_path)
+    code, output = place.relaxd("up", "--port", "0")
+    assert code == 0, output
+    yield Shell(tmp_path)
+    code, output = place.relaxd("down")
+    assert code == 0, output
+
+
+def like_the_page(output: str, page: str) -> bool:
+    """Whether an answer has the page's error, if any, and its fields."""
+    same_error = CODE.findall(output) == CODE.findall(page)
+    return (
+        same_error and bool(output.strip()) == bool(page.strip()) and {*NAME.findall(page)} <= {*NAME.findall(output)}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_page_works_as_it_is(shell: Shell) -> None:
+    blocks = BLOCK.findall((ROOT / "docs" / "admin.md").read_text())
+    assert len(blocks) > 35
+    for command, page in blocks:
+        seen: list[str] = []
+
+        def answers(command: str = command, page: str = page, seen: list[str] = seen) -> bool:
+            seen.append(shell.run(command))
+            return like_the_page(seen[-1], page)
+
+        # What needs a step, a second replica or the end of the run is typed again until it is there.
+        wait_until(answers, command, 40, explain=lambda: "\n---\n".join([page, *seen[-2:]]), pause_seconds=0.3)  # noqa: B023
