@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from relaxd.rewards import REWARDS, RewardInput, RewardOutput, UnknownRewardError, check_name, describe
+from relaxd.rewards import REWARDS, RewardInput, RewardOutput, UnknownRewardError, check_name, describe, is_bundled
 from relaxd.rpc.enums import words
 from relaxd.rpc.errors import InvalidArgument, PermissionDenied, Unavailable, Violations
 from relaxd.v1 import content_pb2, reward_pb2, reward_pb2_grpc
@@ -36,7 +36,7 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
         samples = parse_score_request(request)
         self._check_allowed(request.reward)
         try:
-            if request.reward not in REWARDS and (failure := await self._service.pool.load(request.reward)):
+            if not is_bundled(request.reward) and (failure := await self._service.pool.load(request.reward)):
                 raise InvalidArgument(f"reward: {failure.reason}", [("reward", failure.reason)])
             outcomes = await self._service.pool.score(request.reward, samples, self._service.timeout_seconds)
         except PoolClosedError as error:
@@ -50,7 +50,7 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
 
     def _check_allowed(self, name: str) -> None:
         """Raise PermissionDenied unless callers may name this reward: loading one by name runs its code."""
-        if name in REWARDS or name == self._service.reward_of_run or name in self._allowed:
+        if is_bundled(name) or name == self._service.reward_of_run or name in self._allowed:
             return
         raise PermissionDenied(
             f'reward "{name}" is not allowed: callers may use the bundled ones, that of the run '

@@ -47,7 +47,7 @@ class Rewards(reward_pb2_grpc.RewardServicer):
     def _score(self, request: reward_pb2.ScoreRequest) -> list[reward_pb2.Score]:
         if not request.responses:
             self._loaded[request.reward] = resolve(request.reward)
-        outputs = [call(self._loaded[request.reward], one, self._runner) for one in samples_of_request(request)]
+        outputs = call(self._loaded[request.reward], samples_of_request(request), self._runner)
         return [reward_pb2.Score(reward=output.reward, parts=output.parts) for output in outputs]
 
 

@@ -152,7 +152,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(UnknownRewardError, match=r'unknown reward "additon": did you mean addition\?'):
         resolve("additon")
     for name in ("zzz", "", "a:b:c", ":f", "m:", "a..b:f", "a b:f"):
-        with pytest.raises(UnknownRewardError, match="bundled are addition, exact_match"):
+        with pytest.raises(UnknownRewardError, match="bundled are addition, dapo"):
             check_name(name)
 
 
