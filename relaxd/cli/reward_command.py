@@ -38,7 +38,7 @@ def reward_test(words: WordsArgument) -> None:
     except DataError as error:
         raise ConfigError([Problem(error.field, error.message)]) from error
     samples = [
-        RewardInput(prompt=example.text, response=response, answer=example.answer, metadata=example.metadata)
+        RewardInput(prompt=example.text, response=response, answer=example.answer, metadata=example.metadata, tokens=1)
         for example in train[:PROMPTS]
         for response in dict.fromkeys(filter(None, [example.answer])) | dict.fromkeys(MADE_UP)
     ]
@@ -55,7 +55,7 @@ def reward_test(words: WordsArgument) -> None:
 
 def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
     """Load the run's reward and call it once, in a process like those of the reward service. Returns the problems."""
-    sample = RewardInput(prompt.text, prompt.answer or MADE_UP[0], prompt.answer, prompt.metadata)
+    sample = RewardInput(prompt.text, prompt.answer or MADE_UP[0], prompt.answer, prompt.metadata, tokens=1)
     try:
         (outcome,) = try_reward(config, [sample])
     except CliError as error:
@@ -63,7 +63,7 @@ def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
     if "error" not in outcome:
         return []
     told = outcome["traceback"] or outcome["error"]
-    return [Problem("reward.name", f'= "{config.reward.name}" failed for the answer {sample.response!r}: {told}')]
+    return [Problem("reward.name", f'= "{config.reward.shown}" failed for the answer {sample.response!r}: {told}')]
 
 
 def try_reward(config: RunConfig, samples: Sequence[RewardInput]) -> list[dict[str, Any]]:
@@ -72,8 +72,7 @@ def try_reward(config: RunConfig, samples: Sequence[RewardInput]) -> list[dict[s
     Raises CliError: the reward can't be loaded.
     """
     settings = config.reward
-    words = ["--reward", settings.name, "--timeout-seconds", str(settings.timeout_seconds)]
-    words += [word for name in settings.environment for word in ("--variable", name)]
+    words = ["--config", settings.model_dump_json()]
     # A sample whose process dies is tried twice.
     seconds = LOAD_SECONDS + 2 * len(samples) * settings.timeout_seconds
     lines = "".join(json.dumps(vars(sample)) + "\n" for sample in samples)

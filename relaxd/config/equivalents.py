@@ -52,8 +52,12 @@ EQUIVALENTS = (
         "custom_reward_function.path custom_reward_function.name reward_model.reward_manager",
         "",
         "--custom-rm-path --rm-type",
-        'a bundled reward, or "module:function" with a function of one sample',
+        "a bundled reward, or a function, class or verl file of your own (docs/rewards.md)",
     ),
+    Equivalent("reward.settings", "", "custom_reward_function.reward_kwargs", "", "--custom-config-path"),
+    Equivalent("reward.key", "", "", "", "--reward-key", 'verl\'s "score" is found without it'),
+    Equivalent("reward.choose_by", "", "data.reward_fn_key", "", "", "verl's names of data sources are known"),
+    Equivalent("reward.terms", "reward_weights", "", "", "", "each term has a name and a weight"),
     Equivalent(
         "rollout.samples_per_prompt",
         "num_generations",
@@ -327,18 +331,11 @@ EQUIVALENTS = (
     Equivalent(
         "", "", "critic.optim.lr critic.model.path", "", "--critic-lr --critic-load --value-clip", "there is no critic"
     ),
-    Equivalent(
-        "",
-        "reward_weights",
-        "custom_reward_function.reward_kwargs",
-        "",
-        "--reward-key --group-rm --custom-config-path",
-        "a reward is one function of one sample: combine and configure there",
-    ),
+    Equivalent("", "", "", "", "--group-rm", "a function whose parameter is called samples gets a group"),
     Equivalent(
         "",
         "",
-        "data.prompt_key data.reward_fn_key",
+        "data.prompt_key",
         "",
         "--input-key --label-key --metadata-key",
         'each line of the data has "prompt" and "answer"; all other fields are sample.metadata',

@@ -1,10 +1,9 @@
 """The configuration of a run: one TOML file, one model."""
 
-import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig, OwnConfig
 from relaxd.config.base import Section
@@ -12,6 +11,7 @@ from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
+from relaxd.config.reward import RewardConfig
 from relaxd.config.roles import RolesConfig
 
 
@@ -131,32 +131,6 @@ class RolloutConfig(Section):
                     f'rollout.{name} is for rollout.engine = "sglang", but rollout.engine is "{self.engine}"'
                 )
         return self
-
-
-class RewardConfig(Section):
-    """Scoring of answers."""
-
-    name: str
-    """Name of a bundled reward (`grpcurl ... Reward/ListRewards` lists them), or "package.module:function", a function
-    of one sample. Its module is found in the folder in which the services are started, and on PYTHONPATH. `relaxd
-    reward test` tries it."""
-    timeout_seconds: float = Field(default=10.0, gt=0)
-    """Kill a reward that takes longer for one sample. The sample fails and its group is dropped."""
-    workers: int = Field(default=2, ge=1)
-    """Processes per reward replica."""
-    environment: tuple[str, ...] = ()
-    """Environment variables of the reward service to pass to rewards, such as ["OPENAI_API_KEY"], besides those that
-    every program needs (PATH, PYTHONPATH, HOME, LANG ...)."""
-
-    @field_validator("environment")
-    @classmethod
-    def _check_environment(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"{name!r} is not the name of an environment variable")
-            if name.startswith("RELAXD_"):
-                raise ValueError(f"{name} is a setting or secret of relaxd, which rewards don't get")
-        return names
 
 
 class OptimizerConfig(Section):
