@@ -13,8 +13,10 @@ from relaxd.cli.options import PASS_ON, WordsArgument, load_words, new_console
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, Problem
-from relaxd.data.dataset import Prompt, read_examples
+from relaxd.data.dataset import Prompt
 from relaxd.data.errors import DataError
+from relaxd.data.examples import Example
+from relaxd.data.sources import read_sources
 from relaxd.local.modules import REWARD_TRIAL
 from relaxd.local.programs import run_program
 from relaxd.rewards import RewardInput
@@ -33,13 +35,10 @@ reward_app = typer.Typer(help="Try a reward.", no_args_is_help=True)
 def reward_test(words: WordsArgument) -> None:
     """Score three prompts of the data with made-up answers and the reference answer. Starts no service."""
     _, config = load_words(words)
-    try:
-        train, _ = read_examples(config)
-    except DataError as error:
-        raise ConfigError([Problem(error.field, error.message)]) from error
+    examples = _first_prompts(config)
     samples = [
         RewardInput(prompt=example.text, response=response, answer=example.answer, metadata=example.metadata, tokens=1)
-        for example in train[:PROMPTS]
+        for example in examples
         for response in dict.fromkeys(filter(None, [example.answer])) | dict.fromkeys(MADE_UP)
     ]
     outcomes = try_reward(config, samples)
@@ -51,6 +50,22 @@ def reward_test(words: WordsArgument) -> None:
         console.print("the reference answer gets no higher reward than a made-up one", style="yellow")
     if any("error" in outcome for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def _first_prompts(config: RunConfig) -> list[Example]:
+    """Return the first prompts of each source. Raises ConfigError."""
+    try:
+        sources, _ = read_sources(config)
+        each = max(1, PROMPTS // len(sources))
+    except DataError as error:
+        raise ConfigError([Problem(error.field, error.message)]) from error
+    found: list[Example] = []
+    for source in sources:
+        try:
+            found += source.examples[:each]
+        except ValueError as error:
+            raise ConfigError([Problem(source.field, str(error))]) from error
+    return found
 
 
 def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from relaxd import telemetry
 from relaxd.board import BoardUnavailable, GateClosed, NewGroup, Retry, worst_bytes
 from relaxd.data.dataset import Cursor, Place, RunData
+from relaxd.data.errors import DataError
 from services.coordinator.fleet.run_context import RunContext
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,11 @@ class Publisher:
                     logger.warning("can't publish, retrying: %s", error)
                 reachable = False
                 self.waiting_for = f"publishing waits: {error}"
+            except DataError as error:  # of a large file, whose rows are not all checked before the run
+                if reachable:
+                    logger.error("can't publish: %s", error)
+                reachable = False
+                self.waiting_for = f"publishing can't go on: {error}"
             if not published:
                 await self._context.registry.changed.wait(IDLE_SECONDS if reachable else 1.0)
 
@@ -85,6 +91,7 @@ class Publisher:
         with ExitStack() as spans:
             groups = [self._retry_group(spans, retry) for retry in retries]
             for _ in range(room - len(retries)):
+                cursor = self._prompts.fitting(cursor)
                 groups.append(self._new_group(spans, cursor))
                 cursor = self._prompts.after(cursor)
             try:
