@@ -148,7 +148,7 @@ class WorkerPool:
                 outcomes = [
                     Failure(score.error, traceback=score.traceback)
                     if score.error
-                    else RewardOutput(score.reward, dict(score.parts))
+                    else RewardOutput(score.reward, dict(sorted(score.parts.items())))  # a map has no order of its own
                     for score in scores
                 ]
             answered = True
