@@ -18,7 +18,7 @@ HANGS_SYMPY = "(" * 30 + "x" + "+sqrt(x+1))" * 30
 
 
 def score(name: str, response: str, answer: str) -> dict[str, float]:
-    [output] = [check_output(resolve(name)(RewardInput(prompt="", response=response, answer=answer)))]
+    output = check_output(resolve(name)(RewardInput(prompt="", response=response, answer=answer)))
     return {"reward": output.reward, **output.parts}
 
 
