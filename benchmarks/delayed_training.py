@@ -21,8 +21,8 @@ from relaxd.algorithms import Filtered, create
 from relaxd.config import AlgorithmConfig, TrainerConfig
 from relaxd.data.addition import addition
 from relaxd.data.tokenizer import PromptTokenizer
-from relaxd.rewards.addition import addition as score_addition
 from relaxd.rewards.base import RewardInput
+from relaxd.rewards.hub.addition import addition as score_addition
 from services.rollout.engines.transformers.weights import named_parameters
 from services.trainer.batch.row_packing import TrainSequence, pack
 from services.trainer.learner.learner import Learner

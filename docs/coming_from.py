@@ -15,7 +15,7 @@ rollout.samples_per_prompt here`. [settings.md](settings.md) has every setting w
 
 Batches count differently: `trainer.groups_per_step` and verl's `data.train_batch_size` count prompts, TRL, prime-rl and
 `--global-batch-size` count samples. A reward here is a function of one sample, which has `prompt`, `messages`,
-`response`, `answer` and `metadata`.
+`response`, `answer` and `metadata`, or of a group of them ([rewards.md](rewards.md)).
 """
 
 

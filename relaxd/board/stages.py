@@ -26,7 +26,7 @@ class Stage:
 
 _NEEDS: dict[str, tuple[str, ...]] = {
     "rollout": ("prompt_tokens",),
-    "reward": ("prompt", "sample_of_sequence", "text", "finish"),
+    "reward": ("prompt", "sample_of_sequence", "lengths", "loss_mask", "text", "finish"),
     "reference": ("prompt_tokens", "tokens", "lengths", "loss_mask", "shares_prompt"),
     "advantage": ("reward", "sample_of_sequence", "lengths"),
 }

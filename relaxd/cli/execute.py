@@ -303,7 +303,12 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
     model_folder = Path(config.model.path).expanduser()
     model = {"path": str(model_folder.resolve())} if model_folder.is_dir() else {}
-    data = {"path": absolute(config.data.path), "eval_path": absolute(config.data.eval_path)}
+    sources = tuple(one.model_copy(update={"path": absolute(one.path)}) for one in config.data.sources)
+    data = {
+        "path": absolute(config.data.path),
+        "eval_path": absolute(config.data.eval_path),
+        "sources": sources,
+    }
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"folder": absolute(config.run.folder)}),

@@ -14,6 +14,7 @@ from relaxd import __version__
 from relaxd.cli import recovery, run_commands
 from relaxd.cli.addresses import address_lines
 from relaxd.cli.config_command import config_app
+from relaxd.cli.data_command import data
 from relaxd.cli.evaluation_command import evaluation
 from relaxd.cli.examples import example, init
 from relaxd.cli.execute import Where, execute
@@ -135,6 +136,7 @@ def _root(
 
 
 app.command()(init)
+app.command(context_settings=PASS_ON)(data)
 
 
 @app.command()

@@ -13,10 +13,11 @@ from relaxd.cli.options import PASS_ON, WordsArgument, load_words, new_console
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, Problem
-from relaxd.data.dataset import Prompt, read_examples
+from relaxd.data.dataset import Prompt
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.data.models import resolve_model
+from relaxd.data.sources import read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.local.modules import REWARD_TRIAL, ROLLOUT_TRIAL
 from relaxd.local.programs import run_program
@@ -44,14 +45,14 @@ def reward_test(
 ) -> None:
     """Score three prompts of the data with made-up answers and the reference answer. Starts no service."""
     _, config = load_words(words)
+    examples = _first_prompts(config)
     try:
-        train, _ = read_examples(config)
-        generated = _generate(config, train[:PROMPTS], generate) if generate else [[]] * PROMPTS
+        generated = _generate(config, examples, generate) if generate else [[]] * len(examples)
     except DataError as error:
         raise ConfigError([Problem(error.field, error.message)]) from error
     samples = [
-        RewardInput(prompt=example.text, response=response, answer=example.answer, metadata=example.metadata)
-        for example, answers in zip(train[:PROMPTS], generated, strict=False)
+        RewardInput(prompt=example.text, response=response, answer=example.answer, metadata=example.metadata, tokens=1)
+        for example, answers in zip(examples, generated, strict=True)
         for response in dict.fromkeys([*filter(None, [example.answer]), *MADE_UP, *answers])
     ]
     outcomes = try_reward(config, samples)
@@ -65,9 +66,25 @@ def reward_test(
         raise typer.Exit(1)
 
 
+def _first_prompts(config: RunConfig) -> list[Example]:
+    """Return the first prompts of each source. Raises ConfigError."""
+    try:
+        sources, _ = read_sources(config)
+        each = max(1, PROMPTS // len(sources))
+    except DataError as error:
+        raise ConfigError([Problem(error.field, error.message)]) from error
+    found: list[Example] = []
+    for source in sources:
+        try:
+            found += source.examples[:each]
+        except ValueError as error:
+            raise ConfigError([Problem(source.field, str(error))]) from error
+    return found
+
+
 def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
     """Load the run's reward and call it once, in a process like those of the reward service. Returns the problems."""
-    sample = RewardInput(prompt.text, prompt.answer or MADE_UP[0], prompt.answer, prompt.metadata)
+    sample = RewardInput(prompt.text, prompt.answer or MADE_UP[0], prompt.answer, prompt.metadata, tokens=1)
     try:
         (outcome,) = try_reward(config, [sample])
     except CliError as error:
@@ -75,7 +92,7 @@ def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
     if "error" not in outcome:
         return []
     told = outcome["traceback"] or outcome["error"]
-    return [Problem("reward.name", f'= "{config.reward.name}" failed for the answer {sample.response!r}: {told}')]
+    return [Problem("reward.name", f'= "{config.reward.shown}" failed for the answer {sample.response!r}: {told}')]
 
 
 def try_reward(config: RunConfig, samples: Sequence[RewardInput]) -> list[dict[str, Any]]:
@@ -84,8 +101,7 @@ def try_reward(config: RunConfig, samples: Sequence[RewardInput]) -> list[dict[s
     Raises CliError: the reward can't be loaded.
     """
     settings = config.reward
-    words = ["--reward", settings.name, "--timeout-seconds", str(settings.timeout_seconds)]
-    words += [word for name in settings.environment for word in ("--variable", name)]
+    words = ["--config", settings.model_dump_json()]
     # A sample whose process dies is tried twice.
     seconds = LOAD_SECONDS + 2 * len(samples) * settings.timeout_seconds
     lines = "".join(json.dumps(vars(sample)) + "\n" for sample in samples)

@@ -40,8 +40,19 @@ EQUIVALENTS = (
     Equivalent("run.colocate", "vllm_mode", "@hybrid_engine", "", "--colocate", "engines and trainer take turns"),
     Equivalent("model.path", "model", "@model.path", "model.name", "--hf-checkpoint"),
     Equivalent("model.chat_template", "", "", "tokenizer.chat_template", ""),
-    Equivalent("data.path", "train_dataset", "data.train_files", "", "--prompt-data", "a file with JSON lines"),
-    Equivalent("data.eval_path", "eval_dataset", "data.val_files", "", "--eval-prompt-data", "a file with JSON lines"),
+    Equivalent(
+        "model.chat_template_arguments",
+        "chat_template_kwargs",
+        "data.apply_chat_template_kwargs",
+        "",
+        "--apply-chat-template-kwargs",
+    ),
+    Equivalent("data.prompt_key", "", "data.prompt_key", "", "--input-key"),
+    Equivalent("data.answer_key", "", "", "", "--label-key", 'verl\'s is "reward_model.ground_truth"'),
+    Equivalent("data.metadata_key", "", "", "", "--metadata-key"),
+    Equivalent("data.system_prompt", "", "", "", "--system-prompt"),
+    Equivalent("data.path", "train_dataset", "data.train_files", "", "--prompt-data", "several: data.sources"),
+    Equivalent("data.eval_path", "eval_dataset", "data.val_files", "", "--eval-prompt-data"),
     Equivalent("data.source", "", "", "orchestrator.train.env", "", "answers are scored by reward.name"),
     Equivalent("data.max_prompt_tokens", "max_prompt_length", "data.max_prompt_length", "", "--rollout-max-prompt-len"),
     Equivalent("data.overlong", "", "data.filter_overlong_prompts data.truncation", "", "", "prompts are never cut"),
@@ -52,8 +63,12 @@ EQUIVALENTS = (
         "custom_reward_function.path custom_reward_function.name reward_model.reward_manager",
         "",
         "--custom-rm-path --rm-type",
-        'a bundled reward, or "module:function" with a function of one sample',
+        "a bundled reward, or a function, class or verl file of your own (docs/rewards.md)",
     ),
+    Equivalent("reward.settings", "", "custom_reward_function.reward_kwargs", "", "--custom-config-path"),
+    Equivalent("reward.key", "", "", "", "--reward-key", 'verl\'s "score" is found without it'),
+    Equivalent("reward.choose_by", "", "data.reward_fn_key", "", "", "verl's names of data sources are known"),
+    Equivalent("reward.terms", "reward_weights", "", "", "", "each term has a name and a weight"),
     Equivalent(
         "rollout.samples_per_prompt",
         "num_generations",
@@ -333,25 +348,7 @@ EQUIVALENTS = (
     Equivalent(
         "", "", "critic.optim.lr critic.model.path", "", "--critic-lr --critic-load --value-clip", "there is no critic"
     ),
-    Equivalent(
-        "",
-        "reward_weights",
-        "custom_reward_function.reward_kwargs",
-        "",
-        "--reward-key --group-rm --custom-config-path",
-        "a reward is one function of one sample: combine and configure there",
-    ),
-    Equivalent(
-        "",
-        "",
-        "data.prompt_key data.reward_fn_key",
-        "",
-        "--input-key --label-key --metadata-key",
-        'each line of the data has "prompt" and "answer"; all other fields are sample.metadata',
-    ),
-    Equivalent(
-        "", "", "", "", "--system-prompt", 'give the system turn in the data, with "prompt" as a list of messages'
-    ),
+    Equivalent("", "", "", "", "--group-rm", "a function whose parameter is called samples gets a group"),
     Equivalent(
         "",
         "",

@@ -203,7 +203,7 @@ def _problem(place: Place, details: ErrorDetails, sources: Mapping[Place, str], 
     if kind == "extra_forbidden":
         return _unknown(place, "section" if isinstance(value, dict) else "setting", source, algorithm)
     if kind == "missing":
-        meaning = settings()[place].meaning if place in settings() else sections()[place]
+        meaning = settings()[place].meaning if place in settings() else sections().get(place, "it has no default")
         return Problem(setting, f"is missing: {meaning}", source if len(place) > 1 else "")
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", str(context["expected"]))

@@ -1,17 +1,17 @@
 """The configuration of a run: one TOML file, one model."""
 
-import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig, OwnConfig
 from relaxd.config.base import Section
+from relaxd.config.data import DataConfig
 from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
-from relaxd.config.reasoning_gym import ReasoningGymConfig
+from relaxd.config.reward import RewardConfig
 from relaxd.config.roles import RolesConfig
 
 
@@ -39,39 +39,8 @@ class ModelConfig(Section):
     """A Hugging Face folder, the name of a model that `relaxd model fetch` knows, or a hub name."""
     chat_template: str | None = None
     """Jinja chat template to use instead of the model's own."""
-
-
-class DataConfig(Section):
-    """The source of prompts."""
-
-    source: Literal["addition", "jsonl", "reasoning_gym"]
-    """addition: generated sums. jsonl: a file with one JSON object per line. reasoning_gym: a task of that package."""
-    path: Path | None = None
-    """File of the jsonl source. Each line has "prompt" (text or a list of chat messages), optionally "answer", and any
-    other fields, which the reward gets as metadata."""
-    eval_path: Path | None = None
-    """Held-out file of the jsonl source. Without it there is no evaluation."""
-    digits: int = Field(default=2, ge=1, le=6)
-    """Digits of each number of the addition source."""
-    reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
-    """The task of the reasoning_gym source."""
-    max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Maximum length of a prompt."""
-    overlong: Literal["error", "skip"] = "error"
-    """Longer prompts: error refuses to start and names the prompt; skip leaves them out and counts them."""
-    shuffle: bool = True
-    """Shuffle prompts in each epoch, seeded by run.seed."""
-
-    @model_validator(mode="after")
-    def _path_fits_source(self) -> Self:
-        if self.source == "jsonl" and self.path is None:
-            raise ValueError('data.path is missing: source = "jsonl" needs the path of a file')
-        if self.source == "reasoning_gym" and not self.reasoning_gym.task:
-            raise ValueError(
-                'data.reasoning_gym.task is missing: source = "reasoning_gym" needs the name of a task, such as '
-                '"spell_backward"'
-            )
-        return self
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, such as { enable_thinking = false }."""
 
 
 class RolloutConfig(Section):
@@ -131,32 +100,6 @@ class RolloutConfig(Section):
                     f'rollout.{name} is for rollout.engine = "sglang", but rollout.engine is "{self.engine}"'
                 )
         return self
-
-
-class RewardConfig(Section):
-    """Scoring of answers."""
-
-    name: str
-    """Name of a bundled reward (`grpcurl ... Reward/ListRewards` lists them), or "package.module:function", a function
-    of one sample. Its module is found in the folder in which the services are started, and on PYTHONPATH. `relaxd
-    reward test` tries it."""
-    timeout_seconds: float = Field(default=10.0, gt=0)
-    """Kill a reward that takes longer for one sample. The sample fails and its group is dropped."""
-    workers: int = Field(default=2, ge=1)
-    """Processes per reward replica."""
-    environment: tuple[str, ...] = ()
-    """Environment variables of the reward service to pass to rewards, such as ["OPENAI_API_KEY"], besides those that
-    every program needs (PATH, PYTHONPATH, HOME, LANG ...)."""
-
-    @field_validator("environment")
-    @classmethod
-    def _check_environment(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"{name!r} is not the name of an environment variable")
-            if name.startswith("RELAXD_"):
-                raise ValueError(f"{name} is a setting or secret of relaxd, which rewards don't get")
-        return names
 
 
 class OptimizerConfig(Section):

@@ -72,10 +72,12 @@ def sections(algorithm: str = "") -> Mapping[Place, str]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a setting's value to what TOML has: text for a path, a list for a tuple."""
+    """Convert a setting's value to what TOML has: text for a path, a list for a tuple, a table for a section."""
     if isinstance(value, Path):
         return str(value)
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, BaseModel):
+        return {name: plain(item) for name, item in value if name in value.model_fields_set}
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _walk(algorithm: str) -> Iterator[tuple[Place, FieldInfo]]:
@@ -118,7 +120,7 @@ def _kind(field: FieldInfo) -> str:
     if origin is Literal:
         return " or ".join(f'"{choice}"' for choice in arguments)
     if origin is tuple:
-        return "list of texts"
+        return "list of texts" if arguments[0] is str else "list of tables"
     if origin is dict:
         return "table"
     kind = next(one for one in arguments or (field.annotation,) if one is not type(None))

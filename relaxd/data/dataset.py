@@ -7,16 +7,14 @@ from typing import Any, Self
 import numpy as np
 
 from relaxd.config import RunConfig
-from relaxd.data.addition import addition
+from relaxd.data.checking import Limit, check_source
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example, Message
-from relaxd.data.jsonl import read_jsonl
+from relaxd.data.files.rows import Joined
+from relaxd.data.mixture import Share, epoch_visits
 from relaxd.data.models import resolve_model, routed_expert_bytes
-from relaxd.data.reasoning_gym import reasoning_gym
+from relaxd.data.sources import read_sources
 from relaxd.data.tokenizer import PromptTokenizer
-
-CHECK_BATCH = 1024
-
 
 Place = tuple[int, int]
 """A place in the infinite sequence of prompts: epoch and position."""
@@ -79,29 +77,64 @@ class Prompt:
 
 
 class PromptDataset:
-    """Prompts of one source. Each epoch visits each of them once, in an order that depends on the seed alone."""
+    """Prompts of one or several sources. Each epoch visits each of them as often as its source's weight says, in an
+    order that depends on the seed alone.
+    """
 
-    def __init__(self, examples: Sequence[Example], tokenizer: PromptTokenizer, *, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        tokenizer: PromptTokenizer,
+        *,
+        shuffle: bool,
+        seed: int,
+        shares: Sequence[Share] = (),
+        limit: Limit | None = None,
+    ) -> None:
+        """`shares` are the sources in `examples`, by default one. `limit` is for examples that weren't all checked."""
         self._examples = examples
         self._tokenizer = tokenizer
         self._shuffle = shuffle
         self._seed = seed
+        self._shares = shares or (Share(len(examples)),)
+        self._limit = limit
+        self._length = sum(share.visits for share in self._shares)
         self._order: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
-        return len(self._examples)
+        """Return the number of prompts that an epoch visits."""
+        return self._length
 
     def prompt(self, index: int) -> Prompt:
-        """Return the prompt at an index."""
-        example = self._examples[index]
+        """Return the prompt at an index. Raises DataError: its row of a large file, not looked at before, is wrong."""
+        try:
+            example = self._examples[index]
+        except ValueError as error:
+            raise DataError(self._limit.field if self._limit else "data", str(error)) from error
         (tokens,) = self._tokenizer.encode([example])
         messages = [] if isinstance(example.prompt, str) else example.prompt
         return Prompt(tokens, example.text, example.answer, example.metadata, index, messages)
 
     def at(self, cursor: Cursor) -> Prompt:
-        """Return the next prompt."""
+        """Return the next prompt. Raises DataError, as `prompt`."""
         epoch, position = cursor.place
         return self.prompt(int(self._epoch_order(epoch)[position]))
+
+    def fitting(self, cursor: Cursor) -> Cursor:
+        """Return the cursor of the next prompt that isn't too long: this one, or a later one.
+
+        Raises DataError: a prompt is too long and may not be left out, all are too long, or a row is wrong.
+        """
+        if self._limit is None:
+            return cursor
+        for _ in range(len(self)):
+            prompt = self.at(cursor)
+            if len(prompt.tokens) <= self._limit.tokens:
+                return cursor
+            if not self._limit.skip:
+                raise self._limit.too_long(f"prompt {prompt.index}", len(prompt.tokens))
+            cursor = self.after(cursor)
+        raise DataError(self._limit.field, f"every prompt is longer than data.max_prompt_tokens = {self._limit.tokens}")
 
     def after(self, cursor: Cursor) -> Cursor:
         """Return the cursor after the next prompt."""
@@ -133,9 +166,9 @@ class PromptDataset:
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:
+            visits = epoch_visits(self._shares, epoch, self._seed)
             rng = np.random.default_rng((self._seed, epoch))
-            order = rng.permutation(len(self)) if self._shuffle else np.arange(len(self))
-            self._order = (epoch, order)
+            self._order = (epoch, visits[rng.permutation(len(visits))] if self._shuffle else visits)
         return self._order[1]
 
 
@@ -155,65 +188,31 @@ class RunData:
     """Bytes per token of routed experts, if the run stores them."""
 
 
-SETTINGS = {
-    "addition": ("data", "data"),
-    "reasoning_gym": ("data.reasoning_gym", "data.reasoning_gym"),
-    "jsonl": ("data.path", "data.eval_path"),
-}
-"""The settings that training and held-out prompts of each source come from."""
-
-
-def read_examples(config: RunConfig) -> tuple[list[Example], list[Example]]:
-    """Read the training prompts of a run and the held-out ones, without the model.
-
-    Raises DataError, which names the setting and the line.
-    """
-    data = config.data
-    if data.source == "addition":
-        return addition(data.digits)
-    if data.source == "reasoning_gym":
-        return reasoning_gym(data.reasoning_gym)
-    assert data.path is not None  # checked by the configuration
-    field, held_out_field = SETTINGS["jsonl"]
-    held_out = [] if data.eval_path is None else read_jsonl(data.eval_path, held_out_field)
-    return read_jsonl(data.path, field), held_out
-
-
 def load_data(config: RunConfig) -> RunData:
-    """Read, template, tokenise and check all prompts of a run.
+    """Open, template and tokenise all prompts of a run, or a part of those of large files, and check them.
 
     Raises DataError, which names the setting and the line.
     """
     folder = resolve_model(config.model.path, weights=False)
-    tokenizer = PromptTokenizer(folder, config.model.chat_template)
-    field, held_out_field = SETTINGS[config.data.source]
-    train, held_out = read_examples(config)
-    kept = _fitting(train, tokenizer, config, field)
-    kept_held_out = _fitting(held_out, tokenizer, config, held_out_field)
+    tokenizer = PromptTokenizer(folder, config.model.chat_template, config.model.chat_template_arguments)
+    sources, held_out = read_sources(config)
+    checked = [check_source(source, tokenizer, config) for source in sources]
+    checked_held_out = check_source(held_out, tokenizer, config)
     return RunData(
-        train=PromptDataset(kept, tokenizer, shuffle=config.data.shuffle, seed=config.run.seed),
-        held_out=PromptDataset(kept_held_out, tokenizer, shuffle=False, seed=0) if kept_held_out else None,
-        skipped=len(train) - len(kept) + len(held_out) - len(kept_held_out),
+        train=PromptDataset(
+            checked[0].examples if len(checked) == 1 else Joined([one.examples for one in checked]),
+            tokenizer,
+            shuffle=config.data.shuffle,
+            seed=config.run.seed,
+            shares=[Share(len(one.examples), source.weight) for one, source in zip(checked, sources, strict=True)],
+            limit=next((one.limit for one in checked if one.limit), None),
+        ),
+        held_out=PromptDataset(
+            checked_held_out.examples, tokenizer, shuffle=False, seed=0, limit=checked_held_out.limit
+        )
+        if checked_held_out.examples
+        else None,
+        skipped=sum(one.skipped for one in (*checked, checked_held_out)),
         tokenizer=tokenizer,
         expert_bytes=routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0,
     )
-
-
-def _fitting(examples: list[Example], tokenizer: PromptTokenizer, config: RunConfig, field: str) -> list[Example]:
-    """Return the examples within data.max_prompt_tokens. Raises DataError unless longer ones may be skipped."""
-    limit = config.data.max_prompt_tokens
-    kept = []
-    for start in range(0, len(examples), CHECK_BATCH):
-        batch = examples[start : start + CHECK_BATCH]
-        for example, tokens in zip(batch, tokenizer.encode(batch), strict=True):
-            if len(tokens) <= limit:
-                kept.append(example)
-            elif config.data.overlong == "error":
-                raise DataError(
-                    field,
-                    f"{example.place} has {len(tokens)} tokens, more than data.max_prompt_tokens = {limit}: raise it, "
-                    'or set data.overlong = "skip"',
-                )
-    if examples and not kept:
-        raise DataError(field, f"every prompt is longer than data.max_prompt_tokens = {limit}")
-    return kept

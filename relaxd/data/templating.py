@@ -1,6 +1,7 @@
 """Chat templates, which turn messages into the model's text format."""
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,13 +17,18 @@ from relaxd.data.examples import Message
 class ChatTemplate:
     """A compiled Jinja chat template, rendered as transformers renders it."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str], field: str) -> None:
-        """`field` is the setting that the template comes from. Raises DataError: it isn't valid Jinja."""
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], field: str, arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        """`field` is the setting that the template comes from, `arguments` are variables for it.
+
+        Raises DataError: it isn't valid Jinja.
+        """
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _now
-        self._special_tokens = special_tokens
+        self._variables = {**special_tokens, **(arguments or {})}
         self._field = field
         try:
             self._template = environment.from_string(source)
@@ -35,25 +41,27 @@ class ChatTemplate:
         Raises DataError if the template rejects these messages.
         """
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+            return self._template.render(messages=messages, **{"add_generation_prompt": True, **self._variables})
         except (jinja2.TemplateError, TypeError) as error:
             raise DataError(self._field, f"the chat template can't render this prompt: {error}") from error
 
 
-def load_chat_template(folder: Path, override: str | None) -> ChatTemplate | None:
-    """Load a model's chat template, or `override` if given. Returns None if the model has none."""
+def load_chat_template(
+    folder: Path, override: str | None, arguments: Mapping[str, Any] | None = None
+) -> ChatTemplate | None:
+    """Load a model's chat template, or `override` if given, with arguments. Returns None if the model has none."""
     config_file = folder / "tokenizer_config.json"
     config: dict[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
     special = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     if override is not None:
-        return ChatTemplate(override, special, "model.chat_template")
+        return ChatTemplate(override, special, "model.chat_template", arguments)
     template_file = folder / "chat_template.jinja"
     if template_file.is_file():
-        return ChatTemplate(template_file.read_text(), special, "model.path")
+        return ChatTemplate(template_file.read_text(), special, "model.path", arguments)
     source = config.get("chat_template")
     if isinstance(source, list):
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return ChatTemplate(source, special, "model.path") if source else None
+    return ChatTemplate(source, special, "model.path", arguments) if source else None
 
 
 def _content(token: Any) -> str:

@@ -1,8 +1,9 @@
 """Tokenising of prompts with the model's tokenizer, without transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -24,8 +25,13 @@ def _read(file: str, changed_ns: int, size: int) -> Tokenizer:
 class PromptTokenizer:
     """Templates and tokenises prompts for one model."""
 
-    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
-        """`chat_template` overrides the model's. Raises DataError for a missing or invalid tokenizer."""
+    def __init__(
+        self, folder: Path, chat_template: str | None = None, arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        """`chat_template` overrides the model's, and `arguments` are variables for it.
+
+        Raises DataError for a missing or invalid tokenizer.
+        """
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise DataError("model.path", f"the model folder {folder} has no tokenizer: tokenizer.json is missing")
@@ -34,14 +40,14 @@ class PromptTokenizer:
             self._tokenizer = _read(str(file), stamp.st_mtime_ns, stamp.st_size)
         except Exception as error:  # the Rust binding raises plain Exception
             raise DataError("model.path", f"{file} is not a tokenizer: {error}") from error
-        self._template = load_chat_template(folder, chat_template)
+        self._template = load_chat_template(folder, chat_template, arguments)
 
     def encode(self, examples: Sequence[Example]) -> list[np.ndarray]:
         """Tokenise prompts: an int32 array [P] each.
 
         Raises DataError if the template rejects a prompt, a conversation has no template, or a prompt has no tokens.
         """
-        texts = [self._render(example) for example in examples]
+        texts = [self.render(example) for example in examples]
         # A template writes special tokens itself; without one, the tokenizer adds them.
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=self._template is None)
         for example, encoding in zip(examples, encodings, strict=True):
@@ -53,7 +59,8 @@ class PromptTokenizer:
         """Decode token ids without special tokens."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
-    def _render(self, example: Example) -> str:
+    def render(self, example: Example) -> str:
+        """Return a prompt as the model gets it. Raises DataError, see `encode`."""
         if self._template is None:
             if isinstance(example.prompt, str):
                 return example.prompt

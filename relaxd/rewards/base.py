@@ -39,6 +39,9 @@ class RewardInput:
     answer_messages: Sequence[Message] = ()
     """The reference answer's messages, unless they are one with the text `answer`."""
 
+    tokens: int = 0
+    """Number of tokens that the model wrote, end tokens included; 0 if unknown."""
+
     @property
     def messages(self) -> list[Message]:
         """The whole conversation: the prompt's messages and those that followed."""
@@ -56,10 +59,12 @@ class RewardOutput:
     """Named components, for reporting only."""
 
 
-Score = float | Mapping[str, float | Mapping[str, float]]
-"""A number, or {"reward": number, "parts": {name: number}}; other keys beside "reward" are parts, too."""
-Reward = Callable[[RewardInput], Score | Awaitable[Score]]
-"""Scores a sample. It may be async. If it raises, the sample is failed and its group is not trained on."""
+Score = float | Mapping[str, Any]
+"""A number, or {"reward": number, "parts": {name: number}}; other numbers beside "reward" are parts, too, and what is
+not a number is left out. "score" stands for "reward", as in verl."""
+Reward = Callable[[RewardInput], Score | Awaitable[Score]] | Callable[[Sequence[RewardInput]], Any]
+"""Scores a sample, or all samples of a group if its first parameter is called `samples`; it then returns a list. It may
+be async. If it raises, reward.on_failure says what becomes of the sample."""
 
 
 RIGHT = 'a number, or {"reward": number, "parts": {name: number}}'
@@ -69,26 +74,35 @@ class BadRewardError(ValueError):
     """A reward has the wrong signature or returned an invalid value."""
 
 
-def check_output(value: object) -> RewardOutput:
+def check_output(value: object, key: str = "") -> RewardOutput:
     """Convert a reward's return value to a `RewardOutput`.
 
+    Args:
+        value: what it returned.
+        key: the reward's key in a mapping; by default "reward", or else "score". Other keys with numbers are parts;
+            text and other values are left out.
+
     Raises:
-        BadRewardError: it is not a number, not finite, or a mapping without "reward"; the message says what is right.
+        BadRewardError: it is not a number, not finite, or a mapping without the key; the message says what is right.
     """
     if not isinstance(value, Mapping):
         return RewardOutput(_number("the reward", value))
-    if "reward" not in value:
+    found = next((one for one in ((key,) if key else ("reward", "score")) if one in value), None)
+    if found is None:
         raise BadRewardError(
-            f'the reward returned a mapping without "reward"; its keys are {sorted(map(repr, value))}: return {RIGHT}'
+            f'the reward returned a mapping without "{key or "reward"}"; its keys are {sorted(map(repr, value))}: '
+            f"return {RIGHT}{'' if key else ', or set reward.key'}"
         )
-    parts = {name: part for name, part in value.items() if name not in ("reward", "parts")}
     nested = value.get("parts", {})
+    parts = {name: part for name, part in value.items() if name not in (found, "parts")}
     parts |= nested if isinstance(nested, Mapping) else {"parts": nested}
     for name in parts:
         if not isinstance(name, str):
             raise BadRewardError(f"the reward returned a part named {name!r}: names must be text")
-    numbers = {name: _number(f"part {name!r} of the reward", part) for name, part in parts.items()}
-    return RewardOutput(_number("the reward", value["reward"]), numbers)
+    numbers = {
+        name: _number(f"part {name!r} of the reward", part) for name, part in parts.items() if isinstance(part, Real)
+    }
+    return RewardOutput(_number("the reward", value[found]), numbers)
 
 
 def _number(what: str, value: object) -> float:

@@ -1,20 +1,32 @@
 """Calling of rewards: their signature, their place in the source, and those that are coroutines."""
 
 import asyncio
+import difflib
 import inspect
 import re
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from relaxd.rewards.adapters import takes_group
 from relaxd.rewards.base import BadRewardError, Reward, RewardInput, RewardOutput, check_output
 
-MACHINERY = (__file__, str(Path(__file__).with_name("__init__.py")))
-"""Files that call and import rewards."""
+MACHINERY = str(Path(__file__).parent)
+"""Folder of the files that call and import rewards; bundled rewards are in folders below it."""
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 """A frame in a faulthandler dump."""
-SIGNATURE = "def {name}(sample), with sample.prompt, .response, .answer and .metadata"
+NOT_SETTINGS = frozenset(
+    (
+        *("sample", "samples", "data_source", "solution_str", "ground_truth", "extra_info"),
+        *("data_sources", "solution_strs", "ground_truths", "extra_infos"),
+    )
+)
+"""Parameters of functions that hold what is scored."""
+SIGNATURE = (
+    "def {name}(sample), with sample.prompt, .response, .answer and .metadata; or def {name}(samples), which returns a "
+    "list for a group"
+)
 
 
 def check_signature(reward: Callable[..., Any]) -> None:
@@ -35,29 +47,70 @@ def check_signature(reward: Callable[..., Any]) -> None:
         raise BadRewardError(f"{place(reward)} takes ({taken}), but a reward takes one sample: {right}") from error
 
 
-def call(reward: Reward, sample: RewardInput, runner: asyncio.Runner) -> RewardOutput:
-    """Call a reward, in `runner` if it is async.
+def check_settings(name: str, reward: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    """Check that a function or class takes these settings as keyword arguments.
 
     Raises:
-        BadRewardError: its value is no reward; the message begins with the reward's place.
+        BadRewardError: it doesn't know one of them, or a class lacks one; the message says which, and which it takes.
+    """
+    try:
+        parameters = inspect.signature(reward).parameters
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    is_class = inspect.isclass(reward)
+    known = [one for one in parameters if is_class or one not in NOT_SETTINGS]
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        for wrong in settings.keys() - set(known):
+            near = difflib.get_close_matches(wrong, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}"
+            raise BadRewardError(f'reward.settings.{wrong} is not a setting of the reward "{name}": {hint}')
+    for one in parameters.values() if is_class else ():
+        needed = one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        if needed and one.name not in settings:
+            raise BadRewardError(f'reward.settings.{one.name} is missing: the reward "{name}" needs it')
+
+
+def call(reward: Reward, samples: Sequence[RewardInput], runner: asyncio.Runner, key: str = "") -> list[RewardOutput]:
+    """Call a reward for samples of a group. Coroutines run in `runner`, all at the same time.
+
+    `key` is the key of the reward in mappings, see `check_output`.
+
+    Raises:
+        BadRewardError: its value is no reward, or no list of one for each sample; the message begins with its place.
         Exception: whatever the reward raises.
     """
-    value = reward(sample)
-    if inspect.isawaitable(value):
-        value = runner.run(_await(value))
     try:
-        return check_output(value)
+        if not takes_group(reward):
+            values = [cast(Callable[[RewardInput], Any], reward)(sample) for sample in samples]
+            if any(map(inspect.isawaitable, values)):
+                values = runner.run(_await_all(values))
+            return [check_output(value, key) for value in values]
+        values = cast(Callable[[Sequence[RewardInput]], Any], reward)(samples)
+        if inspect.isawaitable(values):
+            (values,) = runner.run(_await_all([values]))
+        if not isinstance(values, Sequence) and hasattr(values, "tolist"):
+            values = values.tolist()  # of numpy and torch
+        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(samples):
+            found = f"{len(values)} values" if isinstance(values, Sequence) else type(values).__name__
+            raise BadRewardError(f"it returned {found} for {len(samples)} samples: return a list, one for each sample")
+        return [check_output(value, key) for value in values]
     except BadRewardError as error:
         raise BadRewardError(f"{place(reward)}: {error}") from error
 
 
-async def _await(value: Awaitable[Any]) -> Any:
-    return await value
+async def _await_all(values: Sequence[Any]) -> list[Any]:
+    return list(await asyncio.gather(*(_await(value) for value in values)))
+
+
+async def _await(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 def place(reward: Callable[..., Any]) -> str:
     """Return name and place of a reward, such as "score (reward.py:12)"; files in the current folder are relative."""
-    code = getattr(inspect.unwrap(reward), "__code__", None)
+    function = getattr(reward, "func", reward)  # of functools.partial
+    function = inspect.unwrap(getattr(function, "reward", function))
+    code = getattr(function, "__code__", None)
     return f"{_name(reward)} ({_file(code.co_filename)}:{code.co_firstlineno})" if code else _name(reward)
 
 
@@ -80,7 +133,7 @@ def place_in_stacks(lines: Sequence[str]) -> str:
         match = FRAME.match(line)
         if match is None:  # the next thread's stack
             own = []
-        elif match[1] not in MACHINERY:
+        elif str(Path(match[1]).parent) != MACHINERY:
             own.append((match[1], match[2], match[3]))
         elif not own or own[-1][0] == asyncio.runners.__file__:
             return ""
@@ -99,12 +152,13 @@ def user_traceback(error: BaseException) -> str:
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames below this package's call or import of the reward."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [index for index, frame in enumerate(frames) if frame.filename in MACHINERY]
+    ours = [index for index, frame in enumerate(frames) if str(Path(frame.filename).parent) == MACHINERY]
     below = frames[ours[-1] + 1 :] if ours else frames
     return [frame for frame in below if "importlib" not in frame.filename]
 
 
 def _name(reward: Callable[..., Any]) -> str:
+    reward = getattr(reward, "func", reward)
     return getattr(reward, "__name__", None) or type(reward).__name__
 
 

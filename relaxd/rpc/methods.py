@@ -14,6 +14,7 @@ from relaxd.v1 import (
     rank_pb2,
     replica_pb2,
     reward_pb2,
+    reward_worker_pb2,
     rollout_pb2,
     trainer_pb2,
 )
@@ -25,6 +26,7 @@ _FILES = (
     launcher_pb2,
     replica_pb2,
     reward_pb2,
+    reward_worker_pb2,
     rollout_pb2,
     trainer_pb2,
     rank_pb2,

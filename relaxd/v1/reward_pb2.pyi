@@ -32,8 +32,11 @@ class ScoreRequest(_message.Message):
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     RESPONSES_FIELD_NUMBER: _builtins.int
     FINISH_REASONS_FIELD_NUMBER: _builtins.int
+    RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
-    """Name of the reward, such as "addition", or "package.module:function"."""
+    """Name of the reward, such as "addition", or "package.module:function", without settings. Empty means the reward of
+    the service's run, with its settings.
+    """
     metadata_json: _builtins.str
     """The data set's other fields of this prompt, as a JSON object; empty means {}."""
     @_builtins.property
@@ -52,6 +55,10 @@ class ScoreRequest(_message.Message):
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_sample_pb2.FinishReason.ValueType]:
         """Why each response ended, parallel to responses; may be empty."""
 
+    @_builtins.property
+    def response_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that the model wrote for each response, parallel to responses; may be empty."""
+
     def __init__(
         self,
         *,
@@ -61,10 +68,11 @@ class ScoreRequest(_message.Message):
         metadata_json: _builtins.str = ...,
         responses: _abc.Iterable[_content_pb2.Conversation] | None = ...,
         finish_reasons: _abc.Iterable[_sample_pb2.FinishReason.ValueType] | None = ...,
+        response_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "finish_reasons", b"finish_reasons", "metadata_json", b"metadata_json", "prompt", b"prompt", "responses", b"responses", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "finish_reasons", b"finish_reasons", "metadata_json", b"metadata_json", "prompt", b"prompt", "response_tokens", b"response_tokens", "responses", b"responses", "reward", b"reward"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -103,7 +111,9 @@ class Score(_message.Message):
     reward: _builtins.float
     """The reward. Meaningless when error is set."""
     error: _builtins.str
-    """Why this response could not be scored; empty on success. A group with an unscored response is never trained on."""
+    """Why this response could not be scored; empty on success. reward.on_failure says what becomes of
+    it in a run.
+    """
     traceback: _builtins.str
     """Where in the reward's code the error was raised, for people; may be empty."""
     @_builtins.property

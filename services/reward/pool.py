@@ -5,15 +5,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from relaxd.config import RewardConfig
 from relaxd.process.child import Child, ChildExited
 from relaxd.rewards import RewardInput, RewardOutput
 from relaxd.rewards.calling import place_in_stacks
 from relaxd.rpc.errors import DeadlineExceeded
-from relaxd.v1.reward_pb2 import ScoreRequest
-from relaxd.v1.reward_pb2_grpc import RewardStub
+from relaxd.v1.reward_worker_pb2 import LoadRewardRequest, ScoreSamplesRequest
+from relaxd.v1.reward_worker_pb2_grpc import RewardWorkerStub
 from relaxd.waiting import duration
 from services.reward.environment import worker_environment
-from services.reward.samples import request_of_sample
+from services.reward.samples import request_of_samples
 from services.reward.slow import slow_after
 
 SHOWN_PROMPT = 80
@@ -39,12 +40,14 @@ class PoolClosedError(Exception):
 
 @dataclass
 class Running:
-    """A sample that is being scored."""
+    """Samples of one prompt that are being scored."""
 
     prompt: str
-    """The text of its prompt, shortened."""
+    """The text of their prompt, shortened."""
+    count: int
+    """Their number."""
     slow_after: float
-    """Seconds after which it is slow."""
+    """Seconds after which they are slow."""
     child: Child
     since: float = field(default_factory=time.monotonic)
     lines_before: int = 0
@@ -52,6 +55,11 @@ class Running:
 
     def __post_init__(self) -> None:
         self.lines_before = self.child.line_count
+
+    @property
+    def what(self) -> str:
+        """What is being scored: "a sample", or "a group of 8 samples"."""
+        return "a sample" if self.count == 1 else f"a group of {self.count} samples"
 
     @property
     def seconds(self) -> float:
@@ -65,7 +73,7 @@ class Running:
         return f" (at {place})" if place else ""
 
     def __str__(self) -> str:
-        return f"one sample for {duration(self.seconds)}{self.where}; its prompt: {self.prompt!r}"
+        return f"{self.what} for {duration(self.seconds)}{self.where}; its prompt: {self.prompt!r}"
 
 
 @dataclass
@@ -89,13 +97,15 @@ class _Worker:
 class WorkerPool:
     """Scores samples on a fixed number of processes, in the order of the calls. Lives in one event loop."""
 
-    def __init__(self, workers: int, variables: Sequence[str] = ()) -> None:
+    def __init__(self, workers: int, config: RewardConfig | None = None) -> None:
         """Make a pool of `workers` processes, which start when they are first needed.
 
-        They get `variables` of this process's environment besides those that every worker gets. Raises
-        MissingVariableError.
+        `config` is the run's reward. Workers get its variables of this process's environment besides those that every
+        worker gets. Raises MissingVariableError.
         """
-        self._environment = worker_environment(variables)
+        self._environment = worker_environment(config.environment if config else ())
+        self._config_json = config.model_dump_json() if config else ""
+        self._takes_group: dict[str, bool] = {}
         self._workers = [_Worker() for _ in range(workers)]
         self._closed = False
         self.scored = 0
@@ -116,8 +126,8 @@ class WorkerPool:
         return max(slow, key=lambda one: one.seconds, default=None)
 
     async def load(self, reward: str) -> Failure | None:
-        """Have a worker load a reward. Returns None if it can be used, else the failure."""
-        answer = await self._request(reward, None, LOAD_SECONDS)
+        """Have a worker load a reward, "" for the run's. Returns None if it can be used, else the failure."""
+        answer = await self._request(reward, (), LOAD_SECONDS)
         return answer if isinstance(answer, Failure) else None
 
     def reload(self) -> None:
@@ -128,21 +138,23 @@ class WorkerPool:
     async def score(
         self, reward: str, samples: Sequence[RewardInput], timeout_seconds: float
     ) -> list[RewardOutput | Failure]:
-        """Score samples. Returns the outcomes in order.
+        """Score samples of one prompt. Returns the outcomes in order.
 
         Args:
-            reward: a name for `relaxd.rewards.resolve`.
+            reward: a name for `relaxd.rewards.resolve`, or "" for the run's reward.
             samples: samples to score.
-            timeout_seconds: deadline of each sample, not counting the wait for a worker or loading the reward. A worker
-                that takes longer is killed, with every process that it started.
+            timeout_seconds: deadline of each sample, or of all if the reward scores groups, not counting the wait for a
+                worker or loading the reward. A worker that takes longer is killed, with every process that it started.
 
-        An exception, a value that is not finite, a hang or a crash is a Failure of that sample alone. A sample whose
-        worker died is retried once, because the worker may have been killed from outside or for lack of memory.
-        Cancelling this coroutine cancels the work. Raises PoolClosedError when the pool is closed meanwhile.
+        An exception, a value that is not finite, a hang or a crash is a Failure of that sample alone, or of all samples
+        of a group that is scored at once. What died with its worker is retried once, because the worker may have been
+        killed from outside or for lack of memory. Cancelling this coroutine cancels the work. Raises PoolClosedError
+        when the pool is closed meanwhile.
         """
-        tasks = [asyncio.create_task(self._score(reward, sample, timeout_seconds)) for sample in samples]
+        together = [list(samples)] if self._takes_group.get(reward, False) else [[sample] for sample in samples]
+        tasks = [asyncio.create_task(self._score(reward, some, timeout_seconds)) for some in together]
         try:
-            return await asyncio.gather(*tasks)
+            return [outcome for outcomes in await asyncio.gather(*tasks) for outcome in outcomes]
         finally:
             for task in tasks:
                 task.cancel()
@@ -153,47 +165,55 @@ class WorkerPool:
         for worker in self._workers:
             worker.kill()
 
-    async def _score(self, reward: str, sample: RewardInput, timeout_seconds: float) -> RewardOutput | Failure:
-        answer = await self._request(reward, sample, timeout_seconds)
+    async def _score(
+        self, reward: str, samples: Sequence[RewardInput], timeout_seconds: float
+    ) -> list[RewardOutput | Failure]:
+        answer = await self._request(reward, samples, timeout_seconds)
         if isinstance(answer, Failure) and answer.died:
-            answer = await self._request(reward, sample, timeout_seconds)
-        self.scored += 1
-        assert answer is not None
-        return answer
+            answer = await self._request(reward, samples, timeout_seconds)
+        self.scored += len(samples)
+        return [answer] * len(samples) if isinstance(answer, Failure) else answer
 
     async def _request(
-        self, reward: str, sample: RewardInput | None, timeout_seconds: float
-    ) -> RewardOutput | Failure | None:
-        """Have a worker load a reward if it hasn't, and score a sample if one is given."""
+        self, reward: str, samples: Sequence[RewardInput], timeout_seconds: float
+    ) -> list[RewardOutput | Failure] | Failure:
+        """Have a worker load a reward if it hasn't, and score samples if some are given."""
         worker = await self._free.get()
         answered = False
         try:
             self._raise_if_closed()
             stub = await self._ready(worker)
-            scores = []
             if reward not in worker.loaded:
-                scores = (await stub.Score(ScoreRequest(reward=reward), timeout=LOAD_SECONDS)).scores
-            if not scores:
+                request = LoadRewardRequest(reward=reward, config_json=self._config_json)
+                loading = await stub.LoadReward(request, timeout=LOAD_SECONDS)
+                if loading.error:
+                    answered = True
+                    return Failure(loading.error, traceback=loading.traceback)
                 worker.loaded.add(reward)
-                if sample is not None:
-                    assert worker.child is not None
-                    worker.running = Running(_shorten(sample.prompt), slow_after(timeout_seconds), worker.child)
-                    request = request_of_sample(reward, sample)
-                    scores = (await stub.Score(request, timeout=timeout_seconds)).scores
+                self._takes_group[reward] = loading.takes_group
+            outcomes: list[RewardOutput | Failure] = []
+            if samples:
+                assert worker.child is not None
+                worker.running = Running(
+                    _shorten(samples[0].prompt), len(samples), slow_after(timeout_seconds), worker.child
+                )
+                asked = ScoreSamplesRequest(request=request_of_samples(reward, samples))
+                scores = (await stub.ScoreSamples(asked, timeout=timeout_seconds)).scores
+                outcomes = [
+                    Failure(score.error, traceback=score.traceback)
+                    if score.error
+                    else RewardOutput(score.reward, dict(sorted(score.parts.items())))  # a map has no order of its own
+                    for score in scores
+                ]
             answered = True
-            if not scores:
-                return None
-            (score,) = scores
-            if score.error:
-                return Failure(score.error, traceback=score.traceback)
-            return RewardOutput(score.reward, dict(sorted(score.parts.items())))  # a map has no order of its own
+            return outcomes
         except DeadlineExceeded:
             self._raise_if_closed()
             if worker.running is None:
                 return Failure(f"loading the reward took longer than {LOAD_SECONDS:g} s; its process was killed")
             return Failure(
-                f"scoring a sample took longer than {timeout_seconds:g} s{worker.running.where}; its process was "
-                f"killed; the prompt: {worker.running.prompt!r}"
+                f"scoring {worker.running.what} took longer than {timeout_seconds:g} s{worker.running.where}; its "
+                f"process was killed; the prompt: {worker.running.prompt!r}"
             )
         except ChildExited as error:
             self._raise_if_closed()
@@ -209,13 +229,13 @@ class WorkerPool:
         if self._closed:
             raise PoolClosedError("the pool of reward workers was closed")
 
-    async def _ready(self, worker: _Worker) -> RewardStub:
+    async def _ready(self, worker: _Worker) -> RewardWorkerStub:
         if worker.child is None or not worker.child.alive or worker.outdated:
             worker.kill()
             worker.child = await Child.start(
                 "services.reward.worker", env=self._environment, inherit=False, name="reward worker"
             )
-        return RewardStub(worker.child.channel)
+        return RewardWorkerStub(worker.child.channel)
 
 
 def _shorten(text: str) -> str:

@@ -1,6 +1,7 @@
 """Samples as rewards get them, from and to Score requests."""
 
 import json
+from collections.abc import Sequence
 
 from relaxd.rewards import RewardInput
 from relaxd.rewards.base import text_message
@@ -16,22 +17,28 @@ def samples_of_request(request: ScoreRequest) -> list[RewardInput]:
     prompt, prompt_messages = text_and_media(request.prompt, "user")
     answer, answer_messages = text_and_media(request.answer, "assistant")
     metadata = json.loads(request.metadata_json or "{}")
-    reasons = [words(FinishReason)[reason] for reason in request.finish_reasons] or [""] * len(request.responses)
+    count = len(request.responses)
+    reasons = [words(FinishReason)[reason] for reason in request.finish_reasons] or [""] * count
+    tokens = list(request.response_tokens) or [0] * count
     samples = []
-    for response, reason in zip(request.responses, reasons, strict=True):
+    for response, reason, length in zip(request.responses, reasons, tokens, strict=True):
         text, messages = text_and_media(response.messages, "assistant")
-        samples.append(RewardInput(prompt, text, answer, metadata, reason, prompt_messages, messages, answer_messages))
+        samples.append(
+            RewardInput(prompt, text, answer, metadata, reason, prompt_messages, messages, answer_messages, length)
+        )
     return samples
 
 
-def request_of_sample(reward: str, sample: RewardInput) -> ScoreRequest:
-    """Return the request that scores one sample."""
-    response = sample.response_messages or [text_message("assistant", sample.response)]
+def request_of_samples(reward: str, samples: Sequence[RewardInput]) -> ScoreRequest:
+    """Return the request that scores samples of one prompt."""
+    first = samples[0]
+    responses = [one.response_messages or [text_message("assistant", one.response)] for one in samples]
     return ScoreRequest(
         reward=reward,
-        prompt=to_proto(sample.prompt_messages or [text_message("user", sample.prompt)]),
-        answer=to_proto(sample.answer_messages or [text_message("assistant", sample.answer)]),
-        metadata_json=json.dumps(sample.metadata),
-        responses=[Conversation(messages=to_proto(response))],
-        finish_reasons=[numbers(FinishReason)[sample.finish_reason]],
+        prompt=to_proto(first.prompt_messages or [text_message("user", first.prompt)]),
+        answer=to_proto(first.answer_messages or [text_message("assistant", first.answer)]),
+        metadata_json=json.dumps(first.metadata),
+        responses=[Conversation(messages=to_proto(response)) for response in responses],
+        finish_reasons=[numbers(FinishReason)[one.finish_reason] for one in samples],
+        response_tokens=[one.tokens for one in samples],
     )

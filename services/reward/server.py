@@ -4,14 +4,14 @@ import json
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from relaxd.rewards import REWARDS, RewardInput, RewardOutput, UnknownRewardError, check_name, describe
+from relaxd.rewards import REWARDS, RewardInput, RewardOutput, UnknownRewardError, check_name, describe, is_bundled
 from relaxd.rpc.enums import words
 from relaxd.rpc.errors import InvalidArgument, PermissionDenied, Unavailable, Violations
 from relaxd.v1 import content_pb2, reward_pb2, reward_pb2_grpc
 from relaxd.v1.sample_pb2 import FinishReason
 from services.reward.pool import Failure, PoolClosedError
 from services.reward.samples import samples_of_request
-from services.reward.service import RewardService
+from services.reward.service import RUNS_REWARD, RewardService
 
 MAX_NESTING = 100
 """Most levels of a prompt's metadata: workers get it as JSON, whose reader and writer recurse."""
@@ -33,10 +33,10 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         """See the proto."""
-        samples = parse_score_request(request)
+        samples = parse_score_request(request, bool(self._service.reward_of_run))
         self._check_allowed(request.reward)
         try:
-            if request.reward not in REWARDS and (failure := await self._service.pool.load(request.reward)):
+            if not is_bundled(request.reward) and (failure := await self._service.pool.load(request.reward)):
                 raise InvalidArgument(f"reward: {failure.reason}", [("reward", failure.reason)])
             outcomes = await self._service.pool.score(request.reward, samples, self._service.timeout_seconds)
         except PoolClosedError as error:
@@ -50,7 +50,7 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
 
     def _check_allowed(self, name: str) -> None:
         """Raise PermissionDenied unless callers may name this reward: loading one by name runs its code."""
-        if name in REWARDS or name == self._service.reward_of_run or name in self._allowed:
+        if name == RUNS_REWARD or is_bundled(name) or name == self._service.reward_of_run or name in self._allowed:
             return
         raise PermissionDenied(
             f'reward "{name}" is not allowed: callers may use the bundled ones, that of the run '
@@ -59,11 +59,17 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
         )
 
 
-def parse_score_request(request: reward_pb2.ScoreRequest) -> list[RewardInput]:
-    """Return the samples of a request. Raises InvalidArgument naming every wrong field."""
+def parse_score_request(request: reward_pb2.ScoreRequest, has_run: bool) -> list[RewardInput]:
+    """Return the samples of a request. Raises InvalidArgument naming every wrong field.
+
+    `has_run` says whether the service has a run, whose reward an empty name means.
+    """
     violations = Violations()
     try:
-        check_name(request.reward)
+        if request.reward != RUNS_REWARD:
+            check_name(request.reward)
+        elif not has_run:
+            violations.add("reward", "is empty, which means the run's reward: this service has no run, so name one")
     except UnknownRewardError as error:
         violations.add("reward", str(error))
     count = len(request.responses)
@@ -73,6 +79,12 @@ def parse_score_request(request: reward_pb2.ScoreRequest) -> list[RewardInput]:
         reasons in (0, count),
         "finish_reasons",
         f"has {reasons} entries for {count} responses: give one each, or none at all",
+    )
+    lengths = len(request.response_tokens)
+    violations.check(
+        lengths in (0, count),
+        "response_tokens",
+        f"has {lengths} entries for {count} responses: give one each, or none at all",
     )
     known = words(FinishReason)
     for number, reason in enumerate(request.finish_reasons):

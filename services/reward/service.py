@@ -8,18 +8,25 @@ from dataclasses import replace
 
 import numpy as np
 
+from relaxd import telemetry
 from relaxd.board import Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
-from relaxd.config import RunConfig
+from relaxd.config import RewardConfig, RunConfig
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.service import ServiceStatus
 from relaxd.replica.stage_replica import StageReplica
-from relaxd.rewards import RewardInput, RewardOutput, UnknownRewardError, check_name
+from relaxd.retry import Backoff
+from relaxd.rewards import RewardInput, RewardOutput, UnknownRewardError
 from relaxd.rewards.base import text_message
 from relaxd.rewards.messages import with_parts
+from relaxd.rewards.scorers import check_names
 from relaxd.roles import REWARD
 from services.reward.pool import Failure, WorkerPool
 
+RUNS_REWARD = ""
+"""Name by which the pool knows the run's reward, with its settings."""
+RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
+"""Pauses before failed samples are scored again (reward.on_failure = "retry")."""
 DEFAULT_WORKERS = 2
 """Worker processes before the first run; later reward.workers."""
 DEFAULT_TIMEOUT_SECONDS = 10.0
@@ -45,13 +52,13 @@ class RewardService(StageReplica):
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
         """See StageReplica. Loads the run's reward, so that a wrong name fails the start instead of every group."""
-        check_name(config.reward.name)
-        self.reward_of_run = config.reward.name
-        pool = WorkerPool(config.reward.workers, config.reward.environment)
+        check_names(config.reward)
+        self.reward_of_run = config.reward.shown
+        pool = WorkerPool(config.reward.workers, config.reward)
         self.pool.close()
         self.pool = pool
         self.timeout_seconds = config.reward.timeout_seconds
-        if failure := await self.pool.load(config.reward.name):
+        if failure := await self.pool.load(RUNS_REWARD):
             raise UnknownRewardError(failure.reason)
         loop = asyncio.get_running_loop()
 
@@ -87,25 +94,55 @@ class RewardService(StageReplica):
         self.pool.close()
 
     async def _score_group(self, config: RunConfig, delivery: Delivery, columns: dict[str, Column]) -> Result:
-        outcomes = await self.pool.score(config.reward.name, samples_of(columns), config.reward.timeout_seconds)
+        samples = samples_of(columns)
+        outcomes = await self._score_samples(config.reward, samples)
         failures = [(number, outcome) for number, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
         if failures:
             number, failure = failures[0]
             _log.warning(
                 "group %s: reward %s failed for %d of %d samples; sample %d: %s",
                 delivery.group_id,
-                config.reward.name,
+                config.reward.shown,
                 len(failures),
                 len(outcomes),
                 number,
                 failure.reason,
             )
-            return Drop(DropReason.REWARD_FAILED, detail=f"{config.reward.name}: {failure.reason}")
+            _count(config.reward, "zero" if config.reward.on_failure == "zero" else "dropped", len(failures))
+            if config.reward.on_failure != "zero":
+                return Drop(DropReason.REWARD_FAILED, detail=f"{config.reward.shown}: {failure.reason}")
+        if config.reward.on_failure == "zero":
+            return reward_columns([_or_zero(outcome) for outcome in outcomes])
         return reward_columns([outcome for outcome in outcomes if isinstance(outcome, RewardOutput)])
+
+    async def _score_samples(self, config: RewardConfig, samples: list[RewardInput]) -> list[RewardOutput | Failure]:
+        """Score the samples of a group, and those that fail again if reward.on_failure says so."""
+        outcomes = await self.pool.score(RUNS_REWARD, samples, config.timeout_seconds)
+        for failures in range(1, config.max_retries + 1 if config.on_failure == "retry" else 1):
+            failed = [number for number, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
+            if not failed:
+                break
+            _count(config, "retried", len(failed))
+            await asyncio.sleep(RETRY_PAUSE.pause(failures))
+            again = await self.pool.score(RUNS_REWARD, [samples[number] for number in failed], config.timeout_seconds)
+            for number, outcome in zip(failed, again, strict=True):
+                outcomes[number] = outcome
+        return outcomes
+
+
+def _count(config: RewardConfig, outcome: str, samples: int) -> None:
+    telemetry.record("reward.failures", samples, {"relaxd.reward": config.shown, "relaxd.outcome": outcome})
+
+
+def _or_zero(outcome: RewardOutput | Failure) -> RewardOutput:
+    """Return an outcome with the part `failed`."""
+    if isinstance(outcome, Failure):
+        return RewardOutput(0.0, {"failed": 1.0})
+    return RewardOutput(outcome.reward, {**outcome.parts, "failed": 0.0})
 
 
 def samples_of(columns: dict[str, Column]) -> list[RewardInput]:
-    """Return the samples of a group, from its columns prompt, sample_of_sequence, text and finish.
+    """Return the samples of a group, from its columns prompt, sample_of_sequence, lengths, loss_mask, text and finish.
 
     The response of a sample with several sequences is the text of the last one; its messages have all of them.
 
@@ -121,6 +158,8 @@ def samples_of(columns: dict[str, Column]) -> list[RewardInput]:
     for sample, text in zip(samples.tolist(), texts, strict=True):
         answers.setdefault(sample, []).append(text)
     reasons = dict(zip(samples.tolist(), finish, strict=True))
+    of_token = np.repeat(samples, np.asarray(columns["lengths"]))
+    tokens = np.bincount(of_token, weights=np.asarray(columns["loss_mask"]) != 0)
     return [
         RewardInput(
             prompt=prompt["text"],
@@ -129,6 +168,7 @@ def samples_of(columns: dict[str, Column]) -> list[RewardInput]:
             metadata=prompt.get("metadata", {}),
             finish_reason=reasons[sample],
             prompt_messages=with_parts(prompt.get("messages", ())),
+            tokens=int(tokens[sample]),
             response_messages=[text_message("assistant", text) for text in said] if len(said) > 1 else (),
         )
         for sample, said in answers.items()

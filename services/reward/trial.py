@@ -12,30 +12,30 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput
 from services.reward.environment import MissingVariableError
 from services.reward.pool import Failure, WorkerPool
+from services.reward.service import RUNS_REWARD
 
 
-async def try_reward(
-    reward: str, samples: Sequence[RewardInput], timeout_seconds: float, variables: Sequence[str]
-) -> dict[str, Any]:
+async def try_reward(config: RewardConfig, samples: Sequence[RewardInput]) -> dict[str, Any]:
     """Score samples one after the other. Returns what the program prints."""
     try:
-        pool = WorkerPool(1, variables)
+        pool = WorkerPool(1, config)
     except MissingVariableError as error:
         return {"error": str(error)}
     try:
-        if failure := await pool.load(reward):
+        if failure := await pool.load(RUNS_REWARD):
             return {"error": failure.reason}
-        return {"outcomes": [await _try_sample(pool, reward, sample, timeout_seconds) for sample in samples]}
+        return {"outcomes": [await _try_sample(pool, sample, config.timeout_seconds) for sample in samples]}
     finally:
         pool.close()
 
 
-async def _try_sample(pool: WorkerPool, reward: str, sample: RewardInput, timeout_seconds: float) -> dict[str, Any]:
+async def _try_sample(pool: WorkerPool, sample: RewardInput, timeout_seconds: float) -> dict[str, Any]:
     begun = time.monotonic()
-    (outcome,) = await pool.score(reward, [sample], timeout_seconds)
+    (outcome,) = await pool.score(RUNS_REWARD, [sample], timeout_seconds)
     seconds = time.monotonic() - begun
     if isinstance(outcome, Failure):
         return {"error": outcome.reason, "traceback": outcome.traceback, "seconds": seconds}
@@ -45,13 +45,11 @@ async def _try_sample(pool: WorkerPool, reward: str, sample: RewardInput, timeou
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m services.reward.trial", description=__doc__)
-    parser.add_argument("--reward", required=True, help="bundled name, or package.module:function")
-    parser.add_argument("--timeout-seconds", type=float, required=True, help="deadline of one sample")
-    parser.add_argument("--variable", action="append", default=[], help="environment variable to pass on")
+    parser.add_argument("--config", required=True, help="the run's section [reward] as JSON")
     words = parser.parse_args()
     samples = [RewardInput(**json.loads(line)) for line in sys.stdin if line.strip()]
     try:
-        result = asyncio.run(try_reward(words.reward, samples, words.timeout_seconds, words.variable))
+        result = asyncio.run(try_reward(RewardConfig.model_validate_json(words.config), samples))
     except KeyboardInterrupt:
         sys.exit(130)
     print(json.dumps(result))

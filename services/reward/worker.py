@@ -4,13 +4,17 @@ import asyncio
 import faulthandler
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
+from relaxd.config import RewardConfig
 from relaxd.process.child_server import ChildServer
-from relaxd.rewards import BadRewardError, Reward, UnknownRewardError, resolve
-from relaxd.rewards.calling import call, describe_error, user_traceback
-from relaxd.v1 import reward_pb2, reward_pb2_grpc
+from relaxd.rewards import BadRewardError, UnknownRewardError
+from relaxd.rewards.calling import describe_error, user_traceback
+from relaxd.rewards.scorers import Scorer, Single, scorer_of
+from relaxd.v1 import reward_pb2, reward_worker_pb2_grpc
+from relaxd.v1 import reward_worker_pb2 as pb
 from services.reward.samples import samples_of_request
 from services.reward.slow import slow_after
 
@@ -18,59 +22,76 @@ MAX_REASON = 2000
 """Longest reason of a failure, in characters."""
 
 
-class Rewards(reward_pb2_grpc.RewardServicer):
-    """Loads and runs rewards in the main thread, because signals, which some use (math-verify's timeout), need it."""
+Answer = pb.LoadRewardResponse | pb.ScoreSamplesResponse
+
+
+class Rewards(reward_worker_pb2_grpc.RewardWorkerServicer):
+    """Loads and runs rewards in the main thread, because signals, which some use to limit their time, need it."""
 
     def __init__(self) -> None:
-        self._loaded: dict[str, Reward] = {}
+        self._loaded: dict[str, Scorer] = {}
         self._runner = asyncio.Runner()  # one loop for all samples, so that rewards may keep clients
-        self._requests: queue.SimpleQueue[tuple[reward_pb2.ScoreRequest, Future[list[reward_pb2.Score]], float]] = (
-            queue.SimpleQueue()
-        )
-        """Requests, the futures of their answers, and the seconds after which each is slow."""
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Answer], Future[Any]]] = queue.SimpleQueue()
 
-    def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
-        """Have the main thread score a sample, or load the reward for a request without one.
+    def LoadReward(self, request: pb.LoadRewardRequest, context: Any) -> pb.LoadRewardResponse:
+        """See the proto."""
+        return cast(pb.LoadRewardResponse, self._in_main_thread(lambda: self._load(request)))
 
-        A reward that can't be loaded is a score with an error.
-        """
-        scores: Future[list[reward_pb2.Score]] = Future()
-        self._requests.put((request, scores, slow_after(context.time_remaining())))
-        return reward_pb2.ScoreResponse(scores=scores.result())
+    def ScoreSamples(self, request: pb.ScoreSamplesRequest, context: Any) -> pb.ScoreSamplesResponse:
+        """See the proto."""
+        slow_seconds = slow_after(context.time_remaining())
+        return cast(pb.ScoreSamplesResponse, self._in_main_thread(lambda: self._score(request.request, slow_seconds)))
 
     def work(self) -> None:
-        """Answer requests as long as the process lives."""
+        """Do what is asked as long as the process lives."""
         while True:
-            request, scores, slow_seconds = self._requests.get()
-            # The pool reads from the stacks where a slow reward is. A thread in C writes them: it needs neither the
-            # interpreter's lock, which a regular expression may hold, nor a signal, which would wake up a sleep.
-            if request.responses:
-                faulthandler.dump_traceback_later(slow_seconds)
-            try:
-                scores.set_result(self._score(request))
-            except BaseException as error:  # SystemExit as well: a reward that calls sys.exit() has only failed
-                scores.set_result([_failure(error)])
-            finally:
-                faulthandler.cancel_dump_traceback_later()
+            task, answer = self._tasks.get()
+            answer.set_result(task())
 
-    def _score(self, request: reward_pb2.ScoreRequest) -> list[reward_pb2.Score]:
-        if not request.responses:
-            self._loaded[request.reward] = resolve(request.reward)
-        outputs = [call(self._loaded[request.reward], one, self._runner) for one in samples_of_request(request)]
-        return [reward_pb2.Score(reward=output.reward, parts=output.parts) for output in outputs]
+    def _in_main_thread(self, task: Callable[[], Answer]) -> Answer:
+        answer: Future[Answer] = Future()
+        self._tasks.put((task, answer))
+        return answer.result()
+
+    def _load(self, request: pb.LoadRewardRequest) -> pb.LoadRewardResponse:
+        try:
+            if request.reward:
+                scorer: Scorer = Single(request.reward)
+            else:
+                scorer = scorer_of(RewardConfig.model_validate_json(request.config_json))
+        except BaseException as error:  # SystemExit as well: a module that calls sys.exit() has only failed
+            reason, traceback = _explain(error)
+            return pb.LoadRewardResponse(error=reason, traceback=traceback)
+        self._loaded[request.reward] = scorer
+        return pb.LoadRewardResponse(takes_group=scorer.takes_group)
+
+    def _score(self, request: reward_pb2.ScoreRequest, slow_seconds: float) -> pb.ScoreSamplesResponse:
+        # The pool reads from the stacks where a slow reward is. A thread in C writes them: it needs neither the
+        # interpreter's lock, which a regular expression may hold, nor a signal, which would wake up a sleep.
+        faulthandler.dump_traceback_later(slow_seconds)
+        try:
+            outputs = self._loaded[request.reward].score(samples_of_request(request), self._runner)
+        except BaseException as error:  # SystemExit as well: a reward that calls sys.exit() has only failed
+            reason, traceback = _explain(error)
+            failed = reward_pb2.Score(error=reason, traceback=traceback)
+            return pb.ScoreSamplesResponse(scores=[failed] * len(request.responses))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        scores = [reward_pb2.Score(reward=output.reward, parts=output.parts) for output in outputs]
+        return pb.ScoreSamplesResponse(scores=scores)
 
 
-def _failure(error: BaseException) -> reward_pb2.Score:
+def _explain(error: BaseException) -> tuple[str, str]:
     """Return the reason of a failure in one line, and the traceback of an exception in the reward's code."""
     if isinstance(error, BadRewardError | UnknownRewardError):
-        return reward_pb2.Score(error=str(error)[:MAX_REASON])
-    return reward_pb2.Score(error=describe_error(error)[-MAX_REASON:], traceback=user_traceback(error)[-MAX_REASON:])
+        return str(error)[:MAX_REASON], ""
+    return describe_error(error)[-MAX_REASON:], user_traceback(error)[-MAX_REASON:]
 
 
 def main() -> None:
     """Serve the pool until its process ends."""
     rewards = Rewards()
-    server = ChildServer((reward_pb2_grpc.add_RewardServicer_to_server, rewards))
+    server = ChildServer((reward_worker_pb2_grpc.add_RewardWorkerServicer_to_server, rewards))
     threading.Thread(target=server.serve, name="requests", daemon=True).start()
     rewards.work()
 

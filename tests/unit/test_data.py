@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from relaxd.config import RunConfig
 from relaxd.data.addition import addition
+from relaxd.data.columns import Columns, Examples
 from relaxd.data.dataset import Cursor, PromptDataset, load_data
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
-from relaxd.data.jsonl import read_jsonl
+from relaxd.data.files.opening import open_rows
 from relaxd.data.models import resolve_model
 from relaxd.data.tokenizer import PromptTokenizer
 from tests.kit.tokenizer import CHATML, write_tokenizer
@@ -152,7 +153,7 @@ def test_going_on_from_a_cursor_gives_the_same_sequence(count: int, stops: list[
 def test_jsonl_keeps_answer_and_metadata(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     path = write(tmp_path / "d.jsonl", {"prompt": "p", "answer": 3, "level": "hard"}, "", {"prompt": chat})
-    first, second = read_jsonl(path, "data.path")
+    first, second = Examples(open_rows(path, "data.path"), Columns())
     assert (first.prompt, first.answer, first.metadata) == ("p", "3", {"level": "hard"})
     assert (second.messages, second.text, second.place) == (chat, "c", f"{path} line 3")
 
@@ -170,10 +171,10 @@ def test_jsonl_keeps_answer_and_metadata(tmp_path: Path) -> None:
         ('{"prompt": "a", "answer": ["b"]}', '"answer" must be text or a number, not a list'),
     ],
 )
-def test_a_broken_line_is_named_by_its_number(tmp_path: Path, line: str, complaint: str) -> None:
+def test_a_broken_line_is_named_by_its_number(tmp_path: Path, model_folder: Path, line: str, complaint: str) -> None:
     path = write(tmp_path / "d.jsonl", {"prompt": "fine"}, line, {"prompt": "fine too"})
-    with pytest.raises(DataError, match=rf"data\.path: .*line 2: .*{complaint}"):
-        read_jsonl(path, "data.path")
+    with pytest.raises(DataError, match=rf"data\.path: 1 of 3 rows are wrong: .*line 2: .*{complaint}"):
+        load_data(config(model_folder, source="jsonl", path=path))
 
 
 def test_unreadable_files_are_named(tmp_path: Path, model_folder: Path) -> None:
@@ -184,10 +185,10 @@ def test_unreadable_files_are_named(tmp_path: Path, model_folder: Path) -> None:
         load_data(config(model_folder, source="jsonl", path=tmp_path / "empty.jsonl"))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe4"}\n')
     with pytest.raises(DataError, match="line 2: not UTF-8"):
-        read_jsonl(tmp_path / "latin.jsonl", "data.path")
+        load_data(config(model_folder, source="jsonl", path=tmp_path / "latin.jsonl"))
     many = write(tmp_path / "many.jsonl", *["x"] * 9)
-    with pytest.raises(DataError, match=r"9 invalid lines: .*line 5: .*; and 4 more"):
-        read_jsonl(many, "data.path")
+    with pytest.raises(DataError, match=r"9 of 9 rows are wrong: .*line 5: .*; and 4 more"):
+        load_data(config(model_folder, source="jsonl", path=many))
 
 
 def test_overlong_prompts_are_refused_by_name_or_skipped_and_counted(tmp_path: Path, model_folder: Path) -> None:

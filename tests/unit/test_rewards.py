@@ -152,7 +152,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(UnknownRewardError, match=r'unknown reward "additon": did you mean addition\?'):
         resolve("additon")
     for name in ("zzz", "", "a:b:c", ":f", "m:", "a..b:f", "a b:f"):
-        with pytest.raises(UnknownRewardError, match="bundled are addition, exact_match"):
+        with pytest.raises(UnknownRewardError, match="bundled are addition, dapo"):
             check_name(name)
 
 
@@ -208,6 +208,8 @@ def test_a_sample_of_several_sequences_is_scored_by_its_last_answer():
             "messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": "go on"}],
         },
         "sample_of_sequence": np.array([0, 0, 1], np.int32),
+        "lengths": np.array([2, 3, 1], np.int32),
+        "loss_mask": np.array([1, 1, 1, 0, 1, 1], np.uint8),
         "text": ["first", "last", "other"],
         "finish": ["stop", "length", "stop"],
     }
@@ -218,6 +220,7 @@ def test_a_sample_of_several_sequences_is_scored_by_its_last_answer():
         "other",
         "stop",
     )
+    assert (first.tokens, other.tokens) == (4, 1)
     asked = [text_message("user", "hi"), text_message("user", "go on")]
     assert first.messages == [*asked, text_message("assistant", "first"), text_message("assistant", "last")]
     assert other.messages == [*asked, text_message("assistant", "other")]

@@ -217,12 +217,13 @@ class _Evaluation:
 
     async def _score(self, prompt: Prompt, final: GenerateResponse) -> Score:
         request = ScoreRequest(
-            reward=self._context.config.reward.name,
+            reward="",  # the run's, with its settings
             prompt=to_proto(prompt.messages or [text_message("user", prompt.text)]),
             answer=to_proto([text_message("assistant", prompt.answer)]),
             metadata_json=json.dumps(prompt.metadata),
             responses=[Conversation(messages=to_proto([text_message("assistant", final.text)]))],
             finish_reasons=[final.finish_reason],
+            response_tokens=[final.token_count],
         )
         rewards = await self._await_any(self._context.fleet.rewards, "reward replica is ready")
         reward = min(rewards, key=lambda one: self._busy[one.replica_id])

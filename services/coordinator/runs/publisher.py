@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from relaxd import telemetry
 from relaxd.board import BoardUnavailable, GateClosed, NewGroup, Retry, worst_bytes
 from relaxd.data.dataset import Cursor, Place, RunData
+from relaxd.data.errors import DataError
 from services.coordinator.fleet.run_context import RunContext
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,11 @@ class Publisher:
                     logger.warning("can't publish, retrying: %s", error)
                 reachable = False
                 self.redis = str(error)
+            except DataError as error:  # of a large file, whose rows are not all checked before the run
+                if reachable:
+                    logger.error("can't publish: %s", error)
+                reachable = False
+                self.gate = ("data", str(error))
             if not published:
                 pause = IDLE_SECONDS if reachable else 1.0
                 await self._context.registry.changed.wait(pause)  # idle: `gate` and `redis` say why
@@ -88,6 +94,7 @@ class Publisher:
         with ExitStack() as spans:
             groups = [self._retry_group(spans, retry) for retry in retries]
             for _ in range(room - len(retries)):
+                cursor = self._prompts.fitting(cursor)
                 groups.append(self._new_group(spans, cursor))
                 cursor = self._prompts.after(cursor)
             try:

@@ -212,6 +212,15 @@ def _first_weights(run: Snapshot) -> Reason | None:
     return Reason("starting", what, on=wait.on if wait else "", since=wait.since if wait else None, always=True)
 
 
+def _data(run: Snapshot) -> Reason | None:
+    """A row of the data can't be used."""
+    limit, detail = run.gate
+    if limit != "data":
+        return None
+    advice = ("repair the file or leave the row out, then stop the run and begin another",)
+    return Reason("data", f"publishing can't go on: {detail}", on="the data", advice=advice, always=True)
+
+
 def _full(run: Snapshot) -> Reason | None:
     """Redis is full, or has no room for the groups that the step lacks."""
     limit, detail = run.gate
@@ -323,6 +332,7 @@ REASONS: tuple[Callable[[Snapshot], Reason | None], ...] = (
     _paused,
     _role,
     _first_weights,
+    _data,
     _full,
     _handoff,
     _sync,

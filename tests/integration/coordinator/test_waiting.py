@@ -40,7 +40,7 @@ def test_a_run_says_why_it_waits_for_its_reward(cluster: Cluster) -> None:
         lambda: [line for line in cluster.run().wait.evidence if "has been scoring" in line],
         20,
     )
-    assert "reward: ready, tests.integration.coordinator.rewards:as_told has been scoring one sample for" in hangs[0]
+    assert "reward: ready, tests.integration.coordinator.rewards:as_told has been scoring a sample for" in hangs[0]
     assert f"(at {PLACE}" in hangs[0]
     assert "in as_told); its prompt: 'What is" in hangs[0]
 

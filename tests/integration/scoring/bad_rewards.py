@@ -92,6 +92,30 @@ def shout(_: str) -> float:
     return 1.0
 
 
+class Ranked:
+    """Reward the samples of a group by their order, the first least; one that says "raise" fails them all."""
+
+    def __init__(self, step: float) -> None:
+        self.step = step
+
+    def __call__(self, samples) -> list[dict]:
+        responses = sorted(sample.response for sample in samples)
+        assert "raise" not in responses, responses
+        return [
+            {"score": self.step * responses.index(sample.response), "tokens": sample.tokens, "text": sample.response}
+            for sample in samples
+        ]
+
+
+def at_second(sample) -> float:
+    """Fail for the first time that a response with a path is scored."""
+    action, _, path = sample.response.partition(" ")
+    if path and not Path(path).exists():
+        Path(path).touch()
+        raise ValueError("not yet")
+    return 1.0 if action == "right" else [][0] if action == "never" else 0.0
+
+
 ACTIONS: Mapping[str, object] = {
     "one": lambda _: 1,
     "parts": lambda _: {"reward": 0.5, "style": 0.25},

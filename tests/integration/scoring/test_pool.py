@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput, RewardOutput
 from services.reward.environment import MissingVariableError
 from services.reward.pool import Failure, PoolClosedError, WorkerPool
@@ -49,7 +50,7 @@ async def test_a_worker_gets_no_secret_but_those_that_are_named(pool, monkeypatc
         monkeypatch.setenv(name, value)
     with (tmp_path / "tokens").open("w") as tokens:
         os.set_inheritable(tokens.fileno(), True)
-        given = WorkerPool(1, ["JUDGE_KEY"])
+        given = WorkerPool(1, RewardConfig(name=BAD, environment=("JUDGE_KEY",)))
         for workers, passed in ((WorkerPool(1), set()), (given, {"JUDGE_KEY"})):
             assert await score(workers, f"surroundings {tmp_path / 'seen'}") == [RewardOutput(1.0)]
             workers.close()
@@ -62,7 +63,7 @@ async def test_a_worker_gets_no_secret_but_those_that_are_named(pool, monkeypatc
             kinds = {target.partition(":")[0] for target in seen["files"].values()}
             assert kinds == {"pipe", "socket", "anon_inode"}, seen["files"]
     with pytest.raises(MissingVariableError, match=r"reward.environment names NO_SUCH_KEY, not set"):
-        WorkerPool(1, ["JUDGE_KEY", "NO_SUCH_KEY"])
+        WorkerPool(1, RewardConfig(name=BAD, environment=("JUDGE_KEY", "NO_SUCH_KEY")))
 
 
 async def test_scores_come_back_in_order(pool):
@@ -139,7 +140,7 @@ async def test_a_reward_that_hangs_is_named_while_it_hangs(pool):
     scoring = asyncio.create_task(score(pool, "hang", timeout_seconds=2.0))
     slow = await eventually(lambda: (one := pool.slowest()) and one.where and one, "the reward's place", 10)
     assert not scoring.done()
-    assert str(slow) == f"one sample for 1 s (at {place('time.sleep(3600),')}, in <lambda>); its prompt: 'hot?'"
+    assert str(slow) == f"a sample for 1 s (at {place('time.sleep(3600),')}, in <lambda>); its prompt: 'hot?'"
     pool.close()
     with pytest.raises(PoolClosedError):
         await scoring

@@ -7,12 +7,14 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 import redis
 
+from relaxd.rewards import REWARDS
 from relaxd.rewards.base import text_message
 from relaxd.rewards.messages import to_proto
 from relaxd.rpc.errors import field_violations
@@ -37,7 +39,7 @@ async def here(tmp_path: Path, redis_url: str) -> AsyncIterator[Bench]:
         yield made
 
 
-def score_request(reward: str, responses: list[str], answer: str = "", **fields: str) -> ScoreRequest:
+def score_request(reward: str, responses: list[str], answer: str = "", **fields: Any) -> ScoreRequest:
     conversations = [Conversation(messages=to_proto([text_message("assistant", text)])) for text in responses]
     reference = to_proto([text_message("", answer)])
     return ScoreRequest(reward=reward, answer=reference, responses=conversations, **fields)
@@ -59,7 +61,7 @@ async def test_the_reward_calls(here, monkeypatch):
         stub = RewardStub(process.to)
         await here.coordinator.hears("reward-1", "IDLE")
         infos = (await stub.ListRewards(ListRewardsRequest())).rewards
-        assert [info.name for info in infos] == ["addition", "exact_match", "f1", "multiple_choice", "reasoning_gym"]
+        assert [info.name for info in infos] == sorted(REWARDS)
         assert all(info.description for info in infos)
 
         request = score_request("addition", ["It is 46", "47"], answer="46")
@@ -76,9 +78,12 @@ async def test_the_reward_calls(here, monkeypatch):
         request = score_request("addition", ["2"], answer="two")
         assert "needs a number" in (await stub.Score(request)).scores[0].error
 
-        bad = ScoreRequest(reward="additon", metadata_json="[1]", finish_reasons=[FinishReason.FINISH_REASON_STOP, 77])
+        reasons = [FinishReason.FINISH_REASON_STOP, 77]
+        bad = ScoreRequest(reward="additon", metadata_json="[1]", finish_reasons=reasons, response_tokens=[1])
         found = await violations(stub.Score(bad))
-        assert set(found) == {"reward", "responses", "finish_reasons", "finish_reasons[1]", "metadata_json"}
+        wrong = {"reward", "responses", "finish_reasons", "finish_reasons[1]", "metadata_json", "response_tokens"}
+        assert set(found) == wrong
+        assert "has no run, so name one" in (await violations(stub.Score(score_request("", ["1"]))))["reward"]
         assert "did you mean addition?" in found["reward"]
         found = await violations(stub.Score(score_request("absent:f", ["1"], metadata_json="{")))
         assert "is not JSON" in found["metadata_json"]
@@ -184,6 +189,34 @@ async def test_the_stages_score_and_drop(here):
     np.testing.assert_allclose(first["advantages"], np.repeat(per_sample, [1, 2, 3]), rtol=1e-6)
     assert first["advantages"].dtype == np.float32
     assert here.board.counts().dropped_by_reason == {"reward_failed": 10, "zero_variance": 1}
+
+
+async def test_a_reward_of_groups_with_settings_whose_failures_count_as_zero(here):
+    ranked = {"name": "bad_rewards:Ranked", "settings": {"step": 10}, "on_failure": "zero"}
+    here.start_run(run_config(reward=ranked))
+    async with here.service("reward", "reward-1") as process, here.service("advantage", "advantage-1"):
+        await here.coordinator.hears("reward-1", "READY")
+        good, failed = here.generate(["b", "a", "c"], ["b", "raise", "c"])
+        columns = await here.trained(1)
+        assert await here.dropped(1) == {failed: "zero_variance"}
+        np.testing.assert_array_equal(columns[good]["reward"], [10, 0, 20])
+        assert columns[good]["reward_parts"] == {"failed": [0, 0, 0], "tokens": [1, 2, 3]}
+        # The run's reward by an empty name, with its settings; by its name alone it lacks one.
+        request = score_request("", ["y", "x"], response_tokens=[5, 6])
+        scores = (await RewardStub(process.to).Score(request)).scores
+        assert [(one.reward, dict(one.parts)) for one in scores] == [(10, {"tokens": 5}), (0, {"tokens": 6})]
+        found = await violations(RewardStub(process.to).Score(score_request("bad_rewards:Ranked", ["x"])))
+        assert "reward.settings.step is missing" in found["reward"]
+    assert "failed for 3 of 3 samples" in process.log
+
+
+async def test_failed_samples_are_scored_again(here, tmp_path):
+    here.start_run(run_config(reward={"name": "bad_rewards:at_second", "on_failure": "retry", "max_retries": 1}))
+    async with here.service("reward", "reward-1"), here.service("advantage", "advantage-1"):
+        good, failed = here.generate(["right", f"wrong {tmp_path / 'once'}", "right"], ["right", "never"])
+        columns = await here.trained(1)
+        np.testing.assert_array_equal(columns[good]["reward"], [1, 0, 1])
+        assert await here.dropped(1) == {failed: "reward_failed"}
 
 
 async def test_a_run_whose_reward_does_not_exist_says_so(here):

@@ -33,7 +33,7 @@ def without(role: str, *instead: Peer) -> list[Peer]:
     return [*(peer for peer in PEERS if peer.role != role), *instead]
 
 
-HANG = "my reward has been scoring one sample for 40 s (reward.py:7, in score): 'What is hot?'"
+HANG = "my reward has been scoring a sample for 40 s (reward.py:7, in score): 'What is hot?'"
 HELD = HeldGroup("0-000012", "reward-0", enqueued_at=NOW - 45, deliveries=2)
 
 CASES = [
@@ -95,6 +95,12 @@ CASES = [
          "peers": without("rollout", Peer("rollout-0", "rollout"))},
         "rollout-0 waits for the weights of version 12, for 3 s",
         "",
+    ),
+    (
+        "data",
+        {"gate": ("data", "row 21000 of p.parquet has no prompt")},
+        "publishing can't go on: row 21000 of p.parquet has no prompt",
+        "repair the file",
     ),
     ("full", {"gate": ("full", "Redis is full: it uses 9 of 9 MB.")}, "publishing waits: Redis is full", "maxmemory"),
     (

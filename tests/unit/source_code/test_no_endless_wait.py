@@ -90,7 +90,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/scaling/drive.py", "ReplicaDrive._drain"),  # a call with a deadline
         ("services/coordinator/scaling/scaler.py", "Scaler.close"),  # cancelled
         ("services/reward/pool.py", "WorkerPool._request"),  # each sample before it has reward.timeout_seconds
-        ("services/reward/worker.py", "Rewards.Score"),  # the pool kills this process at the sample's deadline
+        ("services/reward/worker.py", "Rewards._in_main_thread"),  # the pool kills it at the deadline
         (
             "services/rollout/service/child_engine.py",
             "ChildEngine._generate",

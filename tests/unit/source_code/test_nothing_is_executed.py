@@ -59,6 +59,6 @@ def test_only_rewards_and_algorithms_are_imported_by_a_name_that_is_given() -> N
     found = {place.file for place in calls() if place.name == "import_module"}
     assert found == {
         "relaxd/algorithms/create.py",  # a name in the run's configuration; Compute refuses it
-        "relaxd/rewards/__init__.py",  # a name in the run's configuration; Score takes no other
+        "relaxd/rewards/loading.py",  # a name in the run's configuration; Score takes no other
         "services/trainer/model/architectures/__init__.py",  # the files beside it
     }

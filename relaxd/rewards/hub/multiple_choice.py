@@ -3,8 +3,8 @@
 import re
 
 from relaxd.rewards.base import RewardInput
+from relaxd.rewards.tags import tagged
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _STATED = re.compile(r"\banswer\s*(?:is|:|=)\s*\**\(?([A-Z])\b", re.IGNORECASE)
 
@@ -28,13 +28,13 @@ def multiple_choice(sample: RewardInput) -> dict[str, float]:
 
 
 def _untagged(text: str) -> str:
-    tagged = _TAGGED.findall(text)
-    return (tagged[-1] if tagged else text).strip()
+    found = tagged(text)
+    return (found[-1] if found else text).strip()
 
 
 def _chosen(response: str) -> str | None:
     whole = _LETTER.fullmatch(_untagged(response))
     if whole:
         return whole.group(1).upper()
-    stated = [] if _TAGGED.search(response) else _STATED.findall(response)
+    stated = [] if tagged(response) else _STATED.findall(response)
     return stated[-1].upper() if stated else None

@@ -1,17 +1,16 @@
 """Reward for reasoning-gym's tasks: the task's own score."""
 
 import json
-import re
 from functools import lru_cache
 from typing import Any
 
 from relaxd.data.reasoning_gym import KEY, Task, make_task
 from relaxd.rewards.base import RewardInput
+from relaxd.rewards.tags import tagged
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError)
 """Exceptions of tasks for unreadable answers, such as letters instead of prime factors. They score 0 instead of failing
 the group."""
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def reasoning_gym(sample: RewardInput) -> dict[str, float]:
@@ -34,13 +33,13 @@ def reasoning_gym(sample: RewardInput) -> dict[str, float]:
             f"item {item['index']} of {item['task']} has the answer {expected!r} here, but the prompt's is "
             f"{sample.answer!r}: coordinator and reward need the same version of reasoning-gym"
         )
-    tagged = _TAGGED.findall(sample.response)
-    answer = (tagged[-1] if tagged else sample.response).strip()
+    found = tagged(sample.response)
+    answer = (found[-1] if found else sample.response).strip()
     try:
         score = float(task.score_answer(answer, entry))
     except UNREADABLE:
         score = 0.0
-    answered = bool(answer) and (bool(tagged) or "\n" not in answer)
+    answered = bool(answer) and (bool(found) or "\n" not in answer)
     return {"reward": score, "accuracy": float(score >= 1.0), "format": float(answered)}
 
 

@@ -1,0 +1,83 @@
+"""`relaxd data`: what a run will see of its data."""
+
+from collections import Counter
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from relaxd.cli.options import WordsArgument, load_words, new_console
+from relaxd.config import RunConfig
+from relaxd.config.load import ConfigError, Problem
+from relaxd.data.checking import evenly_spread, read_some
+from relaxd.data.errors import DataError
+from relaxd.data.examples import Example
+from relaxd.data.files.json_lines import kind_of
+from relaxd.data.mixture import Share
+from relaxd.data.models import resolve_model
+from relaxd.data.sources import Source, read_sources
+from relaxd.data.tokenizer import PromptTokenizer
+
+MOST_READ = 2000
+"""Most prompts of a source that are read, evenly spread over it."""
+
+
+def data(
+    words: WordsArgument, prompts: Annotated[int, typer.Option(min=0, help="Prompts of each source to show.")] = 2
+) -> None:
+    """Show what a run will see of its data: counts, lengths, metadata, and prompts as the model gets them."""
+    _, config = load_words(words)
+    console = new_console()
+    try:
+        folder = resolve_model(config.model.path, weights=False)
+        tokenizer = PromptTokenizer(folder, config.model.chat_template, config.model.chat_template_arguments)
+        sources, held_out = read_sources(config)
+        for source in sources:
+            _show(source, tokenizer, config, prompts, console)
+        if len(held_out.examples):
+            _show(held_out, tokenizer, config, 0, console)
+    except DataError as error:
+        raise ConfigError([Problem(error.field, error.message)]) from error
+
+
+def _show(source: Source, tokenizer: PromptTokenizer, config: RunConfig, prompts: int, console: Console) -> None:
+    places = evenly_spread(len(source.examples), MOST_READ)
+    examples = read_some(source, places)
+    lengths = np.array([len(tokens) for tokens in tokenizer.encode(examples)])
+    limit = config.data.max_prompt_tokens
+    too_long = int((lengths > limit).sum())
+    read = "" if len(places) == len(source.examples) else f" of the {len(places)} that were read"
+    table = Table(show_header=False, box=None, pad_edge=False, title=source.shown, title_justify="left")
+    table.add_row("prompts", f"{len(source.examples):,}")
+    if source.weight != 1:
+        table.add_row("in an epoch", f"{Share(len(source.examples), source.weight).visits:,}")
+    quantiles = zip(("shortest", "median", "95 %", "longest"), np.quantile(lengths, (0, 0.5, 0.95, 1)), strict=True)
+    table.add_row("tokens", ", ".join(f"{name} {round(value)}" for name, value in quantiles))
+    what = "left out" if config.data.overlong == "skip" else 'an error: see data.overlong = "skip"'
+    table.add_row(f"above {limit}", f"{too_long}{read}{f' ({what})' if too_long else ''}")
+    table.add_row("no answer", f"{sum(not example.answer for example in examples)}{read}")
+    for name, kinds in _kinds(examples).items():
+        table.add_row(f"metadata.{name}", Text(kinds))
+    console.print(table)
+    for example in examples[:prompts]:
+        console.print(Text(f"\n{example.place}, answer {example.answer!r}:", style="bold"))
+        console.print(Text(tokenizer.render(example)), soft_wrap=True)
+    console.print()
+
+
+def _kinds(examples: list[Example]) -> dict[str, str]:
+    """Return the kinds of values that each key of the metadata has."""
+    found: dict[str, Counter[str]] = {}
+    for example in examples:
+        for name, value in example.metadata.items():
+            found.setdefault(name, Counter())[kind_of(value)] += 1
+    for kinds in found.values():
+        if missing := len(examples) - kinds.total():
+            kinds["missing"] = missing
+    return {
+        name: ", ".join(kind if len(kinds) == 1 else f"{count} {kind}" for kind, count in kinds.most_common())
+        for name, kinds in found.items()
+    }

@@ -1,0 +1,81 @@
+"""Settings of the data of a run."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from relaxd.config.base import Section
+from relaxd.config.reasoning_gym import ReasoningGymConfig
+
+
+class DataSource(Section):
+    """One of several sources of prompts."""
+
+    path: Path
+    """As data.path."""
+    name: str = ""
+    """Becomes metadata.data_source of its prompts, unless they have one."""
+    weight: float = Field(default=1.0, gt=0)
+    """How often an epoch visits each of its prompts: 2 is twice, 0.5 visits every second one, others in each epoch."""
+    prompt_key: str = ""
+    """As data.prompt_key; empty means that."""
+    answer_key: str = ""
+    """As data.answer_key; empty means that."""
+    metadata_key: str = ""
+    """As data.metadata_key; empty means that."""
+
+
+class DataConfig(Section):
+    """The source of prompts (docs/data.md)."""
+
+    source: Literal["addition", "files", "jsonl", "reasoning_gym"]
+    """addition: generated sums. files: prompts in files; jsonl is another name for it. reasoning_gym: a task of that
+    package."""
+    path: Path | None = None
+    """File with prompts (JSON lines, Parquet, Arrow or CSV, by its ending), or a folder of such files. "PATH@[0:100]"
+    is a part of it. Each row has "prompt" (text or a list of chat messages), optionally "answer", and any other
+    columns, which the reward gets as metadata."""
+    eval_path: Path | None = None
+    """Held-out prompts, as path. Without it there is no evaluation."""
+    sources: tuple[DataSource, ...] = ()
+    """Instead of path: several sources that are mixed, each in a table [[data.sources]] with path, weight, name, and
+    prompt_key, answer_key and metadata_key of its own."""
+    prompt_key: str = "prompt"
+    """Column of the prompt. Dots lead into objects, as in "extra_info.question"."""
+    answer_key: str = "answer"
+    """Column of the reference answer, such as "reward_model.ground_truth". Rows may lack it only if it is "answer"."""
+    metadata_key: str = ""
+    """Column with an object that the reward gets as metadata; empty means all columns but prompt and answer."""
+    system_prompt: str = ""
+    """Text of a system message that is put before prompts without one."""
+    digits: int = Field(default=2, ge=1, le=6)
+    """Digits of each number of the addition source."""
+    reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
+    """The task of the reasoning_gym source."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Maximum length of a prompt."""
+    overlong: Literal["error", "skip"] = "error"
+    """Longer prompts: error refuses to start and names the prompt; skip leaves them out and counts them."""
+    shuffle: bool = True
+    """Shuffle prompts in each epoch, seeded by run.seed."""
+
+    @property
+    def has_files(self) -> bool:
+        """Whether prompts come from files."""
+        return self.source in ("files", "jsonl")
+
+    @model_validator(mode="after")
+    def _path_fits_source(self) -> Self:
+        if self.has_files and self.path is None and not self.sources:
+            raise ValueError(f'data.path is missing: source = "{self.source}" needs the path of a file')
+        if self.path is not None and self.sources:
+            raise ValueError("data.path is set, but there are data.sources, too: give one of them")
+        if self.sources and not self.has_files:
+            raise ValueError(f'data.sources are for source = "files", but it is "{self.source}"')
+        if self.source == "reasoning_gym" and not self.reasoning_gym.task:
+            raise ValueError(
+                'data.reasoning_gym.task is missing: source = "reasoning_gym" needs the name of a task, such as '
+                '"spell_backward"'
+            )
+        return self

@@ -1,0 +1,112 @@
+"""Settings of rewards."""
+
+import re
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from relaxd.config.base import Section
+
+
+class RewardTerm(Section):
+    """One of the rewards whose weighted sum is the run's reward."""
+
+    name: str
+    """Name of the reward, as reward.name."""
+    label: str = ""
+    """Its name in parts and in `only_if`; by default the reward's name, without what is before its colon."""
+    weight: float = 1.0
+    """Factor of its value in the sum."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Its settings, as reward.settings."""
+    key: str = ""
+    """Its key in mappings, as reward.key."""
+    only_if: str = ""
+    """Label of another term: this one counts only where that one's value is above 0."""
+    minimum: float | None = None
+    """Lower values count as this one."""
+    maximum: float | None = None
+    """Higher values count as this one."""
+
+    @property
+    def shown(self) -> str:
+        """Its label."""
+        return self.label or self.name.rpartition(":")[2]
+
+
+class RewardConfig(Section):
+    """Scoring of answers (docs/rewards.md)."""
+
+    name: str = ""
+    """Name of a bundled reward (docs/rewards.md lists them), "package.module:function" or "file.py:function": a
+    function of a sample or of a group, a class, or verl's compute_score. Its module or file is found in the folder in
+    which the services are started, and on PYTHONPATH. `relaxd reward test` tries it."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """The reward's own settings: arguments of a class, keyword arguments of each call of a function."""
+    key: str = ""
+    """Key of the reward in a mapping that a reward returns; empty means "reward", or else "score". Other numbers in it
+    are parts, which are only reported."""
+    terms: tuple[RewardTerm, ...] = ()
+    """Instead of a name: rewards whose weighted sum is the reward, each in a table [[reward.terms]] with name, weight,
+    settings, key, label, only_if, minimum and maximum."""
+    choose_by: str = ""
+    """Key of a prompt's metadata whose value names its reward, such as "rm_type" or "data_source", whose names in verl
+    are known. Prompts without it get the reward of name or terms."""
+    choices: dict[str, str] = Field(default_factory=dict)
+    """With choose_by: names of rewards by the value of that key. Other values must be names of bundled rewards."""
+    on_failure: Literal["drop", "zero", "retry"] = "drop"
+    """A sample that can't be scored: drop drops its group. zero gives it the reward 0, and every sample the part
+    `failed`. retry scores it again up to max_retries times, with growing pauses, then drops the group."""
+    max_retries: int = Field(default=3, ge=1)
+    """With on_failure = "retry": tries after the first one."""
+    timeout_seconds: float = Field(default=10.0, gt=0)
+    """Kill a reward that takes longer for one sample, or for one group if it scores groups. The sample fails."""
+    workers: int = Field(default=2, ge=1)
+    """Processes per reward replica."""
+    environment: tuple[str, ...] = ()
+    """Environment variables of the reward service to pass to rewards, such as ["OPENAI_API_KEY"], besides those that
+    every program needs (PATH, PYTHONPATH, HOME, LANG ...)."""
+
+    @property
+    def shown(self) -> str:
+        """The reward's name, for people."""
+        named = self.name or " + ".join(term.shown for term in self.terms)
+        return named or f"chosen by {self.choose_by}"
+
+    @field_validator("environment")
+    @classmethod
+    def _check_environment(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"{name!r} is not the name of an environment variable")
+            if name.startswith("RELAXD_"):
+                raise ValueError(f"{name} is a setting or secret of relaxd, which rewards don't get")
+        return names
+
+    @model_validator(mode="after")
+    def _one_reward(self) -> Self:
+        if self.name and self.terms:
+            raise ValueError(f"reward.name is {self.name!r}, but there are reward.terms, too: give one of them")
+        if not (self.name or self.terms or self.choose_by):
+            raise ValueError("reward.name is missing: the name of a reward, or [[reward.terms]] with several")
+        if self.terms and (self.settings or self.key):
+            raise ValueError("reward.settings and reward.key are for reward.name: give each of reward.terms its own")
+        if self.choices and not self.choose_by:
+            raise ValueError("reward.choices needs reward.choose_by: the key of the metadata whose value chooses")
+        return self
+
+    @model_validator(mode="after")
+    def _labels_are_known(self) -> Self:
+        labels = [term.shown for term in self.terms]
+        for term in self.terms:
+            if labels.count(term.shown) > 1:
+                raise ValueError(f"reward.terms has {term.shown!r} twice: give them different labels")
+            if term.only_if and (term.only_if not in labels or term.only_if == term.shown):
+                others = ", ".join(label for label in labels if label != term.shown) or "none"
+                raise ValueError(
+                    f"reward.terms: only_if of {term.shown!r} is {term.only_if!r}, not the label of another term; "
+                    f"there are {others}"
+                )
+            if None not in (bounds := (term.minimum, term.maximum)) and bounds[0] > bounds[1]:  # type: ignore[operator]
+                raise ValueError(f"reward.terms: minimum of {term.shown!r} is above its maximum")
+        return self

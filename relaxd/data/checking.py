@@ -1,0 +1,90 @@
+"""Checks of prompts before a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relaxd.config import RunConfig
+from relaxd.data.errors import DataError
+from relaxd.data.examples import Example
+from relaxd.data.sources import Source
+from relaxd.data.tokenizer import PromptTokenizer
+
+CHECK_BATCH = 1024
+CHECKED = 20_000
+"""Most prompts of a source that are checked before a run; of more, the others are when their turn comes."""
+MAX_PROBLEMS_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What becomes of long prompts that weren't looked at before the run."""
+
+    tokens: int
+    """data.max_prompt_tokens."""
+    skip: bool
+    """Whether longer prompts are left out (data.overlong = "skip"), or are errors."""
+    field: str
+    """The setting that the prompts come from, for errors."""
+
+    def too_long(self, place: str, tokens: int) -> DataError:
+        """Return the error of a prompt that is too long."""
+        return DataError(
+            self.field,
+            f"{place} has {tokens} tokens, more than data.max_prompt_tokens = {self.tokens}: raise it, or set "
+            'data.overlong = "skip"',
+        )
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Prompts of a source that may be published."""
+
+    examples: Sequence[Example]
+    skipped: int
+    """Prompts that were left out because they are too long."""
+    limit: Limit | None
+    """Set if only some of them were looked at."""
+
+
+def check_source(source: Source, tokenizer: PromptTokenizer, config: RunConfig) -> Checked:
+    """Check the prompts of a source: all of them, or of more than CHECKED some that are evenly spread.
+
+    Raises DataError: rows are wrong, or prompts are longer than data.max_prompt_tokens and data.overlong forbids it.
+    """
+    count = len(source.examples)
+    limit = Limit(config.data.max_prompt_tokens, config.data.overlong == "skip", source.field)
+    places = evenly_spread(count, CHECKED)
+    examples = read_some(source, places)
+    kept = []
+    for start in range(0, len(examples), CHECK_BATCH):
+        batch = examples[start : start + CHECK_BATCH]
+        for example, tokens in zip(batch, tokenizer.encode(batch), strict=True):
+            if len(tokens) <= limit.tokens:
+                kept.append(example)
+            elif not limit.skip:
+                raise limit.too_long(example.place, len(tokens))
+    if examples and not kept:
+        raise DataError(source.field, f"every prompt is longer than data.max_prompt_tokens = {limit.tokens}")
+    if len(places) < count:
+        return Checked(source.examples, 0, limit)
+    return Checked(kept, count - len(kept), None)
+
+
+def evenly_spread(count: int, most: int) -> range:
+    """Return at most so many of `count` places, evenly spread; all if they are no more."""
+    return range(0, count, max(1, -(-count // most)))
+
+
+def read_some(source: Source, places: range) -> list[Example]:
+    """Read some prompts. Raises DataError with the first rows that are wrong."""
+    examples, problems = [], []
+    for place in places:
+        try:
+            examples.append(source.examples[place])
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        shown = "; ".join(problems[:MAX_PROBLEMS_SHOWN])
+        more = f"; and {len(problems) - MAX_PROBLEMS_SHOWN} more" if len(problems) > MAX_PROBLEMS_SHOWN else ""
+        raise DataError(source.field, f"{len(problems)} of {len(places)} rows are wrong: {shown}{more}")
+    return examples

@@ -1,0 +1,131 @@
+"""Prompts from rows: which columns hold prompt, answer and metadata."""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from relaxd.data.examples import Example, Message
+from relaxd.data.files.json_lines import kind_of
+from relaxd.data.files.rows import Rows
+
+ANSWER = "answer"
+"""The column of the answer if none is named; rows need not have it."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns, dotted for what is inside an object, such as "reward_model.ground_truth"."""
+
+    prompt: str = "prompt"
+    answer: str = ANSWER
+    metadata: str = ""
+    """Column with an object; empty means all columns but those of prompt and answer."""
+    system_prompt: str = ""
+    """Text of a system message to put before prompts that have none."""
+    source: str = ""
+    """Name of the source, which becomes metadata.data_source where a row has none."""
+
+    def example(self, record: Mapping[str, Any], place: str) -> Example:
+        """Return the prompt of a row. Raises ValueError, which names the column and what is wrong."""
+        prompt = _prompt(self.prompt, _find(record, self.prompt, "data.prompt_key"))
+        answer: Any = ""
+        if self.answer != ANSWER or ANSWER in record:
+            answer = _answer(self.answer, _find(record, self.answer, "data.answer_key"))
+        metadata = self._metadata(record)
+        if self.source:
+            metadata.setdefault("data_source", self.source)
+        if self.system_prompt:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            if messages[0]["role"] != "system":
+                prompt = [{"role": "system", "content": self.system_prompt}, *messages]
+        return Example(prompt=prompt, answer=answer, metadata=metadata, place=place)
+
+    def _metadata(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        if not self.metadata:
+            return {name: value for name, value in record.items() if name not in (self.prompt, self.answer)}
+        found = _find(record, self.metadata, "data.metadata_key")
+        if isinstance(found, str):
+            try:
+                found = json.loads(found)
+            except ValueError as error:
+                raise ValueError(f'"{self.metadata}" is text that is not JSON') from error
+        if found is not None and not isinstance(found, dict):
+            raise ValueError(f'"{self.metadata}" must be an object, for data.metadata_key, not {kind_of(found)}')
+        return dict(found or {})
+
+
+class Examples(Sequence[Example]):
+    """The prompts of rows, made when they are asked for."""
+
+    def __init__(self, rows: Rows, columns: Columns) -> None:
+        self._rows = rows
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        """Return one. Raises ValueError, which names the row and the column."""
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        place = self._rows.place(index)
+        try:
+            return self._columns.example(self._rows[index], place)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+
+
+def _find(record: Mapping[str, Any], key: str, setting: str) -> Any:
+    """Return the value of a column. Raises ValueError with the nearest name."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            names = list(_names(record))
+            near = difflib.get_close_matches(key, names, n=1) or [one for one in names if one.endswith(f".{key}")][:1]
+            hint = f"; did you mean {setting} = {json.dumps(near[0])}?" if near else ""
+            found = ", ".join(record) or "nothing"
+            raise ValueError(f'"{key}" is missing (found: {found}){hint or f"; {setting} names another column"}')
+        value = value[part]
+    return value
+
+
+def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in record.items():
+        yield prefix + name
+        if isinstance(value, Mapping):
+            yield from _names(value, f"{prefix}{name}.")
+
+
+def _answer(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, Mapping):
+        inside = ", ".join(value) or "nothing"
+        example = f"{key}.{next(iter(value), 'text')}"
+        raise ValueError(f'"{key}" is an object with {inside}: name what is in it, as data.answer_key = "{example}"')
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f'"{key}" must be text or a number, not {kind_of(value)}')
+    return str(value)
+
+
+def _prompt(key: str, value: Any) -> str | list[Message]:
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError(f'"{key}" is empty')
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError(f'"{key}" must be text or a list of chat messages, not {kind_of(value)}')
+    for index, message in enumerate(value):
+        fits = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not fits or not isinstance(message.get("content"), str):
+            raise ValueError(f'"{key}"[{index}] must look like {{"role": "user", "content": "..."}}')
+    # Tables give a message every key that any of them has.
+    return [{name: text for name, text in message.items() if text is not None} for message in value]

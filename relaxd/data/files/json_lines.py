@@ -1,0 +1,72 @@
+"""Files with one JSON object per line."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+
+_CHUNK = 16 << 20
+_SHORT = 32
+
+
+class JsonLines:
+    """The lines of a file that aren't blank. Only their places are in memory: 16 bytes a line."""
+
+    def __init__(self, path: Path) -> None:
+        """Find the lines. Raises OSError when the file can't be read."""
+        self._path = path
+        self._file = os.open(path, os.O_RDONLY)
+        finalize(self, os.close, self._file)
+        starts = _line_starts(self._file)
+        ends = np.append(starts[1:], os.fstat(self._file).st_size)
+        # Blank lines are short: only such are read to find out.
+        short = np.flatnonzero(ends - starts <= _SHORT)
+        blank = [line for line in short.tolist() if not self._read(starts[line], ends[line]).strip()]
+        lines = np.delete(np.arange(len(starts), dtype=np.int64), blank)
+        self._starts, self._ends, self._lines = starts[lines], ends[lines], lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return parse(self._read(self._starts[index], self._ends[index]))
+
+    def _read(self, start: np.int64, end: np.int64) -> bytes:
+        return os.pread(self._file, int(end - start), int(start))
+
+    def place(self, index: int) -> str:
+        """See Rows."""
+        return f"{self._path} line {self._lines[index] + 1}"
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """Parse a line. Raises ValueError: it isn't a JSON object."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f'a JSON object such as {{"prompt": "..."}} is needed, not {kind_of(record)}')
+    return record
+
+
+def kind_of(value: Any) -> str:
+    """Return what kind of JSON value it is, in words."""
+    return {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}.get(
+        type(value), "a number"
+    ) + (" without entries" if value == [] else "")
+
+
+def _line_starts(file: int) -> np.ndarray:
+    """Return the offsets of lines, int64 [lines]."""
+    found, offset = [np.zeros(1, np.int64)], 0
+    while chunk := os.pread(file, _CHUNK, offset):
+        found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (offset + 1))
+        offset += len(chunk)
+    starts = np.concatenate(found)
+    return starts[starts < offset]

@@ -1,0 +1,44 @@
+"""Opening of what a path names: a file, a folder of files, or a part of either."""
+
+import re
+from pathlib import Path
+
+from relaxd.data.errors import DataError
+from relaxd.data.files.json_lines import JsonLines
+from relaxd.data.files.rows import JoinedRows, Part, Rows
+from relaxd.data.files.tables import Table
+
+TABLES = (".parquet", ".arrow", ".feather", ".csv")
+LINES = (".jsonl", ".ndjson", ".json")
+_PART = re.compile(r"(.*)@\[\s*(-?[0-9]*)\s*:\s*(-?[0-9]*)\s*\]")
+
+
+def open_rows(path: Path, field: str) -> Rows:
+    """Open a file, or all files of a folder with a known ending, those of its folders, too, sorted by name.
+
+    "PATH@[START:END]" is a part of it, as of a Python list. A file with an unknown ending is read as JSON lines.
+
+    Raises DataError, naming the setting `field`: it can't be read, or has no rows.
+    """
+    part = _PART.fullmatch(str(path))
+    rows = _open(Path(part[1]) if part else path, field)
+    if part:
+        rows = Part(rows, slice(*(int(bound) if bound else None for bound in (part[2], part[3]))))
+    if not len(rows):
+        raise DataError(field, f'{path} is empty: it needs at least one row such as {{"prompt": "..."}}')
+    return rows
+
+
+def _open(path: Path, field: str) -> Rows:
+    if path.is_dir():
+        known = sorted(file for file in path.rglob("*") if file.suffix in (*TABLES, *LINES) and file.is_file())
+        if not known:
+            raise DataError(field, f"the folder {path} has no file that ends in {', '.join((*LINES, *TABLES))}")
+        return JoinedRows([_open(file, field) for file in known])
+    try:
+        if not path.is_file():
+            path.stat()
+            raise DataError(field, f"can't read {path}: it is neither a file nor a folder")
+        return Table(path, field) if path.suffix in TABLES else JsonLines(path)
+    except OSError as error:
+        raise DataError(field, f"can't read {path}: {error.strerror or error}") from error

@@ -1,0 +1,84 @@
+"""Sequences of rows: what every format looks like, and parts and concatenations of them."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol, TypeVar, overload
+
+Item = TypeVar("Item")
+
+
+class Rows(Protocol):
+    """The rows of a file. Reading one may raise ValueError, which says what is wrong with it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def place(self, index: int) -> str:
+        """Return where a row is, for people, such as "train.jsonl line 3"."""
+
+
+class Part:
+    """Some of the rows of a file: those that Python's slice takes."""
+
+    def __init__(self, rows: Rows, part: slice) -> None:
+        self._rows = rows
+        self._range = range(len(rows))[part]
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[self._range[index]]
+
+    def place(self, index: int) -> str:
+        """See Rows."""
+        return self._rows.place(self._range[index])
+
+
+class Joined(Sequence[Item]):
+    """Sequences one after the other."""
+
+    def __init__(self, parts: Sequence[Sequence[Item]]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        part, inside = _find(self._ends, range(len(self))[index])
+        return self._parts[part][inside]
+
+
+class JoinedRows:
+    """The rows of several files."""
+
+    def __init__(self, files: Sequence[Rows]) -> None:
+        self._files = files
+        self._ends = list(accumulate(map(len, files)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        file, inside = _find(self._ends, index)
+        return self._files[file][inside]
+
+    def place(self, index: int) -> str:
+        """See Rows."""
+        file, inside = _find(self._ends, index)
+        return self._files[file].place(inside)
+
+
+def _find(ends: Sequence[int], index: int) -> tuple[int, int]:
+    """Return the number of the part that an index is in, and the index in it."""
+    part = bisect_right(ends, index)
+    return part, index - (ends[part - 1] if part else 0)

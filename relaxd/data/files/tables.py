@@ -1,0 +1,126 @@
+"""Parquet, Arrow and CSV files, read by the package pyarrow (extra "data")."""
+
+import csv
+import os
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator
+from datetime import date, datetime, time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from relaxd.data.errors import DataError
+
+_READ_ROWS = 8192
+_KEPT_ROWS = 128
+"""Most rows of a batch in the temporary file: what is read for one row."""
+PACKAGE = "pyarrow is not installed: pip install 'relaxd[data]'"
+
+
+class Table:
+    """The rows of a table, held by a temporary file: any of them can be read without those before it.
+
+    The temporary file has the size of the uncompressed table, and is gone with the process.
+    """
+
+    def __init__(self, path: Path, field: str) -> None:
+        """Copy a file, batch by batch. Raises DataError, naming the setting `field`: it can't be read."""
+        try:
+            import pyarrow as pa
+        except ImportError as error:
+            raise DataError(field, f"can't read {path}: {PACKAGE}") from error
+        self._path = path
+        self._starts: list[int] = []
+        self._rows = 0
+        number, copy = tempfile.mkstemp(prefix="relaxd-data-")
+        os.close(number)
+        try:
+            self._copy(path, copy)
+        except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise DataError(field, f"can't read {path}: {reason}") from error
+        finally:
+            os.unlink(copy)  # the open file stays
+
+    def _copy(self, path: Path, copy: str) -> None:
+        import pyarrow as pa
+
+        writer = None
+        with pa.OSFile(copy, "wb") as file:
+            for batch in _batches(path):
+                writer = writer or pa.ipc.new_file(file, batch.schema)
+                for start in range(0, batch.num_rows, _KEPT_ROWS):
+                    writer.write_batch(batch.slice(start, _KEPT_ROWS))
+                    self._starts.append(self._rows)
+                    self._rows += min(_KEPT_ROWS, batch.num_rows - start)
+            if writer is not None:
+                writer.close()
+        if writer is not None:
+            self._reader = pa.ipc.open_file(pa.OSFile(copy))  # reads by place, so threads may share it
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        batch = bisect_right(self._starts, index) - 1
+        row = self._reader.get_batch(batch).slice(index - self._starts[batch], 1).to_pylist()[0]
+        return {name: _plain(name, value) for name, value in row.items()}
+
+    def place(self, index: int) -> str:
+        """See Rows."""
+        return f"{self._path} row {index + 1}"
+
+
+def _batches(path: Path) -> Iterator[Any]:
+    """Read a file's record batches."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(batch_size=_READ_ROWS)
+    elif path.suffix == ".csv":
+        yield from _csv_batches(path)
+    else:
+        yield from _arrow_batches(path)
+
+
+def _csv_batches(path: Path) -> Iterator[Any]:
+    """Read every column as text: "007" is an answer and not the number 7."""
+    import pyarrow as pa
+    import pyarrow.csv
+
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        header = next(csv.reader(file), None)
+    if header is None:
+        return
+    options = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(header, pa.string()), strings_can_be_null=False)
+    parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    yield from pyarrow.csv.open_csv(path, parse_options=parse, convert_options=options)
+
+
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """Read an Arrow file, or a stream, as the package datasets writes it."""
+    import pyarrow as pa
+
+    with pa.OSFile(str(path)) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        if is_file:
+            reader = pa.ipc.open_file(source)
+            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            yield from pa.ipc.open_stream(source)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Convert a value to what JSON has. Raises ValueError for bytes."""
+    if isinstance(value, dict):
+        return {key: _plain(f"{name}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(name, item) for item in value]
+    if isinstance(value, datetime | date | time | Decimal):
+        return str(value)
+    if isinstance(value, bytes):
+        raise ValueError(f'column "{name}" has bytes, which a prompt can\'t have: choose others with data.metadata_key')
+    return value

@@ -1,0 +1,38 @@
+"""How often an epoch visits the prompts of each source."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Share:
+    """A source in a mixture."""
+
+    count: int
+    """Its prompts."""
+    weight: float = 1.0
+    """How often an epoch visits each of them."""
+
+    @property
+    def visits(self) -> int:
+        """Visits of an epoch to the source, at least one."""
+        return max(1, round(self.count * self.weight))
+
+
+def epoch_visits(shares: Sequence[Share], epoch: int, seed: int) -> np.ndarray:
+    """Return the indices of the prompts that an epoch visits, source by source, int64 [sum of visits].
+
+    A source is visited in rounds through all its prompts, which go on from epoch to epoch, so that a weight of 0.5
+    reaches every prompt in two epochs. The order of a source's rounds depends on the seed alone.
+    """
+    parts, first = [], 0
+    for number, share in enumerate(shares):
+        start = epoch * share.visits
+        visits = np.arange(start, start + share.visits, dtype=np.int64) % share.count
+        if share.visits % share.count:
+            visits = np.random.default_rng((seed, number)).permutation(share.count)[visits]
+        parts.append(first + visits)
+        first += share.count
+    return np.concatenate(parts)

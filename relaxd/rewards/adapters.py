@@ -1,0 +1,88 @@
+"""Rewards written for other interfaces, as rewards of a sample or of a group."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+from relaxd.rewards.base import RewardInput
+from relaxd.rewards.mathematics.boxed import last_boxed
+
+_VERL = {"data_source", "solution_str", "ground_truth"}
+_VERL_BATCH = {"data_sources", "solution_strs", "ground_truths"}
+
+
+def takes_group(reward: Callable[..., Any]) -> bool:
+    """Return whether a reward scores all samples of a group at once: its first parameter is called `samples`."""
+    return next(iter(_parameters(reward)), "") == "samples"
+
+
+def boxed(reward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reward of what is in the reply's last box, or of "" if there is none."""
+
+    @wraps(reward)
+    def of_box(sample: RewardInput) -> Any:
+        return reward(replace(sample, response=last_boxed(sample.response) or "", response_messages=()))
+
+    return of_box
+
+
+def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return verl's `compute_score`, of one sample or of a batch, as a reward; anything else as it is."""
+    parameters = _parameters(function)
+    if parameters.keys() >= _VERL:
+        passed = _accepted(parameters, "extra_info")
+
+        def score(sample: RewardInput) -> Any:
+            extra = {"extra_info": _extra_info(sample)} if passed else {}
+            source = sample.metadata.get("data_source", "")
+            return function(
+                data_source=source, solution_str=sample.response, ground_truth=ground_truth(sample), **extra
+            )
+
+        return _named(score, function)
+    if parameters.keys() >= _VERL_BATCH:
+        passed = _accepted(parameters, "extra_infos")
+
+        def scores(samples: Sequence[RewardInput]) -> Any:
+            extra = {"extra_infos": [_extra_info(sample) for sample in samples]} if passed else {}
+            return function(
+                data_sources=[sample.metadata.get("data_source", "") for sample in samples],
+                solution_strs=[sample.response for sample in samples],
+                ground_truths=[ground_truth(sample) for sample in samples],
+                **extra,
+            )
+
+        return _named(scores, function)
+    return function
+
+
+def ground_truth(sample: RewardInput) -> Any:
+    """Return verl's ground truth: metadata.reward_model.ground_truth as it is, or else the answer."""
+    model = sample.metadata.get("reward_model")
+    return model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else sample.answer
+
+
+def _extra_info(sample: RewardInput) -> dict[str, Any]:
+    """Return verl's extra_info: metadata.extra_info, or else all metadata."""
+    extra = sample.metadata.get("extra_info")
+    return dict(extra) if isinstance(extra, dict) else dict(sample.metadata)
+
+
+def _accepted(parameters: dict[str, inspect.Parameter], name: str) -> bool:
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # some builtins have none
+        return {}
+
+
+def _named(score: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give an adapter the name and place of what it adapts, but not its signature."""
+    score.__name__ = getattr(function, "__name__", type(function).__name__)
+    score.reward = function  # type: ignore[attr-defined]  # for `place`
+    return score

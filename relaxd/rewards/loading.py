@@ -1,0 +1,100 @@
+"""Loading of rewards by name, in whatever form they are written."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from relaxd.rewards.adapters import adapt, boxed
+from relaxd.rewards.base import Reward
+from relaxd.rewards.calling import check_settings, check_signature, describe_error
+from relaxd.rewards.table import BOXED, PACKAGES, REWARDS, UnknownRewardError, check_name
+
+
+def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Reward:
+    """Return a reward by its name (see `check_name`) with its settings, importing what it needs.
+
+    A class is made with the settings; a function gets them as keyword arguments of every call. Also imports the package
+    that a bundled reward needs, which may take longer than the deadline of a sample.
+
+    Raises:
+        UnknownRewardError: unknown name, or the module or package can't be imported.
+        BadRewardError: it can't be called with a sample, or doesn't take these settings.
+    """
+    check_name(name)
+    settings = dict(settings or {})
+    bare = name.removeprefix(BOXED)
+    if bare in REWARDS:
+        _import_package(bare)
+        reward = _with_settings(name, REWARDS[bare], settings)
+        return reward if bare == name else boxed(reward)
+    function = _find(name)
+    if inspect.isclass(function):
+        check_settings(name, function, settings)
+        try:
+            function = function(**settings)
+        except Exception as error:  # a user's class may raise anything
+            reason = describe_error(error)
+            raise UnknownRewardError(f'reward "{name}" can\'t be made with {settings}: {reason}') from error
+    else:
+        function = _with_settings(name, function, settings)
+    function = adapt(function)
+    check_signature(function)
+    return cast(Reward, function)
+
+
+def _with_settings(name: str, function: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:
+    if not settings:
+        return function
+    check_settings(name, function, settings)
+    return partial(function, **settings)
+
+
+def _import_package(name: str) -> None:
+    if name in PACKAGES:
+        package, requirement = PACKAGES[name]
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise UnknownRewardError(f"reward \"{name}\": {error} (pip install '{requirement}')") from error
+
+
+def _find(name: str) -> Any:
+    """Import a user's module or file and return the function or class that the name says."""
+    module_name, _, function_name = name.rpartition(":")
+    try:
+        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything
+        reason = describe_error(error)
+        raise UnknownRewardError(f'reward "{name}": module {module_name} cannot be imported: {reason}') from error
+    function = getattr(module, function_name, None)
+    if function is None:
+        near = difflib.get_close_matches(function_name, vars(module), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UnknownRewardError(f'reward "{name}": module {module_name} has no {function_name}{hint}')
+    if not callable(function):
+        raise UnknownRewardError(f'reward "{name}": {function_name} is a {type(function).__name__}, not a function')
+    return function
+
+
+def _import_file(path: str) -> ModuleType:
+    """Import a file as a module. Like a script, it may import its neighbours."""
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    name = f"relaxd_reward_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    sys.modules[name] = module  # dataclasses and pickle look modules up there
+    spec.loader.exec_module(module)
+    return module

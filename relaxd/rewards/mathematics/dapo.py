@@ -1,0 +1,57 @@
+"""DAPO's reward: the last line "Answer: ...", as +1 or -1 (Yu et al. 2025, arXiv 2503.14476)."""
+
+import re
+
+from relaxd.rewards.base import RewardInput
+from relaxd.rewards.mathematics.mathd import reference
+
+_LAST = 300
+_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]*)")
+_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.0*)?")
+_SUBSTITUTIONS = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
+    ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
+    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
+    "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}",
+    "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+
+
+def dapo(sample: RewardInput) -> dict[str, float]:
+    """+1 if the last "Answer: ..." in the reply's last 300 letters is the answer, else -1.
+
+    Both sides are brought to Minerva's normal form (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1) and compared
+    as texts; whole numbers as numbers. Parts: accuracy: 1 or 0, and format: 1 if there is such a line.
+
+    Raises:
+        ValueError: the answer is empty, or only units.
+    """
+    expected = _whole(minerva(reference(sample.answer, "dapo")))
+    if not expected:
+        raise ValueError(f"answer is {sample.answer!r}, of which nothing is left without units: dapo needs more")
+    found = _ANSWER.findall(sample.response[-_LAST:])
+    accuracy = float(bool(found) and _whole(minerva(found[-1])) == expected)
+    return {"reward": 2 * accuracy - 1, "accuracy": accuracy, "format": float(bool(found))}
+
+
+def minerva(answer: str) -> str:
+    """Return Minerva's normal form of an answer."""
+    answer = answer.split("=")[-1]
+    for before, after in _SUBSTITUTIONS:
+        answer = answer.replace(before, after)
+    for expression in _REMOVED:
+        answer = answer.replace(expression, "")
+    if answer.count("$") >= 2:
+        answer = answer.split("$")[1]
+    answer = re.sub(r"\\(?:text|textbf|overline|boxed)\{([^{}]*)\}", r"\1", answer)
+    answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
+    answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer)
+    return answer.replace("$", "").strip().rstrip(".")
+
+
+def _whole(answer: str) -> str:
+    """Write a whole number without thousands' commas and decimals, and leave anything else as it is."""
+    return answer.replace(",", "").partition(".")[0] if _NUMBER.fullmatch(answer) else answer

@@ -1,0 +1,98 @@
+"""Equality of mathematical answers: the rules of DeepScaleR's and PRIME's graders, which come from PRM800K's
+(Lightman et al. 2023, arXiv 2305.20050).
+"""
+
+import re
+
+from relaxd.rewards.limit import TooSlow, time_limit
+from relaxd.rewards.mathematics.formulas import Unreadable, parse
+from relaxd.rewards.mathematics.mathd import normalize
+from relaxd.rewards.mathematics.plain import plain
+
+MAX_LETTERS = 2000
+"""Longest answer that is compared as more than a text."""
+MAX_UNKNOWNS = 2
+"""Most unknown letters of expressions that sympy compares."""
+SYMPY_SECONDS = 2.0
+"""Time for sympy to compare two expressions. Then they count as different."""
+_FRACTION = re.compile(r"-?\(?-?[0-9]+/-?[0-9]+\)?")
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+_NAME = re.compile(r"[a-z]{1,2}=(?!=)")
+
+
+def are_equal(answer: str, expected: str) -> bool:
+    """Return whether an answer equals the reference: as text in MATH's normal form, or as formulas for sympy.
+
+    Tuples and intervals need the same brackets and are compared item by item. Two fractions of whole numbers must be
+    equal as texts, so an unreduced one is wrong; a whole number equals only what is written as one.
+    """
+    if len(answer) > MAX_LETTERS or len(expected) > MAX_LETTERS:
+        return answer.strip() == expected.strip()
+    normal = normalize(answer)
+    return bool(normal) and (normal == normalize(expected) or _are_equal_formulas(plain(answer), plain(expected)))
+
+
+def _are_equal_formulas(answer: str, expected: str) -> bool:
+    answer, expected = (_NAME.sub("", text, count=1) if text.count("=") == 1 else text for text in (answer, expected))
+    if answer == expected:
+        return bool(answer)
+    items, expected_items = _items(answer), _items(expected)
+    if len(items) != len(expected_items):
+        return False
+    if len(items) > 1 and _brackets(answer) != _brackets(expected):
+        return False
+    return all(_is_equal_item(*pair) for pair in zip(items, expected_items, strict=True))
+
+
+def _is_equal_item(answer: str, expected: str) -> bool:
+    if answer == expected:
+        return bool(answer)
+    if _FRACTION.fullmatch(answer) and _FRACTION.fullmatch(expected):
+        return re.sub(r"[()]", "", answer) == re.sub(r"[()]", "", expected)
+    whole, expected_whole = _whole(answer), _whole(expected)
+    if whole is not None or expected_whole is not None:
+        return whole == expected_whole
+    try:
+        with time_limit(SYMPY_SECONDS):
+            return _is_zero_difference(answer, expected)
+    except (TooSlow, Unreadable, RecursionError):
+        return False
+    except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):  # sympy's on odd input
+        return False
+
+
+def _is_zero_difference(answer: str, expected: str) -> bool:
+    import sympy
+
+    left, right = parse(answer), parse(expected)
+    letters = left.free_symbols | right.free_symbols
+    if len(letters) > MAX_UNKNOWNS or left.free_symbols != right.free_symbols:
+        return False
+    difference = left - right
+    if not letters and difference.is_finite is not False and abs(sympy.N(difference, 30)) > 1e-12:
+        return False  # faster than simplify, for the many wrong answers
+    return bool(sympy.simplify(difference) == 0)
+
+
+def _whole(text: str) -> int | None:
+    """Return a whole number, also one written as "5.0"."""
+    if not _NUMBER.fullmatch(text):
+        return None
+    before, _, after = text.partition(".")
+    return int(before or 0) if not after.strip("0") and len(before) < 4000 else None
+
+
+def _brackets(text: str) -> str:
+    return text[0] + text[-1] if text[:1] in ("(", "[", "{") and text[-1:] in (")", "]", "}") else ""
+
+
+def _items(text: str) -> list[str]:
+    """Split a tuple, interval or list at the commas that no bracket encloses."""
+    inside = text[1:-1] if _brackets(text) and "," in text else text
+    items, depth, start = [], 0, 0
+    for place, letter in enumerate(inside):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            items.append(inside[start:place])
+            start = place + 1
+    return [*items, inside[start:]]

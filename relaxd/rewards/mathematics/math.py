@@ -1,0 +1,26 @@
+"""Reward for mathematical answers in a box."""
+
+from relaxd.rewards.base import RewardInput
+from relaxd.rewards.mathematics.boxed import last_boxed
+from relaxd.rewards.mathematics.equality import are_equal
+from relaxd.rewards.mathematics.mathd import reference
+
+
+def math(sample: RewardInput) -> dict[str, float]:
+    """1 if the reply's last \\boxed{...} or \\fbox{...} equals the answer, else 0.
+
+    Equal as text in MATH's normal form, or as formulas (see `are_equal`). A box in the answer is opened. Parts:
+    accuracy (the same), and format: 1 if there is a box.
+
+    Raises:
+        ValueError: the answer is empty.
+    """
+    return score_boxed(sample.response, sample.answer, "math")
+
+
+def score_boxed(response: str, answer: str, reward: str) -> dict[str, float]:
+    """Return reward, accuracy and format of a response. Raises ValueError, naming the reward: the answer is empty."""
+    expected = reference(answer, reward)
+    found = last_boxed(response)
+    accuracy = float(found is not None and are_equal(found, expected))
+    return {"reward": accuracy, "accuracy": accuracy, "format": float(found is not None)}

@@ -1,0 +1,53 @@
+"""Open-R1's reward for multimodal mathematics: math-verify, or the answer's exact text."""
+
+from relaxd.rewards.base import RewardInput
+from relaxd.rewards.limit import TooSlow, time_limit
+from relaxd.rewards.mathematics.mathd import reference
+from relaxd.rewards.tags import tagged
+
+VERIFY_SECONDS = 3.0
+"""Time for math-verify to read and compare two answers. Then they count as different."""
+MAX_LETTERS = 4000
+"""Letters of the reply that math-verify reads, from the end."""
+_TAGS = ("</think>", "<answer>", "</answer>")
+
+
+def openr1mm(sample: RewardInput) -> dict[str, float]:
+    """1 if math-verify finds the reply equal to the answer, or the text in <answer> is the answer's; else 0.
+
+    A reply with more than one </think>, <answer> or </answer> gets 0. Parts: accuracy (the same), and format: 1 if
+    there is exactly one of <answer> and </answer>. Needs the package math-verify.
+
+    Raises:
+        ValueError: the answer is empty.
+    """
+    expected = reference(_untagged(sample.answer), "openr1mm")
+    found = tagged(sample.response)
+    if any(sample.response.count(tag) > 1 for tag in _TAGS):
+        return {"reward": 0.0, "accuracy": 0.0, "format": 0.0}
+    same = bool(found) and found[0].strip() == expected
+    accuracy = float(same or _is_verified(expected, found[0] if found else sample.response))
+    return {"reward": accuracy, "accuracy": accuracy, "format": float(bool(found))}
+
+
+def _untagged(answer: str) -> str:
+    found = tagged(answer)
+    return found[-1] if found else answer
+
+
+def _is_verified(expected: str, response: str) -> bool:
+    from math_verify import parse, verify
+
+    # Its own limits are off: its handler of SIGALRM would replace ours.
+    try:
+        with time_limit(VERIFY_SECONDS):
+            gold = parse(_as_math(expected), parsing_timeout=None)
+            target = parse(response[-MAX_LETTERS:], parsing_timeout=None)
+            return bool(gold) and bool(target) and bool(verify(gold, target, timeout_seconds=None))
+    except (TooSlow, RecursionError):
+        return False
+
+
+def _as_math(answer: str) -> str:
+    """math-verify reads LaTeX only within dollars or boxes."""
+    return f"${answer}$" if "\\" in answer and "$" not in answer else answer

@@ -1,0 +1,102 @@
+# ruff: noqa: RUF001 (signs that look like others are what this is about)
+"""Answers in LaTeX, unicode or words as plain formulas, such as "(-1/2)*sqrt(3)", without blanks and in lower case."""
+
+import re
+import unicodedata
+from decimal import Decimal
+
+_DEEPEST = 32
+"""Most fractions and roots within each other; deeper ones stay as they are."""
+_LARGE = {"million": 6, "billion": 9, "trillion": 12}
+_LARGE_NUMBER = re.compile(rf"([0-9]{{1,12}})(\.[0-9]{{1,12}})?\s*({'|'.join(_LARGE)})s?(?![a-z])", re.IGNORECASE)
+_UNITS = re.compile(
+    r"(?<![a-z\\])(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard)"
+    r"(?:es|s)?(?![a-z])\s*(?:\^\s*\{?[0-9]+\}?)?",
+    re.IGNORECASE,
+)
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_LAYOUT = re.compile(
+    r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[!,;: ]|\\?\$|\\?%|\^\s*(?:\{\s*\\circ\s*\}|\\circ)|°"
+)
+_SYMBOLS = {
+    r"\cdot": "*", r"\times": "*", r"\div": "/", r"\pi": "pi", r"\infty": "infinity", r"\cup": "∪", r"\le": "≤",
+    r"\ge": "≥", r"\{": "{", r"\}": "}", "×": "*", "·": "*", "÷": "/", "π": "pi", "∞": "infinity", "√": "sqrt",
+    "−": "-", "–": "-", "⁄": "/", "∕": "/",
+}  # fmt: skip
+_SYMBOL = re.compile(r"\\(?:cdot|times|div|pi|infty|cup)(?![a-z])|\\(?:le|ge)q?(?![a-z])|\\[{}]|[×·÷π∞√−–⁄∕]")
+_FRAC = re.compile(r"\\[td]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_SHORT_FRAC = re.compile(r"\\[td]?frac\s*([0-9a-z])\s*([0-9a-z])", re.IGNORECASE)
+_HALF_SHORT_FRAC = re.compile(r"\\[td]?frac\s*(?:([0-9a-z])\s*(?=\{)|(\{[^{}]*\})\s*([0-9a-z]))", re.IGNORECASE)
+_ROOT = re.compile(r"\\sqrt\s*\[([^\[\]{}]*)\]\s*\{([^{}]*)\}")
+_SQRT = re.compile(r"\\sqrt\s*(?:\{([^{}]*)\}|([0-9a-z]))", re.IGNORECASE)
+_POWER = re.compile(r"([\^_])\{([^{}]*)\}")
+_FUNCTION = re.compile(r"\\(sin|cos|tan|ln|log|exp)(?![a-z])")
+_MIXED = re.compile(r"(?<![0-9.)^])([0-9]+)(?:\s+([0-9]+)/([0-9]+)|\s*\(([0-9]+)/([0-9]+)\))(?![0-9.])")
+_THOUSANDS = re.compile(r"(?<![0-9,.])([0-9]{1,3}(?:,(?:\\!)?[0-9]{3})+)(?![0-9,])")
+_SUPERSCRIPTS = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+
+
+def plain(answer: str) -> str:
+    """Return an answer as a plain formula; what isn't understood stays as it is."""
+    text = _SUPERSCRIPTS.sub(lambda match: f"^{unicodedata.normalize('NFKC', match[0])}", answer.strip())
+    text = _SYMBOL.sub(lambda match: _SYMBOLS[match[0].removesuffix("q")], text)
+    # Compatibility forms: digits of full width, and ½, which becomes "1⁄2" and then "1/2".
+    text = re.sub(r"[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
+    text = unicodedata.normalize("NFKC", text).replace("⁄", "/")
+    text = _TEXT.sub(r" \1 ", text.replace("\\\\", "\\").replace("{,}", ","))
+    if not _inside_brackets(text):
+        text = _THOUSANDS.sub(lambda match: match[0].replace(",", "").replace("\\!", ""), text)
+    text = _LAYOUT.sub("", text.replace("\n", " "))
+    text = re.sub(r"\s+(?:or|and)\s+", ",", text)
+    text = _LARGE_NUMBER.sub(_digits, text)
+    text = _UNITS.sub("", text)
+    text = _FUNCTION.sub(r"\1", _plain_fractions(text).lower())
+    text = _MIXED.sub(lambda match: f"({match[1]}+{match[2] or match[4]}/{match[3] or match[5]})", text)
+    return _without_outer(re.sub(r"\s+", "", text).rstrip("."))
+
+
+def _digits(match: re.Match[str]) -> str:
+    """Write a number of millions with all its digits, so that it counts as a whole number."""
+    value = Decimal(match[1] + (match[2] or "")).scaleb(_LARGE[match[3].lower()])
+    return f"{value.normalize():f}"
+
+
+def _plain_fractions(text: str) -> str:
+    """Write fractions, roots and powers, from the innermost on, with brackets."""
+    text = _SHORT_FRAC.sub(r"(\1/\2)", text)
+    text = _HALF_SHORT_FRAC.sub(lambda m: rf"\frac{{{m[1]}}}" if m[1] else rf"\frac{m[2]}{{{m[3]}}}", text)
+    for _ in range(_DEEPEST):
+        before = text
+        text = _FRAC.sub(lambda match: f"({_group(match[1])}/{_group(match[2])})", text)
+        text = _ROOT.sub(r"((\2)^(1/(\1)))", text)
+        text = _SQRT.sub(lambda match: f"sqrt({match[1] or match[2]})", text)
+        text = _POWER.sub(lambda match: f"{match[1]}{_group(match[2])}", text)
+        if text == before:
+            break
+    return text
+
+
+def _group(text: str) -> str:
+    text = text.strip()
+    return text if re.fullmatch(r"[0-9.]+|[a-zA-Z]", text) else f"({text})"
+
+
+def _inside_brackets(text: str) -> bool:
+    text = text.strip()
+    return text[:1] in "([{" and "," in text
+
+
+def _without_outer(text: str) -> str:
+    """Remove brackets around the whole, unless they enclose a list."""
+    while len(text) > 1 and text[0] + text[-1] in ("()", "{}") and "," not in text and _closes_at_end(text):
+        text = text[1:-1]
+    return text
+
+
+def _closes_at_end(text: str) -> bool:
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth == 0:
+            return place == len(text) - 1
+    return False

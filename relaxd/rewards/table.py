@@ -1,0 +1,83 @@
+"""The table of bundled rewards, and what counts as a reward's name."""
+
+import difflib
+import re
+
+from relaxd.rewards.base import Reward
+from relaxd.rewards.hub.addition import addition
+from relaxd.rewards.hub.dummy import dummy
+from relaxd.rewards.hub.exact_match import exact_match
+from relaxd.rewards.hub.f1 import f1
+from relaxd.rewards.hub.gpqa import gpqa
+from relaxd.rewards.hub.gsm8k import gsm8k
+from relaxd.rewards.hub.ifeval import ifeval
+from relaxd.rewards.hub.json_schema import json_schema
+from relaxd.rewards.hub.multiple_choice import multiple_choice
+from relaxd.rewards.hub.overlong import overlong
+from relaxd.rewards.hub.random import random
+from relaxd.rewards.hub.reasoning_gym import reasoning_gym
+from relaxd.rewards.hub.regex import regex
+from relaxd.rewards.mathematics.dapo import dapo
+from relaxd.rewards.mathematics.deepscaler import deepscaler
+from relaxd.rewards.mathematics.geo3k import geo3k
+from relaxd.rewards.mathematics.math import math
+from relaxd.rewards.mathematics.openr1mm import openr1mm
+
+REWARDS: dict[str, Reward] = {
+    reward.__name__: reward
+    for reward in (
+        addition, dapo, deepscaler, dummy, exact_match, f1, geo3k, gpqa, gsm8k, ifeval, json_schema, math,
+        multiple_choice, openr1mm, overlong, random, reasoning_gym, regex,
+    )
+}  # fmt: skip
+"""The bundled rewards by name."""
+PACKAGES = {
+    "deepscaler": ("sympy", "relaxd[reward]"),
+    "geo3k": ("sympy", "relaxd[reward]"),
+    "ifeval": ("if_verifiable", "relaxd[ifeval]"),
+    "json_schema": ("jsonschema", "relaxd[reward]"),
+    "math": ("sympy", "relaxd[reward]"),
+    "openr1mm": ("math_verify", "relaxd[reward]"),
+    "reasoning_gym": ("reasoning_gym", "relaxd[reasoning]"),
+}
+"""Packages that bundled rewards import on first use, and their requirements."""
+BOXED = "boxed_"
+"""Prefix of a bundled reward's name: it scores what is in the reply's last box instead of the reply."""
+NEVER_BOXED = frozenset({"dapo", "deepscaler", "geo3k", "gsm8k", "math", "overlong"})
+"""Rewards that look for a mark of their own, which a box doesn't hold, or that don't read the reply."""
+_OWN = re.compile(r"(?:[^:]*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
+
+
+class UnknownRewardError(ValueError):
+    """There is no reward of that name."""
+
+
+def check_name(name: str) -> None:
+    """Check a reward's name without importing anything.
+
+    It is a bundled one, one with "boxed_" before it, "package.module:function" or "file.py:function".
+
+    Raises:
+        UnknownRewardError: the message has the nearest names.
+    """
+    bare = name.removeprefix(BOXED)
+    if bare in REWARDS:
+        if bare != name and bare in NEVER_BOXED:
+            raise UnknownRewardError(f'unknown reward "{name}": {bare} finds the answer in the reply by itself: use it')
+        return
+    if _OWN.fullmatch(name):
+        return
+    near = [name[: -len(bare)] + one for one in difflib.get_close_matches(bare, REWARDS, n=3)] if bare else []
+    hint = f"did you mean {' or '.join(near)}?" if near else f"bundled are {', '.join(sorted(REWARDS))}."
+    own = '"package.module:function" or "file.py:function"'
+    raise UnknownRewardError(f'unknown reward "{name}": {hint} Your own is named as {own}')
+
+
+def is_bundled(name: str) -> bool:
+    """Return whether a name is that of a bundled reward, whose code anybody may have run."""
+    return name.removeprefix(BOXED) in REWARDS
+
+
+def describe(name: str) -> str:
+    """Return the first line of a bundled reward's docstring."""
+    return (REWARDS[name].__doc__ or "").strip().partition("\n")[0]

@@ -1,0 +1,342 @@
+"""Prompts in files of every format: columns, parts, folders, mixtures, large files, and what can be wrong with them."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+
+from relaxd.config import RunConfig
+from relaxd.config.load import ConfigError, load
+from relaxd.data import checking
+from relaxd.data.columns import Columns, Examples
+from relaxd.data.dataset import Cursor, load_data
+from relaxd.data.errors import DataError
+from relaxd.data.files.opening import open_rows
+from relaxd.data.mixture import Share, epoch_visits
+from tests.kit.tokenizer import write_tokenizer
+
+ROWS = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"What is {i} + 1?"}],
+        "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+        "extra_info": {"index": i, "level": None if i % 2 else "hard"},
+    }
+    for i in range(300)
+]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+def config(model: Path, **data: object) -> RunConfig:
+    values = {"run": {"steps": 2}, "model": {"path": str(model)}, "reward": {"name": "math"}}
+    return RunConfig.model_validate(values | {"data": {"source": "files"} | data})
+
+
+def write_stream(table: pa.Table, path: Path) -> None:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+
+
+def write_file(table: pa.Table, path: Path) -> None:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+WRITERS = {
+    "parquet": lambda table, path: pa.parquet.write_table(table, path, row_group_size=50),
+    "arrow": write_file,
+    "feather": write_stream,
+    "jsonl": lambda table, path: path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist())),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_file_of_verl_is_read_as_it_is(tmp_path, model_folder, kind):
+    path = tmp_path / f"train.{kind}"
+    WRITERS[kind](pa.Table.from_pylist(ROWS), path)
+    data = load_data(config(model_folder, path=path, answer_key="reward_model.ground_truth", shuffle=False))
+    assert len(data.train) == 300
+    prompt = data.train.prompt(299)
+    assert prompt.text == "What is 299 + 1?"
+    assert prompt.answer == "300"
+    assert prompt.metadata == {key: ROWS[299][key] for key in ("data_source", "reward_model", "extra_info")}
+    assert json.loads(json.dumps(prompt.to_json()))["messages"] == ROWS[299]["prompt"]
+
+
+def test_csv_columns_are_text(tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_text('\ufeffprompt,answer,level\n"a, ""b""\nc",007,1\nd,,\n', encoding="utf-8")
+    first, second = Examples(open_rows(path, "data.path"), Columns())
+    assert (first.prompt, first.answer, first.metadata) == ('a, "b"\nc', "007", {"level": "1"})
+    assert (second.prompt, second.answer, second.metadata) == ("d", "", {"level": ""})
+
+
+def test_values_that_json_lacks(tmp_path):
+    table = pa.Table.from_pylist([{"prompt": "p", "answer": Decimal("1.50"), "day": date(2024, 2, 3), "raw": b"x"}])
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r'a.parquet row 1: column "raw" has bytes'):
+        Examples(open_rows(tmp_path / "a.parquet", "data.path"), Columns())[0]
+    pa.parquet.write_table(table.drop_columns("raw"), tmp_path / "b.parquet")
+    example = Examples(open_rows(tmp_path / "b.parquet", "data.path"), Columns())[0]
+    assert (example.answer, example.metadata) == ("1.50", {"day": "2024-02-03"})
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"), [("@[0:2]", [0, 1]), ("@[2:]", [2, 3, 4]), ("@[-2:]", [3, 4]), ("@[:1]", [0]), ("", range(5))]
+)
+def test_a_part_of_a_file(tmp_path, part, expected):
+    path = tmp_path / "a@b.jsonl"
+    path.write_text("".join(f'{{"prompt": "p{i}"}}\n\n' for i in range(5)))
+    examples = Examples(open_rows(Path(f"{path}{part}"), "data.path"), Columns())
+    assert [one.prompt for one in examples] == [f"p{i}" for i in expected]
+    assert examples[len(examples) - 1].place == f"{path} line {2 * expected[-1] + 1}"
+
+
+def test_a_folder_has_all_its_files_in_order(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "b.jsonl").write_text('{"prompt": "b"}\n')
+    (tmp_path / "deep" / "c.csv").write_text("prompt\nc1\nc2\n")
+    (tmp_path / "readme.md").write_text("no data")
+    pa.parquet.write_table(pa.table({"prompt": ["a"]}), tmp_path / "a.parquet")
+    examples = Examples(open_rows(tmp_path, "data.path"), Columns())
+    assert [one.prompt for one in examples] == ["a", "b", "c1", "c2"]
+    assert [one.place for one in examples][-1] == f"{tmp_path}/deep/c.csv row 2"
+    assert len(open_rows(Path(f"{tmp_path}@[1:3]"), "data.path")) == 2
+
+
+# --- columns ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "columns", "expected"),
+    [
+        ({"q": "a", "a": 3}, {"prompt": "q", "answer": "a"}, ("a", "3", {})),
+        ({"x": {"q": "a"}, "y": 1}, {"prompt": "x.q"}, ("a", "", {"x": {"q": "a"}, "y": 1})),
+        ({"x.q": "a", "answer": None}, {"prompt": "x.q"}, ("a", "", {})),
+        ({"prompt": "a", "m": {"k": 1}, "n": 2}, {"metadata": "m"}, ("a", "", {"k": 1})),
+        ({"prompt": "a", "m": '{"k": 1}'}, {"metadata": "m"}, ("a", "", {"k": 1})),
+        ({"prompt": "a", "m": None}, {"metadata": "m"}, ("a", "", {})),
+        ({"prompt": "a"}, {"source": "mine"}, ("a", "", {"data_source": "mine"})),
+        ({"prompt": "a", "data_source": "own"}, {"source": "mine"}, ("a", "", {"data_source": "own"})),
+        (
+            {"prompt": "a"},
+            {"system_prompt": "Be brief."},
+            ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}], "", {}),
+        ),
+        (
+            {"prompt": [{"role": "system", "content": "Own."}, {"role": "user", "content": "a", "name": None}]},
+            {"system_prompt": "Be brief."},
+            ([{"role": "system", "content": "Own."}, {"role": "user", "content": "a"}], "", {}),
+        ),
+    ],
+)
+def test_columns(record, columns, expected):
+    example = Columns(**columns).example(record, "here")
+    assert (example.prompt, example.answer, example.metadata) == expected
+
+
+@pytest.mark.parametrize(
+    ("record", "columns", "message"),
+    [
+        ({"promt": "a"}, {}, r'"prompt" is missing \(found: promt\); did you mean data.prompt_key = "promt"\?'),
+        ({"zzz": "a"}, {}, r'"prompt" is missing \(found: zzz\); data.prompt_key names another column'),
+        (
+            {"prompt": "a", "reward_model": {"ground_truth": "1"}},
+            {"answer": "ground_truth"},
+            'did you mean data.answer_key = "reward_model.ground_truth"',
+        ),
+        (
+            {"prompt": "a", "reward_model": {"ground_truth": "1"}},
+            {"answer": "reward_model.ground_thruth"},
+            'did you mean data.answer_key = "reward_model.ground_truth"',
+        ),
+        (
+            {"prompt": "a", "answer": {"style": "rule", "ground_truth": "1"}},
+            {},
+            '"answer" is an object with style, ground_truth: .* data.answer_key = "answer.style"',
+        ),
+        ({"prompt": "a", "answer": ["b"]}, {}, '"answer" must be text or a number, not a list'),
+        ({"prompt": "a", "m": [1]}, {"metadata": "m"}, '"m" must be an object, for data.metadata_key, not a list'),
+        ({"prompt": "a", "m": "{"}, {"metadata": "m"}, '"m" is text that is not JSON'),
+        ({"prompt": "a"}, {"metadata": "meta"}, '"meta" is missing'),
+        ({"q": [{"role": "user", "content": [{"type": "image"}]}]}, {"prompt": "q"}, r'"q"\[0\] must look like'),
+        ({"q": None}, {"prompt": "q"}, '"q" must be text or a list of chat messages, not null'),
+    ],
+)
+def test_wrong_columns_are_named(record, columns, message):
+    with pytest.raises(ValueError, match=message):
+        Columns(**columns).example(record, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.parquet", b"PAR1 and nothing more", r"can't read .*a\.parquet: .*(magic|footer|Parquet)"),
+        ("a.parquet", b"", r"can't read .*a\.parquet"),
+        ("a.arrow", b"ARROW1 and nothing more", r"can't read .*a\.arrow"),
+        ("a.arrow", b"nothing", r"can't read .*a\.arrow"),
+        ("a.csv", b'prompt,answer\na,b,c\n"', r"can't read .*a\.csv: CSV parse error"),
+        ("a.csv", b"", r"a\.csv is empty"),
+        ("a.csv", b"prompt,answer\n", r"a\.csv is empty"),
+        ("a.csv", b"prompt\n\xff\n", r"can't read .*a\.csv: .*[Uu][Tt][Ff]-?8"),
+    ],
+)
+def test_broken_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"data\.path: .*{message}"):
+        open_rows(tmp_path / name, "data.path")
+
+
+def test_mixed_types_are_named_by_their_row(tmp_path, model_folder):
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": {"x": 1}}\n{"prompt": 3}\n'
+    )
+    with pytest.raises(DataError, match=r"2 of 3 rows are wrong: .*line 2: .*an object with x.*line 3: .*not a number"):
+        load_data(config(model_folder, path=tmp_path / "a.jsonl"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"the folder .*empty has no file that ends in \.jsonl"):
+        open_rows(tmp_path / "empty", "data.path")
+    with pytest.raises(DataError, match=r"a\.jsonl@\[5:\] is empty"):
+        open_rows(Path(f"{tmp_path}/a.jsonl@[5:]"), "data.path")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('source = "files"', 'data.path is missing: source = "files" needs'),
+        ('source = "files"\npath = "a"\n[[data.sources]]\npath = "b"', "give one of them"),
+        ('source = "addition"\n[[data.sources]]\npath = "b"', 'data.sources are for source = "files"'),
+        (
+            'source = "files"\n[[data.sources]]\npath = "b"\nweight = 0',
+            "sources.0.weight = 0: must be more than 0",
+        ),
+        ('source = "files"\n[[data.sources]]\nname = "b"', "data.sources.0.path is missing"),
+    ],
+)
+def test_wrong_configurations_are_named(text, message):
+    with pytest.raises(ConfigError, match=message):
+        load(f'run.steps = 1\nmodel.path = "m"\nreward.name = "math"\n[data]\n{text}')
+
+
+# --- templates ----------------------------------------------------------------------------------------------------
+
+
+def test_arguments_reach_the_chat_template(tmp_path, model_folder):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "hi"}\n')
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '!' if enable_thinking else '.' }}"
+    texts = {}
+    for thinking in (True, False):
+        one = config(model_folder, path=tmp_path / "a.jsonl", system_prompt="S")
+        arguments = {"chat_template": template, "chat_template_arguments": {"enable_thinking": thinking}}
+        one = one.model_copy(update={"model": one.model.model_copy(update=arguments)})
+        data = load_data(one)
+        texts[thinking] = data.tokenizer.decode(data.train.prompt(0).tokens.tolist())
+    assert texts == {True: "Shi!", False: "Shi."}
+
+
+# --- mixtures -----------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_visits_each_source_by_its_weight():
+    shares = [Share(10), Share(4, 2.0), Share(8, 0.5), Share(3, 1.5)]
+    epochs = [Counter(epoch_visits(shares, epoch, seed=0).tolist()) for epoch in range(2)]
+    assert all(sum(epoch.values()) == 10 + 8 + 4 + 4 for epoch in epochs)
+    both = epochs[0] + epochs[1]
+    assert [both[i] for i in range(10)] == [2] * 10
+    assert [both[i] for i in range(10, 14)] == [4] * 4
+    assert [both[i] for i in range(14, 22)] == [1] * 8
+    assert sum(both[i] for i in range(22, 25)) == 8
+    assert max(both[i] for i in range(22, 25)) == 3
+    np.testing.assert_array_equal(epoch_visits(shares, 1, seed=0), epoch_visits(shares, 1, seed=0))
+
+
+def test_sources_are_mixed_and_named(tmp_path, model_folder):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "a{i}"}}\n' for i in range(6)))
+    (tmp_path / "b.csv").write_text("q,solution\n" + "".join(f"b{i},{i}\n" for i in range(3)))
+    sources = [
+        {"path": tmp_path / "a.jsonl", "name": "a", "weight": 0.5},
+        {"path": tmp_path / "b.csv", "name": "b", "weight": 2, "prompt_key": "q", "answer_key": "solution"},
+    ]
+    data = load_data(config(model_folder, sources=sources))
+    assert len(data.train) == 3 + 6
+    cursor, seen = Cursor(), Counter()
+    for _ in range(2 * len(data.train)):
+        prompt = data.train.at(cursor)
+        seen[prompt.metadata["data_source"], prompt.text, prompt.answer] += 1
+        cursor = data.train.after(cursor)
+    assert seen == {**{("a", f"a{i}", ""): 1 for i in range(6)}, **{("b", f"b{i}", str(i)): 4 for i in range(3)}}
+    wrong = [{**sources[1], "answer_key": "solutions"}]
+    with pytest.raises(DataError, match=r"data\.sources\.0\.path: .*did you mean data\.answer_key = .solution"):
+        load_data(config(model_folder, sources=wrong))
+
+
+# --- large files --------------------------------------------------------------------------------------------------
+
+
+def test_long_prompts_of_large_files_are_left_out_when_their_turn_comes(tmp_path, model_folder, monkeypatch):
+    monkeypatch.setattr(checking, "CHECKED", 4)
+    lines = [json.dumps({"prompt": "long " * 100 if i in (1, 5, 6) else f"p{i}"}) for i in range(8)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    loaded = load_data(config(model_folder, path=tmp_path / "a.jsonl", max_prompt_tokens=40, overlong="skip"))
+    assert len(loaded.train) == 8
+    cursor, seen = Cursor(), []
+    for _ in range(10):
+        cursor = loaded.train.fitting(cursor)
+        seen.append(loaded.train.at(cursor).text)
+        cursor = loaded.train.after(cursor)
+    assert sorted(seen[:5]) == sorted(seen[5:]) == ["p0", "p2", "p3", "p4", "p7"]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[:6]))
+    strict = load_data(config(model_folder, path=tmp_path / "b.jsonl", max_prompt_tokens=40, shuffle=False))
+    with pytest.raises(DataError, match=r"prompt 1 has \d+ tokens, more than data\.max_prompt_tokens = 40"):
+        strict.train.fitting(Cursor(0, 1))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines).replace('{"prompt": "p3"}', '{"prompt": 3333}'))
+    broken = load_data(config(model_folder, path=tmp_path / "a.jsonl", max_prompt_tokens=40, overlong="skip"))
+    with pytest.raises(DataError, match=r"line 4: \"prompt\" must be text"):
+        broken.train.prompt(3)
+
+
+MILLION = """
+import re, sys, time
+begun = time.process_time()
+from relaxd.config import RunConfig
+from relaxd.data.dataset import Cursor, load_data
+config = RunConfig.model_validate({"run": {"steps": 1}, "model": {"path": sys.argv[1]}, "reward": {"name": "math"},
+    "data": {"source": "files", "path": sys.argv[2]}})
+data = load_data(config)
+cursor = Cursor()
+for _ in range(200):
+    data.train.at(cursor)
+    cursor = data.train.after(cursor)
+peak = re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]  # ru_maxrss has the parent's, too
+print(len(data.train), time.process_time() - begun, int(peak) // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_million_prompts_start_soon_and_stay_on_disk(tmp_path, model_folder, kind):
+    path = tmp_path / f"million.{kind}"
+    text = "What is the sum of all the numbers that are in this long list of numbers, whose number is "
+    table = pa.table({"prompt": [f"{text}{i}? {text}" for i in range(1_000_000)], "answer": pa.array(range(1_000_000))})
+    WRITERS[kind](table, path) if kind == "jsonl" else pa.parquet.write_table(table, path)
+    done = subprocess.run(
+        [sys.executable, "-c", MILLION, str(model_folder), str(path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    prompts, seconds, mebibytes = map(float, done.stdout.split())
+    assert prompts == 1_000_000
+    assert seconds < 10  # of both cores; about half of it on the clock
+    assert mebibytes < 300
