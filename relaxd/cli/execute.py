@@ -16,8 +16,8 @@ from rich.text import Text
 
 from relaxd.board import roles_for
 from relaxd.cli.check import check
-from relaxd.cli.follow import follow
 from relaxd.cli.place import check_run_id, free_folder
+from relaxd.cli.reading.follow import follow
 from relaxd.cli.reading.source import refuse_ended, resume_command
 from relaxd.client.coordinator import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.errors import CliError

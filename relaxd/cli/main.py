@@ -12,10 +12,8 @@ from rich.console import Console
 
 from relaxd import __version__
 from relaxd.cli import recovery, run_commands
-from relaxd.cli.addresses import address_lines
 from relaxd.cli.config_command import config_app
 from relaxd.cli.data_command import data
-from relaxd.cli.evaluation_command import evaluation
 from relaxd.cli.examples import example, init
 from relaxd.cli.execute import Where, execute
 from relaxd.cli.models import model_app
@@ -33,13 +31,15 @@ from relaxd.cli.options import (
     with_replica_options,
 )
 from relaxd.cli.reading import commands
+from relaxd.cli.reading.addresses import address_lines
+from relaxd.cli.reading.evaluation_command import evaluation
 from relaxd.cli.reading.logs import logs
+from relaxd.cli.reading.report_command import report
+from relaxd.cli.reading.status import print_status
 from relaxd.cli.reading.trace import trace
-from relaxd.cli.report_command import report
+from relaxd.cli.reading.why import why
 from relaxd.cli.reward_command import reward_app
 from relaxd.cli.scale import scale_to, wait_for
-from relaxd.cli.status import print_status
-from relaxd.cli.why import why
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config.load import ConfigError, load_file

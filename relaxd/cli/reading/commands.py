@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relaxd.cli.follow import follow
 from relaxd.cli.options import (
     DEFAULT_STATE,
     CoordinatorOption,
@@ -19,8 +18,9 @@ from relaxd.cli.options import (
     StateOption,
     new_console,
 )
+from relaxd.cli.reading.follow import follow
 from relaxd.cli.reading.source import RUNS, left_note, open_run
-from relaxd.cli.view import samples_table
+from relaxd.cli.reading.view import samples_table
 from relaxd.client.coordinator import ENDED, CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.client.folder_runs import FolderRuns, step_lines

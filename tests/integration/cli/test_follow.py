@@ -14,8 +14,8 @@ from rich.console import Console
 
 from relaxd.cli import follow as following
 from relaxd.cli.execute import unfinished
-from relaxd.cli.follow import Quiet, RunPaused, follow
-from relaxd.cli.why import print_why
+from relaxd.cli.reading.follow import Quiet, RunPaused, follow
+from relaxd.cli.reading.why import print_why
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.v1 import coordinator_pb2 as pb

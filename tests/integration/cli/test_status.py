@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from relaxd.cli.status import print_status
+from relaxd.cli.reading.status import print_status
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.local.state import ServiceState, StackState
 from relaxd.v1 import coordinator_pb2 as pb

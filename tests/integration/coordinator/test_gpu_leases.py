@@ -10,7 +10,7 @@ import grpc
 from rich.console import Console
 
 from relaxd import PROTOCOL_VERSION
-from relaxd.cli.status import print_status
+from relaxd.cli.reading.status import print_status
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.roles import ROLLOUT
 from relaxd.rpc.errors import field_violations

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from relaxd.board import Board, stages_for
-from relaxd.cli.follow import follow
+from relaxd.cli.reading.follow import follow
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig

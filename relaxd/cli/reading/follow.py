@@ -10,7 +10,7 @@ from types import FrameType
 from rich.console import Console
 from rich.live import Live
 
-from relaxd.cli.view import Picture, RunView, evaluation_line, event_line, step_line, time_left
+from relaxd.cli.reading.view import Picture, RunView, evaluation_line, event_line, step_line, time_left
 from relaxd.client.coordinator import AWAY_SECONDS, state_name
 from relaxd.client.errors import CliError
 from relaxd.client.folder_runs import RunReader

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
 from relaxd.cli.reading.source import open_run
-from relaxd.cli.view import printable
+from relaxd.cli.reading.view import printable
 from relaxd.client.errors import CliError
 from relaxd.report.result import RunResult, read_result
 
