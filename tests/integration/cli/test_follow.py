@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from relaxd.cli import follow as following
 from relaxd.cli.execute import unfinished
+from relaxd.cli.reading import follow as following
 from relaxd.cli.reading.follow import Quiet, RunPaused, follow
 from relaxd.cli.reading.why import print_why
 from relaxd.client.coordinator import CoordinatorClient
