@@ -67,7 +67,7 @@ def print_run(run: pb.Run, console: Console) -> None:
         queues = ", ".join(f"{queue.stage} {queue.waiting}+{queue.held}" for queue in run.queues)
         console.print(_titled(f"queues of {run.run_id} (waiting+held)", queues))
     if run.waiting_for:
-        console.print(f"run {run.run_id}: {run.waiting_for} (relaxd why says more)", markup=False, soft_wrap=True)
+        console.print(f"run {run.run_id}: {run.waiting_for} (relaxd why says more)", markup=False)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -210,7 +210,7 @@ def test_a_run_is_held_and_ended_from_the_command_line(up: Cluster) -> None:
         relaxd("pause")
     up.start_run("by-hand")
     assert relaxd("pause", "--reason", "a closer look") == "run by-hand is paused: a closer look\n"
-    with pytest.raises(CliError, match="'by-hand' is"):
+    with pytest.raises(CliError, match="runs/another is not the folder of a run"):
         relaxd("resume", "another")
     assert "paused" not in relaxd("resume", "by-hand")
     assert up.run().state == pb.RUN_STATE_PENDING
