@@ -21,6 +21,7 @@ from relaxd.rewards.base import text_message
 from relaxd.rewards.messages import with_parts
 from relaxd.rewards.scorers import check_names
 from relaxd.roles import REWARD
+from relaxd.waiting import waiting
 from services.reward.pool import Failure, WorkerPool
 
 RUNS_REWARD = ""
@@ -123,7 +124,8 @@ class RewardService(StageReplica):
             if not failed:
                 break
             _count(config, "retried", len(failed))
-            await asyncio.sleep(RETRY_PAUSE.pause(failures))
+            with waiting(f"scoring {len(failed)} failed samples again"):
+                await asyncio.sleep(RETRY_PAUSE.pause(failures))
             again = await self.pool.score(RUNS_REWARD, [samples[number] for number in failed], config.timeout_seconds)
             for number, outcome in zip(failed, again, strict=True):
                 outcomes[number] = outcome

@@ -41,7 +41,7 @@ def logs(
     with suppress(KeyboardInterrupt):
         while follow:
             alive = place.is_up()
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)  # idle: for more lines
             known = {tail.path for tail in tails}
             tails += [_Tail(path) for path in _logs_of(where, service) if path not in known]
             _print(tails, [tail.read() for tail in tails])

@@ -187,7 +187,7 @@ class Training:
             while True:
                 self._report("drained")
                 self.rank.channel.tick()
-                time.sleep(IDLE_SECONDS)
+                time.sleep(IDLE_SECONDS)  # named: `_report` says it
 
     def _begin_change(self, step: int) -> float:
         """Wait until no broadcast reads the weights; none may until the step's version is announced. Return seconds."""
