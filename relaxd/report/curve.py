@@ -43,7 +43,7 @@ def draw_curve(result: RunResult) -> bytes:
             if name == f"eval_{judged}":
                 for x, y in points:
                     axes.annotate(f"{y:.2f}", (x, y), (0, 9), textcoords="offset points", ha="center", color=color)
-    axes.set_xlabel("optimizer step")
+    axes.set_xlabel("step")
     axes.set_ylim(-0.04, 1.08) if _within_unit(result) else None
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)

@@ -73,7 +73,7 @@ def _cards(summary: Mapping[str, Any]) -> str:
         (f"held-out {name}", f"{before:.2f} → {after:.2f}", f"{after - before:+.2f}")
         for name, before, after in results(summary)
     ]
-    cards.append(("optimizer steps", str(summary.get("steps", "?")), ""))
+    cards.append(("steps", str(summary.get("steps", "?")), ""))
     if (seconds := summary.get("wall_seconds")) is not None:
         cards.append(("wall time", f"{seconds / 60:.1f} min", f"{seconds:.0f} s"))
     return "".join(

@@ -28,7 +28,7 @@ class RunResult:
     folder: Path
     summary: dict[str, Any]
     lines: list[dict[str, Any]]
-    """The lines of metrics.jsonl: one per optimizer step, with its evaluation if it has one; one for step 0 if the
+    """The lines of metrics.jsonl: one per step, with its evaluation if it has one; one for step 0 if the
     initial model was evaluated."""
     config_toml: str
     config: RunConfig | None
@@ -49,7 +49,7 @@ class RunResult:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The metrics of each optimizer step."""
+        """The metrics of each step."""
         return [line for line in self.lines if line.get("step", 0) > 0 and line.get("reward_mean") is not None]
 
     @property
