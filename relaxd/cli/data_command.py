@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from relaxd.cli.models import prepare_model
 from relaxd.cli.options import WordsArgument, load_words, new_console
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, Problem
@@ -31,6 +32,7 @@ def data(
     """Show what a run will see of its data: counts, lengths, metadata, and prompts as the model gets them."""
     _, config = load_words(words)
     console = new_console()
+    prepare_model(config, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
     try:
         folder = resolve_model(config.model.path, weights=False)
         tokenizer = PromptTokenizer(folder, config.model.chat_template, config.model.chat_template_arguments)

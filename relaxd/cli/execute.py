@@ -16,6 +16,7 @@ from rich.text import Text
 
 from relaxd.board import roles_for
 from relaxd.cli.check import check
+from relaxd.cli.models import prepare_model
 from relaxd.cli.place import check_run_id, free_folder
 from relaxd.cli.reading.follow import follow
 from relaxd.cli.reading.source import refuse_ended, resume_command
@@ -30,7 +31,6 @@ from relaxd.local import stack
 from relaxd.local.devices import check_devices
 from relaxd.local.ports import LOOPBACK, is_free
 from relaxd.local.state import StateFolder
-from relaxd.models import fetch
 from relaxd.replica.gpus import visible_gpus
 from relaxd.report.report import write_report
 from relaxd.report.result import read_result, results
@@ -115,13 +115,6 @@ def execute_again(run_folder: Path, where: Where, console: Console, steps: int =
     if steps:
         shutil.rmtree(_redis_data(where, run_id), ignore_errors=True)
     return _on_own_services(begin, run_id, run_folder, where, console)
-
-
-def prepare_model(config: RunConfig, say: Callable[[str], None]) -> None:
-    """Fetch a model of `relaxd model list` unless it was fetched before or a folder has its name."""
-    name = config.model.path
-    if name in fetch.MODELS and not fetch.is_fetched(name) and not Path(name).is_dir():
-        fetch.fetch(name, say)
 
 
 def _starting(config: RunConfig, run_id: str) -> Begin:

@@ -1,9 +1,12 @@
 """`relaxd model`: fetch and list models."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from relaxd.config import RunConfig
 from relaxd.data.models import models_folder
 from relaxd.models.fetch import MODELS, fetch, is_fetched
 
@@ -28,3 +31,10 @@ def model_list() -> None:
     for name in others:
         if name not in MODELS and not name.startswith("."):
             print(f"{name:<16} in {folder}")
+
+
+def prepare_model(config: RunConfig, say: Callable[[str], None]) -> None:
+    """Fetch a model of `relaxd model list` unless it was fetched before or a folder has its name."""
+    name = config.model.path
+    if name in MODELS and not is_fetched(name) and not Path(name).is_dir():
+        fetch(name, say)

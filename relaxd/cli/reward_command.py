@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from relaxd.cli.models import prepare_model
 from relaxd.cli.options import PASS_ON, WordsArgument, load_words, new_console
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
@@ -111,6 +112,7 @@ def try_reward(config: RunConfig, samples: Sequence[RewardInput]) -> list[dict[s
 
 def _generate(config: RunConfig, examples: Sequence[Example], count: int) -> list[list[str]]:
     """Return answers of the run's model to the prompts. Raises CliError, DataError."""
+    prepare_model(config, print)
     tokenizer = PromptTokenizer(resolve_model(config.model.path), config.model.chat_template)
     asked = {
         "config": config.model_dump(mode="json"),
