@@ -17,7 +17,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 IMAGES: dict[str, tuple[str, list[str], set[str]]] = {
-    "core": ("reward and advantage, and below coordinator", ["reward", "advantage"], set()),
+    "core": ("advantage, and below coordinator, reward and launcher", ["advantage"], set()),
+    "reward": ("reward", ["reward"], set()),
     "coordinator": ("coordinator", ["coordinator", "data"], set()),
     "launcher": ("launcher", ["launcher"], set()),
     "torch": ("rollout, and below trainer and cli", ["rollout"], set()),

@@ -39,7 +39,7 @@ from relaxd.run_folder import LOGS, RECORD, SUMMARY
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
 SHOWN_STEPS = 5
-"""Steps at the start and the end over which the final table averages the reward."""
+"""Most steps at the start and the end over which the final table averages the reward."""
 Begin = Callable[[CoordinatorClient], Run]
 """Starts or continues a run."""
 MAX_PAUSE_SECONDS = 600.0
@@ -256,7 +256,8 @@ def result_table(folder: Path) -> Table:
         style = "bold green" if after > before else ""
         table.add_row(f"held-out {name}", f"{before:.2f}", f"{after:.2f}", Text(f"{after - before:+.2f}", style))
     if not evaluated and len(rewards := _rewards(result.steps)) > 1:
-        before, after = _mean(rewards[:SHOWN_STEPS]), _mean(rewards[-SHOWN_STEPS:])
+        shown = min(SHOWN_STEPS, len(rewards) // 2)
+        before, after = _mean(rewards[:shown]), _mean(rewards[-shown:])
         style = "bold green" if after > before else ""
         table.add_row("training reward", f"{before:.3f}", f"{after:.3f}", Text(f"{after - before:+.3f}", style))
     table.add_section()
