@@ -31,7 +31,11 @@ def test_a_run_says_why_it_waits_for_its_reward(cluster: Cluster) -> None:
     assert "groups in a row failed without a trained step" in paused.waiting_for
     assert f"ValueError: told to fail ({PLACE}" in paused.waiting_for
     assert paused.wait.advice[0] == "relaxd resume run continues it"
-    failed = paused.groups.dropped_by_reason["reward_failed"]
+    scored = cluster.until(
+        "the end of those that are being scored",
+        lambda: (run := cluster.run()) and not next(one.held for one in run.queues if one.stage == "reward") and run,
+    )
+    failed = scored.groups.dropped_by_reason["reward_failed"]
 
     told.write_text("hang")
     cluster.stub.ResumeRun(pb.ResumeRunRequest(), timeout=10)
