@@ -74,9 +74,5 @@ def _answers_table(
     return table
 
 
-def _response(answer: Mapping[str, Any]) -> Text:
-    return printable(answer["response"]) or Text("(nothing)")
-
-
 def _reward(answer: Mapping[str, Any]) -> Text:
     return Text(answer["error"], "red") if answer["error"] else Text(f"{answer['reward']:.2f}")
