@@ -369,26 +369,32 @@ class WaitChangeResponse(_message.Message):
 Global___WaitChangeResponse: _TypeAlias = WaitChangeResponse  # noqa: Y015
 
 @_typing.final
-class CommitRequest(_message.Message):
-    """Names new weights."""
+class UpdateWeightsRequest(_message.Message):
+    """Asks to receive and take up new weights."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    RECEIVE_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """Their key in the prefix cache."""
+    """The weights' key in the prefix cache."""
+    @_builtins.property
+    def receive(self) -> _rollout_pb2.ReceiveWeightsRequest:
+        """What to receive; its pause and resume are the engine's."""
+
     def __init__(
         self,
         *,
+        receive: _rollout_pb2.ReceiveWeightsRequest | None = ...,
         key: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receive", b"receive"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "receive", b"receive"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CommitRequest: _TypeAlias = CommitRequest  # noqa: Y015
+Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
 
 @_typing.final
 class HeldRequest(_message.Message):
@@ -417,8 +423,8 @@ class HeldRequest(_message.Message):
 Global___HeldRequest: _TypeAlias = HeldRequest  # noqa: Y015
 
 @_typing.final
-class CommitResponse(_message.Message):
-    """The weights are served."""
+class UpdateWeightsResponse(_message.Message):
+    """The weights are there."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -443,7 +449,12 @@ class CommitResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    RECEIVED_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def received(self) -> _rollout_pb2.ReceiveWeightsResponse:
+        """How they were received."""
+
     @_builtins.property
     def held(self) -> _containers.MessageMap[_builtins.str, Global___HeldRequest]:
         """The unfinished requests by SGLang's ids; of tensor-parallel rank 0 only."""
@@ -451,15 +462,16 @@ class CommitResponse(_message.Message):
     def __init__(
         self,
         *,
+        received: _rollout_pb2.ReceiveWeightsResponse | None = ...,
         held: _abc.Mapping[_builtins.str, Global___HeldRequest] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["received", b"received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "received", b"received"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CommitResponse: _TypeAlias = CommitResponse  # noqa: Y015
+Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
 
 @_typing.final
 class EndAllRequest(_message.Message):

@@ -193,8 +193,7 @@ class Engine:
 
 
 class SchedulerStub:
-    """Scheduler is served by each of SGLang's scheduler processes, besides Rollout's JoinWeightGroup, ReceiveWeights and
-    LeaveWeightGroup.
+    """Scheduler is served by each of SGLang's scheduler processes, besides Rollout's JoinWeightGroup and LeaveWeightGroup.
     """
 
     def __init__(self, channel):
@@ -208,10 +207,10 @@ class SchedulerStub:
                 request_serializer=relaxd_dot_v1_dot_engine__pb2.WaitChangeRequest.SerializeToString,
                 response_deserializer=relaxd_dot_v1_dot_engine__pb2.WaitChangeResponse.FromString,
                 _registered_method=True)
-        self.Commit = channel.unary_unary(
-                '/relaxd.v1.Scheduler/Commit',
-                request_serializer=relaxd_dot_v1_dot_engine__pb2.CommitRequest.SerializeToString,
-                response_deserializer=relaxd_dot_v1_dot_engine__pb2.CommitResponse.FromString,
+        self.UpdateWeights = channel.unary_unary(
+                '/relaxd.v1.Scheduler/UpdateWeights',
+                request_serializer=relaxd_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=relaxd_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
         self.EndAll = channel.unary_unary(
                 '/relaxd.v1.Scheduler/EndAll',
@@ -231,8 +230,7 @@ class SchedulerStub:
 
 
 class SchedulerServicer:
-    """Scheduler is served by each of SGLang's scheduler processes, besides Rollout's JoinWeightGroup, ReceiveWeights and
-    LeaveWeightGroup.
+    """Scheduler is served by each of SGLang's scheduler processes, besides Rollout's JoinWeightGroup and LeaveWeightGroup.
     """
 
     def WaitChange(self, request, context):
@@ -242,8 +240,9 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Commit(self, request, context):
-        """Commit takes up new weights in the paused loop.
+    def UpdateWeights(self, request, context):
+        """UpdateWeights receives new weights, and takes them up in the paused loop. If another rank fails to, the engine must
+        not generate before the next update.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,10 +277,10 @@ def add_SchedulerServicer_to_server(servicer, server):
                     request_deserializer=relaxd_dot_v1_dot_engine__pb2.WaitChangeRequest.FromString,
                     response_serializer=relaxd_dot_v1_dot_engine__pb2.WaitChangeResponse.SerializeToString,
             ),
-            'Commit': grpc.unary_unary_rpc_method_handler(
-                    servicer.Commit,
-                    request_deserializer=relaxd_dot_v1_dot_engine__pb2.CommitRequest.FromString,
-                    response_serializer=relaxd_dot_v1_dot_engine__pb2.CommitResponse.SerializeToString,
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=relaxd_dot_v1_dot_engine__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=relaxd_dot_v1_dot_engine__pb2.UpdateWeightsResponse.SerializeToString,
             ),
             'EndAll': grpc.unary_unary_rpc_method_handler(
                     servicer.EndAll,
@@ -307,8 +306,7 @@ def add_SchedulerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Scheduler:
-    """Scheduler is served by each of SGLang's scheduler processes, besides Rollout's JoinWeightGroup, ReceiveWeights and
-    LeaveWeightGroup.
+    """Scheduler is served by each of SGLang's scheduler processes, besides Rollout's JoinWeightGroup and LeaveWeightGroup.
     """
 
     @staticmethod
@@ -339,7 +337,7 @@ class Scheduler:
             _registered_method=True)
 
     @staticmethod
-    def Commit(request,
+    def UpdateWeights(request,
             target,
             options=(),
             channel_credentials=None,
@@ -352,9 +350,9 @@ class Scheduler:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/relaxd.v1.Scheduler/Commit',
-            relaxd_dot_v1_dot_engine__pb2.CommitRequest.SerializeToString,
-            relaxd_dot_v1_dot_engine__pb2.CommitResponse.FromString,
+            '/relaxd.v1.Scheduler/UpdateWeights',
+            relaxd_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
+            relaxd_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,8 @@ class RankThread:
     def __init__(self, role: str) -> None:
         """`role`: the service's, in telemetry."""
         self.number = int(os.environ.get("RANK", "0"))
+        self.alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        """Whether there is no other rank."""
         self.events: Outbox[WorkResponse] = Outbox()
         self._role = role
 

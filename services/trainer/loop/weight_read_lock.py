@@ -2,9 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from relaxd.rpc.errors import FailedPrecondition
+from relaxd.rpc.errors import Aborted, FailedPrecondition
+
+HOLD_MARGIN_SECONDS = 1.0
+"""A hold outlasts the broadcast's deadline by this much, so that the weights never change during one."""
 
 
 class HoldRefused(FailedPrecondition):
@@ -65,6 +69,17 @@ class WeightReadLock:
             self._held_until = 0.0
             self._condition.notify_all()
             return in_time
+
+    @contextmanager
+    def held(self, term: int, version: int, seconds: float) -> Iterator[None]:
+        """Hold the weights inside the block. Raises HoldRefused, or Aborted at its end if it took too long."""
+        hold = self.acquire(term, version, seconds)
+        try:
+            yield
+        finally:
+            in_time = self.release(hold)
+        if not in_time:
+            raise Aborted(f"the weights were read for longer than {seconds:g} s")
 
     def begin_change(self, reason: str, tick: Callable[[], None], tick_seconds: float) -> float:
         """Wait for the current hold to end, then refuse holds until `publish`.

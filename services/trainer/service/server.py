@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,15 +30,15 @@ from relaxd.v1 import coordinator_pb2, trainer_pb2_grpc, weights_pb2
 from relaxd.v1 import rank_pb2 as rank_pb
 from relaxd.v1 import trainer_pb2 as pb
 from relaxd.weights.environment import NCCL_ENVIRONMENT
+from services.trainer.loop.weight_read_lock import HOLD_MARGIN_SECONDS
 from services.trainer.service.export import export_folder
+from services.trainer.service.rank_processes import RankProcess
 from services.trainer.service.rank_supervisor import RankSupervisor
 
 T = TypeVar("T")
 
 LEAVE_SECONDS = 5.0
 """Deadline for leaving a group, which only sets a flag and closes connections."""
-HOLD_MARGIN_SECONDS = 1.0
-"""The hold on the weights outlasts the broadcast's deadline by this much, so that they never change during one."""
 HOLD_SECONDS = 10.0
 """Deadline for a hold, which only changes a number."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -185,22 +185,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         link = telemetry.link_from(world.step_trace)
         attributes = {"relaxd.sync_id": request.sync_id, "relaxd.version": request.weights.version}
         with telemetry.tracer().start_as_current_span("broadcast", attributes=attributes, links=[link] if link else []):
-            control = world.rank0.control
-            timeout = seconds + HOLD_MARGIN_SECONDS
-            hold = rank_pb.HoldWeightsRequest(weights=request.weights, seconds=timeout)
-            held = await control.HoldWeights(hold, timeout=HOLD_SECONDS)
-            try:
-                results = await _first_error(
-                    rank.trainer.BroadcastWeights(request, timeout=timeout) for rank in world.gatherers
-                )
-            except BaseException:
-                await self._leave(world, request.group_name)
-                raise
-            finally:
-                release = rank_pb.ReleaseWeightsRequest(hold=held.hold)
-                released = await control.ReleaseWeights(release, timeout=LEAVE_SECONDS)
-            if not released.in_time:
-                raise Aborted(f"the broadcast took longer than {seconds:g} s")
+            # A rank that is alone holds its weights itself.
+            async with _held(world.rank0, request) if len(world.ranks) > 1 else contextlib.nullcontext():
+                try:
+                    results = await _first_error(
+                        rank.trainer.BroadcastWeights(request, timeout=seconds + HOLD_MARGIN_SECONDS)
+                        for rank in world.gatherers
+                    )
+                except FailedPrecondition:  # refused before it began: the group is as it was
+                    raise
+                except BaseException:
+                    await self._leave(world, request.group_name)
+                    raise
         return pb.BroadcastWeightsResponse(
             seconds=max(result.seconds for result in results),
             bytes=sum(result.bytes for result in results),
@@ -279,6 +275,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         request = pb.TrainerLeaveWeightGroupRequest(group_name=name)
         with contextlib.suppress(RpcError):  # a dead rank has left
             await _first_error(rank.trainer.LeaveWeightGroup(request, timeout=LEAVE_SECONDS) for rank in world.senders)
+
+
+@contextlib.asynccontextmanager
+async def _held(rank0: RankProcess, request: pb.BroadcastWeightsRequest) -> AsyncIterator[None]:
+    """Keep the optimizers of all ranks from changing the weights. Raises Aborted if they could before the end."""
+    hold = rank_pb.HoldWeightsRequest(weights=request.weights, seconds=request.timeout_seconds + HOLD_MARGIN_SECONDS)
+    held = await rank0.control.HoldWeights(hold, timeout=HOLD_SECONDS)
+    try:
+        yield
+    finally:
+        release = rank_pb.ReleaseWeightsRequest(hold=held.hold)
+        released = await rank0.control.ReleaseWeights(release, timeout=LEAVE_SECONDS)
+    if not released.in_time:
+        raise Aborted(f"the broadcast took longer than {request.timeout_seconds:g} s")
 
 
 async def _first_error(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

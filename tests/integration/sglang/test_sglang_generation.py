@@ -239,7 +239,7 @@ def test_a_group_that_is_left_in_time_changes_nothing(engine: EngineRunner, sour
     name = join(engine, source)
     begun = engine.begin(engine.engine.receive(receive_request(name, engine.next_version(), 20)))
     assert not engine.run(engine.engine.leave(name, quarantine=False))
-    with pytest.raises(Aborted):
+    with pytest.raises((Aborted, FailedPrecondition)):  # the second one if it overtook the reception
         engine.finish(begun)
     assert not engine.engine.quarantined
     engine.resume()

@@ -182,23 +182,22 @@ class SGLangEngine:
             raise EngineError(f"the schedulers did not change their memory: {error}") from error
 
     @contextmanager
-    def update(self, weights: Version) -> Iterator[None]:
-        """Allow changes of the model inside the block, and commit `weights` in every scheduler process at its end."""
+    def update(self, weights: Version) -> Iterator[str]:
+        """Allow changes of the model inside the block, in which every scheduler process takes up `weights`.
+
+        Yields the key under which they do.
+        """
         with self._gate.update(weights):
-            yield
-            self._gate.touch()
             self._commits += 1
-            commit = engine_pb2.CommitRequest(key=self._key(weights))
-            try:
-                answers = self._schedulers.ask_all("Commit", commit, 2 * ANSWER_SECONDS)
-            except RpcError as error:
-                raise EngineError(f"the schedulers did not commit version {weights.version}: {error}") from error
-            held = answers[0].held
-            with self._gate.changed:
-                for rid, (_, sample) in self._sent.items():
-                    if sample is not None and rid in held:  # else it has ended; its last output is yet to come
-                        sample.marks.append((held[rid].tokens, weights.version))
-                        sample.spans_weight_update = sample.spans_weight_update or held[rid].continues
+            yield self._key(weights)
+
+    def mark_update(self, weights: Version, held: Mapping[str, engine_pb2.HeldRequest]) -> None:
+        """Note, inside `update`, which tokens of the unfinished requests older weights produced."""
+        with self._gate.changed:
+            for rid, (_, sample) in self._sent.items():
+                if sample is not None and rid in held:  # else it has ended; its last output is yet to come
+                    sample.marks.append((held[rid].tokens, weights.version))
+                    sample.spans_weight_update = sample.spans_weight_update or held[rid].continues
 
     def touch(self) -> None:
         """See GenerationGate."""

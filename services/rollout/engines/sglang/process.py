@@ -124,8 +124,11 @@ class SGLangProcess(EngineProcess):
         if self._group != name:
             raise EngineError(f"this engine is not in weight group {name}")
         self._left_touched = False
-        with engine.update(Version(request.weights.term, request.weights.version)):
-            results = self._receive_all(engine, request)
+        version = Version(request.weights.term, request.weights.version)
+        with engine.update(version) as key:
+            answers = self._update_all(engine, engine_pb2.UpdateWeightsRequest(receive=request, key=key))
+            engine.mark_update(version, answers[0].held)
+        results = [answer.received for answer in answers]
         checksums = dict(results[0].checksums)
         for result in results[1:]:
             different = sorted(tensor for tensor, value in checksums.items() if result.checksums.get(tensor) != value)
@@ -133,16 +136,16 @@ class SGLangProcess(EngineProcess):
         seconds = max(result.seconds for result in results)
         return rollout_pb2.ReceiveWeightsResponse(seconds=seconds, checksums=checksums)
 
-    def _receive_all(
-        self, engine: SGLangEngine, request: rollout_pb2.ReceiveWeightsRequest
-    ) -> list[rollout_pb2.ReceiveWeightsResponse]:
-        """Receive on every rank. If one fails, mark the engine as touched when any rank's model has changed."""
+    def _update_all(
+        self, engine: SGLangEngine, request: engine_pb2.UpdateWeightsRequest
+    ) -> list[engine_pb2.UpdateWeightsResponse]:
+        """Update every rank. If one fails, mark the engine as touched when any rank's model has changed."""
         assert self._schedulers is not None
-        timeout = request.timeout_seconds + SCHEDULER_MARGIN_SECONDS
-        answers = self._schedulers.ask_each("ReceiveWeights", request, timeout)
+        timeout = request.receive.timeout_seconds + SCHEDULER_MARGIN_SECONDS
+        answers = self._schedulers.ask_each("UpdateWeights", request, timeout)
         errors = [answer for answer in answers if isinstance(answer, RpcError)]
         if errors:
-            self._leave(request.group_name)
+            self._leave(request.receive.group_name)
             if self._left_touched or len(errors) < len(answers):
                 engine.touch()
             raise errors[0]

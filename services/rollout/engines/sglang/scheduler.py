@@ -200,12 +200,6 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
             torch.cuda.synchronize(scheduler.cuda_device)
         return engine_pb2.WaitChangeResponse()
 
-    def Commit(self, request: engine_pb2.CommitRequest, context: Any) -> engine_pb2.CommitResponse:
-        """See the proto."""
-        scheduler = self._scheduler
-        held = scheduler.run_between_steps(lambda: scheduler.commit(request.key), ANSWER_SECONDS)
-        return engine_pb2.CommitResponse(held=held if scheduler.ps.tp_rank == 0 else {})
-
     def EndAll(self, request: engine_pb2.EndAllRequest, context: Any) -> engine_pb2.EndAllResponse:
         """See the proto."""
         ended = self._scheduler.run_between_steps(self._scheduler.end_all, ANSWER_SECONDS)
@@ -253,13 +247,23 @@ class ControlHandlers(engine_pb2_grpc.SchedulerServicer, rollout_pb2_grpc.Rollou
             raise BadManifest(str(error)) from error
         return rollout_pb2.JoinWeightGroupResponse()
 
-    def ReceiveWeights(
-        self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
-    ) -> rollout_pb2.ReceiveWeightsResponse:
-        """See the proto. Only receives: the engine commits when every rank has."""
-        weights, timeout = self._scheduler.weights, request.timeout_seconds
-        result = weights.receive(request.group_name, timeout, checksum=request.checksum)
-        return rollout_pb2.ReceiveWeightsResponse(seconds=result.seconds, checksums=result.checksums)
+    def UpdateWeights(self, request: engine_pb2.UpdateWeightsRequest, context: Any) -> engine_pb2.UpdateWeightsResponse:
+        """See the proto."""
+        scheduler, receive = self._scheduler, request.receive
+        response = engine_pb2.UpdateWeightsResponse()
+
+        def commit() -> None:
+            held = scheduler.run_between_steps(lambda: scheduler.commit(request.key), ANSWER_SECONDS)
+            if scheduler.ps.tp_rank == 0:
+                for rid, sample in held.items():
+                    response.held[rid].CopyFrom(sample)
+
+        result = scheduler.weights.receive(
+            receive.group_name, receive.timeout_seconds, checksum=receive.checksum, commit=commit
+        )
+        response.received.seconds = result.seconds
+        response.received.checksums.update(result.checksums)
+        return response
 
     def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveWeightGroupRequest, context: Any

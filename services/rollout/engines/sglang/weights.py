@@ -99,8 +99,12 @@ class SGLangWeights:
             self._forget(name)
             raise
 
-    def receive(self, name: str, timeout: float, *, checksum: bool) -> ReceiveResult:
-        """Receive one version. Nothing may use the model meanwhile. Returns when the device has finished.
+    def receive(
+        self, name: str, timeout: float, *, checksum: bool, commit: Callable[[], None] = lambda: None
+    ) -> ReceiveResult:
+        """Receive one version, then `commit`. Nothing may use the model meanwhile.
+
+        If `commit` raises, the model counts as touched. Returns when the device has finished.
 
         Raises:
             WeightGroupError: this rank isn't in the group, a member died or was late, or the group was left meanwhile.
@@ -118,11 +122,13 @@ class SGLangWeights:
                 found = receiver.receive(started + timeout, checksum)
                 if self._stream is not None:
                     self._stream.synchronize()
+            seconds = time.monotonic() - started
+            commit()
         except BaseException:
             self._forget(name)
             raise
         touched, self._dirty = self._dirty, False
-        return ReceiveResult(time.monotonic() - started, touched, found)
+        return ReceiveResult(seconds, touched, found)
 
     def leave(self, name: str) -> bool:
         """Abort and forget a group, also in the middle of `join` or `receive`, from any thread.
