@@ -285,7 +285,7 @@ ENGINE, RANK, WORKER, REFERENCE_RANK = (
     "services.rollout.engines.transformers.process",
     "services.trainer.loop.rank",
     "services.reward.worker",
-    "services.trainer.reference.rank",
+    "services.trainer.frozen.rank",
 )
 
 
