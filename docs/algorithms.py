@@ -60,6 +60,12 @@ ROWS = {
     "reinforce_plus_plus_baseline": Row(
         "2501.03262", "R - mean of the group, normalised over the step", "PPO's clip", "prompts of unequal difficulty"
     ),
+    "opd": Row(
+        "2306.13649",
+        "log(p_teacher / p_student) of each token",
+        "PPO's clip of each token's ratio",
+        "a better model is there that has the same vocabulary ([distillation.md](distillation.md))",
+    ),
 }
 COMPARED = (
     "clip_low",
@@ -97,6 +103,8 @@ def _needs(name: str) -> str:
     needs = [f"n ≥ {section.min_samples}"] if section.min_samples > 1 else []
     if section().on_policy_only:
         needs.append("`board.max_staleness = 0` or a correction")
+    if section.model_fields["distill_coef"].default > 0:
+        needs.append("`roles.teacher.model`")
     if section.needs_whole_step:
         needs.append("statistics of the whole step")
     return ", ".join(needs)

@@ -21,6 +21,7 @@ class DropReason(StrEnum):
     MEMORY = "memory"
     RUN_ENDED = "run_ended"
     RUN_FAILED = "run_failed"
+    NO_LOGPROBS = "no_logprobs"
 
 
 MIN_GROUPS = 16
@@ -39,6 +40,7 @@ MEANINGS: dict[str, str] = {
     DropReason.PROMPT_TOO_LONG: "the prompt is longer than the engine takes",
     DropReason.TOO_LARGE: "they exceed board.max_group_bytes",
     DropReason.MALFORMED: "their columns are not as a stage should write them",
+    DropReason.NO_LOGPROBS: "the teacher or the reference gave some of their tokens no finite log-prob: see its logs",
     DropReason.DAMAGED: "their entries in Redis could not be read",
     DropReason.MEMORY: "Redis was full; their prompts are tried again",
 }

@@ -17,6 +17,7 @@ ROLLOUT = "rollout"
 REWARD = "reward"
 ADVANTAGE = "advantage"
 REFERENCE = "reference"
+TEACHER = "teacher"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Role:
     """Replicas that `relaxd up` starts unless it is told otherwise."""
     scalable: bool = True
     """Whether it may have any number of replicas."""
-    model: Literal["", "policy", "reference"] = ""
+    model: Literal["", "policy", "reference", "teacher"] = ""
     """The model that it holds."""
     weights: Literal["", "sends", "receives"] = ""
     """Its part in weight synchronisations. A role that receives weights works only once it has some."""
@@ -86,6 +87,16 @@ ROLES: dict[str, Role] = {
             replicas=0,
             model="reference",
             gpus=lambda config: config.roles.reference.ranks,
+            always_busy=True,
+            timeout_seconds=lambda config: config.trainer.collective_timeout_seconds,
+        ),
+        Role(
+            name=TEACHER,
+            module="services.trainer.teacher",
+            stage="teacher",
+            replicas=0,
+            model="teacher",
+            gpus=lambda config: config.roles.teacher.ranks,
             always_busy=True,
             timeout_seconds=lambda config: config.trainer.collective_timeout_seconds,
         ),

@@ -114,7 +114,7 @@ class LossOutput:
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Detached scalars: sums over the tokens whose mask is 1. Divided by the step's count of such tokens they are the
     reported means: "ratio", "clip_fraction", "veto_fraction", "opsm_fraction", "correction_weight",
-    "correction_fraction", "kl", "entropy"."""
+    "correction_fraction", "kl", "teacher_kl", "entropy"."""
 
 
 class Algorithm(Protocol):

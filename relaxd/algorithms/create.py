@@ -14,6 +14,7 @@ from relaxd.algorithms.dapo import DAPO
 from relaxd.algorithms.dr_grpo import DrGRPO
 from relaxd.algorithms.grpo import GRPO
 from relaxd.algorithms.gspo import GSPO
+from relaxd.algorithms.opd import OPD
 from relaxd.algorithms.policy_gradient import PolicyGradient
 from relaxd.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from relaxd.algorithms.rloo import RLOO
@@ -33,6 +34,7 @@ ALGORITHMS: dict[str, type[PolicyGradient]] = {
         RLOO,
         ReinforcePlusPlus,
         ReinforcePlusPlusBaseline,
+        OPD,
     )
 }
 """relaxd's algorithms by the `name` in the configuration."""

@@ -26,6 +26,7 @@ from relaxd.algorithms.terms import aggregation, limits, shaping
 from relaxd.algorithms.terms.baselines import group_relative, rewards_equal
 from relaxd.algorithms.terms.clipping import clipped_loss
 from relaxd.algorithms.terms.correction import MAX_LOG_RATIO, correction_weights
+from relaxd.algorithms.terms.distillation import distilled
 from relaxd.algorithms.terms.kl import kl_divergence
 from relaxd.config.policy_gradient import ClippedConfig, NormalizedConfig, PolicyGradientConfig, RatioConfig
 from relaxd.drop_reasons import DropReason
@@ -137,13 +138,16 @@ class PolicyGradient:
     def needs(self) -> Needs:
         """Columns of the board that the settings ask for."""
         reference = ("ref_logprobs",) if self.config.needs_reference else ()
+        teacher = ("teacher_logprobs",) if self.config.needs_teacher else ()
         advantages: list[str] = []
         if self.config.kl_reward_coef > 0:
             advantages += ["loss_mask", "rollout_logprobs", "ref_logprobs"]
+        if self.config.distill_coef > 0:
+            advantages += ["loss_mask", "rollout_logprobs", "teacher_logprobs"]
         if self.config.mask_truncated:
             advantages += ["finish", "sample_of_sequence"]
         return Needs(
-            loss=("rollout_logprobs", "advantages", *reference),
+            loss=("rollout_logprobs", "advantages", *reference, *teacher),
             advantages=tuple(dict.fromkeys(advantages)),
             old_logprobs=not self._old_is_engine or self.config.correction != "none",
         )
@@ -156,7 +160,7 @@ class PolicyGradient:
     def advantages(
         self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any] = NO_COLUMNS
     ) -> Advantages | Filtered:
-        """Advantages of one group: shape the rewards, filter, compute, leave out truncated samples.
+        """Advantages of one group: shape the rewards, filter, compute, add the teacher, leave out truncated samples.
 
         A group of equal rewards (after overlong shaping, before KL) is filtered if drop_zero_variance; a group of one
         sample never is. So is one whose samples were all cut, with mask_truncated.
@@ -177,6 +181,9 @@ class PolicyGradient:
         if self.config.drop_zero_variance and rewards.size > 1 and rewards_equal(rewards):
             return Filtered(DropReason.ZERO_VARIANCE)
         values = self.token_advantages(rewards, lengths, columns)
+        if self.config.distill_coef > 0:
+            own, teachers = columns["rollout_logprobs"], columns["teacher_logprobs"]
+            values = distilled(values, own, teachers, columns["loss_mask"], self.config.distill_coef)
         if self.config.mask_truncated:
             cut = shaping.truncated_samples(columns["finish"], columns["sample_of_sequence"], rewards.size)
             if self.config.drop_zero_variance and cut.all():
@@ -196,7 +203,7 @@ class PolicyGradient:
         return aggregation.normalizer(config.loss_aggregation, trained_tokens, samples, config.constant_length)
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """Sum over trained tokens of weight x (w x policy term + kl_coef x KL - entropy_coef x entropy).
+        """Sum over trained tokens of weight x (w x policy term + KL terms - entropy_coef x entropy).
 
         w is `correction_weights` (1 without a correction), and 0 for tokens that `limits` leaves out. The old policy
         is the engine's, or the trainer's at the start of the step (old_logprobs = "current"). In a step of one update
@@ -236,6 +243,12 @@ class PolicyGradient:
             sums["kl"] = kl
             if config.kl_coef > 0:
                 per_token = per_token + config.kl_coef * (tokens.ratio * kl if config.kl_unbiased else kl)
+        if "teacher_logprobs" in inputs.columns:
+            teacher = _masked(inputs.columns["teacher_logprobs"], trained)
+            sums["teacher_kl"] = kl_divergence(tokens.logprobs, teacher, "k1")
+            if config.distill_loss_coef > 0:
+                kl = kl_divergence(tokens.logprobs, teacher, config.distill_estimator)
+                per_token = per_token + config.distill_loss_coef * kl
         if inputs.entropy is not None:
             entropy = _masked(inputs.entropy, trained)
             sums["entropy"] = entropy

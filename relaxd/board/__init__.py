@@ -14,7 +14,15 @@ from relaxd.board.errors import (
     RunMissing,
     StepConflict,
 )
-from relaxd.board.schema import COLUMNS, OLD_LOGPROBS, REF_LOGPROBS, ROUTED_EXPERTS, ColumnSpec, trained_columns
+from relaxd.board.schema import (
+    COLUMNS,
+    OLD_LOGPROBS,
+    REF_LOGPROBS,
+    ROUTED_EXPERTS,
+    TEACHER_LOGPROBS,
+    ColumnSpec,
+    trained_columns,
+)
 from relaxd.board.sizes import RedisMemory, SizeProblem, size_problems, worst_bytes
 from relaxd.board.stages import STAGES, TRAIN, Stage, roles_for, stages_for
 from relaxd.board.times import GroupTimes, StageTime, microseconds
@@ -41,6 +49,7 @@ __all__ = [
     "REF_LOGPROBS",
     "ROUTED_EXPERTS",
     "STAGES",
+    "TEACHER_LOGPROBS",
     "TRAIN",
     "Admission",
     "Board",

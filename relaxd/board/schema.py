@@ -47,6 +47,8 @@ ROUTED_EXPERTS = "routed_experts"
 """The column that a run has where rollout.return_routed_experts asks for it."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""The column that a run has where a teacher has a part in advantages or loss."""
 OLD_LOGPROBS = "old_logprobs"
 """The column that the trainer computes before the first of a step's several updates, if the loss reads it."""
 VERSIONS = "versions"
@@ -104,6 +106,14 @@ COLUMNS: dict[str, ColumnSpec] = {
             "float32",
             "T",
             "Log-prob of each token under the reference model, under the sampling temperature.",
+            optional=True,
+        ),
+        ColumnSpec(
+            TEACHER_LOGPROBS,
+            "teacher",
+            "float32",
+            "T",
+            "Log-prob of each token under the teacher, under the sampling temperature.",
             optional=True,
         ),
         ColumnSpec("reward", "reward", "float64", "n", "Reward of each sample."),

@@ -28,6 +28,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "rollout": ("prompt_tokens",),
     "reward": ("prompt", "sample_of_sequence", "lengths", "loss_mask", "text", "finish"),
     "reference": ("prompt_tokens", "tokens", "lengths", "loss_mask", "shares_prompt"),
+    "teacher": ("prompt_tokens", "tokens", "lengths", "loss_mask", "shares_prompt"),
     "advantage": ("reward", "sample_of_sequence", "lengths"),
 }
 """Columns that the stages before the trainer need in every run."""
@@ -48,7 +49,11 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
 
     Raises ValueError when the algorithm needs a column that isn't written by then, or its loss one without tokens.
     """
-    names = [name for name in (*_NEEDS, TRAIN) if name != "reference" or config.has_reference_service]
+    absent = {
+        *(() if config.has_reference_service else ("reference",)),
+        *(() if config.has_teacher else ("teacher",)),
+    }
+    names = [name for name in (*_NEEDS, TRAIN) if name not in absent]
     needs = create(config.algorithm).needs
     written = {c.name for c in schema.COLUMNS.values() if c.writer in (PUBLISH, *names) and c.writer != TRAIN}
     who = f"algorithm.name = {config.algorithm.name!r}"
@@ -61,6 +66,8 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     asked = {*needs.loss, *needs.advantages}
     if config.has_reference_service and schema.REF_LOGPROBS not in asked:
         raise ValueError(f'{who}: it needs no reference, but roles.reference.placement is "service": set "trainer"')
+    if config.has_teacher and schema.TEACHER_LOGPROBS not in asked:
+        raise ValueError(f"{who}: it needs no teacher, but roles.teacher.model names one: remove it")
     if config.rollout.return_routed_experts:
         asked.add(schema.ROUTED_EXPERTS)
     optional = asked & written

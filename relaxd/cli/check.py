@@ -7,14 +7,16 @@ from typing import Any
 from relaxd.board import size_problems, stages_for
 from relaxd.cli.reward_command import check_reward
 from relaxd.client.errors import CliError
-from relaxd.config import RunConfig
+from relaxd.config import FrozenModelConfig, RunConfig, TrainerConfig
 from relaxd.config.algorithm import OwnConfig
 from relaxd.config.load import Problem
 from relaxd.data.dataset import load_data
 from relaxd.data.errors import DataError
-from relaxd.data.models import resolve_model, routed_expert_bytes
+from relaxd.data.models import frozen_model, resolve_model, routed_expert_bytes
+from relaxd.data.vocabulary import check_vocabularies
 from relaxd.local.modules import ALGORITHM_TRIAL
 from relaxd.local.programs import run_program
+from relaxd.roles import REFERENCE, TEACHER
 
 TRIAL_SECONDS = 90.0
 """Time for loading a user's own algorithm and torch."""
@@ -34,6 +36,7 @@ def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
     except DataError as error:
         return [*problems, Problem(error.field, error.message)]
     problems += _check_model(config, folder)
+    problems += _check_frozen_models(config)
     expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
     problems += [Problem(one.setting, one.message) for one in size_problems(config, expert_bytes=expert_bytes)]
     try:
@@ -77,7 +80,7 @@ def _check_sizes(config: RunConfig) -> list[Problem]:
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     rows = {
         "trainer.micro_batch_tokens": trainer.micro_batch_tokens,
-        "roles.reference.micro_batch_tokens": config.roles.reference.micro_batch_tokens or longest,
+        **{f"{own.section}.micro_batch_tokens": own.micro_batch_tokens or longest for own in _frozen(config).values()},
     }
     problems += [
         Problem(
@@ -117,15 +120,41 @@ def _check_model(config: RunConfig, folder: Path) -> list[Problem]:
                 f"+ data.max_prompt_tokens = {longest}, but the model's context has only {context} tokens",
             )
         )
+    return problems + _check_division("trainer", config.trainer, model)
+
+
+def _check_frozen_models(config: RunConfig) -> list[Problem]:
+    """Check the models of the reference and the teacher, where the run has them."""
+    problems = []
+    for role, own in _frozen(config).items():
+        try:
+            folder = frozen_model(config, role, weights=False)
+            check_vocabularies(config, role)
+            model = json.loads((folder / "config.json").read_text())
+        except DataError as error:
+            problems.append(Problem(error.field, error.message))
+        except (OSError, ValueError) as error:
+            problems.append(Problem(f"{own.section}.model", f"= {own.model!r} is no model folder: {error}"))
+        else:
+            problems += _check_division(own.section, own, model)
+    return problems
+
+
+def _frozen(config: RunConfig) -> dict[str, FrozenModelConfig]:
+    """Return the sections of the frozen models that the run has, by role."""
+    has = {REFERENCE: config.algorithm.needs_reference, TEACHER: config.has_teacher}
+    return {role: own for role, own in config.roles.frozen.items() if has[role]}
+
+
+def _check_division(section: str, sizes: TrainerConfig | FrozenModelConfig, model: dict[str, Any]) -> list[Problem]:
+    """Check that a model's heads and layers divide among the ranks of a section."""
     divided = {
         "num_attention_heads": "tensor_parallel",
         "num_key_value_heads": "tensor_parallel",
         "num_hidden_layers": "pipeline_parallel",
     }
-    for section, sizes in (("trainer", config.trainer), ("roles.reference", config.roles.reference)):
-        for key, setting in divided.items():
-            ranks = getattr(sizes, setting)
-            if isinstance(count := model.get(key), int) and count % ranks:
-                problem = f"= {ranks} does not divide the model's {key} = {count}"
-                problems.append(Problem(f"{section}.{setting}", problem))
-    return problems
+    return [
+        Problem(f"{section}.{setting}", f"= {ranks} does not divide the model's {key} = {count}")
+        for key, setting in divided.items()
+        if isinstance(count := model.get(key), int) and count % (ranks := getattr(sizes, setting))
+    ]

@@ -34,7 +34,7 @@ from relaxd.local.state import StateFolder
 from relaxd.replica.gpus import visible_gpus
 from relaxd.report.report import write_report
 from relaxd.report.result import read_result, results
-from relaxd.roles import REFERENCE, ROLLOUT
+from relaxd.roles import ROLLOUT
 from relaxd.run_folder import LOGS, RECORD, SUMMARY
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
@@ -295,8 +295,13 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     def absolute(path: Path | None) -> Path | None:
         return path.expanduser().resolve() if path is not None else None
 
-    model_folder = Path(config.model.path).expanduser()
-    model = {"path": str(model_folder.resolve())} if model_folder.is_dir() else {}
+    def absolute_model(name: str) -> str:
+        folder = Path(name).expanduser()
+        return str(folder.resolve()) if name and folder.is_dir() else name
+
+    roles = {
+        role: own.model_copy(update={"model": absolute_model(own.model)}) for role, own in config.roles.frozen.items()
+    }
     sources = tuple(one.model_copy(update={"path": absolute(one.path)}) for one in config.data.sources)
     data = {
         "path": absolute(config.data.path),
@@ -306,7 +311,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"folder": absolute(config.run.folder)}),
-            "model": config.model.model_copy(update=model),
+            "model": config.model.model_copy(update={"path": absolute_model(config.model.path)}),
+            "roles": config.roles.model_copy(update=roles),
             "data": config.data.model_copy(update=data),
         }
     )
@@ -320,17 +326,19 @@ def _replicas(where: Where, config: RunConfig) -> dict[str, int]:
 
 
 def _with_shared_cores(config: RunConfig, replicas: Mapping[str, int]) -> RunConfig:
-    """Divide this machine's cores among the trainer's ranks, the engines and the ranks of reference replicas.
+    """Divide this machine's cores among the trainer's ranks, the engines and the ranks of frozen models.
 
     They work at the same time.
     """
-    reference = config.roles.reference
-    ranks = config.trainer.ranks + max(1, replicas.get(ROLLOUT, 0)) + replicas.get(REFERENCE, 0) * reference.ranks
+    frozen = config.roles.frozen
+    ranks = config.trainer.ranks + max(1, replicas.get(ROLLOUT, 0))
+    ranks += sum(replicas.get(role, 0) * own.ranks for role, own in frozen.items())
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     trainer = config.trainer.model_copy(update={"threads": config.trainer.threads or threads})
     rollout = config.rollout.model_copy(update={"threads": config.rollout.threads or threads})
-    reference = reference.model_copy(update={"threads": reference.threads or threads})
-    roles = config.roles.model_copy(update={"reference": reference})
+    roles = config.roles.model_copy(
+        update={role: own.model_copy(update={"threads": own.threads or threads}) for role, own in frozen.items()}
+    )
     return config.model_copy(update={"trainer": trainer, "rollout": rollout, "roles": roles})
 
 

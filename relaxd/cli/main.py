@@ -50,7 +50,7 @@ from relaxd.local.state import StateFolder
 
 HELP = """
 relaxd post-trains language models by reinforcement learning, asynchronously, as five gRPC services:
-coordinator, rollout, reward, advantage and trainer. (A KL term may have a sixth: reference.)
+coordinator, rollout, reward, advantage and trainer. (Some runs have more: reference, teacher.)
 
 Start here:
 

@@ -5,7 +5,7 @@ from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
-from relaxd.config.roles import ReferenceConfig, RolesConfig
+from relaxd.config.roles import FrozenModelConfig, ReferenceConfig, RolesConfig, TeacherConfig
 from relaxd.config.run import (
     BoardConfig,
     DataConfig,
@@ -25,6 +25,7 @@ __all__ = [
     "BoardConfig",
     "DataConfig",
     "EvalConfig",
+    "FrozenModelConfig",
     "GRPOConfig",
     "HealthConfig",
     "MoEConfig",
@@ -37,6 +38,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "RunSection",
+    "TeacherConfig",
     "TelemetryConfig",
     "TrainerConfig",
     "WeightsConfig",

@@ -1,8 +1,8 @@
 """The algorithms' settings: one typed section per algorithm, with its own defaults, chosen by `name`."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator, model_validator
 
 from relaxd.config.base import Section
 from relaxd.config.policy_gradient import (
@@ -119,6 +119,29 @@ class ReinforcePlusPlusBaselineConfig(ClippedConfig):
     """Estimator of the KL divergence in the loss; the paper uses k2."""
 
 
+class OPDConfig(NormalizedConfig, ClippedConfig):
+    """On-policy distillation (arXiv 2306.13649): a teacher judges every token that the student writes."""
+
+    name: Literal["opd"] = "opd"
+    """Chooses the algorithm."""
+    reward_coef: float = Field(default=0.0, ge=0)
+    """Weight of the rewards' advantages, which are GRPO's; 0 is distillation alone. Rewards are reported all the
+    same."""
+    distill_coef: float = Field(default=1.0, ge=0)
+    """As for the other algorithms."""
+    drop_zero_variance: bool = False
+    """Drop groups whose rewards are all equal. The teacher has something to say about them all the same."""
+
+    @model_validator(mode="after")
+    def _teacher_counts(self) -> Self:
+        if not self.needs_teacher:
+            raise ValueError(
+                "algorithm.distill_coef and algorithm.distill_loss_coef are 0, so the teacher would not count: set one "
+                "of them"
+            )
+        return self
+
+
 class OwnConfig(Section):
     """An algorithm of your own."""
 
@@ -135,6 +158,11 @@ class OwnConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Unknown here: `Algorithm.needs` says so. A reference service is there if the configuration places one."""
+        return True
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Unknown here, as needs_reference. A teacher is there if the configuration names its model."""
         return True
 
     @field_validator("name")
@@ -160,6 +188,7 @@ BUILT_IN: dict[str, type[PolicyGradientConfig]] = {
         RLOOConfig,
         ReinforcePlusPlusConfig,
         ReinforcePlusPlusBaselineConfig,
+        OPDConfig,
     )
 }
 """The sections of the algorithms that relaxd has, by name."""
@@ -181,6 +210,7 @@ AlgorithmConfig = Annotated[
     | Annotated[RLOOConfig, Tag("rloo")]
     | Annotated[ReinforcePlusPlusConfig, Tag("reinforce_plus_plus")]
     | Annotated[ReinforcePlusPlusBaselineConfig, Tag("reinforce_plus_plus_baseline")]
+    | Annotated[OPDConfig, Tag("opd")]
     | Annotated[OwnConfig, Tag(OWN)],
     Discriminator(tag_of),
 ]

@@ -9,6 +9,7 @@ from relaxd.config.base import Section
 Aggregation = Literal["token_mean", "sample_mean", "group_mean", "sample_sum", "constant_length"]
 Correction = Literal["none", "tis", "icepop"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
+DistillEstimator = Literal["k2", "k3", "low_var_kl"]
 
 
 class PolicyGradientConfig(Section):
@@ -65,6 +66,15 @@ class PolicyGradientConfig(Section):
     kl_reward_coef: float = Field(default=0.0, ge=0)
     """Subtract this many times the KL divergence to the reference, estimated as the sum of log(engine's probability /
     reference's) over an answer's tokens, from its reward. Needs roles.reference.placement = "service"."""
+    distill_coef: float = Field(default=0.0, ge=0)
+    """On-policy distillation (arXiv 2306.13649) in the advantages: subtract this many times log(engine's probability /
+    teacher's) from each token's. Needs roles.teacher.model."""
+    distill_loss_coef: float = Field(default=0.0, ge=0)
+    """On-policy distillation in the loss: weight of the KL divergence to the teacher, estimated at the sampled tokens.
+    Needs roles.teacher.model."""
+    distill_estimator: DistillEstimator = "k2"
+    """Estimator of distill_loss_coef. The gradient of k2 is that of KL(student || teacher), as with distill_coef; that
+    of k3 is that of KL(teacher || student); low_var_kl is k3, clamped."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     loss_aggregation: Aggregation = "token_mean"
@@ -79,6 +89,11 @@ class PolicyGradientConfig(Section):
     def needs_reference(self) -> bool:
         """Whether there is a KL term, in the loss or in the reward."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether a teacher has a part in advantages or loss."""
+        return self.distill_coef > 0 or self.distill_loss_coef > 0
 
     @property
     def on_policy_only(self) -> str:
@@ -120,6 +135,15 @@ class PolicyGradientConfig(Section):
             raise ValueError(
                 f"algorithm.kl_coef is {self.kl_coef:g} and algorithm.kl_reward_coef is {self.kl_reward_coef:g}: the "
                 "divergence counts in the loss or in the reward; set one of them to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_counts_once(self) -> Self:
+        if self.distill_coef > 0 and self.distill_loss_coef > 0:
+            raise ValueError(
+                f"algorithm.distill_coef is {self.distill_coef:g} and algorithm.distill_loss_coef is "
+                f"{self.distill_loss_coef:g}: the teacher counts in the advantages or in the loss; set one of them to 0"
             )
         return self
 

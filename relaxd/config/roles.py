@@ -1,30 +1,32 @@
 """Placement and sizes of roles that only some runs need."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from relaxd.config.base import Section
 
 
-class ReferenceConfig(Section):
-    """The reference model of the KL term: the initial model, frozen. It has the trainer's dtype and kernels."""
+class FrozenModelConfig(Section):
+    """A model that isn't trained and gives log-probs of the policy's tokens. It has the trainer's dtype and kernels."""
 
-    placement: Literal["trainer", "service"] = "trainer"
-    """trainer: in the trainer's ranks, beside the model that they train. service: in reference replicas of their own,
-    which write the column ref_logprobs; the trainer then keeps no reference."""
+    section: ClassVar[str]
+    """Name of the section, for errors."""
+
+    model: str = ""
+    """A Hugging Face folder, the name of a fetched model, or a hub name."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """service: ranks of a replica that share each layer's matrices."""
+    """Ranks of a replica that share each layer's matrices."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """service: ranks of a replica that share the layers."""
+    """Ranks of a replica that share the layers."""
     context_parallel: int = Field(default=1, ge=1)
-    """service: ranks of a replica that share each micro-batch's tokens, and its heads within attention."""
+    """Ranks of a replica that share each micro-batch's tokens, and its heads within attention."""
     expert_parallel: int = Field(default=1, ge=1)
-    """service: ranks of a replica that share the experts."""
+    """Ranks of a replica that share the experts."""
     micro_batch_tokens: int = Field(default=0, ge=0)
-    """service: maximum tokens of a packed micro-batch; 0 means trainer.micro_batch_tokens."""
+    """Maximum tokens of a replica's packed micro-batch; 0 means trainer.micro_batch_tokens."""
     threads: int = Field(default=0, ge=0)
-    """service: CPU threads of each rank; 0 divides all cores among the ranks."""
+    """CPU threads of each rank of a replica; 0 divides all cores among the ranks."""
 
     @property
     def ranks(self) -> int:
@@ -36,10 +38,33 @@ class ReferenceConfig(Section):
         sharing = self.tensor_parallel * self.context_parallel
         if sharing % self.expert_parallel:
             raise ValueError(
-                f"roles.reference.expert_parallel is {self.expert_parallel}: it must divide tensor_parallel x "
+                f"{self.section}.expert_parallel is {self.expert_parallel}: it must divide tensor_parallel x "
                 f"context_parallel = {sharing}"
             )
         return self
+
+
+class ReferenceConfig(FrozenModelConfig):
+    """The reference model of the KL term, frozen. It has the trainer's dtype and kernels."""
+
+    section: ClassVar[str] = "roles.reference"
+
+    model: str = ""
+    """A Hugging Face folder, the name of a fetched model, or a hub name, with the vocabulary of the trained model, and
+    in the trainer also its architecture. Empty: the initial model."""
+    placement: Literal["trainer", "service"] = "trainer"
+    """trainer: in the trainer's ranks, beside the model that they train. service: in reference replicas of their own,
+    which write the column ref_logprobs; the trainer then keeps no reference. Sizes and threads are the replicas'."""
+
+
+class TeacherConfig(FrozenModelConfig):
+    """The teacher of on-policy distillation, in replicas of its own. It has the trainer's dtype and kernels."""
+
+    section: ClassVar[str] = "roles.teacher"
+
+    model: str = ""
+    """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
+    size, with the vocabulary of the trained model."""
 
 
 class RolesConfig(Section):
@@ -47,3 +72,10 @@ class RolesConfig(Section):
 
     reference: ReferenceConfig = ReferenceConfig()
     """The reference model of the KL term."""
+    teacher: TeacherConfig = TeacherConfig()
+    """The teacher of on-policy distillation."""
+
+    @property
+    def frozen(self) -> dict[str, FrozenModelConfig]:
+        """The sections of frozen models, by the role that holds the model."""
+        return {"reference": self.reference, "teacher": self.teacher}

@@ -331,12 +331,43 @@ class RunConfig(Section):
         """Whether reference replicas write the column ref_logprobs."""
         return self.roles.reference.placement == "service" and self.algorithm.needs_reference
 
+    @property
+    def has_teacher(self) -> bool:
+        """Whether teacher replicas write the column teacher_logprobs."""
+        return bool(self.roles.teacher.model) and self.algorithm.needs_teacher
+
     @model_validator(mode="after")
     def _reference_is_needed(self) -> Self:
         if self.roles.reference.placement == "service" and not self.algorithm.needs_reference:
             raise ValueError(
                 'roles.reference.placement is "service", but algorithm.kl_coef is 0, which needs no reference: set '
                 'kl_coef > 0, or placement = "trainer"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reference_model_is_needed(self) -> Self:
+        if self.roles.reference.model and not self.algorithm.needs_reference:
+            raise ValueError(
+                f'roles.reference.model is "{self.roles.reference.model}", but algorithm.kl_coef is 0, which needs no '
+                "reference: set kl_coef > 0, or remove the model"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_is_needed(self) -> Self:
+        algorithm, model = self.algorithm, self.roles.teacher.model
+        if isinstance(algorithm, OwnConfig):
+            return self
+        if model and not algorithm.needs_teacher:
+            raise ValueError(
+                f'roles.teacher.model is "{model}", but algorithm.distill_coef and algorithm.distill_loss_coef are 0, '
+                "which need no teacher: set one of them, or remove the model"
+            )
+        if algorithm.needs_teacher and not model:
+            raise ValueError(
+                "roles.teacher.model is empty: set it to the teacher's model, because algorithm.distill_coef is "
+                f"{algorithm.distill_coef:g} and algorithm.distill_loss_coef {algorithm.distill_loss_coef:g}"
             )
         return self
 

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
 
 
@@ -15,10 +16,10 @@ def models_folder() -> Path:
     return Path(cache) / "relaxd" / "models"
 
 
-def resolve_model(path_or_name: str, *, weights: bool = True) -> Path:
+def resolve_model(path_or_name: str, *, weights: bool = True, setting: str = "model.path") -> Path:
     """Return the folder of a model: a local folder, a fetched model's name, or a hub name ("owner/model").
 
-    A hub model is downloaded into the hub's cache, without weights if `weights` is False.
+    A hub model is downloaded into the hub's cache, without weights if `weights` is False. Errors name `setting`.
 
     Raises DataError if there is no such model or the download fails.
     """
@@ -29,12 +30,19 @@ def resolve_model(path_or_name: str, *, weights: bool = True) -> Path:
     if fetched.is_dir():
         return fetched.resolve()
     if path_or_name.count("/") == 1 and not path_or_name.startswith((".", "/", "~")):
-        return _download(path_or_name, weights)
+        return _download(path_or_name, weights, setting)
     raise DataError(
-        "model.path",
+        setting,
         f"{path_or_name!r} is neither a folder, nor a fetched model ({_fetched_names()}), nor a hub name such as "
         f'"owner/model". Fetch one with `relaxd model fetch`',
     )
+
+
+def frozen_model(config: RunConfig, role: str, *, weights: bool = True) -> Path:
+    """Return the folder of the model that a role holds frozen; see `resolve_model`."""
+    own = config.roles.frozen[role]
+    setting = f"{own.section}.model" if own.model else "model.path"
+    return resolve_model(own.model or config.model.path, weights=weights, setting=setting)
 
 
 def routed_expert_bytes(folder: Path) -> int:
@@ -52,17 +60,17 @@ def _fetched_names() -> str:
     return f"{folder} has {', '.join(names) or 'none'}"
 
 
-def _download(name: str, weights: bool) -> Path:
+def _download(name: str, weights: bool, setting: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise DataError(
-            "model.path",
+            setting,
             f"{name!r} is not a local folder, and huggingface_hub, which could download it, is not installed",
         ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=None if weights else ["*.json", "*.jinja"]))
     except (OSError, ValueError) as error:  # covers or wraps the hub's and httpx's errors
         raise DataError(
-            "model.path", f"{name!r} is not a local folder, and downloading it from the hub failed: {error}"
+            setting, f"{name!r} is not a local folder, and downloading it from the hub failed: {error}"
         ) from error

@@ -40,7 +40,7 @@ class ReplicaService(ABC):
     drain at once (status and drain excepted).
     """
 
-    role: ClassVar[str]
+    role: str
     """Role that the replica registers with."""
     engine_ranks: int = 0
     """Ranks of its engine (rollout). When a run changes it, the replica registers again."""

@@ -51,6 +51,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("learning rate", ("lr",)),
         Chart("entropy", ("entropy",)),
         Chart("KL to the reference", ("kl",)),
+        Chart("KL to the teacher", ("teacher_kl",)),
         Chart("tokens that the loss clipped", ("clip_fraction",)),
         Chart("probability ratio", ("ratio",)),
         Chart("skipped updates", ("skipped_updates",)),

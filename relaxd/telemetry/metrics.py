@@ -132,6 +132,13 @@ METRICS: dict[str, Metric] = {
             "Share of trained tokens whose weight was truncated (tis) or that were left out (icepop).",
         ),
         Metric("kl", "step", "1", "Mean estimate of the KL divergence to the reference, when the loss has one."),
+        Metric(
+            "teacher_kl",
+            "step",
+            "1",
+            "Mean of log(policy's probability / teacher's) at trained tokens, an estimate of KL(policy || teacher). "
+            "With a teacher only.",
+        ),
         Metric("entropy", "step", "1", "Mean entropy of the policy at the trained tokens, when the loss needs it."),
         Metric(
             "expert_load_max",

@@ -52,6 +52,8 @@ class _DropReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DropReason
     """It was open when its run ended."""
     DROP_REASON_RUN_FAILED: _DropReason.ValueType  # 14
     """It was open when its run failed."""
+    DROP_REASON_NO_LOGPROBS: _DropReason.ValueType  # 15
+    """The teacher or the reference gives one of its trained tokens no finite log-prob."""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper):
     """Why a group was dropped."""
@@ -86,4 +88,6 @@ DROP_REASON_RUN_ENDED: DropReason.ValueType  # 13
 """It was open when its run ended."""
 DROP_REASON_RUN_FAILED: DropReason.ValueType  # 14
 """It was open when its run failed."""
+DROP_REASON_NO_LOGPROBS: DropReason.ValueType  # 15
+"""The teacher or the reference gives one of its trained tokens no finite log-prob."""
 Global___DropReason: _TypeAlias = DropReason  # noqa: Y015

@@ -34,6 +34,7 @@ class WorkRequest(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     LOG_LEVEL_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     config_json: _builtins.str
@@ -50,6 +51,8 @@ class WorkRequest(_message.Message):
     """Level of the logs."""
     paused: _builtins.bool
     """Whether to begin paused."""
+    role: _builtins.str
+    """The service's role."""
     def __init__(
         self,
         *,
@@ -61,10 +64,11 @@ class WorkRequest(_message.Message):
         replica_id: _builtins.str = ...,
         log_level: _builtins.str = ...,
         paused: _builtins.bool = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "folder", b"folder", "log_level", b"log_level", "paused", b"paused", "redis", b"redis", "replica_id", b"replica_id", "run_id", b"run_id", "store_host", b"store_host"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "folder", b"folder", "log_level", b"log_level", "paused", b"paused", "redis", b"redis", "replica_id", b"replica_id", "role", b"role", "run_id", b"run_id", "store_host", b"store_host"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,10 +1,12 @@
 """The advantage stage of a run."""
 
+from collections.abc import Iterable, Mapping
+
 import numpy as np
 
 from relaxd.algorithms import Filtered, sample_lengths
 from relaxd.algorithms.trial import check_advantages, create_tried
-from relaxd.board import Column, Delivery, Drop
+from relaxd.board import COLUMNS, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RunConfig
 from relaxd.replica.stage_replica import StageReplica
@@ -12,6 +14,25 @@ from relaxd.roles import ADVANTAGE
 
 CONCURRENCY = 8
 """Groups worked on at once. The work takes microseconds; several groups are committed in one round trip."""
+
+
+def column_problem(columns: Mapping[str, Column], names: Iterable[str], tokens: int) -> str:
+    """Return what is wrong with the columns of tokens among `names`, which other services wrote; "" if nothing is.
+
+    Args:
+        columns: the group's.
+        names: columns to look at.
+        tokens: tokens of the group's sequences.
+    """
+    of_tokens = [name for name in names if COLUMNS[name].shape == "T"]
+    for name in of_tokens:
+        if (size := np.asarray(columns[name]).size) != tokens:
+            return f"{name}, which stage {COLUMNS[name].writer} writes, has {size} values for {tokens} tokens"
+    trained = np.asarray(columns["loss_mask"]) != 0 if "loss_mask" in of_tokens else np.zeros(tokens, np.bool_)
+    for name in of_tokens:
+        if not np.isfinite(np.asarray(columns[name])[trained]).all():
+            return f"{name}, which stage {COLUMNS[name].writer} writes, is NaN or infinite at a trained token"
+    return ""
 
 
 class AdvantageService(StageReplica):
@@ -29,6 +50,8 @@ class AdvantageService(StageReplica):
             lengths = sample_lengths(
                 np.asarray(columns["lengths"]), np.asarray(columns["sample_of_sequence"]), rewards.size
             )
+            if problem := column_problem(columns, algorithm.needs.advantages, int(lengths.sum())):
+                return Drop(DropReason.MALFORMED, detail=problem)
             result = check_advantages(algorithm.advantages(rewards, lengths, columns), int(lengths.sum()))
             if isinstance(result, Filtered):
                 return Drop(result.reason, filtered=True)

@@ -13,8 +13,16 @@ BEGIN, END = "<!-- failures: written by python -m tests.chaos.failure_table -->"
 # The failure, the faults that cause it, the response. Nothing may be lost in any of them.
 FAILURES: list[tuple[str, tuple[str, ...], str]] = [
     (
-        "a rollout, reward, advantage or reference replica dies",
-        ("kill rollout", "kill reward", "kill advantage", "kill reference", "kill both *", "restart rollout"),
+        "a rollout, reward, advantage, reference or teacher replica dies",
+        (
+            "kill rollout",
+            "kill reward",
+            "kill advantage",
+            "kill reference",
+            "kill teacher",
+            "kill both *",
+            "restart rollout",
+        ),
         "its supervisor starts another; other replicas take its groups as soon as its end is known, at the latest when "
         "their lease ends; after a drain no group is repeated",
     ),
@@ -24,21 +32,28 @@ FAILURES: list[tuple[str, tuple[str, ...], str]] = [
         "its service starts another; the engine's groups are generated again, the worker's sample is tried once more",
     ),
     (
-        "a reference's rank dies",
-        ("kill reference rank",),
+        "a rank of a reference or a teacher dies",
+        ("kill reference rank", "kill teacher rank"),
         "its service ends, too, and its supervisor starts another; others take its groups as soon as that is known",
     ),
     (
         "a replica is stopped (SIGSTOP), for less and for more than its leases",
-        ("stall rollout *", "stall reward *", "stall advantage *", "stall reference *", "stall engine *"),
+        (
+            "stall rollout *",
+            "stall reward *",
+            "stall advantage *",
+            "stall reference *",
+            "stall teacher *",
+            "stall engine *",
+        ),
         "other replicas take its groups when the lease ends; what it commits when it continues is acknowledged and "
         "changes nothing; a replica that is silent for longer than `--lease-seconds` is restarted",
     ),
     (
-        "an engine's or a reference's process hangs for good, while its service answers",
-        ("freeze engine", "freeze reference rank"),
-        "the trainer goes on with the other engines, or waits for the reference; the coordinator restarts the replica "
-        "when it makes no progress (`health.stuck_seconds`) or its synchronisations keep failing "
+        "a process of an engine, a reference or a teacher hangs for good, while its service answers",
+        ("freeze engine", "freeze reference rank", "freeze teacher rank"),
+        "the trainer goes on with the other engines, or waits for the reference or the teacher; the coordinator "
+        "restarts the replica when it makes no progress (`health.stuck_seconds`) or its synchronisations keep failing "
         "(`health.max_sync_failures`)",
     ),
     (

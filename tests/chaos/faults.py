@@ -21,6 +21,7 @@ from tests.chaos.stack import LEASE_SECONDS, REPLICA_LEASE_SECONDS, RUN, ChaosSt
 SHORT_SECONDS, LONG_SECONDS, VERY_LONG_SECONDS = LEASE_SECONDS / 2, 2 * LEASE_SECONDS, 1.5 * REPLICA_LEASE_SECONDS
 """Shorter than any lease; longer than a group's, so that others take its groups and it commits late; longer than a
 replica's, so that it is taken for dead and restarted."""
+FROZEN_ROLES = ("reference", "teacher")
 LENGTHS = {"short": SHORT_SECONDS, "long": LONG_SECONDS, "very long": VERY_LONG_SECONDS}
 DELAY_SECONDS = 0.2
 NOTICE_SECONDS = 60.0
@@ -29,7 +30,7 @@ NOTICE_SECONDS = 60.0
 BUSY_SECONDS = 1.0
 """How long a service that holds something is looked for."""
 
-STAGE_ROLES = ("rollout", "reward", "advantage", "reference")
+STAGE_ROLES = ("rollout", "reward", "advantage", "reference", "teacher")
 """Roles with a stage of the same name."""
 
 Act = Callable[[ChaosStack, random.Random], float]
@@ -281,11 +282,11 @@ def kill_engine_in_join(stack: ChaosStack, rng: random.Random) -> float:
     return _await(done, second, stack)
 
 
-ENGINE, RANK, WORKER, REFERENCE_RANK = (
+ENGINE, RANK, WORKER, FROZEN_RANK = (
     "services.rollout.engines.transformers.process",
     "services.trainer.loop.rank",
     "services.reward.worker",
-    "services.trainer.reference.rank",
+    "services.trainer.frozen.rank",
 )
 
 
@@ -303,7 +304,7 @@ def all_faults() -> list[Fault]:
         _named("kill both rewards", kill_all, "reward"),
         _named("kill engine", kill_child, "rollout", ENGINE, 0),
         _named("kill reward worker", kill_child, "reward", WORKER, 0),
-        _named("kill reference rank", kill_child, "reference", REFERENCE_RANK, 0),
+        *(_named(f"kill {role} rank", kill_child, role, FROZEN_RANK, 0) for role in FROZEN_ROLES),
         _named("kill trainer rank 0", kill_child, "trainer", RANK, 0),
         _named("kill trainer rank 1", kill_child, "trainer", RANK, 1),
         _named("kill a rank: step file written", kill_rank_when, "steps/step-*.safetensors"),
@@ -319,7 +320,7 @@ def all_faults() -> list[Fault]:
         ),
         _named("stall engine long", stall_child, "rollout", ENGINE, LONG_SECONDS),
         _named("freeze engine", freeze_child, "rollout", ENGINE),
-        _named("freeze reference rank", freeze_child, "reference", REFERENCE_RANK),
+        *(_named(f"freeze {role} rank", freeze_child, role, FROZEN_RANK) for role in FROZEN_ROLES),
         _named("stall trainer rank long", stall_child, "trainer", RANK, LONG_SECONDS),
         *(
             _named(f"{how}: {role} - {other}", network, how, role, other)

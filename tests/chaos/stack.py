@@ -35,7 +35,7 @@ LEASE_SECONDS = 2.0
 REPLICA_LEASE_SECONDS = 6.0
 """Of replicas: one that is silent for longer is restarted."""
 MAX_STALENESS = 1
-REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1, "reference": 1}
+REPLICAS = {"rollout": 2, "reward": 2, "advantage": 2, "trainer": 1, "reference": 1, "teacher": 1}
 MARGIN_SECONDS = 0.5
 """A heartbeat that came so soon after a fault may have been written before it."""
 RELAYED = ("rollout", "trainer")
@@ -68,9 +68,14 @@ threads = 1
 drop_zero_variance = false
 normalize_std = false
 kl_coef = 0.01
+distill_coef = 0.1
 
 [roles.reference]
 placement = "service"
+threads = 1
+
+[roles.teacher]
+model = "{folder}/tiny"
 threads = 1
 
 [trainer]
@@ -108,7 +113,7 @@ samples_per_step = 2
 
 
 class ChaosStack:
-    """Redis, a coordinator, a trainer of two ranks, a reference, two rollout, reward and advantage replicas each.
+    """Redis, a coordinator, a trainer of two ranks, a reference, a teacher, two rollout, reward and advantage replicas.
 
     A context manager.
     """

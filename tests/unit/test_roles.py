@@ -47,6 +47,7 @@ model.path = "model"
 data.source = "addition"
 reward.name = "addition"
 """
+TEACHER = '\nalgorithm.name = "opd"\nroles.teacher.model = "big"'
 SERVICE = '\nalgorithm.kl_coef = 0.1\nroles.reference.placement = "service"'
 
 
@@ -60,6 +61,7 @@ def test_a_run_needs_the_roles_of_its_stages() -> None:
     usual = ("trainer", "rollout", "reward", "advantage")
     assert roles_for(load(RUN)) == roles_for(load(RUN + "\nalgorithm.kl_coef = 0.1")) == usual
     assert roles_for(load(RUN + SERVICE)) == (*usual, "reference")
+    assert roles_for(load(RUN + TEACHER)) == (*usual, "teacher")
     needs = {stage.name: stage.needs for stage in stages_for(load(RUN + SERVICE))}
     assert "ref_logprobs" in needs["train"]
     assert "ref_logprobs" not in {column for stage in stages_for(load(RUN)) for column in stage.needs}
@@ -72,14 +74,17 @@ def test_what_is_started_follows_the_table(tmp_path: Path, monkeypatch: pytest.M
     assert names == ["coordinator", "trainer", "rollout-1", "rollout-2", "reward", "advantage"]
     assert plan.templates.keys() == set(SCALABLE_ROLES)  # also of roles of which none is started
     assert plan.templates["reference"].command[-1] == "services.trainer.reference"
-    plan = make_plan(StateFolder(tmp_path), port=0, replicas={"reference": 1})
-    assert "reference" in [spec.name for spec in plan.services]
+    assert plan.templates["teacher"].command[-1] == "services.trainer.teacher"
+    plan = make_plan(StateFolder(tmp_path), port=0, replicas={"reference": 1, "teacher": 2})
+    assert {"reference", "teacher-1", "teacher-2"} <= {spec.name for spec in plan.services}
 
 
 def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
-    where = Where(StateFolder(tmp_path), replicas={"rollout": 2, "reference": 0})
+    where = Where(StateFolder(tmp_path), replicas={"rollout": 2, "reference": 0, "teacher": 0})
     assert _replicas(where, load(RUN))["reference"] == 0
-    assert _replicas(where, load(RUN + SERVICE)) == {**dict.fromkeys(REPLICA_ROLES, 1), "rollout": 2}
+    needed = {**dict.fromkeys(REPLICA_ROLES, 1), "rollout": 2}
+    assert _replicas(where, load(RUN + SERVICE)) == needed | {"teacher": 0}
+    assert _replicas(where, load(RUN + TEACHER)) == needed | {"reference": 0}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +92,7 @@ def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
     [
         ('roles.reference.placement = "service"', "algorithm.kl_coef is 0"),
         ("roles.reference.expert_parallel = 2", "must divide tensor_parallel x context_parallel = 1"),
+        ("roles.teacher.expert_parallel = 2", "roles.teacher.expert_parallel is 2: it must divide"),
         ("roles.referense.threads = 1", "did you mean roles.reference"),
     ],
 )

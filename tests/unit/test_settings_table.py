@@ -86,6 +86,8 @@ def test_a_section_has_the_defaults_of_its_algorithm(name: str) -> None:
     overrides = ["--algorithm.name", name, "--board.max_staleness", "0"]
     if ":" in name:
         overrides += ["--algorithm.settings.rate", "0.5"]
+    if name == "opd":
+        overrides += ["--roles.teacher.model", "big"]
     config = load_file(ROOT / "examples" / "addition.toml", overrides)
     changes = dump_changes(config)
     for text in (dump(config), dump_explained(config), changes):

@@ -4,6 +4,7 @@ The learner trains the model that it loads here; a reference service only comput
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner.device_batch import DeviceBatch, to_device_batch
 from services.trainer.learner.logprobs import VocabShard, token_logprobs
 from services.trainer.megatron.parallel import World, initialize
+from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
 from services.trainer.model.hf_weights import load_hf
 from services.trainer.model.model import PolicyModel, build_model, padded_vocab, transformer_config
@@ -71,10 +73,21 @@ class Forward:
         rotary = self.architecture.rope.rotary(self.architecture.head_size)
         self._rotary = rotary._replace(frequencies=rotary.frequencies.to(self.world.device))
 
-    def load(self) -> PolicyModel:
-        """Build this rank's part of the model and load its weights."""
+    def load(self, folder: Path | None = None) -> PolicyModel:
+        """Build this rank's part of the model and load its weights, or those of another folder.
+
+        Raises:
+            ModelError: the other folder has another architecture.
+        """
+        if folder is not None and (other := read_architecture(folder)) != self.architecture:
+            differs = {field.name for field in fields(other)}
+            differs = {name for name in differs if getattr(other, name) != getattr(self.architecture, name)}
+            raise ModelError(
+                f"{folder} has another architecture than {self.folder} ({', '.join(sorted(differs))} differ), so it "
+                'can\'t be a reference in the trainer: set roles.reference.placement = "service"'
+            )
         model = build_model(self.architecture, self.megatron_config, self.world)
-        load_hf(model, self.folder, self.architecture, self.world)
+        load_hf(model, folder or self.folder, self.architecture, self.world)
         return model
 
     def log_probs(self, model: Any, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:

@@ -85,6 +85,7 @@ class Learner:
         steps: int,
         seed: int = 0,
         own_reference: bool = True,
+        reference_folder: Path | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
         """Join the Megatron world and load the model.
@@ -95,12 +96,14 @@ class Learner:
             algorithm: the algorithm and its settings.
             steps: steps of the whole run, for the learning-rate schedule.
             seed: seed of all random generators.
-            own_reference: keep the initial model as reference if the algorithm needs one. Otherwise the micro-batches
-                bring `ref_logprobs`.
+            own_reference: keep a reference if the algorithm needs one. Otherwise the micro-batches bring
+                `ref_logprobs`.
+            reference_folder: the reference's model, of the same architecture; None: the initial model.
             report: called about every second with the progress of disk work (`DiskWork.report`).
 
         Raises:
-            ModelError: the model isn't supported, or can't be divided among the ranks.
+            ModelError: the model isn't supported, or can't be divided among the ranks; or the reference has another
+                architecture.
             ValueError: the number of processes or the optimizer's settings are wrong.
         """
         self._config = trainer
@@ -115,7 +118,7 @@ class Learner:
             freeze_routers(self._policy)
         self._needs_reference = REF_LOGPROBS in self._algorithm.needs.loss
         keeps = self._needs_reference and own_reference
-        self._reference = self._forward.load().requires_grad_(False) if keeps else None
+        self._reference = self._forward.load(reference_folder).requires_grad_(False) if keeps else None
         self._model = DataParallel(self._policy)
         self._optimizer = build_optimizer(self._model, trainer)
         self._schedule = build_schedule(self._optimizer, trainer, steps)

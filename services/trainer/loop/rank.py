@@ -15,9 +15,10 @@ from relaxd import telemetry
 from relaxd.algorithms.trial import create_tried
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig
-from relaxd.data.models import resolve_model
+from relaxd.data.models import frozen_model, resolve_model
+from relaxd.data.vocabulary import check_vocabularies
 from relaxd.process.child_server import ChildServer
-from relaxd.roles import TRAINER
+from relaxd.roles import REFERENCE
 from relaxd.rpc.enums import words
 from relaxd.rpc.errors import Aborted, FailedPrecondition, RpcError, Unavailable
 from relaxd.v1 import rank_pb2 as rank_pb
@@ -45,7 +46,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
     """The rank's handlers, and its training thread. The parent has validated what it passes on."""
 
     def __init__(self) -> None:
-        self._thread = RankThread(TRAINER)
+        self._thread = RankThread()
         self._controls = Controls()
         self._broadcaster: WeightBroadcaster | None = None
         self._weights: WeightReadLock | None = None
@@ -135,13 +136,16 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
     def _train(self, request: rank_pb.WorkRequest) -> None:
         config = RunConfig.model_validate_json(request.config_json)
         algorithm = create_tried(config.algorithm, with_loss=True)
+        own_reference = not config.has_reference_service
+        check_vocabularies(config, REFERENCE)
         learner = Learner(
             resolve_model(config.model.path),
             config.trainer,
             config.algorithm,
             steps=config.run.steps,
             seed=config.run.seed,
-            own_reference=not config.has_reference_service,
+            own_reference=own_reference,
+            reference_folder=frozen_model(config, REFERENCE) if own_reference else None,
             report=self._report_loading if self._thread.number == 0 else None,
         )
         freeze_objects()

@@ -20,17 +20,15 @@ logger = logging.getLogger(__name__)
 class RankThread:
     """Runs a rank's work. Any error ends the process; the parent then restarts the world or the replica."""
 
-    def __init__(self, role: str) -> None:
-        """`role`: the service's, in telemetry."""
+    def __init__(self) -> None:
         self.number = int(os.environ.get("RANK", "0"))
         self.alone = os.environ.get("WORLD_SIZE", "1") == "1"
         """Whether there is no other rank."""
         self.events: Outbox[WorkResponse] = Outbox()
-        self._role = role
 
     def start(self, request: WorkRequest, work: Callable[[WorkRequest], None]) -> None:
         """Run `work`, which doesn't return, in a thread of its own."""
-        threading.Thread(target=self._run, args=(request, work), name=self._role, daemon=True).start()
+        threading.Thread(target=self._run, args=(request, work), name=request.role, daemon=True).start()
 
     def fail(self, reason: str) -> None:
         """Tell the service why this rank can't go on."""
@@ -39,7 +37,7 @@ class RankThread:
     def _run(self, request: WorkRequest, work: Callable[[WorkRequest], None]) -> None:
         telemetry.setup_logging(f"{request.replica_id}/rank{self.number}", request.log_level)
         logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter
-        telemetry.setup(self._role, request.replica_id)
+        telemetry.setup(request.role, request.replica_id)
         config = RunConfig.model_validate_json(request.config_json)
         telemetry.write_traces(config.trace_folder(request.folder))
         try:

@@ -1,4 +1,1 @@
-"""The reference service: the initial model, forward only, on ranks of its own.
-
-`service` is the parent process, which never imports torch, `rank` one of its ranks, `stage` the work on the board.
-"""
+"""The reference service: the reference model of a KL term. `services.trainer.frozen` is what it does."""

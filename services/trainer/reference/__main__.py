@@ -1,18 +1,7 @@
 """python -m services.trainer.reference: the service that computes log-probs under the reference model."""
 
-import asyncio
-
-from relaxd.replica.context import open_context
-from relaxd.replica.replica import run_replica
-from relaxd.rpc.settings import parse_settings
-from services.trainer.reference.service import ReferenceService
-
-
-async def main() -> None:
-    """Run the service until it is told to end."""
-    async with open_context(parse_settings("reference")) as context:
-        await run_replica(ReferenceService(context), context)
-
+from relaxd.roles import REFERENCE
+from services.trainer.frozen.program import main
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main(REFERENCE)

@@ -69,6 +69,7 @@ class TrainerService(ReplicaService):
             store_host=_store_host(self._settings),
             replica_id=self._settings.replica_id,
             log_level=self._settings.log_level,
+            role=self.role,
         )
         take_turn = self._context.take_turn if config.run.colocate else None
         environment = gpu_environment(gpus) | NCCL_ENVIRONMENT | (HUGE_PAGES if gpus else {})

@@ -153,6 +153,8 @@ class Job:
     nap: bool = False
     """Move everything to the host's memory and back in the middle of each step."""
     logits: bool = False
+    reference: Path | None = None
+    """Folder of the reference; None: `model`."""
     save: Path | None = None
 
 
@@ -176,7 +178,8 @@ def make_learner(job: Job, ranks: int = 1) -> Any:
 
     wide = {} if "name" in job.algorithm else {"clip_low": 0.5, "clip_high": 5.0}
     algorithm = ALGORITHM.validate_python({**wide, **job.algorithm})
-    return Learner(job.model, trainer_config(ranks, **job.parallel), algorithm, steps=4, seed=3)
+    config = trainer_config(ranks, **job.parallel)
+    return Learner(job.model, config, algorithm, steps=4, seed=3, reference_folder=job.reference)
 
 
 def full_logits(learner: Any, batch: Any) -> np.ndarray:

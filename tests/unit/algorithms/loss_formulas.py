@@ -16,6 +16,7 @@ class Micro:
     frozen: list[float]
     rollout: list[float]
     ref: list[float]
+    teacher: list[float]
     advantage: list[float]
     mask: list[float]
     weight: list[float]
@@ -33,7 +34,7 @@ def formula(s: dict[str, Any], micro: Micro, new: list[float]) -> float:
     has_ratio = s["name"] != "rloo"
     old = micro.rollout if has_ratio and s["old_logprobs"] == "rollout" else at_start
     loss = 0.0
-    names = ("ratio", "clip_fraction", "veto_fraction", "opsm_fraction", "kl", "entropy")
+    names = ("ratio", "clip_fraction", "veto_fraction", "opsm_fraction", "kl", "teacher_kl", "entropy")
     sums = dict.fromkeys((*names, "correction_weight", "correction_fraction"), 0.0)
     extreme = {t for t in tokens if _extreme(s, micro.frozen[t] - micro.rollout[t], micro.frozen[t] - old[t])}
     if s["veto_sequences"]:
@@ -57,6 +58,8 @@ def formula(s: dict[str, Any], micro: Micro, new: list[float]) -> float:
             policy, sums["opsm_fraction"] = 0.0, sums["opsm_fraction"] + 1
         kl = divergence(s["kl_estimator"], new[t] - micro.ref[t])
         term = policy + s["kl_coef"] * kl * (r if s["kl_unbiased"] else 1.0) - s["entropy_coef"] * micro.entropy[t]
+        disagreement = new[t] - micro.teacher[t]
+        term += s["distill_loss_coef"] * divergence(s["distill_estimator"], disagreement)
         loss += micro.weight[t] * term
         for name, value in (
             ("ratio", ratio),
@@ -64,6 +67,7 @@ def formula(s: dict[str, Any], micro: Micro, new: list[float]) -> float:
             ("correction_weight", w),
             ("correction_fraction", limited),
             ("kl", kl),
+            ("teacher_kl", disagreement),
             ("entropy", micro.entropy[t]),
         ):
             sums[name] += value

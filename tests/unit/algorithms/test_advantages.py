@@ -14,7 +14,7 @@ from relaxd.algorithms.terms.value_loss import clipped_value_loss
 from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.board import stages_for
 from relaxd.config.algorithm import ALGORITHM
-from relaxd.config.load import load
+from relaxd.config.load import ConfigError, load
 
 REWARDS = [0.5, 1.5, -1.0, 0.25]
 LENGTHS = [3, 2, 4, 2]
@@ -130,7 +130,7 @@ def test_answers_that_were_cut_have_no_advantage() -> None:
         algorithm.advantages(np.array(REWARDS), np.array(LENGTHS, np.int32))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"opd"}))
 def test_equal_rewards_and_single_samples(name: str) -> None:
     dropped = name != "reinforce_plus_plus"
     assert (advantages(name, [0.1 + 0.2] * 4) == "zero_variance") == dropped
@@ -219,6 +219,45 @@ def test_a_teacher_counts_where_the_student_disagrees_and_never_as_agreement() -
         distilled(base, COLUMNS["rollout_logprobs"], teacher[:-1], mask, 0.5)
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opd"])
+def test_every_algorithm_can_have_a_teacher(name: str) -> None:
+    columns = COLUMNS | {"teacher_logprobs": REFERENCE}
+    rewarded = {"reward_coef": 0.25} if name == "opd" else {}
+    algorithm = create(ALGORITHM.validate_python({"name": name, "distill_coef": 0.5, **rewarded}))
+    result = algorithm.advantages(np.array(REWARDS), np.array(LENGTHS, np.int32), columns)
+    assert isinstance(result, Advantages)
+    own = centred(REWARDS, deviation=name in ("grpo", "opd"))
+    factor = {"rloo": 4 / 3, "opd": 0.25}.get(name, 1.0)
+    expected = [factor * own[s] - 0.5 * d if m else 0.0 for s, d, m in zip(SAMPLE, KL, MASK, strict=True)]
+    assert result.values.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_distillation_alone_does_not_see_the_rewards() -> None:
+    columns = COLUMNS | {"teacher_logprobs": REFERENCE}
+    for rewards in (REWARDS, [1.0] * 4):
+        result = create(ALGORITHM.validate_python({"name": "opd"})).advantages(
+            np.array(rewards), np.array(LENGTHS, np.int32), columns
+        )
+        assert isinstance(result, Advantages)
+        assert result.values.tolist() == pytest.approx([-d if m else 0.0 for d, m in zip(KL, MASK, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ('name = "opd"', "roles.teacher.model is empty: set it to the teacher's model"),
+        ("distill_coef = 1.0", "roles.teacher.model is empty: set it to the teacher's model"),
+        ('name = "opd"\ndistill_coef = 0.0', "so the teacher would not count: set one of them"),
+        ('name = "opd"\ndistill_loss_coef = 0.1', "the teacher counts in the advantages or in the loss"),
+        ('[roles.teacher]\nmodel = "big"', 'roles.teacher.model is "big", but algorithm.distill_coef and'),
+        ('[roles.reference]\nmodel = "big"', 'roles.reference.model is "big", but algorithm.kl_coef is 0'),
+    ],
+)
+def test_a_teacher_that_makes_no_sense_is_refused(settings: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load(RUN + settings)
+
+
 RUN = """
 run.steps = 1
 model.path = "model"
@@ -237,6 +276,9 @@ def test_columns_that_advantages_need_reach_their_stage() -> None:
     assert needs("mask_truncated = true") - plain == {"finish"}
     served = needs('kl_reward_coef = 0.1\n[roles.reference]\nplacement = "service"')
     assert served - plain == {"loss_mask", "rollout_logprobs", "ref_logprobs"}
+    taught = needs('distill_coef = 0.1\n[roles.teacher]\nmodel = "big"')
+    assert taught - plain == {"loss_mask", "rollout_logprobs", "teacher_logprobs"}
+    assert needs('distill_loss_coef = 0.1\n[roles.teacher]\nmodel = "big"') == plain  # only the loss sees it
 
 
 # --- aggregation --------------------------------------------------------------------------------------------------

@@ -54,6 +54,10 @@ CASES: dict[str, dict[str, Any]] = {
     "rloo tis": {"correction": "tis", "tis_clip": 1.1, "kl_coef": 0.2, "kl_estimator": "k1", "kl_unbiased": True},
     "reinforce_plus_plus": {"kl_coef": 0.1},
     "reinforce_plus_plus_baseline": {"kl_coef": 0.1},
+    "opd": {},
+    "opd loss form": {"distill_coef": 0.0, "distill_loss_coef": 0.7},
+    "opd loss form, k3": {"distill_coef": 0.0, "distill_loss_coef": 0.7, "distill_estimator": "k3"},
+    "gspo with a teacher in the loss": {"clip_low": 0.1, "clip_high": 0.1, "distill_loss_coef": 0.2, "kl_coef": 0.3},
 }
 
 
@@ -83,6 +87,8 @@ def make_inputs(dtype: torch.dtype = torch.float64, *, old: bool = False, spread
         "ref_logprobs": rollout + normal(spread),
         "advantages": torch.tensor(random.normal(0, 1, SEQUENCES), dtype=dtype)[sequence],
     }
+    teacher = np.random.default_rng(12).normal(0, 2 * spread, TOKENS)
+    columns["teacher_logprobs"] = rollout + torch.tensor(teacher, dtype=dtype)
     if old:
         columns["old_logprobs"] = rollout + normal(spread)
     return LossInputs(
@@ -103,6 +109,7 @@ def micro_of(inputs: LossInputs) -> Micro:
         frozen=inputs.logprobs.tolist(),
         rollout=columns["rollout_logprobs"],
         ref=columns["ref_logprobs"],
+        teacher=columns["teacher_logprobs"],
         advantage=columns["advantages"],
         mask=inputs.mask.tolist(),
         weight=inputs.weight.tolist(),
@@ -231,6 +238,22 @@ def test_one_extreme_token_does_not_own_the_step(name: str) -> None:
     broken = inputs.logprobs.detach().clone()
     broken[token] = math.nan
     assert algorithm.loss(replace(inputs, logprobs=broken.requires_grad_())).loss.isnan()
+
+
+def test_distillation_in_the_loss_has_the_gradient_of_distillation_in_the_advantages() -> None:
+    """On new samples, k2's gradient is (log π - log π_teacher) ∇ log π: what the advantages make of it."""
+    in_loss, in_advantages = make_inputs(spread=0.3), make_inputs(spread=0.3)
+    for inputs in (in_loss, in_advantages):
+        with torch.no_grad():
+            inputs.logprobs.copy_(inputs.columns["rollout_logprobs"])
+    columns = in_advantages.columns
+    in_loss.columns["advantages"].zero_()
+    columns["advantages"].copy_(-0.7 * (columns["rollout_logprobs"] - columns["teacher_logprobs"]))
+    algorithm_of("opd loss form").loss(in_loss).loss.backward()
+    algorithm_of("opd").loss(in_advantages).loss.backward()
+    assert in_loss.logprobs.grad is not None
+    assert in_loss.logprobs.grad.abs().max() > 0.1
+    torch.testing.assert_close(in_loss.logprobs.grad, in_advantages.logprobs.grad)
 
 
 def test_where_algorithms_agree() -> None:

@@ -1,4 +1,4 @@
-"""The reference service as a process, on a real board, with the trainer's own way of running a model."""
+"""The services of reference and teacher as processes, on a real board: the trainer's own way of running a model."""
 
 import os
 import signal
@@ -12,15 +12,14 @@ import pytest
 import torch
 import transformers
 
-from relaxd.board import REF_LOGPROBS
-from relaxd.config import RunConfig
-from relaxd.roles import REFERENCE
+from relaxd.config import ReferenceConfig, RolesConfig, RunConfig
+from relaxd.roles import REFERENCE, ROLES, TEACHER
 from relaxd.v1 import coordinator_pb2, replica_pb2
+from services.trainer.frozen.logprobs import LOGPROBS
 from tests.integration.trainer.service_kit import PATIENCE, Feeder, ScriptedCoordinator, TrainerProcess, make_config
 from tests.integration.trainer.trainer_worlds import make_model
 
 TEMPERATURE = 0.8
-MODULE = "services.trainer.reference"
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +36,21 @@ def reference_config(model: Path, **sizes: int) -> RunConfig:
     )
 
 
+def teacher_config(model: Path, teacher: Path, **sizes: int) -> RunConfig:
+    return make_config(
+        model,
+        algorithm={"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0},
+        rollout={"samples_per_prompt": 3, "temperature": TEMPERATURE},
+        roles={"teacher": {"model": str(teacher), "threads": 1, **sizes}},
+    )
+
+
 @contextmanager
-def reference_service(
-    config: RunConfig, redis_url: str, folder: Path
+def frozen_service(
+    config: RunConfig, redis_url: str, folder: Path, role: str = REFERENCE
 ) -> Iterator[tuple[ScriptedCoordinator, Feeder, TrainerProcess]]:
-    feeder, coordinator = Feeder(redis_url, config), ScriptedCoordinator(config, folder, REFERENCE)
-    process = TrainerProcess(coordinator, redis_url, module=MODULE)
+    feeder, coordinator = Feeder(redis_url, config), ScriptedCoordinator(config, folder, role)
+    process = TrainerProcess(coordinator, redis_url, module=ROLES[role].module)
     try:
         yield coordinator, feeder, process
     finally:
@@ -66,23 +74,25 @@ def trained_columns(feeder: Feeder, count: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tensor_parallel": 2}])
-def test_log_probs_are_those_of_transformers(
-    model: Path, redis_url: str, tmp_path: Path, sizes: dict[str, int]
-) -> None:
-    config = reference_config(model, **sizes)
+@pytest.mark.parametrize("role", [REFERENCE, TEACHER])
+def test_log_probs_are_those_of_transformers(model: Path, redis_url: str, tmp_path: Path, role: str) -> None:
+    """The teacher is a larger model of another architecture, on two ranks."""
+    frozen, sizes, config = model, {}, reference_config(model)
+    if role == TEACHER:
+        frozen, sizes = make_model(tmp_path / "teacher", "llama", num_hidden_layers=3), {"tensor_parallel": 2}
+        config = teacher_config(model, frozen, **sizes)
     mask = np.tile(np.array([1, 1, 0, 1, 1, 1], np.uint8), 3)
-    with reference_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
+    with frozen_service(config, redis_url, tmp_path, role) as (coordinator, feeder, process):
         groups = feeder.feed(5, 0, loss_mask=mask)
         wait_until_ready(coordinator)
         found = trained_columns(feeder, 5)
         coordinator.wait(lambda: coordinator.status.done_groups == 5 and not coordinator.status.held_groups)
         assert coordinator.status.gauges["ranks"] == sizes.get("tensor_parallel", 1)
         assert process.stop() == 0
-    exact = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    exact = transformers.AutoModelForCausalLM.from_pretrained(frozen, dtype=torch.float64)
     assert found.keys() == set(groups)
     for columns in found.values():
-        logprobs = columns[REF_LOGPROBS]
+        logprobs = columns[LOGPROBS[role]]
         assert (logprobs.dtype, logprobs.shape) == (np.float32, columns["tokens"].shape)
         prompt = torch.from_numpy(columns["prompt_tokens"].astype(np.int64))
         for sample in np.split(np.arange(18), 3):
@@ -97,12 +107,12 @@ def test_a_rank_that_dies_ends_the_replica_and_its_groups_go_to_the_next(
     model: Path, redis_url: str, tmp_path: Path
 ) -> None:
     config = reference_config(model)
-    with reference_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
+    with frozen_service(config, redis_url, tmp_path) as (coordinator, feeder, process):
         wait_until_ready(coordinator)
         os.kill(process.rank_pid(), signal.SIGKILL)
         assert process.process.wait(30) == 1  # a supervisor starts the next
         groups = feeder.feed(3, 0)
-        following = TrainerProcess(coordinator, redis_url, module=MODULE)
+        following = TrainerProcess(coordinator, redis_url, module=ROLES[REFERENCE].module)
         try:
             assert trained_columns(feeder, 3).keys() == set(groups)
             # A run that is over frees the model; one that needs no reference loads none.
@@ -115,6 +125,17 @@ def test_a_rank_that_dies_ends_the_replica_and_its_groups_go_to_the_next(
             wait_until_ready(coordinator)
             assert coordinator.status.detail == "this run needs no reference service"
             assert coordinator.status.gauges["ranks"] == 0
+            # A model whose log-probs would be those of other tokens is refused.
+            stranger = make_model(tmp_path / "stranger", "qwen3", vocab_size=100)
+            other = reference_config(model).model_copy(
+                update={"roles": RolesConfig(reference=ReferenceConfig(model=str(stranger), placement="service"))}
+            )
+            coordinator.assignment = coordinator_pb2.Assignment(
+                run_id="run-3", config_json=other.model_dump_json(), state=coordinator_pb2.RUN_STATE_RUNNING
+            )
+            coordinator.wait(lambda: coordinator.status.state == replica_pb2.REPLICA_STATE_FAILED)
+            assert "has another vocabulary than model.path" in coordinator.status.detail
+            assert "roles.reference.model" in coordinator.status.detail
             assert following.stop() == 0
         finally:
             following.close()

@@ -1,4 +1,4 @@
-"""One rank of a reference replica: a child process of the service.
+"""One rank of a frozen model's replica: a child process of the service.
 
 Rank 0 takes groups from the board and sends their packed tokens to the other ranks; all of them run the model.
 """
@@ -13,27 +13,26 @@ from numpy.typing import NDArray
 from relaxd import telemetry
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig, TrainerConfig
-from relaxd.data.models import resolve_model
+from relaxd.data.models import frozen_model
 from relaxd.process.child_server import ChildServer
-from relaxd.roles import REFERENCE
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
 from services.trainer.batch.row_packing import PackedMicroBatch
+from services.trainer.frozen.logprobs import FrozenModelStage
 from services.trainer.learner.forward import Forward
 from services.trainer.loop.rank_thread import RankThread
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
-from services.trainer.reference.logprobs import ReferenceStage
 
 logger = logging.getLogger(__name__)
 
 
-class ReferenceRank(rank_pb2_grpc.RankServicer):
+class FrozenModelRank(rank_pb2_grpc.RankServicer):
     """The rank's handlers, and the thread that computes. It has no weights to hold or send: those calls are refused."""
 
     def __init__(self) -> None:
-        self._thread = RankThread(REFERENCE)
-        self._stage: ReferenceStage | None = None
+        self._thread = RankThread()
+        self._stage: FrozenModelStage | None = None
         self._reported = pb.RankProgress()
 
     async def Work(self, request: pb.WorkRequest, context: Any) -> AsyncIterator[pb.WorkResponse]:
@@ -57,9 +56,9 @@ class ReferenceRank(rank_pb2_grpc.RankServicer):
 
     def _compute(self, request: pb.WorkRequest) -> None:
         config = RunConfig.model_validate_json(request.config_json)
-        trainer = world_config(config)
+        trainer = world_config(config, request.role)
         report = self._report_loading if self._thread.number == 0 else None
-        forward = Forward(resolve_model(config.model.path), trainer, seed=config.run.seed, report=report)
+        forward = Forward(frozen_model(config, request.role), trainer, seed=config.run.seed, report=report)
         model = forward.load().requires_grad_(False)
         freeze_objects()
         channel = RankChannel(trainer.collective_timeout_seconds, forward.world.disk)
@@ -73,10 +72,12 @@ class ReferenceRank(rank_pb2_grpc.RankServicer):
             return forward.log_probs(model, micro_batches)
 
         board = Board(request.redis, request.run_id, stages_for(config), config.board)
-        self._stage = stage = ReferenceStage(
+        self._stage = stage = FrozenModelStage(
             board,
+            request.role,
             request.replica_id,
             compute,
+            vocab_size=forward.architecture.vocab_size,
             temperature=config.rollout.temperature,
             micro_batch_tokens=trainer.micro_batch_tokens,
             pipeline_stages=trainer.pipeline_parallel,
@@ -102,9 +103,9 @@ class ReferenceRank(rank_pb2_grpc.RankServicer):
                 self._thread.events.put(pb.WorkResponse(progress=progress))
 
 
-def world_config(config: RunConfig) -> TrainerConfig:
-    """Return the trainer's configuration with the parallel sizes of a reference replica."""
-    own = config.roles.reference
+def world_config(config: RunConfig, role: str) -> TrainerConfig:
+    """Return the trainer's configuration with the parallel sizes of a replica of this role."""
+    own = config.roles.frozen[role]
     return config.trainer.model_copy(
         update={
             "ranks": own.ranks,
@@ -120,4 +121,4 @@ def world_config(config: RunConfig) -> TrainerConfig:
 
 
 if __name__ == "__main__":
-    ChildServer((rank_pb2_grpc.add_RankServicer_to_server, ReferenceRank())).serve()
+    ChildServer((rank_pb2_grpc.add_RankServicer_to_server, FrozenModelRank())).serve()

@@ -1,4 +1,4 @@
-"""The stage "reference": takes groups from the board, packs several into one forward pass, commits their log-probs."""
+"""A frozen model's stage: takes groups from the board, packs several into one forward pass, commits their log-probs."""
 
 import logging
 import queue
@@ -9,13 +9,24 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxd.board import REF_LOGPROBS, STAGES, Board, Column, Delivery, Drop, DropReason, StageWorker
+from relaxd.board import (
+    REF_LOGPROBS,
+    STAGES,
+    TEACHER_LOGPROBS,
+    Board,
+    Column,
+    Delivery,
+    Drop,
+    DropReason,
+    StageWorker,
+)
 from relaxd.board.worker import Result
+from relaxd.roles import REFERENCE, ROLES, TEACHER
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
 
-STAGE = "reference"
-NEEDS = STAGES[STAGE].needs
+LOGPROBS = {REFERENCE: REF_LOGPROBS, TEACHER: TEACHER_LOGPROBS}
+"""The column that each role writes."""
 BATCHES_PER_STAGE = 20
 """Micro-batches of one pass for each pipeline stage after the first: stages then wait for each other in a twentieth of
 the time."""
@@ -48,15 +59,17 @@ class _Group:
         return self.prompt_tokens + len(self.logprobs)
 
 
-class ReferenceStage:
+class FrozenModelStage:
     """Works on the stage. The worker takes, holds and commits groups; `run` computes, in the caller's thread."""
 
     def __init__(
         self,
         board: Board,
+        role: str,
         consumer: str,
         compute: Compute,
         *,
+        vocab_size: int,
         temperature: float,
         micro_batch_tokens: int,
         pipeline_stages: int = 1,
@@ -66,14 +79,18 @@ class ReferenceStage:
 
         Args:
             board: the run's board.
+            role: the role that holds the model.
             consumer: the replica's id.
             compute: runs the model.
+            vocab_size: tokens that the model has. A group with another token is dropped.
             temperature: sampling temperature.
             micro_batch_tokens: maximum tokens of a micro-batch. A group with a longer sequence is dropped.
             pipeline_stages: ranks that share the layers.
             on_failure: called with the reason when the worker fails.
         """
+        self._role, self._stage = role, ROLES[role].stage
         self._compute = compute
+        self._vocab_size = vocab_size
         self._temperature = temperature
         self._budget = micro_batch_tokens
         self._batches = max(1, BATCHES_PER_STAGE * (pipeline_stages - 1))
@@ -83,7 +100,7 @@ class ReferenceStage:
         self.turns = 0
         """Counts passes through the model, whose length is bounded whatever the size of a group, and idle waits."""
         self.worker = StageWorker(
-            board, STAGE, consumer, self._process, concurrency=self._most_groups, on_failure=on_failure
+            board, self._stage, consumer, self._process, concurrency=self._most_groups, on_failure=on_failure
         )
 
     def run(self, wait_seconds: float) -> bool:
@@ -112,8 +129,22 @@ class ReferenceStage:
                     group.logprobs[offset : offset + length] = logprobs[end - length : end]
             self.turns += 1
         for group in groups.values():
-            group.answer.set_result({REF_LOGPROBS: group.logprobs})
+            group.answer.set_result(self._result(group))
         return True
+
+    def _result(self, group: _Group) -> Result:
+        """Return a group's column, or drop it: log-probs that aren't finite say nothing, not that the models agree."""
+        if wrong := int(np.count_nonzero(~np.isfinite(group.logprobs))):
+            return self._drop(
+                DropReason.NO_LOGPROBS,
+                group.group_id,
+                f"the {self._role} gives {wrong} of its {len(group.logprobs)} tokens a log-prob that isn't finite",
+            )
+        return {LOGPROBS[self._role]: group.logprobs}
+
+    def _drop(self, reason: DropReason, group_id: str, detail: str) -> Drop:
+        logger.error("group %s is dropped: %s", group_id, detail)
+        return Drop(reason, detail=detail)
 
     def _next(self, wait_seconds: float) -> dict[str, _Group]:
         """Return the groups of one pass, at least one unless none came within `wait_seconds`."""
@@ -131,18 +162,24 @@ class ReferenceStage:
     def _process(self, delivery: Delivery, columns: Mapping[str, Column]) -> "Result | Future[Result]":
         """Queue a group. Runs in the worker's threads."""
         try:
-            group = _group(delivery.group_id, columns, self._temperature)
+            group = _group(delivery.group_id, columns, STAGES[self._stage].needs, self._temperature)
         except ValueError as error:
-            logger.error("group %s is dropped: %s", delivery.group_id, error)
-            return Drop(DropReason.MALFORMED)
+            return self._drop(DropReason.MALFORMED, delivery.group_id, str(error))
+        largest = max(int(sequence.tokens.max(initial=0)) for sequence in group.sequences)
+        if largest >= self._vocab_size:
+            return self._drop(
+                DropReason.NO_LOGPROBS,
+                group.group_id,
+                f"it has token {largest}, but the {self._role} has only {self._vocab_size} tokens",
+            )
         longest = max(len(sequence.tokens) for sequence in group.sequences)
         if longest > self._budget:
-            logger.error(
-                "group %s is dropped: a sequence has %d tokens with its prompt, but a micro-batch has at most %d: "
-                "raise roles.reference.micro_batch_tokens, or limit prompts and answers to fewer tokens",
-                *(delivery.group_id, longest, self._budget),
+            return self._drop(
+                DropReason.TOO_LONG,
+                group.group_id,
+                f"a sequence has {longest} tokens with its prompt, but a micro-batch has at most {self._budget}: raise "
+                f"roles.{self._role}.micro_batch_tokens, or limit prompts and answers to fewer tokens",
             )
-            return Drop(DropReason.TOO_LONG)
         self._group_tokens = group.tokens if not self._group_tokens else 0.9 * self._group_tokens + 0.1 * group.tokens
         self._waiting.put(group)
         return group.answer
@@ -154,11 +191,11 @@ class ReferenceStage:
         return max(LEAST_GROUPS, round(2 * self._batches * self._budget / self._group_tokens))
 
 
-def _group(group_id: str, columns: Mapping[str, Column], temperature: float) -> _Group:
-    """Make a group of columns. Raises ValueError: they are malformed."""
-    arrays = {name: np.asarray(columns[name]) for name in NEEDS}
+def _group(group_id: str, columns: Mapping[str, Column], needs: Sequence[str], temperature: float) -> _Group:
+    """Make a group of the columns that the stage needs. Raises ValueError: they are malformed."""
+    arrays = {name: np.asarray(columns[name]) for name in needs}
     if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in arrays.values()):
-        raise ValueError(f"{', '.join(NEEDS)} must be arrays [values] of integers")
+        raise ValueError(f"{', '.join(needs)} must be arrays [values] of integers")
     prompt, tokens, lengths = arrays["prompt_tokens"], arrays["tokens"], arrays["lengths"]
     mask, shares = arrays["loss_mask"], arrays["shares_prompt"]
     if not lengths.size or (lengths < 0).any() or not int(lengths.sum()) == len(tokens) == len(mask):

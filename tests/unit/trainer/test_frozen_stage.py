@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from relaxd.board import REF_LOGPROBS, Board, NewGroup, stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.row_packing import PackedMicroBatch
-from services.trainer.reference.logprobs import ReferenceStage
+from services.trainer.frozen.logprobs import Compute, FrozenModelStage
 from tests.kit.waiting import wait_until
 
-BUDGET = 64
+BUDGET, VOCAB = 64, 260
 
 
 @pytest.fixture
@@ -95,9 +95,11 @@ def trained_columns(board: Board, count: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def work(board: Board, model: Model, groups: int) -> ReferenceStage:
+def work(board: Board, model: Compute, groups: int) -> FrozenModelStage:
     """Have a replica work until it has finished so many groups."""
-    stage = ReferenceStage(board, "reference-1", model, temperature=1.0, micro_batch_tokens=BUDGET)
+    stage = FrozenModelStage(
+        board, "reference", "reference-1", model, vocab_size=VOCAB, temperature=1.0, micro_batch_tokens=BUDGET
+    )
     stage.worker.start()
     deadline = time.monotonic() + 30
     while stage.worker.done < groups and time.monotonic() < deadline:
@@ -131,17 +133,43 @@ def test_every_token_gets_its_log_prob_whatever_shares_a_row_with_it(board: Boar
 def test_what_cannot_be_computed_is_dropped_and_the_rest_is_not_lost(board: Board) -> None:
     answer(board, "long", [BUDGET])
     answer(board, "malformed", [4], loss_mask=np.ones(3, np.uint8))
+    answer(board, "foreign", [4], tokens=np.array([1, VOCAB, 2, 3], np.int32))
     good = answer(board, "good", [4])
-    work(board, Model(), 3)
-    assert {one.group_id: one.reason for one in board.dropped()} == {"long": "too_long", "malformed": "malformed"}
+    work(board, Model(), 4)
+    dropped = {one.group_id: one for one in board.dropped()}
+    reasons = {"long": "too_long", "malformed": "malformed", "foreign": "no_logprobs"}
+    assert {name: one.reason for name, one in dropped.items()} == reasons
+    assert dropped["foreign"].detail == "it has token 260, but the reference has only 260 tokens"
+    assert "raise roles.reference.micro_batch_tokens" in dropped["long"].detail
     np.testing.assert_array_equal(trained_columns(board, 1)["good"][REF_LOGPROBS], expected(good))
     assert board.counts().open == 1
+
+
+def test_a_log_prob_that_is_not_finite_drops_its_group_and_no_other(board: Board) -> None:
+    """It must not count as agreement."""
+    tokens = np.array([1, 2, 255, 3, 4, 5, 6, 7, 8], np.int32)
+    answer(board, "broken", [4, 5], tokens=tokens, loss_mask=np.ones(9, np.uint8))
+    good = answer(board, "good", [4])
+
+    def model(micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
+        rows = Model()(micro_batches)
+        for batch, row in zip(micro_batches, rows, strict=True):
+            row[batch.tokens == 255] = -np.inf
+        return rows
+
+    work(board, model, 2)
+    (dropped,) = board.dropped()
+    assert (dropped.group_id, dropped.reason) == ("broken", "no_logprobs")
+    assert dropped.detail == "the reference gives 1 of its 9 tokens a log-prob that isn't finite"
+    np.testing.assert_array_equal(trained_columns(board, 1)["good"][REF_LOGPROBS], expected(good))
 
 
 def test_a_replica_holds_two_passes_worth_and_leaves_the_rest_to_others(board: Board) -> None:
     for number in range(20):
         answer(board, f"g{number}", [BUDGET // 2])
-    stage = ReferenceStage(board, "reference-1", Model(), temperature=1.0, micro_batch_tokens=BUDGET)
+    stage = FrozenModelStage(
+        board, "reference", "reference-1", Model(), vocab_size=VOCAB, temperature=1.0, micro_batch_tokens=BUDGET
+    )
     stage.worker.start()
     wait_until(lambda: stage.worker.held >= 2)
     assert stage.run(1.0)  # now it knows how large a group is

@@ -1,4 +1,4 @@
-"""The reference service as a replica: starts the ranks of its model, and ends when one of them does."""
+"""The service as a replica: starts the ranks of its model, and ends when one of them does."""
 
 import asyncio
 import contextlib
@@ -6,18 +6,18 @@ import logging
 
 from relaxd.board import roles_for
 from relaxd.config import RunConfig
+from relaxd.data.vocabulary import check_vocabularies
 from relaxd.process.child import ChildError
 from relaxd.replica.context import ReplicaContext
 from relaxd.replica.gpus import gpu_environment
 from relaxd.replica.service import ReplicaService, ServiceStatus
-from relaxd.roles import REFERENCE
 from relaxd.rpc.errors import RpcError
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.service.rank_processes import RankProcess, RankProcesses
 
-RANK_MODULE = "services.trainer.reference.rank"
+RANK_MODULE = "services.trainer.frozen.rank"
 REQUEST_SECONDS = 10.0
 """Deadline of a request that rank 0 answers at once."""
 DRAIN_MARGIN_SECONDS = 2.0
@@ -26,16 +26,15 @@ DRAIN_MARGIN_SECONDS = 2.0
 logger = logging.getLogger(__name__)
 
 
-class ReferenceService(ReplicaService):
-    """Works on the stage "reference" of runs that have one.
+class FrozenModelService(ReplicaService):
+    """Works on the stage of its role, the reference's or the teacher's, in runs that have one.
 
     A replica whose ranks fail ends, and its supervisor starts another: others get its groups at once, because the
     coordinator sees that the process is gone.
     """
 
-    role = REFERENCE
-
-    def __init__(self, context: ReplicaContext) -> None:
+    def __init__(self, context: ReplicaContext, role: str) -> None:
+        self.role = role
         self._context = context
         self._settings = context.settings
         self._ranks: RankProcesses | None = None
@@ -48,9 +47,10 @@ class ReferenceService(ReplicaService):
     async def start_run(self, config: RunConfig, assignment: Assignment) -> None:
         """See ReplicaService. Returns once the model is loaded."""
         if self.role not in roles_for(config):
-            self._detail = "this run needs no reference service"
+            self._detail = f"this run needs no {self.role} service"
             return
-        sizes = config.roles.reference
+        sizes = config.roles.frozen[self.role]
+        await asyncio.to_thread(check_vocabularies, config, self.role)
         gpus = await self._context.gpus.lease(sizes.ranks)
         self._detail = "starting the ranks"
         environment = gpu_environment(gpus) | NCCL_ENVIRONMENT
@@ -63,6 +63,7 @@ class ReferenceService(ReplicaService):
                 run_id=assignment.run_id,
                 redis=self._settings.redis,
                 replica_id=self._settings.replica_id,
+                role=self.role,
                 log_level=self._settings.log_level,
             )
         )

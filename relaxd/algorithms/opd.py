@@ -1,0 +1,26 @@
+"""OPD, on-policy distillation: arXiv 2306.13649."""
+
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxd.algorithms.policy_gradient import Clipped, GroupNormalized
+from relaxd.config.algorithm import OPDConfig
+from relaxd.config.policy_gradient import PolicyGradientConfig
+
+
+class OPD(GroupNormalized, Clipped):
+    """The student writes, the teacher judges every token; rewards count if asked.
+
+    A_t = reward_coef x (R_i - mean(R)) / (std(R) + std_epsilon) - distill_coef x (log π_student - log π_teacher) of
+    token t, with PPO's clipped objective; or, with distill_loss_coef, the divergence as a term of the loss. Both are
+    the base's: any other algorithm can have a teacher, too.
+    """
+
+    Config: ClassVar[type[PolicyGradientConfig]] = OPDConfig
+    config: OPDConfig
+
+    def sample_advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return GRPO's advantages times reward_coef, [n]."""
+        return self.config.reward_coef * super().sample_advantages(rewards)
