@@ -78,10 +78,7 @@ def test_the_table_of_other_names_is_sound() -> None:
         assert sorted(names) == sorted(set(names))
 
 
-RUNNABLE = [name for name, section in BUILT_IN.items() if not section.needs_whole_step]
-
-
-@pytest.mark.parametrize("name", [*RUNNABLE, "my.module:Mine"])
+@pytest.mark.parametrize("name", [*BUILT_IN, "my.module:Mine"])
 def test_a_section_has_the_defaults_of_its_algorithm(name: str) -> None:
     overrides = ["--algorithm.name", name, "--board.max_staleness", "0"]
     if ":" in name:
@@ -121,7 +118,6 @@ def test_a_section_has_the_defaults_of_its_algorithm(name: str) -> None:
         ("name=rloo", 'algorithm.name is "rloo", but board.max_staleness is 1: set 0'),
         ("name=rloo staleness=0 epochs=2", "but a step has 2 updates: set trainer.mini_batches = 1"),
         ("name=rloo correction=tis samples=1", "rollout.samples_per_prompt is 1: it compares the samples of a group"),
-        ("name=reinforce_plus_plus", "needs mean and variance of the advantages over a whole step"),
         ("name=reinforce_plus_plus mask_truncated=true", "use overlong_buffer instead"),
     ],
 )
