@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from relaxd.cli.examples import demo_overrides
 from relaxd.config.algorithm import BUILT_IN
 from relaxd.config.equivalents import EQUIVALENTS, FRAMEWORKS
 from relaxd.config.load import ConfigError, load, load_file
@@ -93,6 +94,18 @@ def test_a_section_has_the_defaults_of_its_algorithm(name: str) -> None:
     assert section.splitlines() == expected
     if name in BUILT_IN:
         assert config.algorithm == BUILT_IN[name]()
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_demo_runs_with_every_algorithm(name: str) -> None:
+    config = load_file(ROOT / "examples" / "addition.toml", [*demo_overrides(name), "--run.steps", "3"])
+    assert (config.algorithm.name, config.board.max_staleness, config.run.steps) == (name, 1, 3)
+
+
+@pytest.mark.parametrize("name", ["gspo", "reinforce_plus_plus"])
+def test_an_algorithms_example_is_its_demo(name: str) -> None:
+    demo = load_file(ROOT / "examples" / "addition.toml", demo_overrides(name))
+    assert load_file(ROOT / "examples" / f"{name.replace('_', '-')}.toml") == demo
 
 
 @pytest.mark.parametrize(
