@@ -51,6 +51,9 @@ class Needs:
     """Columns that `Algorithm.advantages` reads besides rewards and lengths."""
     old_logprobs: bool = False
     """Whether `Algorithm.loss` reads `LossInputs.old_logprobs`."""
+    whitened: bool = False
+    """Whether the trainer normalises the advantages over all trained tokens of a step (`Whitening`). A step is then
+    trained once it is full."""
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,7 @@ class PolicyGradient:
             loss=("rollout_logprobs", "advantages", *reference, *teacher),
             advantages=tuple(dict.fromkeys(advantages)),
             old_logprobs=not self._old_is_engine or self.config.correction != "none",
+            whitened=self.config.needs_whole_step,
         )
 
     @property

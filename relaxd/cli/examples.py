@@ -14,6 +14,23 @@ from relaxd.client.errors import CliError
 OWN_TASK = {"run.toml": "jsonl.toml", "prompts.jsonl": "prompts.jsonl", "reward.py": "reward.py"}
 """Files that `relaxd init` writes, and the examples that they are copies of."""
 
+DEMO_SETTINGS: dict[str, tuple[str, ...]] = {
+    # Answers have up to 12 tokens, not 1,024.
+    "dr_grpo": ("--algorithm.constant_length", "12"),
+    # The paper's limits are for answers of thousands of tokens, whose mean ratio hardly moves.
+    "gspo": ("--algorithm.clip_low", "0.03", "--algorithm.clip_high", "0.04"),
+    # Answers may be a step old, and it has no ratio of its own.
+    "rloo": ("--algorithm.correction", "tis"),
+    # Groups of equal rewards take part, so that a step teaches less.
+    "reinforce_plus_plus": ("--run.steps", "32"),
+}
+"""Settings of `relaxd demo --algorithm NAME` that differ from the algorithm's defaults."""
+
+
+def demo_overrides(algorithm: str) -> list[str]:
+    """Return the words that make the demo train with an algorithm."""
+    return ["--algorithm.name", algorithm, *DEMO_SETTINGS.get(algorithm, ())]
+
 
 def example(name: str) -> Path:
     """Return the path of an example, such as "addition.toml". Raises CliError when it isn't installed."""

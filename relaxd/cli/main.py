@@ -14,7 +14,7 @@ from relaxd import __version__
 from relaxd.cli import recovery, run_commands
 from relaxd.cli.config_command import config_app
 from relaxd.cli.data_command import data
-from relaxd.cli.examples import example, init
+from relaxd.cli.examples import demo_overrides, example, init
 from relaxd.cli.execute import Where, execute
 from relaxd.cli.models import model_app
 from relaxd.cli.options import (
@@ -142,15 +142,18 @@ app.command(context_settings=PASS_ON)(data)
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts' order and of sampling.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default: the example's.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps; default: what the algorithm needs.")
+    ] = None,
+    algorithm: Annotated[str, typer.Option(help="Algorithm to teach it with (docs/algorithms.md).")] = "grpo",
     keep_up: KeepUpOption = False,
     run_id: RunIdOption = "",
     state: StateOption = DEFAULT_STATE,
 ) -> None:
     """Teach a real language model to add two-digit numbers, on this machine, in minutes."""
-    overrides = ["--run.seed", str(seed)] + (["--run.steps", str(steps)] if steps is not None else [])
-    path = example("addition.toml")
-    config = load_file(path, overrides)
+    overrides = ["--run.seed", str(seed), *demo_overrides(algorithm)]
+    overrides += ["--run.steps", str(steps)] if steps is not None else []
+    config = load_file(example("addition.toml"), overrides)
     where = Where(StateFolder(state), keep_up=keep_up)
     execute(config, run_id or _new_run_id("demo"), where, new_console())
 

@@ -146,7 +146,6 @@ class OwnConfig(Section):
     """An algorithm of your own."""
 
     min_samples: ClassVar[int] = 1
-    needs_whole_step: ClassVar[bool] = False
     on_policy_only: ClassVar[str] = ""
 
     name: str

@@ -18,7 +18,7 @@ class PolicyGradientConfig(Section):
     min_samples: ClassVar[int] = 1
     """Samples that a group needs at least."""
     needs_whole_step: ClassVar[bool] = False
-    """Whether advantages depend on all groups of a step."""
+    """Whether advantages are normalised over all groups of a step."""
 
     name: str = ""
     """Chooses the algorithm."""

@@ -390,11 +390,6 @@ class RunConfig(Section):
                 f"{who}, but a step has {self.trainer.updates_per_step} updates: set trainer.mini_batches = 1 and "
                 f"trainer.epochs = 1, because {algorithm.on_policy_only}"
             )
-        if algorithm.needs_whole_step:
-            raise ValueError(
-                f"{who}, which needs mean and variance of the advantages over a whole step: the trainer doesn't "
-                'compute them yet. Use "grpo", "dr_grpo" or "rloo"'
-            )
         if isinstance(algorithm, OwnConfig):
             return self
         if algorithm.kl_reward_coef > 0 and self.roles.reference.placement != "service":

@@ -110,6 +110,14 @@ METRICS: dict[str, Metric] = {
         Metric("policy_drift_p99", "step", "1", "99th percentile of those differences, to 2 %."),
         Metric("policy_drift_max", "step", "1", "Largest of those differences."),
         Metric("policy_drift_kl", "step", "1", "As logprob_difference_kl, of all trained tokens of the step."),
+        Metric(
+            "advantage_mean",
+            "step",
+            "1",
+            "Mean advantage of the step's trained tokens before it was normalised. This and the next one: algorithms "
+            "that normalise over the step only.",
+        ),
+        Metric("advantage_std", "step", "1", "Their standard deviation, at least 1e-4."),
         Metric("ratio", "step", "1", "Mean probability ratio of the trained tokens (trainer over old policy)."),
         Metric("clip_fraction", "step", "1", "Share of trained tokens whose ratio the loss clipped."),
         Metric(

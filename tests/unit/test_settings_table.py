@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from relaxd.cli.examples import demo_overrides
 from relaxd.config.algorithm import BUILT_IN
 from relaxd.config.equivalents import EQUIVALENTS, FRAMEWORKS
 from relaxd.config.load import ConfigError, load, load_file
@@ -78,10 +79,7 @@ def test_the_table_of_other_names_is_sound() -> None:
         assert sorted(names) == sorted(set(names))
 
 
-RUNNABLE = [name for name, section in BUILT_IN.items() if not section.needs_whole_step]
-
-
-@pytest.mark.parametrize("name", [*RUNNABLE, "my.module:Mine"])
+@pytest.mark.parametrize("name", [*BUILT_IN, "my.module:Mine"])
 def test_a_section_has_the_defaults_of_its_algorithm(name: str) -> None:
     overrides = ["--algorithm.name", name, "--board.max_staleness", "0"]
     if ":" in name:
@@ -98,6 +96,18 @@ def test_a_section_has_the_defaults_of_its_algorithm(name: str) -> None:
     assert section.splitlines() == expected
     if name in BUILT_IN:
         assert config.algorithm == BUILT_IN[name]()
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_demo_runs_with_every_algorithm(name: str) -> None:
+    config = load_file(ROOT / "examples" / "addition.toml", [*demo_overrides(name), "--run.steps", "3"])
+    assert (config.algorithm.name, config.board.max_staleness, config.run.steps) == (name, 1, 3)
+
+
+@pytest.mark.parametrize("name", ["gspo", "reinforce_plus_plus"])
+def test_an_algorithms_example_is_its_demo(name: str) -> None:
+    demo = load_file(ROOT / "examples" / "addition.toml", demo_overrides(name))
+    assert load_file(ROOT / "examples" / f"{name.replace('_', '-')}.toml") == demo
 
 
 @pytest.mark.parametrize(
@@ -123,7 +133,6 @@ def test_a_section_has_the_defaults_of_its_algorithm(name: str) -> None:
         ("name=rloo", 'algorithm.name is "rloo", but board.max_staleness is 1: set 0'),
         ("name=rloo staleness=0 epochs=2", "but a step has 2 updates: set trainer.mini_batches = 1"),
         ("name=rloo correction=tis samples=1", "rollout.samples_per_prompt is 1: it compares the samples of a group"),
-        ("name=reinforce_plus_plus", "needs mean and variance of the advantages over a whole step"),
         ("name=reinforce_plus_plus mask_truncated=true", "use overlong_buffer instead"),
     ],
 )

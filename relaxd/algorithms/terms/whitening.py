@@ -1,6 +1,7 @@
 """Normalisation of advantages over all trained tokens of a step: REINFORCE++, arXiv 2501.03262."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ class Whitening:
 
     @classmethod
     def of(cls, advantages: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.uint8]]) -> "Whitening":
-        """Measure a step, in float64 and in the order of its groups.
+        """Measure a step, in float64. The order of its groups doesn't matter, not even for the last bit.
 
         The variance is that of the population (divisor: the number of tokens), and at least 1e-8.
 
@@ -28,13 +29,22 @@ class Whitening:
             advantages: [T] of each group.
             masks: [T] of each group; tokens with mask 0 don't count.
         """
-        trained = [values[mask != 0].astype(np.float64) for values, mask in zip(advantages, masks, strict=True)]
-        everything = np.concatenate(trained) if trained else np.zeros(0)
-        if everything.size == 0:
+
+        def total(term: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> float:
+            # Group by group: a step may have a hundred million tokens. fsum rounds once, in whatever order.
+            sums = (
+                term(values[mask != 0].astype(np.float64)).sum() for values, mask in zip(advantages, masks, strict=True)
+            )
+            return math.fsum(sums)
+
+        count = sum(int(np.count_nonzero(mask)) for mask in masks)
+        if count == 0:
             return cls(0.0, 1.0)
-        return cls(float(everything.mean()), float(np.sqrt(max(float(everything.var()), 1e-8))))
+        mean = total(lambda values: values) / count
+        variance = total(lambda values: np.square(values - mean)) / count
+        return cls(mean, math.sqrt(max(variance, 1e-8)))
 
     def apply(self, advantages: NDArray[np.float32], mask: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return (A - mean) / deviation of a group's tokens, float32 [T], 0 where mask is 0."""
+        """Return (A - mean) / deviation of some tokens, float32 [T], 0 where mask is 0."""
         normalized = (advantages.astype(np.float64) - self.mean) / self.deviation
         return np.where(mask != 0, normalized, 0.0).astype(np.float32)

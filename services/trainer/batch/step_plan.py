@@ -5,8 +5,10 @@ arithmetic can be replayed from the plan and the groups' columns.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from relaxd.algorithms.terms.whitening import Whitening
 
 OUTCOME = "skipped_updates"
 """The field of a plan that is known only after the step."""
@@ -117,6 +119,8 @@ class StepPlan:
     """Its mini-batches, in order. A group is in one of them."""
     epochs: int = 1
     """Number of passes over the mini-batches."""
+    whitening: Whitening | None = None
+    """What the columns' advantages are normalised with before they are trained on; None: they aren't."""
     skipped_updates: tuple[int, ...] | None = None
     """Indices in `updates` of those that were skipped because their loss or gradient wasn't finite. None if unknown, as
     in a step file, which is written before the updates."""
@@ -134,6 +138,7 @@ class StepPlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as the ledger and the step file keep it."""
         outcome = {} if self.skipped_updates is None else {OUTCOME: list(self.skipped_updates)}
+        whitening = {} if self.whitening is None else {"whitening": asdict(self.whitening)}
         return {
             "step": self.step,
             "term": self.term,
@@ -141,6 +146,7 @@ class StepPlan:
             "groups": list(self.groups),
             "mini_batches": [mini_batch.to_json() for mini_batch in self.mini_batches],
             "epochs": self.epochs,
+            **whitening,
             **outcome,
         }
 
@@ -160,6 +166,7 @@ class StepPlan:
                 # A plan of an earlier release is its only mini-batch.
                 mini_batches=tuple(MiniBatch.from_json(one) for one in value.get("mini_batches", [value])),
                 epochs=int(value.get("epochs", 1)),
+                whitening=Whitening(**value["whitening"]) if "whitening" in value else None,
                 skipped_updates=tuple(int(update) for update in value[OUTCOME]) if OUTCOME in value else None,
             )
         except (KeyError, TypeError, ValueError) as error:

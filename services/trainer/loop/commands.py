@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.board import TRAIN, Board, BoardUnavailable, Delivery
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.step_file import read_committed
@@ -113,11 +114,13 @@ class Round:
     micro_batches: MicroBatchRound
     deliveries: tuple[Delivery, ...]
     """Deliveries of its groups."""
+    whitening: Whitening | None = None
+    """`StepPlan.whitening`."""
 
     def execute(self, rank: TrainingRank) -> None:
         """Load this rank's missing groups and accumulate gradients."""
         rank.load_missing(rank.runner.own_groups(self.micro_batches), self.deliveries)
-        rank.runner.run(self.micro_batches, rank.groups)
+        rank.runner.run(self.micro_batches, rank.groups, self.whitening)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """Execution of a step's rounds on one rank, the same for live and replayed steps."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms import create
+from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.board import OLD_LOGPROBS, REF_LOGPROBS, stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.groups import TrainGroup, check_group
@@ -79,11 +81,20 @@ class RoundRunner:
             }
         )
 
-    def run(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup]) -> None:
-        """Run forward and backward on this rank's micro-batches of a round. Skip groups that aren't in `groups`."""
+    def run(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup], whitening: Whitening | None = None) -> None:
+        """Run forward and backward on this rank's micro-batches of a round. Skip groups that aren't in `groups`.
+
+        Args:
+            entry: the round.
+            groups: groups by id.
+            whitening: what their advantages are normalised with here. Their columns stay as they are.
+        """
         own = entry.micro_batches[self._learner.world.dp_rank]
         columns = [*self._packed_columns, *self._forward]
-        self._learner.accumulate([self._packed(micro_batch, groups, columns) for micro_batch in own])
+        batches = [self._packed(micro_batch, groups, columns) for micro_batch in own]
+        if whitening is not None:
+            batches = [_whitened(batch, whitening) for batch in batches]
+        self._learner.accumulate(batches)
 
     def replay(self, file: StepFile, skipped_updates: Collection[int] | None) -> list[UpdateStats]:
         """Replay a whole step.
@@ -104,7 +115,7 @@ class RoundRunner:
         updates = []
         for index, mini_batch in enumerate(file.plan.updates):
             for entry in mini_batch.rounds:
-                self.run(entry, groups)
+                self.run(entry, groups, file.plan.whitening)
             skip = None if skipped_updates is None else index in skipped_updates
             updates.append(self._learner.update(mini_batch.normalizer, skip=skip))
         self._learner.end_step()
@@ -135,3 +146,9 @@ class RoundRunner:
                 yield from groups[piece.group_id].sequences(
                     piece.sequences, columns, self._algorithm, self._temperature, version
                 )
+
+
+def _whitened(batch: PackedMicroBatch, whitening: Whitening) -> PackedMicroBatch:
+    """Return a micro-batch with normalised advantages."""
+    advantages = whitening.apply(batch.columns["advantages"], batch.loss_mask)
+    return replace(batch, columns={**batch.columns, "advantages": advantages})

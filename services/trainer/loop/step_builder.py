@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from opentelemetry.trace import Span
 
 from relaxd import telemetry
+from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.board import TRAIN, Delivery, GroupTimes, StageTime, microseconds
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.mini_batches import add_group
@@ -26,6 +27,8 @@ class StepBuilder:
         """Rounds that were trained while it filled."""
         self.mini_batches: tuple[MiniBatch, ...] = ()
         """Its mini-batches; known when the step closes."""
+        self.whitening: Whitening | None = None
+        """What its advantages are normalised with, if they are; known when the step closes."""
         self.waited = 0.0
         """Seconds spent waiting for groups."""
         self.worked = 0.0
@@ -78,6 +81,7 @@ class StepBuilder:
             groups=tuple(self.members),
             mini_batches=self.mini_batches,
             epochs=epochs,
+            whitening=self.whitening,
         )
 
     def end_spans(self, ended: int | None = None) -> None:

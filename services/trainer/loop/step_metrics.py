@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd import telemetry
+from relaxd.algorithms.terms.whitening import Whitening
 from services.trainer.batch.groups import TrainGroup, bounds_of
 
 
@@ -54,7 +55,9 @@ def record_samples(run_id: str, groups: Sequence[TrainGroup], step: int) -> None
                 telemetry.record("staleness", step - 1 - int(versions.min()), attributes)
 
 
-def shown_samples(groups: Sequence[TrainGroup], step: int, limit: int) -> list[dict[str, Any]]:
+def shown_samples(
+    groups: Sequence[TrainGroup], step: int, limit: int, whitening: Whitening | None = None
+) -> list[dict[str, Any]]:
     """Choose samples to show, every group's first sample first, with the fields of TrainedSample in coordinator.proto.
 
     A sample of several sequences is shown with the text of the last one.
@@ -63,16 +66,20 @@ def shown_samples(groups: Sequence[TrainGroup], step: int, limit: int) -> list[d
         groups: the step's groups.
         step: the step.
         limit: largest number of samples.
+        whitening: what their advantages are normalised with, if they are.
     """
     places = [
         (index, place) for place, group in enumerate(groups) for index in range(group.samples)
     ]  # every group's sample 0, then every group's sample 1 ...
-    return [_shown(groups[place], index, step) for index, place in sorted(places)[:limit]]
+    return [_shown(groups[place], index, step, whitening) for index, place in sorted(places)[:limit]]
 
 
-def _shown(group: TrainGroup, index: int, step: int) -> dict[str, Any]:
+def _shown(group: TrainGroup, index: int, step: int, whitening: Whitening | None) -> dict[str, Any]:
     columns, bounds = group.columns, bounds_of(group.sample_lengths)
     own = slice(int(bounds[index]), int(bounds[index + 1]))
+    advantages = columns["advantages"][own]
+    if whitening is not None:
+        advantages = whitening.apply(advantages, columns["loss_mask"][own])
     length = own.stop - own.start
     versions = _trained_versions(group, own)
     last = int(np.searchsorted(columns["sample_of_sequence"], index, side="right")) - 1
@@ -84,7 +91,7 @@ def _shown(group: TrainGroup, index: int, step: int) -> dict[str, Any]:
         "answer": str(prompt.get("answer", "")),
         "response": str(columns["text"][last]),
         "reward": float(columns["reward"][index]),
-        "advantage": float(columns["advantages"][own].mean()) if length else 0.0,
+        "advantage": float(advantages.mean()) if length else 0.0,
         "version": int(versions.min()) if versions.size else 0,
         "length": length,
         "finish_reason": str(columns["finish"][last]),

@@ -1,15 +1,17 @@
 """What happens to a step's groups when: training while the step fills, or preparing, and training once it is full.
 
-Rank 0 drives all ranks through it. With one update a step, and so with nothing to be computed beforehand, micro-batches
-are trained as they come. Otherwise a step has two phases. While it fills, forward passes compute what all its updates
-need: log-probs under the weights at its beginning, and under the reference. Once it is full, its groups are divided
-into mini-batches, and each mini-batch makes an update in each epoch.
+Rank 0 drives all ranks through it. With one update a step, and nothing to be known beforehand, micro-batches are
+trained as they come. Otherwise a step has two phases. While it fills, forward passes compute what all its updates need:
+log-probs under the weights at its beginning, and under the reference. Once it is full, its advantages are measured if
+they are to be normalised over the step, its groups are divided into mini-batches, and each mini-batch makes an update
+in each epoch.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from relaxd.algorithms import Algorithm
+from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.config import RunConfig
 from services.trainer.batch.mini_batches import mini_batch, pack_rounds, split
 from services.trainer.batch.round_packer import Packer
@@ -42,8 +44,8 @@ def packer_for(config: RunConfig) -> Packer:
 
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:
     """Return the order of work in a run's steps."""
-    kind = TrainedWhileFilling if config.trainer.updates_per_step == 1 else PreparedThenTrained
-    return kind(config, algorithm, rank)
+    at_once = config.trainer.updates_per_step == 1 and not algorithm.needs.whitened
+    return (TrainedWhileFilling if at_once else PreparedThenTrained)(config, algorithm, rank)
 
 
 class TrainedWhileFilling:
@@ -85,8 +87,12 @@ class PreparedThenTrained:
             self._rank.run(Prepare(entry, opened.deliveries_of(entry)))
 
     def close(self, opened: StepBuilder) -> bool:
-        """Divide the groups into mini-batches and hand them out, with their prepared columns."""
+        """Measure the advantages; divide the groups into mini-batches; hand them out with their prepared columns."""
         groups, count = list(opened.groups.values()), self._config.trainer.mini_batches
+        if self._algorithm.needs.whitened:
+            opened.whitening = Whitening.of(
+                [group.columns["advantages"] for group in groups], [group.columns["loss_mask"] for group in groups]
+            )
         parts = split(groups, count, seed=(self._config.run.seed, opened.number))
         opened.mini_batches = tuple(
             mini_batch(part, pack_rounds(part, packer_for(self._config)), self._algorithm) for part in parts

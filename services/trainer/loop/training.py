@@ -159,7 +159,7 @@ class Training:
             for entry in self._phases.rounds(mini_batch):
                 self._report(place)
                 self._abandon_if_draining()
-                self.rank.run(Round(entry, ()))
+                self.rank.run(Round(entry, (), plan.whitening))
             if not updates:
                 opened.held_back = self._begin_change(plan.step)
             self._report(place)
@@ -217,6 +217,8 @@ class Training:
         seconds, self._last_end = now - self._last_end, now
         metrics = group_metrics(groups, plan.step)
         metrics |= step_metrics(updates, plan.epochs)
+        if plan.whitening is not None:
+            metrics |= {"advantage_mean": plan.whitening.mean, "advantage_std": plan.whitening.deviation}
         metrics |= {
             "optimizer_steps": float(self._learner.optimizer_steps),
             **trainer_times(opened, seconds, self.checkpoints.take_stall()),
@@ -226,7 +228,7 @@ class Training:
             **self.sleeping.take_metrics(),
         }
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN
-        samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step)
+        samples = shown_samples(groups, plan.step, self._config.telemetry.samples_per_step, plan.whitening)
         while True:
             try:
                 self._board.commit_step(

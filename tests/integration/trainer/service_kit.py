@@ -84,12 +84,19 @@ class Feeder:
         return deliveries
 
     def finish(
-        self, deliveries: Sequence[Any], version: int, length: int = 6, advantage: float = 1.0, **changes: Any
+        self,
+        deliveries: Sequence[Any],
+        version: int,
+        length: int = 6,
+        advantage: float = 1.0,
+        least_advantage: float | None = None,
+        **changes: Any,
     ) -> None:
         """Generate, score and judge groups that were begun; `advantage` is the largest of a group."""
         for delivery in deliveries:
             self.board.commit([(delivery, self._answers(delivery.group_id, version, length) | changes)])
-        for stage, columns in (("reward", self._rewards()), ("advantage", self._advantages(length, advantage))):
+        advantages = self._advantages(length, -advantage if least_advantage is None else least_advantage, advantage)
+        for stage, columns in (("reward", self._rewards()), ("advantage", advantages)):
             taken = self.board.take(stage, "tester", count=len(deliveries), block_seconds=1.0)
             assert len(taken) == len(deliveries)
             assert all(self.board.commit([(delivery, columns) for delivery in taken]))
@@ -120,8 +127,8 @@ class Feeder:
         rewards = np.arange(self._samples, dtype=np.float64)
         return {"reward": rewards, "reward_parts": {"accuracy": rewards.tolist(), "format": [1.0] * self._samples}}
 
-    def _advantages(self, length: int, largest: float) -> dict[str, Any]:
-        per_sample = np.linspace(-largest, largest, self._samples, dtype=np.float32)
+    def _advantages(self, length: int, least: float, largest: float) -> dict[str, Any]:
+        per_sample = np.linspace(least, largest, self._samples, dtype=np.float32)
         return {"advantages": np.repeat(per_sample, length)}
 
 

@@ -1,7 +1,8 @@
-"""Steps of several updates: the numbers of a plain torch loop, under every layout, and again in every replay."""
+"""Steps of two phases: the numbers of a plain torch loop, under every layout, and again in every replay."""
 
 import contextlib
 import json
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -30,6 +31,14 @@ from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
 from tests.kit.redis_server import RedisServer
 
+NORMALISED = {"name": "reinforce_plus_plus"}
+"""An algorithm whose advantages are normalised over the step."""
+UNEVEN: dict[str, dict[str, Any]] = {
+    "g1": {"least_advantage": 0.0},
+    "g2": {"advantage": 0.25, "loss_mask": np.array([1, 0, 1] * 6, np.uint8)},
+    "g6": {"advantage": 3.0, "least_advantage": 2.0},
+}
+"""Groups whose advantages differ in mean, one of them with tokens that aren't trained on."""
 LENGTHS = (6, 9, 4, 11, 7, 5, 10, 8)
 """Tokens of the answers of each group: of two steps of four groups."""
 RATES = {1: 1.5e-2, 2: 1e-2}
@@ -127,18 +136,20 @@ class PlainLoop:
         """One step of the run. Returns the loss, the gradient norm and the clip fraction of each update."""
         for group in self.optimizer.param_groups:
             group["lr"] = RATES[number]
+        mean, std = normalisation(groups) if self.config.algorithm.name == NORMALISED["name"] else (0.0, 1.0)
         with torch.no_grad():
             old = {name: self.logprobs(group) for name, group in groups.items()}
         seen: dict[str, list[float]] = {"loss": [], "grad_norm": [], "clip_fraction": []}
-        for _ in range(2):
+        for _ in range(self.config.trainer.epochs):
             for part in parts:
                 terms, clipped = [], []
                 for name in part:
                     ratio = (self.logprobs(groups[name]) - old[name]).exp()
-                    advantage = torch.from_numpy(groups[name]["advantages"]).double()
+                    advantage = (torch.from_numpy(groups[name]["advantages"]).double() - mean) / std
+                    trained = torch.from_numpy(groups[name]["loss_mask"] != 0)
                     plain, limited = ratio * advantage, ratio.clamp(0.8, 1.2) * advantage
-                    terms.append(-torch.minimum(plain, limited))
-                    clipped.append((limited < plain).double())
+                    terms.append(-torch.minimum(plain, limited)[trained])
+                    clipped.append((limited < plain)[trained].double())
                 loss = torch.cat(terms).mean()
                 self.optimizer.zero_grad()
                 loss.backward()
@@ -150,9 +161,20 @@ class PlainLoop:
         return seen
 
 
-def test_updates_are_those_of_a_plain_loop(tiny_qwen3: Path, redis_url: str, tmp_path: Path, alone: None) -> None:
-    config = config_of(tiny_qwen3)
-    result = run_job(prepare_run(redis_url, 1, config, tmp_path / "run"))
+def normalisation(groups: dict[str, dict[str, Any]]) -> tuple[float, float]:
+    """Mean and standard deviation of the advantages of all trained tokens of a step."""
+    pairs = [zip(group["advantages"], group["loss_mask"], strict=True) for group in groups.values()]
+    values = [float(advantage) for one in pairs for advantage, trained in one if trained]
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+
+
+@pytest.mark.parametrize("algorithm", [{}, NORMALISED], ids=["grpo", "normalised"])
+def test_updates_are_those_of_a_plain_loop(
+    tiny_qwen3: Path, redis_url: str, tmp_path: Path, alone: None, algorithm: dict[str, Any]
+) -> None:
+    config = config_of(tiny_qwen3, algorithm)
+    result = run_job(prepare_run(redis_url, 1, config, tmp_path / "run", **UNEVEN))
     loop = PlainLoop(config)
     assert len(result["ledger"]) == 2
     for entry in result["ledger"]:
@@ -161,7 +183,8 @@ def test_updates_are_those_of_a_plain_loop(tiny_qwen3: Path, redis_url: str, tmp
         assert [len(part) for part in parts] == [2, 2]
         with torch.no_grad():
             for group in file.groups.values():
-                np.testing.assert_allclose(group["old_logprobs"], loop.logprobs(group).numpy(), atol=2e-5)
+                expected = loop.logprobs(group).numpy() * group["loss_mask"]
+                np.testing.assert_allclose(group["old_logprobs"], expected, atol=2e-5)
         expected = loop.step(entry.step, file.groups, parts)
         assert any(expected["clip_fraction"][1:]), "the second epoch is to clip"
         tokens = [mini_batch.trained_tokens for mini_batch in file.plan.updates]
@@ -183,6 +206,29 @@ def test_updates_are_those_of_a_plain_loop(tiny_qwen3: Path, redis_url: str, tmp
         assert np.abs(tensor - initial[name].numpy()).max() > 1e-4, name
 
 
+def test_a_step_of_one_update_waits_for_its_advantages_and_is_repeated_exactly(
+    tiny_qwen3: Path, redis_url: str, tmp_path: Path, alone: None
+) -> None:
+    config = config_of(tiny_qwen3, NORMALISED, **ONE_UPDATE)
+    job = prepare_run(redis_url, 1, config, tmp_path / "run", **UNEVEN)
+    trained = run_job(job)
+    loop = PlainLoop(config)
+    for entry in trained["ledger"]:
+        file = read_committed(tmp_path / "run", entry.step, entry.plan)
+        expected = loop.step(entry.step, file.groups, [list(file.groups)])
+        for name in ("loss", "grad_norm"):
+            assert [entry.metrics[name]] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        mean, std = normalisation(file.groups)
+        assert abs(mean) > 0.02, "normalising makes a difference"
+        recorded = (entry.metrics["advantage_mean"], entry.metrics["advantage_std"])
+        assert recorded == pytest.approx((mean, std), rel=1e-12)
+        assert entry.plan["whitening"] == dict(zip(("mean", "deviation"), recorded, strict=True))
+    # The step files have the advantages as they came, so that the next trainer normalises them once.
+    shut_down_quietly()
+    again = run_job(job)
+    assert same(again, trained)
+
+
 # --- any layout ---------------------------------------------------------------------------------------------------
 
 WAYS = {
@@ -193,6 +239,7 @@ WAYS = {
 }
 WITH_KL = {"kl_coef": 0.1, "entropy_coef": 0.01}
 """A reference of the trainer's own, whose log-probs are prepared, too."""
+ONE_UPDATE = {"mini_batches": 1, "epochs": 1}
 LONG_STEP: dict[str, Any] = {"ranks": 2, "epochs": 20, "optimizer": {"lr": 1e-3}}
 """A step that takes long enough to be interrupted."""
 
@@ -209,6 +256,8 @@ def worlds(
     for number, (way, parallel) in enumerate(WAYS.items()):
         config = config_of(tiny_qwen3, WITH_KL, ranks=2, **parallel)
         jobs[way] = prepare_run(session_redis.url, number + 1, config, root / way)
+    config = config_of(tiny_qwen3, NORMALISED, ranks=2, **ONE_UPDATE)
+    jobs["normalised"] = prepare_run(session_redis.url, len(jobs) + 1, config, root / "normalised", **UNEVEN)
     config = long_step(tiny_qwen3)
     jobs["long step"] = prepare_run(session_redis.url, len(jobs) + 1, config, root / "long")
     results = run_world(list(jobs.values()), 2, root / "ranks", free_port(), program=training_worlds.__name__)
@@ -216,7 +265,7 @@ def worlds(
 
 
 def long_step(model: Path) -> RunConfig:
-    config = config_of(model, **LONG_STEP)
+    config = config_of(model, NORMALISED, **LONG_STEP)
     return config.model_copy(update={"run": config.run.model_copy(update={"steps": 1})})
 
 
@@ -229,7 +278,7 @@ def test_updates_are_the_same_under_every_layout_and_micro_batch_size(
         config = config_of(tiny_qwen3, WITH_KL, micro_batch_tokens=tokens)
         found[f"{tokens} tokens"] = [run_job(prepare_run(redis_url, number + 1, config, tmp_path / str(tokens)))]
     (expected,) = found.pop("48 tokens")
-    del found["long step"]
+    del found["long step"], found["normalised"]
     assert [len(entry.plan["mini_batches"]) for entry in expected["ledger"]] == [2, 2]
     for way, ranks in found.items():
         for ours, theirs in zip(ranks[0]["ledger"], expected["ledger"], strict=True):
@@ -240,6 +289,21 @@ def test_updates_are_the_same_under_every_layout_and_micro_batch_size(
         assert tensors.keys() == expected["tensors"].keys()
         for name, tensor in expected["tensors"].items():
             np.testing.assert_allclose(tensors[name], tensor, atol=1e-4, err_msg=f"{way} {name}")
+
+
+def test_advantages_are_normalised_over_all_ranks(
+    worlds: dict[str, list[dict[str, Any]]], tiny_qwen3: Path, redis_url: str, tmp_path: Path, alone: None
+) -> None:
+    config = config_of(tiny_qwen3, NORMALISED, **ONE_UPDATE)
+    alone_on_one_rank = run_job(prepare_run(redis_url, 1, config, tmp_path / "run", **UNEVEN))
+    ranks = worlds["normalised"]
+    for ours, theirs in zip(ranks[0]["ledger"], alone_on_one_rank["ledger"], strict=True):
+        assert ours.plan["whitening"] == theirs.plan["whitening"], "bit for bit"
+        assert len(ours.plan["mini_batches"][0]["rounds"][0]) == 2
+        for name in ("loss", "grad_norm", "ratio"):
+            assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-4, abs=1e-6), name
+    for name, tensor in alone_on_one_rank["tensors"].items():
+        np.testing.assert_allclose(ranks[0]["tensors"][name], tensor, atol=2e-5, err_msg=name)
 
 
 # --- skipped, repeated, interrupted -------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Every algorithm's advantages beside formulas in Python's floats, and changes of rewards before them."""
 
+import itertools
 import math
 from typing import Any
 
@@ -159,6 +160,8 @@ def test_whitening_is_over_all_trained_tokens_of_the_step() -> None:
     std = math.sqrt(math.fsum((a - mean) ** 2 for a in trained) / len(trained))
     whitening = Whitening.of(groups, masks)
     assert (whitening.mean, whitening.deviation) == pytest.approx((mean, std), rel=1e-12)
+    for order in itertools.permutations(range(3)):
+        assert Whitening.of([groups[i] for i in order], [masks[i] for i in order]) == whitening
     for group, mask in zip(groups, masks, strict=True):
         expected = [(float(a) - mean) / std if m else 0.0 for a, m in zip(group, mask, strict=True)]
         np.testing.assert_allclose(whitening.apply(group, mask), expected, rtol=1e-6)

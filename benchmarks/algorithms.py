@@ -1,0 +1,150 @@
+"""Reward over the steps of every algorithm, on the same task from the same seeds.
+
+    python -m benchmarks.algorithms                            # CPU, a tiny random model that learns to count: minutes
+    python -m benchmarks.algorithms --task demo --seeds 1      # `relaxd demo --algorithm NAME`: minutes each
+    python -m benchmarks.algorithms --task demo --seeds 1 2 --folder FOLDER    # goes on where it was interrupted
+
+counting is benchmarks/delayed_training.py: the trainer's learner and losses in one process, on answers of the version
+before, from an engine in the trainer's precision. Each algorithm has its own defaults, but for SETTINGS; all have the
+same learning rate. demo runs all services on SmolLM2-135M. The algorithms get the same prompts in the same order, but
+for the groups that some drop.
+
+Results of each algorithm over the seeds: the reward at the end (mean of the last fifth of the steps) and over all
+steps, and the share of clipped tokens; for the demo also greedy accuracy on held-out sums, before and after.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.delayed_training import Setting, train
+from benchmarks.reporting import RESULTS, report
+from relaxd.algorithms import ALGORITHMS
+from relaxd.config.algorithm import ALGORITHM
+from tests.kit.models import make_tiny_model
+
+SETTINGS: dict[str, dict[str, Any]] = {"dr_grpo": {"constant_length": 16}, "rloo": {"correction": "tis"}}
+"""Settings for counting that aren't the algorithm's defaults: answers have 16 tokens, and are a version old."""
+SMOOTHED = 5
+"""Steps of the mean that is drawn."""
+Lines = list[dict[str, Any]]
+"""Metrics of a run's steps; "reward", "clip_fraction"."""
+
+
+def count(name: str, seed: int, steps: int, lr: float, model: Path) -> Lines:
+    """Train the tiny model to count."""
+    setting = Setting(
+        model=model,
+        task="counting",
+        steps=steps,
+        groups=8,
+        samples=8,
+        new_tokens=16,
+        lr=lr,
+        trainer_dtype="float32",
+        engine_dtype="float32",
+        threads=1,
+    )
+    algorithm = ALGORITHM.validate_python({"name": name, **SETTINGS.get(name, {})})
+    lines: Lines = train(setting, algorithm, 1, seed, lambda line: None)
+    return lines
+
+
+def demo(name: str, seed: int, steps: int | None, folder: Path) -> tuple[Lines, dict[str, Any]]:
+    """Run the demo, unless its run is there. Return its lines and its summary."""
+    run = folder / "runs" / f"{name}-{seed}"
+    if not (run / "summary.json").is_file():
+        words = ["demo", "--algorithm", name, "--seed", str(seed), "--run-id", run.name]
+        words += ["--state", str(folder / "state")] + (["--steps", str(steps)] if steps else [])
+        subprocess.run([sys.executable, "-m", "relaxd.cli", *words], check=True, cwd=folder)
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [{**line, "reward": line["reward_mean"]} for line in found if "reward_mean" in line]
+    return lines, json.loads((run / "summary.json").read_text())
+
+
+def row(name: str, runs: list[Lines]) -> dict[str, Any]:
+    """Return one algorithm's row of the table."""
+    ends = [statistics.mean(line["reward"] for line in lines[-max(len(lines) // 5, 1) :]) for lines in runs]
+    every = [line for lines in runs for line in lines]
+    return {
+        "algorithm": name,
+        "steps": len(runs[0]),
+        "end reward": statistics.mean(ends),
+        "least": min(ends),
+        "most": max(ends),
+        "mean reward": statistics.mean(line["reward"] for line in every),
+        "clipped": statistics.mean(line.get("clip_fraction", 0.0) for line in every),
+    }
+
+
+def draw(curves: dict[str, list[Lines]], title: str, path: Path) -> None:
+    """Plot the reward by step, a running mean: thin lines are seeds, thick lines their means."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for index, (name, runs) in enumerate(curves.items()):
+        color = colormaps["tab10"](index)
+        smooth = [_running_mean([line["reward"] for line in lines]) for lines in runs]
+        for one in smooth if len(smooth) > 1 else []:
+            axes.plot(range(1, len(one) + 1), one, color=color, linewidth=0.5, alpha=0.4)
+        means = [statistics.mean(at) for at in zip(*smooth, strict=False)]
+        axes.plot(range(1, len(means) + 1), means, color=color, linewidth=2, label=name)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"reward, mean of {SMOOTHED} steps")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path)
+
+
+def _running_mean(values: list[float]) -> list[float]:
+    return [statistics.mean(values[max(0, end - SMOOTHED) : end]) for end in range(1, len(values) + 1)]
+
+
+def main() -> None:
+    """Run every algorithm with every seed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=("counting", "demo"), default="counting")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="default: 100 for counting, the demo's own")
+    parser.add_argument("--lr", type=float, default=5e-3, help="learning rate, for counting")
+    parser.add_argument("--folder", type=Path, help="the demo's runs, which are kept there; default: nowhere")
+    options = parser.parse_args()
+    curves: dict[str, list[Lines]] = {}
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="relaxd-algorithms-") as place:
+        folder = options.folder or Path(place)
+        folder.mkdir(parents=True, exist_ok=True)
+        counting = options.task == "counting"
+        model = make_tiny_model(Path(place) / "model", architecture="qwen3") if counting else Path()
+        for name in options.algorithms:
+            found: dict[str, Any] = {}
+            if counting:
+                runs = [count(name, seed, options.steps or 100, options.lr, model) for seed in options.seeds]
+            else:
+                pairs = [demo(name, seed, options.steps, folder.absolute()) for seed in options.seeds]
+                runs, summaries = [lines for lines, _ in pairs], [summary for _, summary in pairs]
+                for key in ("accuracy_before", "accuracy_after", "published", "dropped", "wall_seconds"):
+                    found[key] = statistics.mean(summary[key] for summary in summaries)
+            curves[name] = runs
+            rows.append(row(name, runs) | found)
+            print(name, {key: round(value, 3) for key, value in rows[-1].items() if value != name}, flush=True)
+    seeds = f"seed {options.seeds[0]}" if len(options.seeds) == 1 else f"{len(options.seeds)} seeds"
+    what = f"counting, learning rate {options.lr:g}" if counting else "relaxd demo --algorithm NAME"
+    draw(curves, f"{what}, {seeds}", RESULTS / f"algorithms-{options.task}.png")
+    facts = {"lr": options.lr} if counting else {}
+    report(f"algorithms-{options.task}", rows, seeds=options.seeds, **facts)
+
+
+if __name__ == "__main__":
+    main()
