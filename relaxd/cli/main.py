@@ -33,6 +33,7 @@ from relaxd.cli.options import (
 from relaxd.cli.reading import commands
 from relaxd.cli.reading.addresses import address_lines
 from relaxd.cli.reading.evaluation_command import evaluation
+from relaxd.cli.reading.ledger_command import ledger
 from relaxd.cli.reading.logs import logs
 from relaxd.cli.reading.report_command import report
 from relaxd.cli.reading.status import print_status
@@ -79,6 +80,8 @@ Keep the services up for several runs:
     relaxd report RUN                show where its time went, and its curves in report.html
 
     relaxd evaluation RUN            show answers to held-out prompts, before and after
+
+    relaxd ledger RUN                show what became of every prompt
 
     relaxd scale rollout=3           add or remove replicas
 
@@ -294,6 +297,7 @@ app.command()(logs)
 app.command()(trace)
 app.command()(report)
 app.command()(evaluation)
+app.command()(ledger)
 app.command()(recovery.replay)
 app.command()(recovery.export)
 

@@ -75,6 +75,7 @@ WITHOUT_DEADLINE = {
             "AssignmentFollower._start",
         ),  # start_run's own; another assignment ends it
         ("relaxd/replica/replica.py", "_end"),  # both were cancelled
+        ("services/reward/remote/breaker.py", "Breaker.wait_closed"),  # reward.outage_seconds
         ("relaxd/weights/gloo.py", "GlooBroadcast.finish"),  # the process group's timeout
         ("relaxd/weights/cuda_ipc.py", "IpcConnection.abort"),  # each broadcast before it has a deadline
         ("relaxd/weights/group.py", "Transfer.precede_current_stream"),  # the transfer's deadline, as in the following
