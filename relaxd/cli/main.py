@@ -16,6 +16,7 @@ from relaxd.cli.config_command import config_app
 from relaxd.cli.data_command import data
 from relaxd.cli.examples import example, init
 from relaxd.cli.execute import Where, execute
+from relaxd.cli.migrate_command import migrate_app
 from relaxd.cli.models import model_app
 from relaxd.cli.options import (
     DEFAULT_STATE,
@@ -100,6 +101,7 @@ app = typer.Typer(
     help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
 )
 app.add_typer(config_app, name="config")
+app.add_typer(migrate_app, name="migrate")
 app.add_typer(model_app, name="model")
 app.add_typer(reward_app, name="reward")
 
