@@ -181,7 +181,7 @@ def test_the_command(tmp_path, monkeypatch):
     shown = run.invoke(app, ["ledger", "one", "--prompt", "0-2"], catch_exceptions=False).output
     assert "trained in step 5 (try 2)" in shown
     assert "dropped: stale, to be tried again" in shown
-    shown = run.invoke(app, ["ledger", "one", "--where", "reason = stale", "--json"], catch_exceptions=False).output
+    shown = run.invoke(app, ["ledger", "one", "--where", "reason = stale", "--json"], catch_exceptions=False).stdout
     assert json.loads(shown.splitlines()[-1])["group"] == "0-2"
 
 
