@@ -8,12 +8,13 @@ from typing import Any
 import redis
 
 from relaxd.board import payloads
-from relaxd.board.core import BoardCore
+from relaxd.board.core import BoardCore, reading
 from relaxd.board.errors import BoardError, GateClosed
+from relaxd.board.facts import facts_json, parse_fate
 from relaxd.board.gate_reasons import explain_limit
 from relaxd.board.sizes import RedisMemory
 from relaxd.board.stages import TRAIN
-from relaxd.board.types import JSON, Admission, LedgerEntry, NewGroup, Retry
+from relaxd.board.types import JSON, Admission, Fate, LedgerEntry, NewGroup, Retry
 
 GROUP_ID = re.compile(r"[^\s,|]+")
 
@@ -125,7 +126,8 @@ class CoordinatorSide(BoardCore):
                 self._check_size(group.group_id, "its prompt", attempts[-1])
                 pointer, shared = attempts[-1].pointer, attempts[-1].shared
             trace = json.dumps(dict(group.trace)) if group.trace else "{}"
-            arguments += [group.group_id, pointer, trace, group.worst_bytes, group.retry_of or "", shared]
+            facts = facts_json(group.facts)
+            arguments += [group.group_id, pointer, trace, group.worst_bytes, group.retry_of or "", shared, facts]
         if not groups:
             raise ValueError("groups is empty: there is nothing to publish")
         cursor_json = "" if cursor is None else json.dumps(cursor)
@@ -166,6 +168,19 @@ class CoordinatorSide(BoardCore):
         The board keeps the first 1024 of them since the last call. Raises Fenced, RunMissing.
         """
         return int(self._connection.script("retry_unscored", self.prefix, term))
+
+    def fates(self, after: str = "", limit: int = 1000) -> list[Fate]:
+        """Return what became of closed groups, oldest first: those after `after`, unless forgotten."""
+        start = f"({after}" if after else "-"
+        entries = self._connection.run(lambda client: client.xrange(f"{self.prefix}fates", min=start, count=limit))
+        with reading(f"the fates of groups of run {self.run_id}"):
+            return [Fate(entry_id.decode(), parse_fate(fields)) for entry_id, fields in entries]
+
+    def forget_fates(self, last: str) -> None:
+        """Remove the fates up to the entry `last`, once they are written elsewhere."""
+        milliseconds, number = last.split("-")
+        first_kept = f"{milliseconds}-{int(number) + 1}"
+        self._connection.run(lambda client: client.xtrim(f"{self.prefix}fates", minid=first_kept, approximate=False))
 
     def purge(self, *, term: int) -> None:
         """Free what a finished run no longer needs. Raises Fenced, RunMissing."""

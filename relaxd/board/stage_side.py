@@ -13,6 +13,7 @@ from relaxd.board import payloads
 from relaxd.board.columns import decode_columns
 from relaxd.board.core import WORKERS, BoardCore
 from relaxd.board.errors import BoardError
+from relaxd.board.facts import facts_json, facts_of
 from relaxd.board.schema import LOSS_MASK, VERSIONS
 from relaxd.board.stages import PUBLISH
 from relaxd.board.types import Column, Delivery, DropKind, DropReason
@@ -132,6 +133,7 @@ class StageSide(BoardCore):
                 version,
                 attempt.shared,
                 f"{delivery.enqueued_at} {delivery.worked[0]} {delivery.worked[1]}" if delivery.worked else "",
+                facts_json(facts_of(columns)),
             ]
         return [result == 1 for result in self._write_and_run(attempts, "commit", self._routes, *arguments)]
 

@@ -32,6 +32,8 @@ class NewGroup:
     """Upper bound of the group's size (see `relaxd.board.sizes`), for which the gate reserves room."""
     retry_of: str | None = None
     """The dropped group (one of `Board.retries()`) whose prompt this group retries."""
+    facts: Mapping[str, JSON] = field(default_factory=dict)
+    """What its fate is told with (see `Fate`). Unused with `retry_of`, whose facts are on the board already."""
 
 
 @dataclass(slots=True)
@@ -135,6 +137,17 @@ class HeldGroup:
     idle_seconds: float = 0.0
     """Time since its lease was renewed."""
     deliveries: int = 1
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of a closed group."""
+
+    entry_id: str
+    """Its entry in the stream of fates."""
+    record: dict[str, Any]
+    """`group`; of a trained one `step`, of a dropped one `reason`, `stage`, `attempt` and `retried`; and its facts
+    (`NewGroup.facts`, relaxd.board.facts)."""
 
 
 @dataclass(frozen=True)

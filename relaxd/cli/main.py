@@ -16,6 +16,7 @@ from relaxd.cli.config_command import config_app
 from relaxd.cli.data_command import data
 from relaxd.cli.examples import demo_overrides, example, init
 from relaxd.cli.execute import Where, execute
+from relaxd.cli.migrate_command import migrate_app
 from relaxd.cli.models import model_app
 from relaxd.cli.options import (
     DEFAULT_STATE,
@@ -33,6 +34,7 @@ from relaxd.cli.options import (
 from relaxd.cli.reading import commands
 from relaxd.cli.reading.addresses import address_lines
 from relaxd.cli.reading.evaluation_command import evaluation
+from relaxd.cli.reading.ledger_command import ledger
 from relaxd.cli.reading.logs import logs
 from relaxd.cli.reading.report_command import report
 from relaxd.cli.reading.status import print_status
@@ -80,6 +82,8 @@ Keep the services up for several runs:
 
     relaxd evaluation RUN            show answers to held-out prompts, before and after
 
+    relaxd ledger RUN                show what became of every prompt
+
     relaxd scale rollout=3           add or remove replicas
 
     relaxd pause                     pause the run (also: resume, stop)
@@ -97,6 +101,7 @@ app = typer.Typer(
     help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
 )
 app.add_typer(config_app, name="config")
+app.add_typer(migrate_app, name="migrate")
 app.add_typer(model_app, name="model")
 app.add_typer(reward_app, name="reward")
 
@@ -297,6 +302,7 @@ app.command()(logs)
 app.command()(trace)
 app.command()(report)
 app.command()(evaluation)
+app.command()(ledger)
 app.command()(recovery.replay)
 app.command()(recovery.export)
 

@@ -2,6 +2,7 @@
 
 import re
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -41,8 +42,12 @@ class RewardConfig(Section):
     """Name of a bundled reward (docs/rewards.md lists them), "package.module:function" or "file.py:function": a
     function of a sample or of a group, a class, or verl's compute_score. Its module or file is found in the folder in
     which the services are started, and on PYTHONPATH. `relaxd reward test` tries it."""
+    address: str = ""
+    """Instead of a name: a service of your own, in any language. "host:port" speaks relaxd.v1.RemoteReward
+    (protos/relaxd/v1/remote_reward.proto); "http://..." is posted JSON (docs/rewards.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """The reward's own settings: arguments of a class, keyword arguments of each call of a function."""
+    """The reward's own settings: arguments of a class, keyword arguments of each call of a function, settings_json of a
+    service at reward.address."""
     key: str = ""
     """Key of the reward in a mapping that a reward returns; empty means "reward", or else "score". Other numbers in it
     are parts, which are only reported."""
@@ -63,6 +68,13 @@ class RewardConfig(Section):
     """Kill a reward that takes longer for one sample, or for one group if it scores groups. The sample fails."""
     workers: int = Field(default=2, ge=1)
     """Processes per reward replica."""
+    max_in_flight: int = Field(default=64, ge=1)
+    """With reward.address: calls that a reward replica has open at a time."""
+    outage_seconds: float = Field(default=600.0, ge=0)
+    """With reward.address: how long samples wait for a service that can't be reached. Then they fail."""
+    cache_samples: int = Field(default=0, ge=0, le=10_000_000)
+    """Scores that a reward replica remembers, by everything that the reward gets; about 1 KiB each. Only for a reward
+    that gives the same sample the same score. 0: none."""
     environment: tuple[str, ...] = ()
     """Environment variables of the reward service to pass to rewards, such as ["OPENAI_API_KEY"], besides those that
     every program needs (PATH, PYTHONPATH, HOME, LANG ...)."""
@@ -70,7 +82,7 @@ class RewardConfig(Section):
     @property
     def shown(self) -> str:
         """The reward's name, for people."""
-        named = self.name or " + ".join(term.shown for term in self.terms)
+        named = self.name or self.address or " + ".join(term.shown for term in self.terms)
         return named or f"chosen by {self.choose_by}"
 
     @field_validator("environment")
@@ -83,11 +95,30 @@ class RewardConfig(Section):
                 raise ValueError(f"{name} is a setting or secret of relaxd, which rewards don't get")
         return names
 
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, address: str) -> str:
+        if not address:
+            return address
+        is_url = "://" in address
+        try:
+            parts = urlsplit(address if is_url else f"//{address}")
+            found = bool(parts.hostname) and (is_url or (parts.port is not None and parts.netloc == address))
+        except ValueError:  # a port that isn't a number
+            found = False
+        if not found or parts.scheme not in ("", "http", "https"):
+            raise ValueError(f'{address!r} must be "host:port" or begin with http:// or https://')
+        return address
+
     @model_validator(mode="after")
     def _one_reward(self) -> Self:
+        if self.address and (self.name or self.terms or self.choose_by):
+            raise ValueError(
+                "reward.address is the whole reward: leave out reward.name, reward.terms and reward.choose_by"
+            )
         if self.name and self.terms:
             raise ValueError(f"reward.name is {self.name!r}, but there are reward.terms, too: give one of them")
-        if not (self.name or self.terms or self.choose_by):
+        if not (self.name or self.address or self.terms or self.choose_by):
             raise ValueError("reward.name is missing: the name of a reward, or [[reward.terms]] with several")
         if self.terms and (self.settings or self.key):
             raise ValueError("reward.settings and reward.key are for reward.name: give each of reward.terms its own")

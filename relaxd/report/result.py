@@ -84,7 +84,7 @@ class RunResult:
             facts = {
                 "model": config.model.path,
                 "data": f"{source} {task}".strip(),
-                "reward": config.reward.name,
+                "reward": config.reward.shown,
                 "algorithm": config.algorithm.name,
                 "engine": config.rollout.engine,
             }

@@ -130,6 +130,10 @@ class WorkerPool:
         answer = await self._request(reward, (), LOAD_SECONDS)
         return answer if isinstance(answer, Failure) else None
 
+    def takes_group(self, reward: str) -> bool:
+        """Return whether a reward that was loaded scores all samples of a group at once."""
+        return self._takes_group.get(reward, False)
+
     def reload(self) -> None:
         """Have every reward loaded again, from its file, before the next sample."""
         for worker in self._workers:
@@ -151,7 +155,7 @@ class WorkerPool:
         killed from outside or for lack of memory. Cancelling this coroutine cancels the work. Raises PoolClosedError
         when the pool is closed meanwhile.
         """
-        together = [list(samples)] if self._takes_group.get(reward, False) else [[sample] for sample in samples]
+        together = [list(samples)] if self.takes_group(reward) else [[sample] for sample in samples]
         tasks = [asyncio.create_task(self._score(reward, some, timeout_seconds)) for some in together]
         try:
             return [outcome for outcomes in await asyncio.gather(*tasks) for outcome in outcomes]

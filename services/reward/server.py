@@ -36,9 +36,9 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
         samples = parse_score_request(request, bool(self._service.reward_of_run))
         self._check_allowed(request.reward)
         try:
-            if not is_bundled(request.reward) and (failure := await self._service.pool.load(request.reward)):
+            if not is_bundled(request.reward) and (failure := await self._service.load(request.reward)):
                 raise InvalidArgument(f"reward: {failure.reason}", [("reward", failure.reason)])
-            outcomes = await self._service.pool.score(request.reward, samples, self._service.timeout_seconds)
+            outcomes = await self._service.score(request.reward, samples)
         except PoolClosedError as error:
             raise Unavailable("the service is changing to another run, or ending: try again") from error
         return reward_pb2.ScoreResponse(scores=map(_score, outcomes))

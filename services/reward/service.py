@@ -22,7 +22,10 @@ from relaxd.rewards.messages import with_parts
 from relaxd.rewards.scorers import check_names
 from relaxd.roles import REWARD
 from relaxd.waiting import waiting
+from services.reward.cache import ScoreCache
 from services.reward.pool import Failure, WorkerPool
+from services.reward.remote.errors import MismatchError
+from services.reward.remote.scorer import RemoteScorer
 
 RUNS_REWARD = ""
 """Name by which the pool knows the run's reward, with its settings."""
@@ -50,6 +53,9 @@ class RewardService(StageReplica):
         """Deadline of a sample."""
         self.reward_of_run = ""
         """Name of the run's reward; empty without a run."""
+        self._remote: RemoteScorer | None = None
+        """The run's reward, if it is a service at reward.address."""
+        self._cache = ScoreCache(0)
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
         """See StageReplica. Loads the run's reward, so that a wrong name fails the start instead of every group."""
@@ -59,23 +65,58 @@ class RewardService(StageReplica):
         self.pool.close()
         self.pool = pool
         self.timeout_seconds = config.reward.timeout_seconds
-        if failure := await self.pool.load(RUNS_REWARD):
+        self._cache = ScoreCache(config.reward.cache_samples)
+        await self._close_remote()
+        if config.reward.address:
+            self._remote = RemoteScorer(config.reward)
+            try:
+                await self._remote.start()
+            except MismatchError as error:
+                raise UnknownRewardError(str(error)) from error
+        elif failure := await self.pool.load(RUNS_REWARD):
             raise UnknownRewardError(failure.reason)
+        elif config.reward.cache_samples and self.pool.takes_group(RUNS_REWARD):
+            raise UnknownRewardError(
+                f"reward.cache_samples is {config.reward.cache_samples}, but {config.reward.shown} scores groups: a "
+                "sample's score may depend on the others, so it must be 0"
+            )
         loop = asyncio.get_running_loop()
 
         def process(delivery: Delivery, columns: dict[str, Column]) -> Future[Result]:
             return asyncio.run_coroutine_threadsafe(self._score_group(config, delivery, columns), loop)
 
         # Two more groups than workers: while one group's last samples run, another's keep every worker busy.
-        return process, config.reward.workers + 2
+        return process, (config.reward.max_in_flight if config.reward.address else config.reward.workers) + 2
+
+    async def load(self, reward: str) -> Failure | None:
+        """Load a reward by its name, or the run's. Returns None if it can be used, else the failure."""
+        return None if reward == RUNS_REWARD and self._remote is not None else await self.pool.load(reward)
+
+    async def score(self, reward: str, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
+        """Score samples of one prompt with a reward by its name, or with the run's. Raises PoolClosedError."""
+        if reward != RUNS_REWARD:
+            return await self.pool.score(reward, samples, self.timeout_seconds)
+        return await self._cache.score(samples, self._score_with_runs)
+
+    async def _score_with_runs(self, samples: Sequence[RewardInput]) -> list[RewardOutput | Failure]:
+        if self._remote is not None:
+            return await self._remote.score(samples)
+        return await self.pool.score(RUNS_REWARD, samples, self.timeout_seconds)
+
+    async def _close_remote(self) -> None:
+        remote, self._remote = self._remote, None
+        if remote is not None:
+            await remote.close()
 
     def pieces(self) -> int:
-        """See StageReplica. Counts samples."""
-        return self.pool.scored
+        """See StageReplica. Counts samples, and probes of a reward service that doesn't answer."""
+        return self.pool.scored + (self._remote.pieces if self._remote is not None else 0)
 
     def status(self) -> ServiceStatus:
         """See ReplicaService. Names a sample that takes long."""
         status = super().status()
+        if self._remote is not None and (detail := self._remote.detail):
+            return replace(status, detail=detail)
         if (slow := self.pool.slowest()) is not None:
             return replace(status, detail=f"{self.reward_of_run} has been scoring {slow}")
         return status
@@ -83,12 +124,16 @@ class RewardService(StageReplica):
     async def resume_run(self) -> None:
         """See ReplicaService. Loads the reward again, because people repair it while the run is paused."""
         self.pool.reload()
+        self._cache.clear()
+        if self._remote is not None:
+            self._remote.forgive()
         await super().resume_run()
 
     async def stop_run(self) -> None:
         """See ReplicaService."""
         self.reward_of_run = ""
         await super().stop_run()
+        await self._close_remote()
 
     def close(self) -> None:
         """Kill the workers."""
@@ -118,7 +163,7 @@ class RewardService(StageReplica):
 
     async def _score_samples(self, config: RewardConfig, samples: list[RewardInput]) -> list[RewardOutput | Failure]:
         """Score the samples of a group, and those that fail again if reward.on_failure says so."""
-        outcomes = await self.pool.score(RUNS_REWARD, samples, config.timeout_seconds)
+        outcomes = await self.score(RUNS_REWARD, samples)
         for failures in range(1, config.max_retries + 1 if config.on_failure == "retry" else 1):
             failed = [number for number, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
             if not failed:
@@ -126,7 +171,7 @@ class RewardService(StageReplica):
             _count(config, "retried", len(failed))
             with waiting(f"scoring {len(failed)} failed samples again"):
                 await asyncio.sleep(RETRY_PAUSE.pause(failures))
-            again = await self.pool.score(RUNS_REWARD, [samples[number] for number in failed], config.timeout_seconds)
+            again = await self.score(RUNS_REWARD, [samples[number] for number in failed])
             for number, outcome in zip(failed, again, strict=True):
                 outcomes[number] = outcome
         return outcomes

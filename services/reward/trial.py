@@ -14,13 +14,18 @@ from typing import Any
 
 from relaxd.config import RewardConfig
 from relaxd.rewards import RewardInput
+from services.reward.cache import Score, Scored
 from services.reward.environment import MissingVariableError
 from services.reward.pool import Failure, WorkerPool
+from services.reward.remote.errors import MismatchError, UnreachableError
+from services.reward.remote.scorer import RemoteScorer
 from services.reward.service import RUNS_REWARD
 
 
 async def try_reward(config: RewardConfig, samples: Sequence[RewardInput]) -> dict[str, Any]:
     """Score samples one after the other. Returns what the program prints."""
+    if config.address:
+        return await _try_remote(config, samples)
     try:
         pool = WorkerPool(1, config)
     except MissingVariableError as error:
@@ -28,14 +33,32 @@ async def try_reward(config: RewardConfig, samples: Sequence[RewardInput]) -> di
     try:
         if failure := await pool.load(RUNS_REWARD):
             return {"error": failure.reason}
-        return {"outcomes": [await _try_sample(pool, sample, config.timeout_seconds) for sample in samples]}
+
+        async def score(samples: Sequence[RewardInput]) -> Scored:
+            return await pool.score(RUNS_REWARD, samples, config.timeout_seconds)
+
+        return {"outcomes": [await _try_sample(score, sample) for sample in samples]}
     finally:
         pool.close()
 
 
-async def _try_sample(pool: WorkerPool, sample: RewardInput, timeout_seconds: float) -> dict[str, Any]:
+async def _try_remote(config: RewardConfig, samples: Sequence[RewardInput]) -> dict[str, Any]:
+    """See `try_reward`. A service that can't be reached is an error here: nobody waits for it."""
+    remote = RemoteScorer(config)
+    try:
+        await remote.check()
+        return {"outcomes": [await _try_sample(remote.score, sample) for sample in samples]}
+    except UnreachableError as error:
+        return {"error": f"the reward service at {config.address} can't be reached: {error}"}
+    except MismatchError as error:
+        return {"error": str(error)}
+    finally:
+        await remote.close()
+
+
+async def _try_sample(score: Score, sample: RewardInput) -> dict[str, Any]:
     begun = time.monotonic()
-    (outcome,) = await pool.score(RUNS_REWARD, [sample], timeout_seconds)
+    (outcome,) = await score([sample])
     seconds = time.monotonic() - begun
     if isinstance(outcome, Failure):
         return {"error": outcome.reason, "traceback": outcome.traceback, "seconds": seconds}

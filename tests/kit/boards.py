@@ -114,7 +114,7 @@ def audit(board: Board) -> None:
 
     # Every column that is pointed to is there for good; every other one expires.
     pointers = [value for fields in groups.values() for name, value in fields.items() if name.startswith(b"@")]
-    pointers += [value.split(b"|", 1)[1] for value in client.hgetall(f"{prefix}retries").values()]
+    pointers += [value.split(b"|")[1] for value in client.hgetall(f"{prefix}retries").values()]
     wanted = set()
     for pointer in pointers:
         name, *large = pointer.decode().split(",")

@@ -86,6 +86,8 @@ class ActiveRun:
         """Unix time at which training began, or went on after a pause, under this coordinator."""
         self._sampled_step = 0
         """The last step whose samples are in the run's folder."""
+        self._last_fate = ""
+        """The last entry of the board's fates that is in the run's folder."""
         self._reported_sync_seconds = 0.0
         """The part of `sync.seconds` that earlier steps' metrics contain."""
         self._reported_drops: Counter[str] | None = None
@@ -181,6 +183,7 @@ class ActiveRun:
         try:
             await self._rewrite_metrics()
             self._sampled_step = await asyncio.to_thread(self._files.end_samples)
+            self._last_fate = await asyncio.to_thread(self._files.end_groups)
             if self.record.phase == Phase.PENDING:
                 await self._wait_for_fleet()
             if self.record.phase == Phase.RUNNING:
@@ -219,6 +222,7 @@ class ActiveRun:
             counts = await self._redis.in_thread(self.board.counts)
             if counts.last_step > self._files.last_step:
                 await self._append_metrics()
+            await self._append_fates()
             if counts.last_step >= self.config.run.steps or self._stopping():
                 break
             if self.health.failure:
@@ -262,6 +266,7 @@ class ActiveRun:
         await self._end(Phase.FAILED, outcome, reason, model="")
 
     async def _end(self, phase: Phase, outcome: Outcome, reason: str, model: str) -> None:
+        await self._append_fates()
         counts = await self._redis.in_thread(self.board.counts)
         end = {"phase": phase, "outcome": outcome, "reason": reason, "end_time": datetime.now(UTC)}
         record = self.record.model_copy(update=end)
@@ -472,6 +477,13 @@ class ActiveRun:
         await asyncio.to_thread(self._files.append_ledger, ledger)
         await asyncio.to_thread(self._files.append_metrics, steps)
         await self._append_samples()
+
+    async def _append_fates(self) -> None:
+        """Move what became of closed groups from the board to the run's folder."""
+        while fates := await self._redis.in_thread(self.board.fates, self._last_fate):
+            await asyncio.to_thread(self._files.append_groups, fates)
+            self._last_fate = fates[-1].entry_id
+            await self._redis.in_thread(self.board.forget_fates, self._last_fate)
 
     async def _append_samples(self) -> None:
         """Copy the samples of new steps to the run's folder. A restored board has none of earlier steps."""

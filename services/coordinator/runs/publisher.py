@@ -8,7 +8,8 @@ from contextlib import ExitStack
 
 from relaxd import telemetry
 from relaxd.board import BoardUnavailable, GateClosed, NewGroup, Retry, worst_bytes
-from relaxd.data.dataset import Cursor, Place, RunData
+from relaxd.board.types import JSON
+from relaxd.data.dataset import Cursor, Place, Prompt, RunData
 from relaxd.data.errors import DataError
 from services.coordinator.fleet.run_context import RunContext
 
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 BATCH = 16
 """Limit of groups in one publish."""
 IDLE_SECONDS = 0.1
+SOURCE_LETTERS = 100
 RELIEVE_SECONDS = 2.0
 """Time that Redis may be full before surplus groups are dropped, and between two such drops."""
 
@@ -31,6 +33,13 @@ def place_of(group_id: str) -> Place:
     """Return the place of a group or of its retry."""
     epoch, _, position = group_id.partition("~")[0].partition("-")
     return int(epoch), int(position)
+
+
+def _facts(prompt: Prompt) -> dict[str, JSON]:
+    """Return what the fate of a prompt is told with."""
+    source = prompt.metadata.get("data_source")
+    facts: dict[str, JSON] = {"index": prompt.index, "prompt_tokens": len(prompt.tokens)}
+    return facts if source is None else facts | {"source": str(source)[:SOURCE_LETTERS]}
 
 
 class Publisher:
@@ -129,6 +138,7 @@ class Publisher:
             columns={"prompt_tokens": prompt.tokens, "prompt": prompt.to_json()},
             trace=self._trace(spans, group_id),
             worst_bytes=self._worst_bytes(len(prompt.tokens)),
+            facts=_facts(prompt),
         )
 
     def _retry_group(self, spans: ExitStack, retry: Retry) -> NewGroup:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.board import Counts, LedgerEntry
+from relaxd.board.types import Fate
 from relaxd.config import RunConfig
 from relaxd.config.write import dump
-from relaxd.run_folder import CONFIG, LEDGER, METRICS, RECORD, SAMPLES, SUMMARY, newest_lines, read_lines
+from relaxd.run_folder import CONFIG, GROUPS, LEDGER, METRICS, RECORD, SAMPLES, SUMMARY, newest_lines, read_lines
 from services.coordinator.runs.code_version import code_version
 from services.coordinator.state.records import Evaluation, RunRecord
 
@@ -29,8 +30,8 @@ Steps = Iterable[tuple[int, Mapping[str, float]]]
 class RunFiles:
     """The files of one run.
 
-    config.json, config.toml, code.json, run.json, ledger.jsonl, metrics.jsonl, samples.jsonl, evaluations/step-N.jsonl,
-    summary.json.
+    config.json, config.toml, code.json, run.json, ledger.jsonl, groups.jsonl, metrics.jsonl, samples.jsonl,
+    evaluations/step-N.jsonl, summary.json.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -96,13 +97,20 @@ class RunFiles:
     def end_samples(self) -> int:
         """End the last line of samples.jsonl if its writer died. Returns the last step in the file."""
         path = self.folder / SAMPLES
-        if path.is_file():
-            with path.open("rb+") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - 1))
-                if file.read(1) not in (b"", b"\n"):
-                    file.write(b"\n")  # readers skip the incomplete line
+        _end_line(path)
         return int(next(newest_lines(path), {}).get("step", 0))
+
+    def end_groups(self) -> str:
+        """End the last line of groups.jsonl if its writer died. Returns the last entry in the file, "" without one."""
+        path = self.folder / GROUPS
+        _end_line(path)
+        return str(next(newest_lines(path), {}).get("entry", ""))
+
+    def append_groups(self, fates: Sequence[Fate]) -> None:
+        """Append what became of groups to groups.jsonl."""
+        lines = [json.dumps({**fate.record, "entry": fate.entry_id}, separators=(",", ":")) + "\n" for fate in fates]
+        with (self.folder / GROUPS).open("a") as file:
+            file.writelines(lines)
 
     def append_samples(self, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append samples, oldest first, to samples.jsonl."""
@@ -127,6 +135,16 @@ def _line(values: Mapping[str, Any]) -> str:
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace NaN and infinity, which JSON lacks, by null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def _end_line(path: Path) -> None:
+    """End the last line of a file, which its writer may have left incomplete; readers skip it then."""
+    if path.is_file():
+        with path.open("rb+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            if file.read(1) not in (b"", b"\n"):
+                file.write(b"\n")
 
 
 def _replace(path: Path, text: str) -> None:

@@ -23,10 +23,13 @@ from relaxd.v1.advantage_pb2_grpc import AdvantageStub
 from relaxd.v1.content_pb2 import Conversation
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED
 from relaxd.v1.group_pb2 import DROP_REASON_UNSPECIFIED, DROP_REASON_ZERO_VARIANCE
+from relaxd.v1.remote_reward_pb2 import AnswerScore, ScoreAnswersResponse
+from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardServicer, add_RemoteRewardServicer_to_server
 from relaxd.v1.reward_pb2 import ListRewardsRequest, ScoreRequest
 from relaxd.v1.reward_pb2_grpc import RewardStub
 from relaxd.v1.sample_pb2 import FinishReason
 from tests.integration.scoring.processes import Bench, bench, run_config
+from tests.kit.ports import free_port
 from tests.kit.processes import is_alive, run_python
 from tests.kit.waiting import eventually
 
@@ -208,6 +211,40 @@ async def test_a_reward_of_groups_with_settings_whose_failures_count_as_zero(her
         found = await violations(RewardStub(process.to).Score(score_request("bad_rewards:Ranked", ["x"])))
         assert "reward.settings.step is missing" in found["reward"]
     assert "failed for 3 of 3 samples" in process.log
+
+
+async def test_a_run_waits_for_its_reward_service_and_says_so(here):
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    here.start_run(run_config(reward={"name": "", "address": address, "cache_samples": 100, "timeout_seconds": 10.0}))
+    async with here.service("reward", "reward-1") as process, here.service("advantage", "advantage-1"):
+        ids = here.generate(["one", "three"], ["three", "one"])
+        status = await here.coordinator.hears("reward-1", "READY", held_groups=2)
+        assert f"the reward service at {address} does not answer" in status.detail
+        server = grpc.aio.server()
+        add_RemoteRewardServicer_to_server(LengthJudge(), server)
+        server.add_insecure_port(address)
+        await server.start()
+        columns = await here.trained(2)
+        assert [columns[one]["reward"].tolist() for one in ids] == [[3.0, 5.0], [5.0, 3.0]]
+        assert here.board.counts().dropped == 0
+        (score,) = (await RewardStub(process.to).Score(score_request("", ["three"], answer="5"))).scores
+        assert score.reward == 5.0
+        await server.stop(0)
+
+
+class LengthJudge(RemoteRewardServicer):
+    async def ScoreAnswers(self, request, context):
+        return ScoreAnswersResponse(scores=[AnswerScore(reward=len(answer.text)) for answer in request.answers])
+
+
+@pytest.mark.slow
+async def test_a_cache_is_refused_for_a_reward_of_groups(here):
+    ranked = {"name": "bad_rewards:Ranked", "settings": {"step": 10}, "cache_samples": 10}
+    here.start_run(run_config(reward=ranked))
+    async with here.service("reward", "reward-1"):
+        status = await here.coordinator.hears("reward-1", "FAILED")
+        assert "reward.cache_samples is 10, but bad_rewards:Ranked scores groups" in status.detail
 
 
 async def test_failed_samples_are_scored_again(here, tmp_path):

@@ -10,6 +10,7 @@ from relaxd.v1 import (  # noqa: F401 (their services are in the pool once they 
     engine_pb2,
     launcher_pb2,
     rank_pb2,
+    remote_reward_pb2,
     reward_pb2,
     rollout_pb2,
     trainer_pb2,
@@ -74,6 +75,7 @@ WITHOUT_DEADLINE = {
             "AssignmentFollower._start",
         ),  # start_run's own; another assignment ends it
         ("relaxd/replica/replica.py", "_end"),  # both were cancelled
+        ("services/reward/remote/breaker.py", "Breaker.wait_closed"),  # reward.outage_seconds
         ("relaxd/weights/gloo.py", "GlooBroadcast.finish"),  # the process group's timeout
         ("relaxd/weights/cuda_ipc.py", "IpcConnection.abort"),  # each broadcast before it has a deadline
         ("relaxd/weights/group.py", "Transfer.precede_current_stream"),  # the transfer's deadline, as in the following
@@ -135,6 +137,7 @@ def test_every_call_of_a_service_has_a_timeout() -> None:
         "rank",
         "rollout",
         "reward",
+        "remote_reward",
         "advantage",
         "launcher",
         "replica",

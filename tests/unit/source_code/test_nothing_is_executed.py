@@ -23,6 +23,7 @@ ARGUED = {
     "services/trainer/learner/sums.py": RANKS,
     "services/trainer/megatron/rank_channel.py": RANKS,
     "services/trainer/megatron/cpu.py": "compiles Megatron's own source, as it is installed",
+    "relaxd/migrate/verl_source.py": "yaml.safe_load, which makes plain values; a person names the file",
     "services/rollout/engines/sglang/scheduler.py": "SGLang's scheduler is a child process of SGLang's own making",
 }
 """Modules that do, and why that is no door."""

@@ -1,6 +1,6 @@
 -- Publish groups, all or none: gate, data cursor, counters, entries.
 -- ARGV: coordinator's term, stages (JSON), cursor (JSON, or empty to leave it), then for each group: id, pointer, trace,
--- worst-case bytes, retry_of (or empty), payload of the small columns. Returns the number of groups; 0 if they were published
+-- worst-case bytes, retry_of (or empty), payload of the small columns, facts (JSON, or empty). Returns the number of groups; 0 if they were published
 -- before.
 local term, stages, cursor = tonumber(ARGV[1]), cjson.decode(ARGV[2]), ARGV[3]
 local refused = refuse_coordinator(term)
@@ -8,9 +8,10 @@ if refused then return refused end
 call('HSET', STATE, 'coordinator_term', term)
 
 local groups, ids, worst_bytes = {}, {}, 0
-for i = 4, #ARGV, 6 do
-  local id, pointer, trace, worst, retry_of, shared = unpack(ARGV, i, i + 5)
-  local group = { id = id, pointer = pointer, trace = trace, worst_bytes = tonumber(worst), retry_of = retry_of, shared = shared }
+for i = 4, #ARGV, 7 do
+  local id, pointer, trace, worst, retry_of, shared, facts = unpack(ARGV, i, i + 6)
+  local group = { id = id, pointer = pointer, trace = trace, worst_bytes = tonumber(worst), retry_of = retry_of, shared = shared,
+    facts = facts }
   groups[#groups + 1], ids[#ids + 1] = group, id
   worst_bytes = math.max(worst_bytes, group.worst_bytes)
 end
@@ -41,9 +42,9 @@ local stored_bytes, reserved_bytes = 0, 0
 for _, group in ipairs(groups) do
   local retries = 0
   if group.retry_of ~= '' then
-    local before, pointer = string.match(call('HGET', RETRIES, group.retry_of), '^(%d+)|(.*)$')
+    local before, pointer, facts = string.match(call('HGET', RETRIES, group.retry_of), '^(%d+)|([^|]*)|?(.*)$')
     call('HDEL', RETRIES, group.retry_of)
-    retries, group.pointer, group.stored = tonumber(before) + 1, pointer, 0
+    retries, group.pointer, group.stored, group.facts = tonumber(before) + 1, pointer, 0, facts
     for _, key in ipairs(payload_keys(pointer)) do group.stored = group.stored + call('STRLEN', key) end
   end
   local room = math.max(1, gate.room_for(group.worst_bytes))
@@ -51,6 +52,10 @@ for _, group in ipairs(groups) do
   if retries > 0 then
     fields[#fields + 1] = 'retries'
     fields[#fields + 1] = retries
+  end
+  if group.facts ~= '' then
+    fields[#fields + 1] = 'facts:publish'
+    fields[#fields + 1] = group.facts
   end
   offer_ready(group.id, { ['@publish'] = group.pointer, trace = group.trace }, stages, fields)
   call('HSET', group_key(group.id), unpack(fields))

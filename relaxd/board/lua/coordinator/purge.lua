@@ -4,7 +4,7 @@ local refused = refuse_coordinator(term)
 if refused then return refused end
 for _, waiting in ipairs({ RETRIES, UNSCORED }) do
   for _, retry in ipairs(call('HVALS', waiting)) do
-    local pointer = string.match(retry, '|(.*)$')
+    local pointer = string.match(retry, '|([^|]*)')
     for _, key in ipairs(payload_keys(pointer)) do removed.payloads[#removed.payloads + 1] = key end
   end
 end

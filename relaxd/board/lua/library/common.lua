@@ -6,6 +6,7 @@
 --   group:<id>       hash of an open group:
 --                      trace, retries (where there were any)
 --                      stored             bytes of its payloads
+--                      facts:<writer>     what its fate is told with (JSON; relaxd.board.facts)
 --                      room               bytes reserved for it; 0 once a stage has committed
 --                      published          when it was published (microseconds of Unix time)
 --                      time:<stage>       "<enqueued_at> <started_at> <ended>" of a stage (the same unit)
@@ -16,7 +17,8 @@
 --   columns:<attempt>[:<column>]  payloads; a pointer is "<attempt>[,<large column>...]"
 --   ledger           stream, id "<step>-0"      samples   stream, id "<step>-<i>"
 --   drops            hash: reason -> count      dropped   stream: records of dropped groups
---   retries          hash: group id -> "<retries>|<pointer>" of prompts that wait to be retried
+--   fates            stream: what became of each closed group, until the coordinator has written it to the run's folder
+--   retries          hash: group id -> "<retries>|<pointer>|<facts>" of prompts that wait to be retried
 --   unscored         hash: the same, of prompts whose reward failed; retry_unscored moves them to retries
 --   sizes            list: bytes of the groups closed last, newest first
 --   redelivered      hash: stage -> deliveries that repeated an unfinished one
@@ -164,8 +166,17 @@ local function finish(reply)
   return reply
 end
 
--- Remove an open group: its payloads (except those of the pointer `spare`), entries and hash. Callers count it.
-local function close(id, group, spare)
+-- Remove an open group: its payloads (except those of the pointer `spare`), entries and hash. Callers count it. `fate` is a
+-- list of fields and values that say what became of it.
+local function close(id, group, fate, spare)
+  local record = { 'group', id, unpack(fate) }
+  for name, value in pairs(group) do
+    if string.sub(name, 1, 6) == 'facts:' then
+      record[#record + 1] = name
+      record[#record + 1] = value
+    end
+  end
+  call('XADD', P .. 'fates', '*', unpack(record))
   for name, value in pairs(group) do
     if byte(name) == AT then
       if value ~= spare then
@@ -194,16 +205,18 @@ local function drop(id, group, reason, stage, attempt, retry, max_retries, count
   local pointer = group['@publish']
   local retries = tonumber(group.retries or 0)
   local unscored = retry == 'unscored' and pointer and call('HLEN', UNSCORED) < KEPT_UNSCORED
-  if unscored then call('HSET', UNSCORED, id, retries .. '|' .. pointer) end
+  local again = pointer and retries .. '|' .. pointer .. '|' .. (group['facts:publish'] or '')
+  if unscored then call('HSET', UNSCORED, id, again) end
   retry = retry == true and pointer and retries < max_retries
-  if retry then call('HSET', RETRIES, id, retries .. '|' .. pointer) end
+  if retry then call('HSET', RETRIES, id, again) end
   local prompt = pointer and payload_keys(pointer)[1]
   local kept = ''
   if prompt and call('STRLEN', prompt) <= KEPT_BYTES then kept = call('GET', prompt) or '' end
   call('XADD', P .. 'dropped', 'MAXLEN', '~', KEPT_GROUPS, '*', 'group', id, 'reason', reason, 'stage', stage,
     'attempt', attempt, 'time', seconds(), 'retried', retry and 1 or 0, 'columns', kept,
     'detail', detail or '')
-  close(id, group, (retry or unscored) and pointer or nil)
+  local fate = { 'reason', reason, 'stage', stage, 'attempt', attempt, 'retried', retry and 1 or 0 }
+  close(id, group, fate, (retry or unscored) and pointer or nil)
   call('HINCRBY', STATE, 'dropped', 1)
   if counter then call('HINCRBY', STATE, counter, 1) end
   call('HINCRBY', P .. 'drops', reason, 1)

@@ -25,7 +25,7 @@ for i = 1, group_count do
   seen[id] = true
 end
 call('XADD', P .. 'ledger', step .. '-0', 'time', seconds(), 'term', ARGV[1], 'plan', plan, 'metrics', metrics)
-for i = 1, group_count do close(ARGV[first_id + i - 1], groups[i]) end
+for i = 1, group_count do close(ARGV[first_id + i - 1], groups[i], { 'step', step }) end
 local samples = P .. 'samples'
 for i = first_sample, #ARGV do
   call('XADD', samples, 'MAXLEN', '~', MAX_SAMPLES, step .. '-' .. (i - first_sample), 'sample', ARGV[i])

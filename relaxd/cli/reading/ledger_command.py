@@ -1,0 +1,133 @@
+"""`relaxd ledger`: what became of every prompt, and what was trained beside what was published."""
+
+import json
+import math
+from itertools import islice
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
+from relaxd.cli.reading.source import open_run
+from relaxd.client.errors import CliError
+from relaxd.report.fates import Bucket, ConditionError, Summary, condition, of_prompt, read_fates, summarise_fates
+from relaxd.run_folder import GROUPS
+
+MEANS = {
+    "prompt_tokens": "tokens of the prompt",
+    "tokens": "tokens of an answer",
+    "truncated": "share of answers cut off",
+    "reward": "reward",
+}
+
+
+def ledger(
+    run_id: RunArgument = "",
+    prompt: Annotated[
+        str, typer.Option(help="Only this prompt: its row in the data, such as 12, or a group's id, such as 0-000012.")
+    ] = "",
+    where: Annotated[str, typer.Option(help='Only groups like this: "reason = stale and tokens > 1000".')] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of groups that are listed.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per group.")] = False,
+    folder: FolderOption = None,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
+    """Show what became of every prompt: trained in which step, or dropped and why, and how often it was tried again.
+
+    Without --prompt, --where and --json: what was trained beside what was published.
+    """
+    try:
+        tests = [of_prompt(prompt)] if prompt else []
+        tests += [condition(where)] if where else []
+    except ConditionError as error:
+        raise CliError(f"--where: {error}") from error
+    with open_run(run_id, folder, state, coordinator) as source:
+        if not (source.folder / GROUPS).is_file():
+            raise CliError(
+                f"run {source.run.run_id} has no {GROUPS} in {source.folder}: no group was closed yet, or the run was "
+                "made before this file was kept"
+            )
+        found = (line for line in read_fates(source.folder) if all(test(line) for test in tests))
+        if as_json:
+            for line in islice(found, limit):
+                print(json.dumps(line, ensure_ascii=False))
+        elif tests:
+            _print_groups(list(islice(found, limit + 1)), limit, new_console())
+        else:
+            _print_summary(summarise_fates(found), new_console())
+
+
+def _print_groups(lines: list[dict[str, Any]], limit: int, console: Console) -> None:
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("group", "row", "source", "fate", "at", "tokens", "reward"):
+        table.add_column(name)
+    for line in lines[:limit]:
+        table.add_row(
+            line["group"],
+            _shown(line.get("index")),
+            _shown(line.get("source")),
+            _fate(line),
+            line.get("stage", ""),
+            _shown(line.get("tokens")),
+            _shown(line.get("reward")),
+        )
+    console.print(table if lines else "no group is like that")
+    if len(lines) > limit:
+        console.print(f"... and more: these are the newest {limit} (--limit)")
+
+
+def _fate(line: dict[str, Any]) -> str:
+    tried = f" (try {line['retry'] + 1})" if line["retry"] else ""
+    if line["fate"] == "trained":
+        return f"trained in step {line['step']}{tried}"
+    return f"dropped: {line['reason']}{tried}{', to be tried again' if line.get('retried') else ''}"
+
+
+def _print_summary(summary: Summary, console: Console) -> None:
+    console.print(
+        f"{summary.all.closed} groups are closed: {_split(summary.all)}; {summary.retried} were retries\n",
+        soft_wrap=True,
+    )
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title="means", title_justify="left")
+    for name in ("", "published", "trained"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, (of_all, of_trained) in summary.means.items():
+        table.add_row(MEANS[name], _shown(of_all.value), _shown(of_trained.value))
+    console.print(table, "")
+    for dimension, buckets in summary.by.items():
+        table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title=f"by {dimension}", title_justify="left")
+        for name in ("", "published", "of all", "trained", "of all trained", "dropped"):
+            table.add_column(name, justify="left" if name in ("", "dropped") else "right")
+        for label, bucket in buckets.items():
+            table.add_row(
+                label,
+                str(bucket.closed),
+                _share(bucket.closed, summary.all.closed),
+                str(bucket.trained),
+                _share(bucket.trained, summary.all.trained),
+                _reasons(bucket),
+            )
+        console.print(table, "")
+
+
+def _split(bucket: Bucket) -> str:
+    return f"{bucket.trained} trained, {bucket.closed - bucket.trained} dropped ({_reasons(bucket) or 'none'})"
+
+
+def _reasons(bucket: Bucket) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in bucket.reasons.most_common())
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else ""
+
+
+def _shown(value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

@@ -1,0 +1,213 @@
+"""The account of every prompt's fate, from groups.jsonl: filters, and published beside trained."""
+
+import difflib
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relaxd.run_folder import GROUPS, newest_lines
+
+FIELDS = (
+    *("group", "index", "source", "prompt_tokens", "fate", "step", "reason", "stage", "attempt", "retry", "retried"),
+    *("tokens", "truncated", "reward"),
+)
+"""What a condition may name."""
+OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "!=": operator.ne,
+    "=": operator.eq,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+CONDITION = re.compile(r"\s*(\w+)\s*(<=|>=|!=|=|<|>)\s*(.+?)\s*")
+Test = Callable[[dict[str, Any]], bool]
+
+
+class ConditionError(ValueError):
+    """A condition that can't be read."""
+
+
+def read_fates(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what became of each closed group, newest first, with `fate` and `retry` beside what the file has.
+
+    A group whose run was restored may have several lines; the newest counts.
+    """
+    seen: set[str] = set()
+    for line in newest_lines(folder / GROUPS):
+        group = line["group"]
+        if group in seen:
+            continue
+        seen.add(group)
+        line["fate"] = "trained" if "step" in line else "dropped"
+        line["retry"] = int(group.partition("~")[2] or 0)
+        yield line
+
+
+def of_prompt(prompt: str) -> Test:
+    """Return a test for the groups of a prompt: its row in the data, as digits, or the id of a group of it.
+
+    An id such as "0-000012" is one visit of the prompt, with its retries.
+    """
+    if prompt.isdigit():
+        return lambda line: line.get("index") == int(prompt)
+    visit = prompt.partition("~")[0]
+    return lambda line: line["group"].partition("~")[0] == visit
+
+
+def condition(text: str) -> Test:
+    """Return a test from conditions such as "reason = stale and tokens > 1000".
+
+    A group without the field passes only `!=`. Raises ConditionError.
+    """
+    tests = [_one_condition(part) for part in re.split(r"\s+and\s+", text.strip())]
+    return lambda line: all(test(line) for test in tests)
+
+
+def _one_condition(text: str) -> Test:
+    match = CONDITION.fullmatch(text)
+    if match is None:
+        raise ConditionError(f'{text!r} is no condition: write FIELD = VALUE, such as "reason = stale"')
+    name, sign, given = match.groups()
+    if name not in FIELDS:
+        near = difflib.get_close_matches(name, FIELDS, n=1)
+        raise ConditionError(f"{name!r} is unknown: {f'did you mean {near[0]}?' if near else 'there are ' + _names()}")
+    value = _value(given.strip("\"'"))
+    compare = OPERATORS[sign]
+
+    def test(line: dict[str, Any]) -> bool:
+        found = line.get(name)
+        if found is None or isinstance(found, str) != isinstance(value, str):
+            return sign == "!="
+        return compare(found, value)
+
+    return test
+
+
+def _names() -> str:
+    return ", ".join(FIELDS)
+
+
+def _value(text: str) -> str | float:
+    if text in ("true", "false"):
+        return float(text == "true")
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+@dataclass
+class Bucket:
+    """Groups that have something in common."""
+
+    closed: int = 0
+    trained: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Of the others, why they were dropped."""
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Count a group."""
+        self.closed += 1
+        if line["fate"] == "trained":
+            self.trained += 1
+        else:
+            self.reasons[line["reason"]] += 1
+
+
+@dataclass
+class Mean:
+    """The mean of what was seen so far."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.total += value
+        self.count += 1
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN of nothing."""
+        return self.total / self.count if self.count else math.nan
+
+
+@dataclass
+class Summary:
+    """Published groups beside trained ones. Memory doesn't grow with their number, but for the sources'."""
+
+    all: Bucket = field(default_factory=Bucket)
+    retried: int = 0
+    """Groups that were retries."""
+    by: dict[str, dict[str, Bucket]] = field(default_factory=lambda: {name: {} for name in DIMENSIONS})
+    """Buckets by dimension, then by label."""
+    means: dict[str, tuple[Mean, Mean]] = field(
+        default_factory=lambda: {name: (Mean(), Mean()) for name in ("prompt_tokens", "tokens", "truncated", "reward")}
+    )
+    """Means over all groups that have the fact, and over the trained ones."""
+
+
+def summarise_fates(lines: Iterable[dict[str, Any]]) -> Summary:
+    """Summarise groups."""
+    summary = Summary()
+    for line in lines:
+        summary.all.add(line)
+        summary.retried += line["retry"] > 0
+        for name, label_of in DIMENSIONS.items():
+            summary.by[name].setdefault(label_of(line), Bucket()).add(line)
+        for name, (of_all, of_trained) in summary.means.items():
+            if (value := line.get(name)) is not None:
+                of_all.add(value)
+                if line["fate"] == "trained":
+                    of_trained.add(value)
+    for name, buckets in summary.by.items():
+        summary.by[name] = dict(sorted(buckets.items(), key=lambda item: _order(item[0])))
+    return summary
+
+
+def _length(line: dict[str, Any]) -> str:
+    tokens = line.get("tokens")
+    if tokens is None:
+        return "no answers yet"
+    if tokens < 1:
+        return "0 tokens"
+    low = 2 ** int(math.log2(tokens))
+    return f"{low}-{2 * low - 1} tokens"
+
+
+def _source(line: dict[str, Any]) -> str:
+    return str(line.get("source", "no data_source"))
+
+
+def _difficulty(line: dict[str, Any]) -> str:
+    reward = line.get("reward")
+    if reward is None:
+        return "not scored"
+    if reward <= 0:
+        return "mean reward 0 or less"
+    if reward >= 1:
+        return "mean reward 1 or more"
+    quarter = min(3, int(reward * 4))
+    return f"mean reward {quarter / 4:g} to {(quarter + 1) / 4:g}"
+
+
+def _order(label: str) -> tuple[int, float, str]:
+    """Sort labels by their number; those without one come last."""
+    found = re.search(r"[\d.]+", label)
+    if found is None:
+        return (1, 0.0, label)
+    return (0, float(found[0]) + 0.1 * ("to" in label), label)
+
+
+DIMENSIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "length of the answers": _length,
+    "source": _source,
+    "difficulty": _difficulty,
+}
+"""What the summary compares groups by, and the label of a group."""

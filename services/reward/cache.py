@@ -1,0 +1,55 @@
+"""Scores by content: for rewards that give the same sample the same score."""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import astuple
+
+from relaxd.rewards import RewardInput, RewardOutput
+from services.reward.pool import Failure
+
+Scored = list[RewardOutput | Failure]
+Score = Callable[[Sequence[RewardInput]], Awaitable[Scored]]
+"""Scores samples of one prompt, in their order."""
+
+
+class ScoreCache:
+    """Remembers the scores of the samples that were asked for last. Failures aren't remembered."""
+
+    def __init__(self, size: int) -> None:
+        """`size` is the number of scores; 0 remembers nothing."""
+        self._size = size
+        self._scores: OrderedDict[bytes, RewardOutput] = OrderedDict()
+        self.hits = 0
+        """Samples whose score was found, equal samples of one group included."""
+
+    def clear(self) -> None:
+        """Forget every score, because the reward may have been changed."""
+        self._scores.clear()
+
+    async def score(self, samples: Sequence[RewardInput], score: Score) -> Scored:
+        """Return the scores of samples of one prompt; `score` gets those that aren't known, each once."""
+        if not self._size:
+            return await score(samples)
+        keys = [_key(sample) for sample in samples]
+        found: dict[bytes, RewardOutput | Failure] = {}
+        for key in keys:
+            if key in self._scores:
+                self._scores.move_to_end(key)
+                found[key] = self._scores[key]
+        unknown = {key: sample for key, sample in zip(keys, samples, strict=True) if key not in found}
+        self.hits += len(samples) - len(unknown)
+        if unknown:
+            found |= zip(unknown, await score(list(unknown.values())), strict=True)
+        for key in unknown:
+            if isinstance(outcome := found[key], RewardOutput):
+                self._scores[key] = outcome
+        while len(self._scores) > self._size:
+            self._scores.popitem(last=False)
+        return [found[key] for key in keys]
+
+
+def _key(sample: RewardInput) -> bytes:
+    """Return the digest of all that a reward gets."""
+    return hashlib.sha256(json.dumps(astuple(sample), sort_keys=True).encode()).digest()

@@ -1,0 +1,1 @@
+"""Rewards of services in other languages: reward.address."""

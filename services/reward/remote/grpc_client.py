@@ -1,0 +1,112 @@
+"""Calls of a service that speaks relaxd.v1.RemoteReward."""
+
+import json
+from collections.abc import Sequence
+
+import grpc
+
+from relaxd.config import RewardConfig
+from relaxd.rewards import RewardInput, RewardOutput
+from relaxd.rewards.base import BadRewardError, check_output, text_message
+from relaxd.rpc.client import MAX_MESSAGE_BYTES
+from relaxd.v1 import remote_reward_pb2 as pb
+from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardStub
+from services.reward.pool import Failure
+from services.reward.remote.errors import MismatchError, UnreachableError
+
+PROBE_SECONDS = 5.0
+"""Deadline of a probe."""
+VERSION = "is it made from another version of protos/relaxd/v1/remote_reward.proto?"
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),
+    # No keep-alive pings: by default, servers of other languages end connections with frequent ones.
+]
+_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+class GrpcClient:
+    """Asks a service for the scores of a group's answers, in one call. It gets none of relaxd's tokens."""
+
+    calls_per_sample = False
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._address = config.address
+        self._settings_json = json.dumps(config.settings)
+        self._channel = grpc.aio.insecure_channel(config.address, _OPTIONS)
+        self._stub = RemoteRewardStub(self._channel)
+
+    async def probe(self) -> None:
+        """Ask whether the service works. Raises UnreachableError, MismatchError."""
+        try:
+            await self._stub.ScoreAnswers(pb.ScoreAnswersRequest(), timeout=PROBE_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                raise self._mismatch("it has no call relaxd.v1.RemoteReward/ScoreAnswers") from error
+            if error.code() in (*_AGAIN, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise UnreachableError(_describe(error)) from error
+            what = f"a request without answers, which it must answer without scores, failed: {_describe(error)}"
+            raise MismatchError(f"the reward service at {self._address}: {what}") from error
+
+    async def score(self, samples: Sequence[RewardInput], seconds: float) -> list[RewardOutput | Failure]:
+        """Score samples of one prompt. Raises UnreachableError, MismatchError."""
+        try:
+            answer = await self._stub.ScoreAnswers(self._request(samples), timeout=seconds)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                raise self._mismatch("it has no call relaxd.v1.RemoteReward/ScoreAnswers") from error
+            if error.code() in _AGAIN:
+                raise UnreachableError(_describe(error)) from error
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                what = f"scoring {len(samples)} answers took longer than {seconds:g} s"
+            else:
+                what = _describe(error)
+            return [Failure(f"the reward service at {self._address}: {what}")] * len(samples)
+        if len(answer.scores) != len(samples):
+            raise self._mismatch(f"it returned {len(answer.scores)} scores for {len(samples)} answers")
+        return [self._outcome(score) for score in answer.scores]
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close(None)
+
+    def _request(self, samples: Sequence[RewardInput]) -> pb.ScoreAnswersRequest:
+        first = samples[0]
+        return pb.ScoreAnswersRequest(
+            prompt=first.prompt,
+            reference=first.answer,
+            metadata_json=json.dumps(first.metadata),
+            settings_json=self._settings_json,
+            prompt_messages_json=json.dumps(first.prompt_messages or [text_message("user", first.prompt)]),
+            answers=[
+                pb.Answer(
+                    text=sample.response,
+                    finish_reason=sample.finish_reason,
+                    tokens=sample.tokens,
+                    messages_json=json.dumps(sample.response_messages) if sample.response_messages else "",
+                )
+                for sample in samples
+            ],
+        )
+
+    def _outcome(self, score: pb.AnswerScore) -> RewardOutput | Failure:
+        if score.error:
+            return Failure(f"the reward service at {self._address}: {score.error}")
+        if not score.HasField("reward"):
+            raise self._mismatch("it returned a score with neither reward nor error")
+        try:
+            return check_output({"reward": score.reward, "parts": dict(sorted(score.parts.items()))})
+        except BadRewardError as error:
+            return Failure(f"the reward service at {self._address}: {error}")
+
+    def _mismatch(self, what: str) -> MismatchError:
+        return MismatchError(f"the reward service at {self._address}: {what}: {VERSION}")
+
+
+def _describe(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details() or 'without a reason'}"

@@ -1,0 +1,102 @@
+"""Calls of a service over HTTP, in the form of slime's remote_rm."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from relaxd.config import RewardConfig
+from relaxd.rewards import RewardInput, RewardOutput
+from relaxd.rewards.base import BadRewardError, check_output
+from services.reward.pool import Failure
+from services.reward.remote.errors import UnreachableError
+
+PROBE_SECONDS = 5.0
+"""Deadline of a probe."""
+MAX_ANSWER_BYTES = 1 << 20
+SHOWN = 200
+_AGAIN = (
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)
+
+
+class HttpClient:
+    """Posts each sample as {"prompt", "response", "label", "metadata"}. The answer is JSON: what a reward returns."""
+
+    calls_per_sample = True
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._url = config.address
+        self._key = config.key
+        self._max_in_flight = config.max_in_flight
+        self._session: aiohttp.ClientSession | None = None
+
+    async def probe(self) -> None:
+        """Ask whether the service accepts connections. Raises UnreachableError."""
+        parts = urlsplit(self._url)
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                _, writer = await asyncio.open_connection(parts.hostname, port)
+                writer.close()
+        except (OSError, TimeoutError) as error:
+            raise UnreachableError(str(error) or f"no connection within {PROBE_SECONDS:g} s") from error
+
+    async def score(self, samples: Sequence[RewardInput], seconds: float) -> list[RewardOutput | Failure]:
+        """Score one sample. Raises UnreachableError."""
+        (sample,) = samples
+        # Each member has its own kind: a body that can't be sent is the caller's mistake, not an outage.
+        body = {"prompt": sample.prompt, "response": sample.response, "label": sample.answer}
+        try:
+            outcome = await self._post({**body, "metadata": dict(sample.metadata)}, seconds)
+        except TimeoutError:
+            outcome = Failure(f"the reward service at {self._url}: scoring an answer took longer than {seconds:g} s")
+        except (aiohttp.ClientConnectionError, OSError) as error:
+            raise UnreachableError(str(error) or type(error).__name__) from error
+        except aiohttp.ClientError as error:
+            outcome = Failure(f"the reward service at {self._url}: {type(error).__name__}: {error}")
+        return [outcome]
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _post(self, body: object, seconds: float) -> RewardOutput | Failure:
+        if self._session is None:  # made here, because it belongs to the loop that runs
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self._max_in_flight))
+        limit = aiohttp.ClientTimeout(total=seconds)
+        async with self._session.post(self._url, json=body, timeout=limit) as answer:
+            text = (await _read(answer)).decode(errors="replace")
+            if answer.status in _AGAIN:
+                raise UnreachableError(f"HTTP {answer.status}: {_shortened(text)}")
+            if answer.status != HTTPStatus.OK:
+                return Failure(f"the reward service at {self._url}: HTTP {answer.status}: {_shortened(text)}")
+        try:
+            return check_output(json.loads(text), self._key)
+        except BadRewardError as error:
+            return Failure(f"the reward service at {self._url}: {error}")
+        except ValueError:
+            return Failure(f"the reward service at {self._url} answered {_shortened(text)!r}, which is not JSON")
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    """Return an answer's body, cut off where no reward is that long."""
+    body = b""
+    async for chunk in answer.content.iter_any():
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES:
+            answer.close()
+            break
+    return body[:MAX_ANSWER_BYTES]
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"

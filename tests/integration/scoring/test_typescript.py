@@ -1,0 +1,54 @@
+"""The example of a reward in TypeScript, built and asked as a run would ask it."""
+
+import asyncio
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from relaxd.config import RewardConfig
+from relaxd.rewards import RewardInput, RewardOutput
+from services.reward.pool import Failure
+from services.reward.remote.scorer import RemoteScorer
+from tests.kit.ports import free_port
+from tests.kit.processes import ROOT, kill
+
+EXAMPLE = ROOT / "examples" / "reward-typescript"
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Path:
+    """The built example; skips the test where its tools or packages aren't to be had."""
+    if not shutil.which("npm") or not shutil.which("node"):
+        pytest.skip("node and npm are not installed")
+    folder = tmp_path / "example"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("node_modules", "build"))
+    shutil.copy(ROOT / "protos" / "relaxd" / "v1" / "remote_reward.proto", folder)
+    install = subprocess.run(
+        ["npm", "install", "--no-audit", "--no-fund"], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    if install.returncode:
+        pytest.skip(f"npm can't install the example's packages: {install.stderr[-500:]}")
+    build = subprocess.run(["npm", "run", "build"], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert build.returncode == 0, build.stdout + build.stderr
+    return folder
+
+
+@pytest.mark.slow
+async def test_a_reward_in_typescript(built):
+    assert len((built / "server.ts").read_text().splitlines()) < 60
+    address = f"127.0.0.1:{free_port()}"
+    server = subprocess.Popen(["node", "build/server.js", address], cwd=built)
+    remote = RemoteScorer(RewardConfig(address=address))
+    try:
+        await remote.start()  # samples wait until it listens
+        samples = [RewardInput("1+1?", text, answer="2") for text in ("1 + 1 is\nis 2", "3")]
+        right, wrong = await asyncio.wait_for(remote.score(samples), 60)
+        assert right == RewardOutput(1.0, {"last_line": pytest.approx(4 / 13)})
+        assert wrong == RewardOutput(0.0, {"last_line": 1.0})
+        (failed,) = await asyncio.wait_for(remote.score([RewardInput("1+1?", "2")]), 60)
+        assert failed == Failure(f"the reward service at {address}: the prompt has no reference answer")
+    finally:
+        await remote.close()
+        kill(server)

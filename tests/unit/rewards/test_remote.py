@@ -1,0 +1,295 @@
+"""Rewards of services at reward.address: real gRPC and HTTP servers that work, fail, die, and come back."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+from aiohttp import web
+from pydantic import ValidationError
+
+from relaxd.config import RewardConfig
+from relaxd.retry import Backoff
+from relaxd.rewards import RewardInput, RewardOutput
+from relaxd.v1 import remote_reward_pb2 as pb
+from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardServicer, add_RemoteRewardServicer_to_server
+from services.reward.cache import ScoreCache
+from services.reward.pool import Failure
+from services.reward.remote import breaker, grpc_client, scorer
+from services.reward.remote.errors import MismatchError
+from services.reward.remote.scorer import RemoteScorer
+from services.reward.trial import try_reward
+from tests.kit.ports import free_port
+from tests.kit.waiting import eventually
+
+
+def samples(*responses: str, **fields) -> list[RewardInput]:
+    return [RewardInput("1+1?", response, answer="2", metadata={"n": 1}, tokens=3, **fields) for response in responses]
+
+
+class Judge(RemoteRewardServicer):
+    """A reward service whose answers a test decides."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.ScoreAnswersRequest] = []
+        self.rules: dict[str, Callable[[], pb.AnswerScore]] = {}
+        self.in_flight = self.most_in_flight = 0
+        self.go = asyncio.Event()
+        self.go.set()
+
+    async def ScoreAnswers(self, request, context):
+        if not request.answers:
+            return pb.ScoreAnswersResponse()
+        self.requests.append(request)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            await self.go.wait()
+            for answer in request.answers:
+                if answer.text in ("INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED"):
+                    await context.abort(getattr(grpc.StatusCode, answer.text), "as the test wants")
+                if answer.text == "too few":
+                    return pb.ScoreAnswersResponse()
+            return pb.ScoreAnswersResponse(scores=[self._score(answer, request) for answer in request.answers])
+        finally:
+            self.in_flight -= 1
+
+    def _score(self, answer, request):
+        if answer.text == "bad":
+            return pb.AnswerScore(error="I can't read it")
+        if answer.text == "nothing":
+            return pb.AnswerScore()
+        if answer.text == "nan":
+            return pb.AnswerScore(reward=float("nan"))
+        return pb.AnswerScore(reward=float(answer.text == request.reference), parts={"length": len(answer.text)})
+
+
+class Bench:
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.stack, self.judge, self.port = stack, Judge(), free_port()
+        self.server: grpc.aio.Server | None = None
+
+    async def serve(self, servicer=None, add=add_RemoteRewardServicer_to_server) -> None:
+        self.server = grpc.aio.server()
+        add(servicer or self.judge, self.server)
+        assert self.server.add_insecure_port(f"127.0.0.1:{self.port}") == self.port
+        await self.server.start()
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop(0)
+
+    def config(self, **settings) -> RewardConfig:
+        return RewardConfig(**{"address": f"127.0.0.1:{self.port}", "timeout_seconds": 5.0, **settings})
+
+    def remote(self, **settings) -> RemoteScorer:
+        remote = RemoteScorer(self.config(**settings))
+        self.stack.push_async_callback(remote.close)
+        return remote
+
+
+@pytest.fixture
+async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    monkeypatch.setattr(scorer, "PAUSE", Backoff(0.01, 0.05))
+    monkeypatch.setattr(breaker, "PROBE_PAUSE", Backoff(0.01, 0.05))
+    monkeypatch.setattr(grpc_client, "_OPTIONS", [*grpc_client._OPTIONS[:-2], ("grpc.min_reconnect_backoff_ms", 50)])
+    async with AsyncExitStack() as stack:
+        made = Bench(stack)
+        stack.push_async_callback(made.stop)
+        yield made
+
+
+async def test_a_group_is_one_call_and_has_all_that_a_reward_gets(bench):
+    await bench.serve()
+    remote = bench.remote(settings={"strict": True})
+    await remote.check()
+    assert await remote.score(samples("2", "3", "bad", "nan", finish_reason="stop")) == [
+        RewardOutput(1.0, {"length": 1.0}),
+        RewardOutput(0.0, {"length": 1.0}),
+        Failure(f"the reward service at 127.0.0.1:{bench.port}: I can't read it"),
+        Failure(f"the reward service at 127.0.0.1:{bench.port}: the reward is nan: it must be finite"),
+    ]
+    (request,) = bench.judge.requests
+    assert (request.prompt, request.reference, json.loads(request.metadata_json)) == ("1+1?", "2", {"n": 1})
+    assert json.loads(request.settings_json) == {"strict": True}
+    assert json.loads(request.prompt_messages_json)[0]["role"] == "user"
+    assert [(one.text, one.finish_reason, one.tokens) for one in request.answers[:1]] == [("2", "stop", 3)]
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("INTERNAL", "INTERNAL: as the test wants"),
+        ("UNIMPLEMENTED", "has no call relaxd.v1.RemoteReward/ScoreAnswers: is it made from another version"),
+        ("too few", "returned 0 scores for 1 answers: is it made from another version"),
+        ("nothing", "a score with neither reward nor error: is it made from another version"),
+    ],
+)
+async def test_a_wrong_answer_fails_the_samples_and_is_not_asked_for_again(bench, response, reason):
+    await bench.serve()
+    (outcome,) = await bench.remote().score(samples(response))
+    assert isinstance(outcome, Failure)
+    assert reason in outcome.reason
+    assert len(bench.judge.requests) == 1
+
+
+async def test_a_service_of_another_version_is_named_before_the_run(bench):
+    def add(servicer, server):  # the same call, of another package
+        handler = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
+        service = grpc.method_handlers_generic_handler("relaxd.v2.RemoteReward", {"ScoreAnswers": handler})
+        server.add_generic_rpc_handlers((service,))
+
+    await bench.serve(add=add)
+    with pytest.raises(MismatchError, match=r"relaxd\.v1\.RemoteReward/ScoreAnswers: is it made from another version"):
+        await bench.remote().start()
+    assert "another version" in (await try_reward(bench.config(), samples("2")))["error"]
+
+
+async def test_the_trial_says_that_nobody_is_there(bench):
+    assert "can't be reached: UNAVAILABLE" in (await try_reward(bench.config(), samples("2")))["error"]
+
+
+async def test_a_late_answer_fails_its_samples(bench):
+    await bench.serve()
+    bench.judge.go.clear()
+    (outcome,) = await bench.remote(timeout_seconds=0.05).score(samples("2"))
+    assert outcome == Failure(
+        f"the reward service at 127.0.0.1:{bench.port}: scoring 1 answers took longer than 0.05 s"
+    )
+
+
+async def test_samples_wait_while_the_service_is_away_and_it_says_so(bench):
+    remote = bench.remote()
+    await remote.start()
+    scoring = asyncio.create_task(remote.score(samples("2")))
+    probes = remote.pieces
+    await eventually(lambda: remote.pieces > probes + 1, "probes, which count as progress")
+    assert f"the reward service at 127.0.0.1:{bench.port} does not answer, for 0 s now: UNAVAILABLE" in remote.detail
+    assert not scoring.done()
+    await bench.serve()
+    assert await asyncio.wait_for(scoring, 10) == [RewardOutput(1.0, {"length": 1.0})]
+    assert remote.detail == ""
+
+
+async def test_a_service_that_dies_in_the_middle_stops_all_calls_but_probes(bench):
+    await bench.serve()
+    remote = bench.remote()
+    assert isinstance((await remote.score(samples("2")))[0], RewardOutput)
+    await bench.stop()
+    scoring = [asyncio.create_task(remote.score(samples(str(number)))) for number in range(8)]
+    await eventually(lambda: "does not answer" in remote.detail, "the breaker is open")
+    await bench.serve()
+    outcomes = await asyncio.wait_for(asyncio.gather(*scoring), 20)
+    assert [outcome.reward for (outcome,) in outcomes] == [0, 0, 1, 0, 0, 0, 0, 0]
+
+
+async def test_an_outage_has_an_end_which_resume_moves(bench):
+    remote = bench.remote(outage_seconds=0.2)
+    await remote.start()
+    (outcome,) = await asyncio.wait_for(remote.score(samples("2")), 10)
+    assert isinstance(outcome, Failure)
+    assert "does not answer, for 0 s now: UNAVAILABLE" in outcome.reason
+    remote.forgive()
+    scoring = asyncio.create_task(remote.score(samples("2")))
+    await bench.serve()
+    assert isinstance((await asyncio.wait_for(scoring, 10))[0], RewardOutput)
+
+
+async def test_what_the_service_always_dies_of_is_given_up(bench):
+    await bench.serve()
+    (outcome,) = await asyncio.wait_for(bench.remote().score(samples("UNAVAILABLE")), 20)
+    assert isinstance(outcome, Failure)
+    assert "can't be reached: UNAVAILABLE: as the test wants (10 tries)" in outcome.reason
+    assert len(bench.judge.requests) == scorer.ATTEMPTS
+
+
+async def test_no_more_calls_are_open_than_allowed(bench):
+    await bench.serve()
+    remote = bench.remote(max_in_flight=3)
+    bench.judge.go.clear()
+    scoring = asyncio.gather(*(remote.score(samples("2")) for _ in range(12)))
+    await eventually(lambda: bench.judge.in_flight == 3, "three calls")
+    bench.judge.go.set()
+    await asyncio.wait_for(scoring, 10)
+    assert (bench.judge.most_in_flight, len(bench.judge.requests)) == (3, 12)
+
+
+async def test_equal_samples_are_scored_once_and_failures_again(bench):
+    await bench.serve()
+    remote, cache = bench.remote(), ScoreCache(2)
+    first = await cache.score(samples("2", "2", "bad"), remote.score)
+    assert first[0] == first[1] == RewardOutput(1.0, {"length": 1.0})
+    assert [len(request.answers) for request in bench.judge.requests] == [2]
+    await cache.score(samples("2", "bad"), remote.score)
+    assert [one.text for one in bench.judge.requests[-1].answers] == ["bad"]
+    await cache.score([RewardInput("1+1?", "2", answer="3")], remote.score)
+    assert len(bench.judge.requests) == 3, "another reference is another sample"
+    await cache.score(samples("x", "y"), remote.score)
+    await cache.score(samples("2"), remote.score)
+    assert [one.text for one in bench.judge.requests[-1].answers] == ["2"], "two are remembered, no more"
+    assert cache.hits == 2
+    assert len(bench.judge.requests) == 5
+    cache.clear()
+    await cache.score(samples("2"), remote.score)
+    assert len(bench.judge.requests) == 6
+
+
+async def test_remote_rm_over_http(bench):
+    seen = []
+
+    async def score(request: web.Request) -> web.Response:
+        body = await request.json()
+        seen.append(body)
+        kind = body["response"]
+        if kind == "busy" and len(seen) < 3:
+            return web.Response(status=503, text="later")
+        if kind == "broken":
+            return web.Response(status=500, text="oh dear")
+        texts = {"text": "hello", "mapping": '{"score": 0.5, "depth": 2, "why": "so"}', "huge": "1" * (2 << 20)}
+        return web.Response(text=texts.get(kind, "1.5"), content_type="application/json")
+
+    app = web.Application()
+    app.router.add_post("/score", score)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    bench.stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", bench.port).start()
+    url = f"http://127.0.0.1:{bench.port}/score"
+    remote = bench.remote(address=url)
+    await remote.check()
+    fine, mapping, text, broken, busy, huge = await remote.score(
+        samples("fine", "mapping", "text", "broken", "busy", "huge")
+    )
+    assert {"prompt": "1+1?", "response": "fine", "label": "2", "metadata": {"n": 1}} in seen
+    assert (fine, busy) == (RewardOutput(1.5), RewardOutput(1.5))
+    assert mapping == RewardOutput(0.5, {"depth": 2.0})
+    assert text == Failure(f"the reward service at {url} answered 'hello', which is not JSON")
+    assert broken == Failure(f"the reward service at {url}: HTTP 500: oh dear")
+    assert isinstance(huge, Failure)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"address": "judge"}, "must be"),
+        ({"address": "judge:http"}, "must be"),
+        ({"address": "judge:99999"}, "must be"),
+        ({"address": "judge:9000/score"}, "must be"),
+        ({"address": "ftp://judge/score"}, "must be"),
+        ({"address": "http://"}, "must be"),
+        ({"address": "judge:9000", "name": "math"}, "reward.address is the whole reward"),
+        ({"address": "judge:9000", "choose_by": "rm_type"}, "reward.address is the whole reward"),
+        ({}, "reward.name is missing"),
+        ({"address": "judge:9000"}, None),
+        ({"address": "[::1]:9000"}, None),
+        ({"address": "https://judge.example/score?k=1"}, None),
+    ],
+)
+def test_addresses(settings, reason):
+    if reason is None:
+        assert RewardConfig(**settings).shown == settings["address"]
+        return
+    with pytest.raises(ValidationError, match=reason):
+        RewardConfig(**settings)

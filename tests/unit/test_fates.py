@@ -1,0 +1,196 @@
+"""The account of every prompt's fate: from the board, through the run's folder, to `relaxd ledger`."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from relaxd.board import Board, DropReason, NewGroup, stages_for
+from relaxd.board.facts import facts_of
+from relaxd.cli.main import app
+from relaxd.report.fates import ConditionError, condition, of_prompt, read_fates, summarise_fates
+from services.coordinator.runs.run_files import RunFiles
+from tests.integration.scoring.processes import run_config
+from tests.kit.run_folders import write_run
+
+
+def rollout(*lengths: int) -> dict:
+    tokens = sum(lengths)
+    return {
+        "tokens": np.zeros(tokens, dtype=np.int32),
+        "lengths": np.array(lengths, dtype=np.int32),
+        "loss_mask": np.ones(tokens, dtype=np.uint8),
+        "rollout_logprobs": np.zeros(tokens, dtype=np.float32),
+        "versions": np.zeros(tokens, dtype=np.int64),
+        "finish": ["stop", "length"],
+        "text": ["a", "b"],
+        "sample_of_sequence": np.arange(2, dtype=np.int32),
+        "shares_prompt": np.ones(2, dtype=np.uint8),
+        "spans_weight_update": np.zeros(2, dtype=np.uint8),
+    }
+
+
+@pytest.fixture
+def board(redis_url: str):
+    config = run_config()
+    board = Board(redis_url, "run", stages_for(config), config.board)
+    board.create(term=1, groups_per_step=4, steps=9)
+    board.set_gate(term=1, oldest_version=0, open=True)
+    yield board
+    board.close()
+
+
+def publish(board: Board, *ids: str, **fields) -> None:
+    columns = {"prompt_tokens": np.arange(3, dtype=np.int32), "prompt": {"text": "?", "answer": "2"}}
+    groups = [NewGroup(id, columns, facts={"index": n, "source": "sums"}, **fields) for n, id in enumerate(ids)]
+    board.publish(term=1, groups=groups)
+
+
+def test_a_fate_has_what_each_stage_knew_and_is_told_once(board, tmp_path):
+    publish(board, "0-1", "0-2", "0-3")
+    taken = board.take("rollout", "r", count=3, block_seconds=5.0)
+    board.commit([(delivery, rollout(3, 5)) for delivery in taken[:2]])
+    scored = board.take("reward", "w", count=2, block_seconds=5.0)
+    reward = {"reward": np.array([0.0, 1.0]), "reward_parts": {}}
+    board.commit([(scored[0], reward)])
+    board.drop(scored[1], reason=DropReason.REWARD_FAILED)
+    board.drop(taken[2], reason=DropReason.STALE, retry=True)
+    publish(board, "0-3~1", retry_of="0-3")
+    board.drop("0-3~1", reason=DropReason.RUN_ENDED, counts="")
+    term = board.new_trainer_term()
+    board.commit_step(term=term, step=1, plan={"groups": ["0-1"]}, metrics={})
+    board.counts().check()
+
+    fates = board.fates()
+    sums = {"source": "sums"}
+    common = {**sums, "tokens": 4.0, "truncated": 0.5}
+    dropped = {"attempt": 1, "retried": False}
+    assert [fate.record for fate in fates] == [
+        {"group": "0-2", "index": 1, "reason": "reward_failed", "stage": "reward", **common, **dropped},
+        {
+            "group": "0-3",
+            "index": 2,
+            "source": "sums",
+            "reason": "stale",
+            "stage": "rollout",
+            **dropped,
+            "retried": True,
+        },
+        {"group": "0-3~1", "index": 2, **sums, "reason": "run_ended", "stage": "", **dropped, "attempt": 0},
+        {"group": "0-1", "index": 0, "step": 1, "reward": 0.5, **common},
+    ]
+    files = RunFiles(tmp_path)
+    assert files.end_groups() == ""
+    files.append_groups(fates[:2])
+    with (tmp_path / "groups.jsonl").open("a") as file:
+        file.write('{"group": "0-')  # the coordinator dies while it writes the third
+    last = RunFiles(tmp_path).end_groups()
+    assert last == fates[1].entry_id
+    files.append_groups(board.fates(last))
+    board.forget_fates(fates[-1].entry_id)
+    assert board.fates() == []
+    assert [line["group"] for line in read_fates(tmp_path)] == ["0-1", "0-3~1", "0-3", "0-2"]
+
+
+def test_facts_of_strange_columns_are_left_out():
+    assert facts_of({"lengths": "three", "finish": [], "reward": np.array([])}) == {}
+
+
+LINES = [
+    {"group": "0-1", "index": 1, "step": 3, "source": "a", "tokens": 10.0, "reward": 0.5, "truncated": 0.0},
+    {"group": "0-2", "index": 2, "reason": "stale", "stage": "train", "attempt": 1, "retried": True, "source": "a"}
+    | {"tokens": 2000.0, "reward": 0.1},
+    {"group": "0-2~1", "index": 2, "step": 5, "source": "a", "tokens": 1500.0, "reward": 0.2},
+    {"group": "1-9", "index": 2, "reason": "bad_prompt", "stage": "rollout", "attempt": 1, "retried": False},
+]
+
+
+def write_lines(folder: Path, lines: list[dict]) -> None:
+    (folder / "groups.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("reason = stale", ["0-2"]),
+        ("reason != stale", ["1-9", "0-2~1", "0-1"]),
+        ("fate = trained and tokens > 100", ["0-2~1"]),
+        ("tokens>=1500", ["0-2~1", "0-2"]),
+        ("retry = 1", ["0-2~1"]),
+        ("retried = true", ["0-2"]),
+        ("step <= 3", ["0-1"]),
+        ('source = "a" and reward < 0.2', ["0-2"]),
+        ("tokens = many", []),
+    ],
+)
+def test_conditions(tmp_path, text, groups):
+    write_lines(tmp_path, LINES)
+    assert [line["group"] for line in read_fates(tmp_path) if condition(text)(line)] == groups
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("reson = stale", "did you mean reason?"), ("stale", "write FIELD = VALUE"), ("x = 1", "there are group,")],
+)
+def test_wrong_conditions(text, reason):
+    with pytest.raises(ConditionError, match=reason):
+        condition(text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "groups"), [("2", ["1-9", "0-2~1", "0-2"]), ("0-2", ["0-2~1", "0-2"]), ("0-2~1", ["0-2~1", "0-2"])]
+)
+def test_a_prompt_is_a_row_or_a_visit(tmp_path, prompt, groups):
+    write_lines(tmp_path, LINES)
+    assert [line["group"] for line in read_fates(tmp_path) if of_prompt(prompt)(line)] == groups
+
+
+def test_the_newest_line_of_a_group_counts(tmp_path):
+    write_lines(tmp_path, [*LINES, {"group": "0-2", "index": 2, "step": 7}])
+    assert {line["group"]: line.get("step") for line in read_fates(tmp_path)}["0-2"] == 7
+
+
+def test_the_summary_shows_whom_training_leaves_out(tmp_path):
+    write_lines(tmp_path, LINES)
+    summary = summarise_fates(read_fates(tmp_path))
+    assert (summary.all.closed, summary.all.trained, summary.retried) == (4, 2, 1)
+    lengths = summary.by["length of the answers"]
+    assert {label: (one.closed, one.trained) for label, one in lengths.items()} == {
+        "8-15 tokens": (1, 1),
+        "1024-2047 tokens": (2, 1),
+        "no answers yet": (1, 0),
+    }
+    assert list(summary.by["difficulty"]) == ["mean reward 0 to 0.25", "mean reward 0.5 to 0.75", "not scored"]
+    assert summary.by["source"]["no data_source"].reasons == {"bad_prompt": 1}
+    of_all, of_trained = summary.means["tokens"]
+    assert (of_all.value, of_trained.value) == (pytest.approx(1170), pytest.approx(755))
+
+
+def test_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = write_run("one", steps=2, done=2)
+    run = CliRunner()
+    nothing = run.invoke(app, ["ledger", "one"])
+    assert "has no groups.jsonl" in str(nothing.exception)
+    write_lines(folder, LINES)
+    shown = run.invoke(app, ["ledger", "one"], catch_exceptions=False).output
+    assert "4 groups are closed: 2 trained, 2 dropped (1 bad_prompt, 1 stale); 1 were retries" in shown
+    shown = run.invoke(app, ["ledger", "one", "--prompt", "0-2"], catch_exceptions=False).output
+    assert "trained in step 5 (try 2)" in shown
+    assert "dropped: stale, to be tried again" in shown
+    shown = run.invoke(app, ["ledger", "one", "--where", "reason = stale", "--json"], catch_exceptions=False).stdout
+    assert json.loads(shown.splitlines()[-1])["group"] == "0-2"
+
+
+@pytest.mark.slow
+def test_twenty_thousand_steps_are_read_quickly(tmp_path):
+    line = LINES[0] | {"prompt_tokens": 100, "entry": "1700000000000-0"}
+    with (tmp_path / "groups.jsonl").open("w") as file:
+        for number in range(640_000):
+            file.write(json.dumps(line | {"group": f"0-{number:06d}", "step": number // 32}) + "\n")
+    began = time.process_time()
+    assert summarise_fates(read_fates(tmp_path)).all.trained == 640_000
+    assert time.process_time() - began < 20
