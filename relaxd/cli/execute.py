@@ -16,10 +16,11 @@ from rich.text import Text
 
 from relaxd.board import roles_for
 from relaxd.cli.check import check
+from relaxd.cli.last_checkpoint import save_last_checkpoint
 from relaxd.cli.models import prepare_model
 from relaxd.cli.place import check_run_id, free_folder
-from relaxd.cli.reading.follow import follow
-from relaxd.cli.reading.source import refuse_ended, resume_command
+from relaxd.cli.reading.follow import Terminated, follow, interrupt_code
+from relaxd.cli.reading.source import began_on_up, refuse_ended, resume_command
 from relaxd.client.coordinator import AWAY_SECONDS, ENDED, CoordinatorClient
 from relaxd.client.errors import CliError
 from relaxd.client.folder_runs import read_run
@@ -60,6 +61,8 @@ class Where:
     """Replicas of each role to start."""
     keep_up: bool = False
     """Keep the started services up."""
+    shared_redis: bool = False
+    """Start Redis with the data of `relaxd up`, which has other runs, too."""
 
 
 def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> Path:
@@ -90,16 +93,23 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
 def execute_again(run_folder: Path, where: Where, console: Console, steps: int = 0) -> Path:
     """Start services for a run whose services are gone, and follow the run to its end. Returns its folder.
 
-    Redis starts with the data of the last one; if that is gone, the run is restored from its folder. With `steps`, it
-    is restored from its folder in any case, with a new number of steps. Raises CliError before it starts anything when
-    the run has ended and gets no more steps.
+    Redis starts with the data of the last one: the run's own, or that of `relaxd up` if the run began there, so that no
+    older copy of the run stays behind. If that is gone, the run is restored from its folder. With `steps`, it is
+    restored from its folder in any case, with a new number of steps. Raises CliError before it starts anything when the
+    run has ended and gets no more steps.
     """
     run = read_run(run_folder)
     run_id = run.run_id
     refuse_ended(run, steps)
+    where = replace(where, shared_redis=began_on_up(run_folder))
 
     def begin(coordinator: CoordinatorClient) -> Run:
         known = {run.run_id: run for run in coordinator.runs()}
+        if steps and run_id in known and known[run_id].state not in ENDED:
+            raise CliError(
+                f"run {run_id} has not ended in the Redis of `relaxd up`: it keeps its {run.steps} steps",
+                f"relaxd resume {run_id} continues it; once it has ended, --run.steps extends it",
+            )
         if steps:
             _sayer(console)(f"run {run_id} goes on from {run_folder}, to step {steps}")
             return coordinator.restore_run(run_folder, steps)
@@ -112,7 +122,7 @@ def execute_again(run_folder: Path, where: Where, console: Console, steps: int =
 
     config = RunConfig.model_validate_json(run.config_json)
     where = replace(where, replicas=_replicas(where, config))
-    if steps:
+    if steps and not where.shared_redis:
         shutil.rmtree(_redis_data(where, run_id), ignore_errors=True)
     return _on_own_services(begin, run_id, run_folder, where, console)
 
@@ -122,9 +132,10 @@ def _starting(config: RunConfig, run_id: str) -> Begin:
 
 
 def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, console: Console) -> Path:
-    """Start services, follow the run and stop them. Redis's data is removed only once the run has ended."""
+    """Start services, follow the run and stop them. Redis's own data is removed only once the run has ended."""
     say = _sayer(console)
     folder = where.folder
+    shared = where.keep_up or where.shared_redis
     redis_data = _redis_data(where, run_id)
     port = stack.COORDINATOR_PORT if is_free(stack.COORDINATOR_PORT) else 0
     if folder.is_up():
@@ -135,7 +146,7 @@ def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, 
     stay = False
     try:
         say("starting Redis and the services")
-        state = stack.up(folder, plan, say, None if where.keep_up else run_folder / LOGS)
+        state = stack.up(folder, plan, say, None if shared else run_folder / LOGS)
         say(f"up: {', '.join(f'{service.name} ({service.pid})' for service in state.services)}")
         with CoordinatorClient(plan.coordinator) as coordinator:
             found = _train(coordinator, begin, where, console)
@@ -151,9 +162,9 @@ def _on_own_services(begin: Begin, run_id: str, run_folder: Path, where: Where, 
                 say("stopping the services")
             stack.down(folder, say)
             if unfinished(run_folder):
-                command = "relaxd up" if where.keep_up else resume_command(run_id, run_folder, where.folder.path)
+                command = "relaxd up" if shared else resume_command(run_id, run_folder, where.folder.path)
                 say(f"run {run_id} has not ended: {command} continues it")
-            elif not where.keep_up:
+            elif not shared:
                 shutil.rmtree(redis_data, ignore_errors=True)
 
 
@@ -170,20 +181,20 @@ def unfinished(run_folder: Path) -> bool:
 
 def _redis_data(where: Where, run_id: str) -> Path:
     """Return the folder of Redis's data: a single run gets its own, unless the services stay up."""
-    return where.folder.redis_data if where.keep_up else where.folder.path / f"redis-{run_id}"
+    return where.folder.redis_data if where.keep_up or where.shared_redis else where.folder.path / f"redis-{run_id}"
 
 
 def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: Console) -> Path:
     ours = where.address is None
 
-    def healthy() -> None:
-        if ours:
-            if not where.folder.is_up():
-                raise stack.failure(where.folder, "supervisor", "the supervisor of the services is gone")
-            # The coordinator restarts the other services, or fails the run.
-            stack.raise_if_failed(where.folder, where.folder.read(), roles=("redis", "coordinator"))
+    def ours_are_healthy() -> None:
+        if not where.folder.is_up():
+            raise stack.failure(where.folder, "supervisor", "the supervisor of the services is gone")
+        # The coordinator restarts the other services, or fails the run.
+        stack.raise_if_failed(where.folder, where.folder.read(), roles=("redis", "coordinator"))
 
     run = begin(coordinator)
+    healthy = ours_are_healthy if ours else stack.raise_when_down(where.folder, coordinator.address, run.run_id)
     try:
         view = follow(
             coordinator,
@@ -195,13 +206,14 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
             # The supervisor restarts our coordinator, or `healthy` raises.
             away_seconds=float("inf") if ours else AWAY_SECONDS,
         )
-    except KeyboardInterrupt:
-        console.print(f"\nstopping {'the services of ' if ours else ''}run {run.run_id}")
-        if not ours:
+    except KeyboardInterrupt as interrupt:
+        if ours:
+            console.print(f"\nstopping the services of run {run.run_id}")
+            save_last_checkpoint(coordinator, run.run_id, _sayer(console))
+        elif not isinstance(interrupt, Terminated):  # which ends this command, as a lost connection would
+            console.print(f"\nstopping run {run.run_id}")
             coordinator.stop_run(run.run_id, "stopped from the command line")
-        elif RunConfig.model_validate_json(run.config_json).trainer.checkpoint.every:
-            _save_checkpoint(coordinator, run.run_id, _sayer(console))
-        raise typer.Exit(130) from None
+        raise typer.Exit(interrupt_code(interrupt)) from None
     except CliError as error:
         raise _with_log(error, where) if ours else error from None
     run_folder = Path(view.run.folder)
@@ -217,20 +229,6 @@ def _train(coordinator: CoordinatorClient, begin: Begin, where: Where, console: 
     for line in result_paths(run_folder):
         console.print(line, soft_wrap=True)
     return run_folder
-
-
-def _save_checkpoint(coordinator: CoordinatorClient, run_id: str, say: Callable[[str], None]) -> None:
-    """Save a checkpoint before the services are stopped, so that resuming repeats no steps. Another Ctrl-C skips it."""
-    try:
-        if not coordinator.run(run_id).step:
-            return
-        say("saving a checkpoint (Ctrl-C skips it)")
-        saved = coordinator.save_checkpoint(run_id, rotate=True)
-        say(f"the checkpoint of step {saved.weights.version} is on disk")
-    except CliError as error:
-        say(f"no checkpoint was saved, resuming repeats the steps after the last one: {error}")
-    except KeyboardInterrupt:
-        say("no checkpoint was saved")
 
 
 def _with_log(error: CliError, where: Where) -> CliError:

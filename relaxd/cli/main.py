@@ -16,6 +16,7 @@ from relaxd.cli.config_command import config_app
 from relaxd.cli.data_command import data
 from relaxd.cli.examples import demo_overrides, example, init
 from relaxd.cli.execute import Where, execute
+from relaxd.cli.last_checkpoint import save_of_run_in_progress
 from relaxd.cli.migrate_command import migrate_app
 from relaxd.cli.models import model_app
 from relaxd.cli.options import (
@@ -220,10 +221,17 @@ def up(
 
 @app.command()
 def down(state: StateOption = DEFAULT_STATE) -> None:
-    """Stop the services that `relaxd up` started. Each hands back the groups that it holds."""
+    """Stop the services that `relaxd up` started. Each hands back the groups that it holds.
+
+    A run in progress gets a checkpoint first. It goes on with the next `relaxd up`.
+    """
     folder = StateFolder(state)
+    address = address_here(state, None)
+    run_id = save_of_run_in_progress(address, print) if address else ""
     was_up = [compose.down(folder), stack.down(folder, print)]
     print("down" if any(was_up) else f"nothing is up (in {folder.path})")
+    if run_id:
+        print(f"run {run_id} has not ended: relaxd up continues it")
 
 
 @app.command()

@@ -83,10 +83,12 @@ class CoordinatorClient:
         request = pb.RestoreRunRequest(folder=str(folder), steps=steps)
         return self._call(self._stub.RestoreRun, request, seconds=LONG_SECONDS).run
 
-    def save_checkpoint(self, run_id: str, *, rotate: bool = False) -> pb.SaveCheckpointResponse:
+    def save_checkpoint(
+        self, run_id: str, *, rotate: bool = False, seconds: float = LONG_SECONDS
+    ) -> pb.SaveCheckpointResponse:
         """Save a checkpoint and wait until it is on disk. Unless `rotate`, it is never removed."""
         request = pb.SaveCheckpointRequest(run_id=run_id, rotate=rotate)
-        response: pb.SaveCheckpointResponse = self._call(self._stub.SaveCheckpoint, request, seconds=LONG_SECONDS)
+        response: pb.SaveCheckpointResponse = self._call(self._stub.SaveCheckpoint, request, seconds)
         return response
 
     def stop_run(self, run_id: str, reason: str) -> pb.Run:

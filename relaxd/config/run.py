@@ -131,8 +131,8 @@ class CheckpointConfig(Section):
     """Checkpoints of the trainer (docs/reliability.md)."""
 
     every: int = Field(default=50, ge=0)
-    """Steps between checkpoints. One more is saved when the run ends, is stopped or is interrupted by Ctrl-C. 0 saves
-    them only on request. A restarted trainer loads the newest one and repeats the steps after it."""
+    """Steps between checkpoints. One more is saved when the run ends or is stopped, and at Ctrl-C and `relaxd down`. 0
+    saves them only on request. A restarted trainer loads the newest one and repeats the steps after it."""
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep. With two or more, a run survives a damaged one. Those that `relaxd
     checkpoint` took are never removed."""

@@ -180,6 +180,24 @@ def raise_if_failed(folder: StateFolder, state: StackState | None, roles: Collec
         raise failure(folder, service.name, f"{service.name} kept dying (exit code {service.exit_code})")
 
 
+def raise_when_down(folder: StateFolder, address: str, run_id: str) -> Callable[[], None]:
+    """Return a function that raises CliError once the services of a run at `address` are down, if they are here.
+
+    Without it, one would wait for a coordinator that has ended, or meet another one at its port.
+    """
+    begun = folder.read()
+
+    def check() -> None:
+        if begun is None or begun.coordinator != address:
+            return
+        state = folder.read()
+        if state is None or state.pid != begun.pid:
+            problem = f"the services here are down, and run {run_id} had not ended"
+            raise CliError(problem, "relaxd up and relaxd watch, or relaxd resume: the run goes on")
+
+    return check
+
+
 def failure(folder: StateFolder, service: str, message: str) -> CliError:
     """Make an error with the last lines of a service's log."""
     lines = "\n".join(f"  {line}" for line in folder.log_tail(service))

@@ -91,6 +91,7 @@ class SupervisedProcess:
         # A restarted process is a new replica: it does not continue with the groups that the dead one held.
         environment["RELAXD_REPLICA_ID"] = self.replica_id
         environment["RELAXD_INSTANCE"] = self.spec.name
+        environment["RELAXD_LOG"] = str(self.log.resolve())  # for messages that name it
         self.restart_at = None
         try:
             with self.log.open("ab") as output:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -31,6 +32,8 @@ RUNS_REWARD = ""
 """Name by which the pool knows the run's reward, with its settings."""
 RETRY_PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Pauses before failed samples are scored again (reward.on_failure = "retry")."""
+LOG = "RELAXD_LOG"
+"""Variable with the path of this process's log, if its supervisor writes one."""
 DEFAULT_WORKERS = 2
 """Worker processes before the first run; later reward.workers."""
 DEFAULT_TIMEOUT_SECONDS = 10.0
@@ -56,6 +59,8 @@ class RewardService(StageReplica):
         self._remote: RemoteScorer | None = None
         """The run's reward, if it is a service at reward.address."""
         self._cache = ScoreCache(0)
+        self._last_frames = ""
+        """The place of the traceback that was logged last: it isn't logged for each of the groups that fail there."""
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
         """See StageReplica. Loads the run's reward, so that a wrong name fails the start instead of every group."""
@@ -154,12 +159,20 @@ class RewardService(StageReplica):
                 number,
                 failure.reason,
             )
+            self._log_traceback(failure)
             _count(config.reward, "zero" if config.reward.on_failure == "zero" else "dropped", len(failures))
             if config.reward.on_failure != "zero":
-                return Drop(DropReason.REWARD_FAILED, detail=f"{config.reward.shown}: {failure.reason}")
+                where = f"; its traceback is in {log}" if failure.traceback and (log := os.environ.get(LOG)) else ""
+                return Drop(DropReason.REWARD_FAILED, detail=f"{config.reward.shown}: {failure.reason}{where}")
         if config.reward.on_failure == "zero":
             return reward_columns([_or_zero(outcome) for outcome in outcomes])
         return reward_columns([outcome for outcome in outcomes if isinstance(outcome, RewardOutput)])
+
+    def _log_traceback(self, failure: Failure) -> None:
+        frames = failure.traceback.rstrip().rpartition("\n")[0]  # the last line may name a value of this sample
+        if frames and frames != self._last_frames:
+            _log.warning("%s", failure.traceback.rstrip())
+            self._last_frames = frames
 
     async def _score_samples(self, config: RewardConfig, samples: list[RewardInput]) -> list[RewardOutput | Failure]:
         """Score the samples of a group, and those that fail again if reward.on_failure says so."""

@@ -18,13 +18,15 @@ from relaxd.cli.options import (
     StateOption,
     new_console,
 )
-from relaxd.cli.reading.follow import follow
+from relaxd.cli.reading.follow import follow, interrupt_code
 from relaxd.cli.reading.source import RUNS, left_note, open_run
 from relaxd.cli.reading.view import samples_table
 from relaxd.client.coordinator import ENDED, CoordinatorClient, state_name
 from relaxd.client.errors import CliError
 from relaxd.client.folder_runs import FolderRuns, step_lines
 from relaxd.local.address import address_here
+from relaxd.local.stack import raise_when_down
+from relaxd.local.state import StateFolder
 from relaxd.report.result import sample_values
 from relaxd.run_folder import METRICS, RECORD, newest_lines
 from relaxd.v1 import coordinator_pb2 as pb
@@ -51,10 +53,11 @@ def watch(
 ) -> None:
     """Watch a run until it ends; Ctrl-C only stops watching."""
     with open_run(run_id, folder, state, coordinator) as source:
+        healthy = raise_when_down(StateFolder(state), source.address, source.run.run_id)
         try:
-            follow(source.reader, source.run.run_id, new_console())
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+            follow(source.reader, source.run.run_id, new_console(), healthy=healthy)
+        except KeyboardInterrupt as interrupt:
+            raise typer.Exit(interrupt_code(interrupt)) from None
 
 
 def samples(

@@ -28,6 +28,15 @@ class RunPaused(CliError):
     """The run has been paused for longer than `max_pause`."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, instead of Ctrl-C."""
+
+
+def interrupt_code(error: KeyboardInterrupt) -> int:
+    """Return the exit code of a command that Ctrl-C or SIGTERM ended: 128 and the signal's number."""
+    return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+
+
 def follow(
     coordinator: RunReader,
     run_id: str,
@@ -47,7 +56,7 @@ def follow(
         max_pause: seconds to wait for a paused run.
         away_seconds: seconds to wait for a coordinator that doesn't answer.
 
-    Raises RunPaused, and CliError: the run failed, or the coordinator is gone.
+    Raises RunPaused, CliError: the run failed, or the coordinator is gone; KeyboardInterrupt; Terminated.
     """
     view = RunView()
     if console.is_terminal:
@@ -93,10 +102,9 @@ class _Follower:
 
     def run(self, show: Callable[[], None], max_pause: float, away_seconds: float) -> None:
         """Follow the run to its end; `show` shows the view after each message."""
-        with _interrupts() as interrupted:
+        with _interrupts() as interrupts:
             for response in self._coordinator.watch(self._run_id, self._while_away, away_seconds):
-                if interrupted.is_set():
-                    raise KeyboardInterrupt
+                interrupts.check()
                 if self._view.update(response):
                     with contextlib.suppress(CliError):  # the coordinator is restarting: show the next ones
                         self._view.samples = self._coordinator.samples(self._run_id, limit=SHOWN_SAMPLES)
@@ -157,25 +165,39 @@ class Quiet:
 
 
 @contextlib.contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """Yield an event that Ctrl-C sets besides raising KeyboardInterrupt.
+def _interrupts() -> Iterator["_Interrupts"]:
+    """Yield what Ctrl-C and SIGTERM set besides raising KeyboardInterrupt and Terminated.
 
-    Python only prints a KeyboardInterrupt that is raised within a destructor or a gRPC callback.
+    Python only prints an exception that is raised within a destructor or a gRPC callback. SIGTERM must not end the
+    process at once, because the terminal would stay on the screen of the live display.
     """
-    interrupted = threading.Event()
+    interrupts = _Interrupts()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
-        yield interrupted
+        yield interrupts
         return
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        interrupted.set()
-        signal.default_int_handler(number, frame)
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
+    before = {number: signal.signal(number, interrupts.note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield interrupted
+        yield interrupts
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Interrupts:
+    """The interrupt that came, if any."""
+
+    def __init__(self) -> None:
+        self._came: type[KeyboardInterrupt] | None = None
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        self._came = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        raise self._came
+
+    def check(self) -> None:
+        """Raise the interrupt that came."""
+        if self._came is not None:
+            raise self._came
 
 
 class _Lines:

@@ -27,8 +27,8 @@ class Source:
     reader: RunReader
     run: pb.Run
     """The run as it was when the command began."""
-    live: bool
-    """A coordinator answers for it."""
+    address: str = ""
+    """The coordinator that answers for it; "" if the run is read from its folder."""
 
     @property
     def folder(self) -> Path:
@@ -56,14 +56,14 @@ def open_run(run_id: str, folder: Path | None, state: Path, coordinator: str | N
         with CoordinatorClient(address) as client:
             run = _known_run(client, wanted)
             if run is not None and (folder is None or Path(run.folder) == local):  # a copy may have its id
-                yield Source(client, run, live=True)
+                yield Source(client, run, address)
                 return
     reader = FolderRuns([local]) if local is not None else FolderRuns.below(RUNS)
     try:
         run = reader.run(wanted)
     except NotFoundError as error:
         raise (error if address is not None else _no_run(run_id, state)) from None
-    yield Source(reader, run, live=False)
+    yield Source(reader, run)
     if note := left_note(run, state):
         print(note, file=sys.stderr)
 
@@ -72,12 +72,17 @@ def left_note(run: pb.Run, state: Path) -> str:
     """Say how a run goes on whose services are gone; "" if it has ended."""
     if run.state in ENDED:
         return ""
-    if (Path(run.folder) / LOGS).is_dir():
-        command = resume_command(run.run_id, Path(run.folder), state)
-    else:  # its services were not started for it: their Redis knows where it goes on
+    if began_on_up(Path(run.folder)):
         command = shlex.join(["relaxd", "up", *_state_words(state)])
+    else:
+        command = resume_command(run.run_id, Path(run.folder), state)
     at = f"step {run.step}/{run.steps}"
     return f"run {run.run_id} has not ended ({at}), and its services are gone; {command} continues it"
+
+
+def began_on_up(run_folder: Path) -> bool:
+    """Return True if the services were not started for this run: the Redis of `relaxd up` knows where it goes on."""
+    return not (run_folder / LOGS).is_dir()
 
 
 def refuse_ended(run: pb.Run, steps: int) -> None:

@@ -2,18 +2,26 @@
 
 from rich.console import Console
 
-from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, RunArgument, StateOption, new_console
-from relaxd.client.coordinator import ENDED, CoordinatorClient, state_name
+from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, RunArgument, StateOption, new_console
+from relaxd.cli.reading.source import open_run
+from relaxd.client.coordinator import ENDED, state_name
 from relaxd.drop_reasons import drop_warnings
-from relaxd.local.address import coordinator_address
 from relaxd.v1 import coordinator_pb2 as pb
 from relaxd.waiting import duration
 
 
-def why(run_id: RunArgument = "", state: StateOption = DEFAULT_STATE, coordinator: CoordinatorOption = None) -> None:
+def why(
+    run_id: RunArgument = "",
+    folder: FolderOption = None,
+    state: StateOption = DEFAULT_STATE,
+    coordinator: CoordinatorOption = None,
+) -> None:
     """Say what a run waits for, with the numbers, and what to do."""
-    with CoordinatorClient(coordinator_address(state, coordinator)) as client:
-        print_why(client.run(run_id), new_console())
+    with open_run(run_id, folder, state, coordinator) as source:
+        run = source.run
+        if not source.address and run.state not in ENDED:
+            run.waiting_for = "it waits for services" + (f"; it is paused: {run.reason}" if run.reason else "")
+        print_why(run, new_console())
 
 
 def print_why(run: pb.Run, console: Console) -> None:
@@ -27,7 +35,7 @@ def print_why(run: pb.Run, console: Console) -> None:
         say(f"{name} waits for nothing: it has ended{f': {run.reason}' if run.reason else ''}")
         return
     say(f"{name}: {run.waiting_for or 'nothing holds it up'}", style="bold")
-    if run.waiting_for:
+    if run.wait.on or run.wait.HasField("start_time"):
         since = run.wait.start_time.ToDatetime().astimezone()
         say(f"  since {since:%H:%M:%S}" + (f", because of {run.wait.on}" if run.wait.on else ""))
     if run.HasField("remaining_seconds"):
@@ -36,7 +44,7 @@ def print_why(run: pb.Run, console: Console) -> None:
     for title, lines in (
         ("what is known", run.wait.evidence),
         ("dropped groups", drop_warnings(run.groups.dropped_by_reason, run.groups.published)),
-        ("what to do", run.wait.advice or (["nothing: it goes on by itself"] if run.waiting_for else [])),
+        ("what to do", run.wait.advice or (["nothing: it goes on by itself"] if run.wait.kind else [])),
     ):
         if lines:
             say(f"{title}:")

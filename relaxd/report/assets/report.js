@@ -46,6 +46,14 @@
     return value.toLocaleString("en", { maximumSignificantDigits: size >= 1e4 ? 7 : 4 });
   }
 
+  // An axis label, with as many digits as tell it from the next one.
+  function label(value, step) {
+    if (value === null) return "";
+    const digits = Math.ceil(-Math.log10(step || 1));
+    if (!(digits > 2) || digits > 6 || Math.abs(value) < 1e-3) return number(value);
+    return value.toLocaleString("en", { maximumFractionDigits: digits });
+  }
+
   function series(chart) {
     const value = (line) => (plot, _, place, step) => number(step === null ? null : line.values[step]);
     if (chart.kind === "stack") {
@@ -79,7 +87,7 @@
         },
         axes: [
           { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6], size: 28 },
-          { ...axis, size: 62, values: (_, splits) => splits.map((split) => (split === null ? "" : number(split))) },
+          { ...axis, size: 62, values: (_, splits, place, space, step) => splits.map((split) => label(split, step)) },
         ],
         cursor: {
           y: false,

@@ -76,6 +76,8 @@ class RunManager:
         self._last_active = pb.Run()
         """What the board last said of the active run, for the time in which Redis doesn't answer."""
         self.active: ActiveRun | None = None
+        self._ended = ""
+        """How the last active run ended, for those who still ask for it."""
 
     # --- start and end --------------------------------------------------------------------------------------------
 
@@ -248,6 +250,8 @@ class RunManager:
         self._registry.changed.fire()
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
+        if self.active is not None and (record := self.active.record).phase.ended:
+            self._ended = f"run {record.run_id!r} has ended ({record.reason})"
         self.active = None
         self._registry.changed.fire()
         if task.cancelled():
@@ -268,7 +272,8 @@ class RunManager:
     def require_active(self, run_id: str) -> ActiveRun:
         """Return the active run; a non-empty `run_id` must be its id. Raises FailedPrecondition."""
         if self.active is None:
-            raise FailedPrecondition("no run is active", reason="NO_ACTIVE_RUN")
+            ended = f": {self._ended}" if self._ended else ""
+            raise FailedPrecondition(f"no run is active{ended}", reason="NO_ACTIVE_RUN")
         if run_id and run_id != self.active.record.run_id:
             raise FailedPrecondition(
                 f"run {run_id!r} is not active: {self.active.record.run_id!r} is",

@@ -87,6 +87,10 @@ def test_an_interrupted_run_is_read_and_the_way_on_is_said() -> None:
         assert way_on in output
     assert "stopped" in shown("status", "old").output
     assert "has not ended" not in shown("status", "old").output
+    why = shown("why")
+    assert "run new (running, step 3 of 9): it waits for services" in why.stdout
+    assert why.stderr == way_on
+    assert "waits for nothing: it has ended" in shown("why", "old").stdout
     assert "there is no run other" in refusal("status", "other")
     assert "runs/other is not the folder of a run" in refusal("samples", "other")
     report = shown("report", "new")

@@ -3,7 +3,9 @@
 import asyncio
 import io
 import json
+import os
 import re
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,7 @@ from rich.console import Console
 
 from relaxd.cli.execute import unfinished
 from relaxd.cli.reading import follow as following
-from relaxd.cli.reading.follow import Quiet, RunPaused, follow
+from relaxd.cli.reading.follow import Quiet, RunPaused, follow, interrupt_code
 from relaxd.cli.reading.why import print_why
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError
@@ -147,6 +149,17 @@ def test_a_terminal_gets_a_screen_of_its_own_and_keeps_the_last_picture(kit: Kit
         "waiting",
     ]
     assert not set(kit.output) & set("╭╮╰╯│")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_restores_the_terminal(kit: Kit, number: signal.Signals, code: int) -> None:
+    kit.console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        kit.follow(healthy=lambda: os.kill(os.getpid(), number))
+    assert interrupt_code(caught.value) == code
+    assert kit.output.count("\x1b[?1049h") == kit.output.count("\x1b[?1049l") == 1
+    assert signal.getsignal(number) is before
 
 
 def test_a_rebuild_is_no_pause(kit: Kit) -> None:

@@ -1,0 +1,117 @@
+"""A person steps in: repairs a reward after Ctrl-C, stops the services in mid-run. The run goes on where it was."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Workplace
+from tests.e2e.test_run import check_books, read_summary
+
+REWARD = """
+from pathlib import Path
+
+def score(sample):
+    if Path("broken").exists():
+        raise KeyError("verdict")
+    return len(set(sample.response)) / 12
+"""
+MAX_DROPS = 3
+
+
+def until(lines: Iterable[str], expected: str) -> str:
+    """Read lines up to one in which a pattern is found. Returns it."""
+    seen = []
+    for line in lines:
+        seen.append(line)
+        if re.search(expected, line):
+            return line
+    raise AssertionError(f"no line with {expected!r}:\n{''.join(seen)}")
+
+
+def saved_step(output: str) -> int:
+    saved = re.search(r"the checkpoint of step (\d+) is on disk", output)
+    assert saved, output
+    return int(saved[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_run_goes_on_after_its_reward_was_repaired(workplace: Workplace) -> None:
+    place, folder = workplace.folder, workplace.folder / "runs" / "r"
+    (place / "flaky.py").write_text(REWARD.replace('"broken"', repr(str(place / "broken"))))
+    settings = ("--run.steps", "8", "--reward.name", "flaky:score", "--eval.prompts", "0")
+    drops = ("--board.max_consecutive_drops", str(MAX_DROPS))
+    process = workplace.start("run", "tiny.toml", "--run-id", "r", *settings, *drops)
+    assert process.stdout is not None
+    until(process.stdout, "^step 2/8")
+    (place / "broken").touch()
+    paused = until(process.stdout, "run r is paused")
+    log = folder.resolve() / "logs" / "reward.log"
+    assert "KeyError: 'verdict' (flaky.py:6, in score); its traceback is in " + str(log) in paused
+    assert "once repaired: relaxd resume r" in paused
+    assert log.read_text().count("in score\n    raise KeyError") == 1  # not once for each group
+    code, output = workplace.relaxd("pause", "--reason", "until it is repaired")
+    assert (code, output) == (0, "run r is paused: until it is repaired\n")
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, rest
+    assert saved_step(rest) >= 2
+    assert (place / ".relaxd" / "redis-r").is_dir()
+    code, output = workplace.relaxd("why")
+    assert (code, "it is paused: until it is repaired" in output) == (0, True), output
+
+    (place / "broken").unlink()
+    code, output = workplace.relaxd("resume", timeout=150)
+    assert code == 0, output
+    assert "restoring it from" not in output  # it went on in its Redis
+    summary = read_summary(folder)
+    check_books(summary, steps=8)
+    entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    again = [group for entry in entries for group in entry["plan"]["groups"] if "~" in group]
+    assert again  # prompts whose reward had failed
+    assert len(again) <= summary["dropped_by_reason"]["reward_failed"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_services_that_are_stopped_in_mid_run_leave_a_checkpoint(workplace: Workplace) -> None:
+    place, folder = workplace.folder, workplace.folder / "runs" / "r"
+    code, output = workplace.relaxd("up", "--port", "0")
+    assert code == 0, output
+    words = ("--run.steps", "4000", "--eval.prompts", "0", "--trainer.checkpoint.every", "1000")
+    process = workplace.start("run", "tiny.toml", "--run-id", "r", *words)
+    assert process.stdout is not None
+    until(process.stdout, "^step +3/")
+    watch = workplace.start("watch")
+    assert watch.stdout is not None
+    until(watch.stdout, "^step")
+    os.kill(watch.pid, signal.SIGTERM)
+    assert watch.wait(timeout=30) == 128 + signal.SIGTERM
+
+    code, output = workplace.relaxd("down")
+    assert code == 0, output
+    step = saved_step(output)
+    assert step >= 3
+    assert (folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").is_file()
+    assert "run r has not ended: relaxd up continues it" in output
+    rest, _ = process.communicate(timeout=30)
+    assert (process.returncode, "the services here are down" in rest) == (1, True), rest
+
+    # The Redis of `relaxd up` has the run: there is no second copy.
+    again = workplace.start("resume", "r")
+    assert again.stdout is not None
+    until(again.stdout, "^step")
+    code, output = workplace.relaxd("stop")
+    assert code == 0, output
+    rest, _ = again.communicate(timeout=90)
+    assert again.returncode == 0, rest
+    assert sorted(path.name for path in (place / ".relaxd").glob("redis*") if path.is_dir()) == ["redis"]
+    log = (place / ".relaxd" / "logs" / "trainer.log").read_text()
+    assert f"checkpoint step-{step:06d} is loaded" in log
+    check_books(summary := read_summary(folder), steps=summary["steps"])
+    assert Path(folder / "model").is_dir()

@@ -1,0 +1,44 @@
+"""The charts of report.html, drawn by a real browser. (What they hold is tests/unit/test_charts.py.)"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from relaxd.report.report import write_report
+from tests.kit.browser import browser_page, find_browser
+from tests.kit.waiting import wait_until
+
+BROWSER = find_browser()
+LABELS = "[...document.querySelectorAll('.chart:not([hidden]) h3')].map((one) => one.textContent.trim())"
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: the report's JavaScript is not run")
+@pytest.mark.timeout(60)
+def test_the_charts_are_drawn_smoothed_and_filtered(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[run]\nsteps = 40\n")
+    (tmp_path / "summary.json").write_text(json.dumps({"run_id": "r", "state": "stopped", "steps": 40}))
+    lines = [{"step": step, "reward_mean": step / 40, "loss": (-1) ** step, "entropy": 5.539} for step in range(1, 41)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(tmp_path)
+
+    assert BROWSER is not None
+    with browser_page(BROWSER, tmp_path / "profile") as page:
+        page.call("Page.navigate", url=(tmp_path / "report.html").as_uri())
+        wait_until(lambda: page.value("document.querySelectorAll('canvas').length") == 3, "three charts", 20)
+        assert sorted(page.value(LABELS)) == ["entropy", "loss", "reward"]
+        legend = page.value("document.querySelector('.u-legend').textContent")
+        assert "reward_mean" in legend
+        painted = """(() => { const one = document.querySelector('canvas');
+            return one.getContext('2d').getImageData(0, 0, one.width, one.height).data.some((part) => part > 0); })()"""
+        wait_until(lambda: page.value(painted), "a line in the first chart", 20)
+
+        def enter(element: str, text: str) -> None:
+            field = f"document.getElementById('{element}')"
+            page.value(f"{field}.value = '{text}'; {field}.dispatchEvent(new Event('input'))")
+
+        enter("smoothing", "0.9")
+        assert page.value("document.querySelector('output').textContent") == "0.9"
+        enter("filter", "loss")
+        assert page.value(LABELS) == ["loss"]
+        assert page.errors == []
