@@ -9,12 +9,14 @@ import numpy as np
 from relaxd.config import RunConfig
 from relaxd.data.checking import Limit, check_source
 from relaxd.data.errors import DataError
+from relaxd.data.evaluation_sets import read_set
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
 from relaxd.data.mixture import Share, epoch_visits
 from relaxd.data.models import resolve_model, routed_expert_bytes
 from relaxd.data.sources import read_sources
 from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.run_folder import HELD_OUT
 
 Place = tuple[int, int]
 """A place in the infinite sequence of prompts: epoch and position."""
@@ -178,8 +180,8 @@ class RunData:
 
     train: PromptDataset
     """Training prompts."""
-    held_out: PromptDataset | None
-    """Held-out prompts for evaluations; None if the source has none."""
+    evaluation: dict[str, PromptDataset]
+    """Prompts for evaluations, by the name of their set: held_out, if the source holds out some, and eval.sets."""
     skipped: int
     """Number of prompts left out because they are too long."""
     tokenizer: PromptTokenizer
@@ -197,7 +199,14 @@ def load_data(config: RunConfig) -> RunData:
     tokenizer = PromptTokenizer(folder, config.model.chat_template, config.model.chat_template_arguments)
     sources, held_out = read_sources(config)
     checked = [check_source(source, tokenizer, config) for source in sources]
-    checked_held_out = check_source(held_out, tokenizer, config)
+    skipped = sum(one.skipped for one in checked)
+    sets = {HELD_OUT: held_out} | {one.name: read_set(config, number) for number, one in enumerate(config.eval.sets)}
+    evaluation = {}
+    for name, source in sets.items():
+        kept = check_source(source, tokenizer, config)
+        skipped += kept.skipped
+        if kept.examples:
+            evaluation[name] = PromptDataset(kept.examples, tokenizer, shuffle=False, seed=0, limit=kept.limit)
     return RunData(
         train=PromptDataset(
             checked[0].examples if len(checked) == 1 else Joined([one.examples for one in checked]),
@@ -207,12 +216,8 @@ def load_data(config: RunConfig) -> RunData:
             shares=[Share(len(one.examples), source.weight) for one, source in zip(checked, sources, strict=True)],
             limit=next((one.limit for one in checked if one.limit), None),
         ),
-        held_out=PromptDataset(
-            checked_held_out.examples, tokenizer, shuffle=False, seed=0, limit=checked_held_out.limit
-        )
-        if checked_held_out.examples
-        else None,
-        skipped=sum(one.skipped for one in (*checked, checked_held_out)),
+        evaluation=evaluation,
+        skipped=skipped,
         tokenizer=tokenizer,
         expert_bytes=routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0,
     )

@@ -50,11 +50,14 @@ class RewardService(StageReplica):
         """Deadline of a sample."""
         self.reward_of_run = ""
         """Name of the run's reward; empty without a run."""
+        self.rewards_of_sets: frozenset[str] = frozenset()
+        """Names of the rewards of the run's evaluation sets that have one of their own."""
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
         """See StageReplica. Loads the run's reward, so that a wrong name fails the start instead of every group."""
         check_names(config.reward)
         self.reward_of_run = config.reward.shown
+        self.rewards_of_sets = frozenset(one.reward for one in config.eval.sets if one.reward)
         pool = WorkerPool(config.reward.workers, config.reward)
         self.pool.close()
         self.pool = pool
@@ -87,7 +90,7 @@ class RewardService(StageReplica):
 
     async def stop_run(self) -> None:
         """See ReplicaService."""
-        self.reward_of_run = ""
+        self.reward_of_run, self.rewards_of_sets = "", frozenset()
         await super().stop_run()
 
     def close(self) -> None:

@@ -68,6 +68,7 @@ def run_sampling(config: RolloutConfig, seed: int) -> Sampling:
         top_p=config.top_p,
         top_k=config.top_k,
         stop=config.stop,
+        stop_token_ids=config.stop_token_ids,
         min_new_tokens=config.min_new_tokens,
         seed=seed,
     )
