@@ -42,7 +42,7 @@ def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
         data = load_data(config)
     except DataError as error:
         return [*problems, Problem(error.field, error.message)]
-    problems += [Problem(field, message) for field, message in set_problems(config, data)]
+    problems += [Problem(field, message) for field, message in set_problems(config, data.evaluation)]
     return problems + (check_reward(config, data.train.prompt(0)) if call_reward else [])
 
 

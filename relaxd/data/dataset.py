@@ -1,7 +1,8 @@
 """A prompt data set that can be read from any cursor."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -14,7 +15,7 @@ from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
 from relaxd.data.mixture import Share, epoch_visits
 from relaxd.data.models import resolve_model, routed_expert_bytes
-from relaxd.data.sources import read_sources
+from relaxd.data.sources import Source, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.run_folder import HELD_OUT
 
@@ -196,17 +197,10 @@ def load_data(config: RunConfig) -> RunData:
     Raises DataError, which names the setting and the line.
     """
     folder = resolve_model(config.model.path, weights=False)
-    tokenizer = PromptTokenizer(folder, config.model.chat_template, config.model.chat_template_arguments)
+    tokenizer = _tokenizer(config, folder)
     sources, held_out = read_sources(config)
     checked = [check_source(source, tokenizer, config) for source in sources]
-    skipped = sum(one.skipped for one in checked)
-    sets = {HELD_OUT: held_out} | {one.name: read_set(config, number) for number, one in enumerate(config.eval.sets)}
-    evaluation = {}
-    for name, source in sets.items():
-        kept = check_source(source, tokenizer, config)
-        skipped += kept.skipped
-        if kept.examples:
-            evaluation[name] = PromptDataset(kept.examples, tokenizer, shuffle=False, seed=0, limit=kept.limit)
+    evaluation, skipped = _evaluation_sets(config, tokenizer, {HELD_OUT: held_out} | _named_sets(config))
     return RunData(
         train=PromptDataset(
             checked[0].examples if len(checked) == 1 else Joined([one.examples for one in checked]),
@@ -217,7 +211,39 @@ def load_data(config: RunConfig) -> RunData:
             limit=next((one.limit for one in checked if one.limit), None),
         ),
         evaluation=evaluation,
-        skipped=skipped,
+        skipped=skipped + sum(one.skipped for one in checked),
         tokenizer=tokenizer,
         expert_bytes=routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0,
     )
+
+
+def load_evaluation(config: RunConfig, names: Collection[str]) -> dict[str, PromptDataset]:
+    """Open and check only the prompts of these evaluation sets. Raises DataError, as `load_data`."""
+    tokenizer = _tokenizer(config, resolve_model(config.model.path, weights=False))
+    held_out = {HELD_OUT: read_sources(config)[1]} if HELD_OUT in names else {}
+    return _evaluation_sets(config, tokenizer, held_out | _named_sets(config, names))[0]
+
+
+def _tokenizer(config: RunConfig, folder: Path) -> PromptTokenizer:
+    return PromptTokenizer(folder, config.model.chat_template, config.model.chat_template_arguments)
+
+
+def _named_sets(config: RunConfig, names: Collection[str] | None = None) -> dict[str, Source]:
+    return {
+        one.name: read_set(config, number)
+        for number, one in enumerate(config.eval.sets)
+        if names is None or one.name in names
+    }
+
+
+def _evaluation_sets(
+    config: RunConfig, tokenizer: PromptTokenizer, sources: Mapping[str, Source]
+) -> tuple[dict[str, PromptDataset], int]:
+    """Check the prompts of evaluation sets. Returns those that have some, and how many prompts were left out."""
+    checked = {name: check_source(source, tokenizer, config) for name, source in sources.items()}
+    sets = {
+        name: PromptDataset(one.examples, tokenizer, shuffle=False, seed=0, limit=one.limit)
+        for name, one in checked.items()
+        if one.examples
+    }
+    return sets, sum(one.skipped for one in checked.values())

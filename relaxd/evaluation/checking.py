@@ -1,22 +1,27 @@
 """Checks of a run's evaluation sets against its data, its model and the rewards."""
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from relaxd.config import RunConfig
-from relaxd.data.dataset import RunData
+from relaxd.data.dataset import PromptDataset
 from relaxd.evaluation.sets import sets_of
 from relaxd.rewards import UnknownRewardError, check_name
 from relaxd.run_folder import HELD_OUT
 
 
-def set_problems(config: RunConfig, data: RunData) -> list[tuple[str, str]]:
-    """Return what is wrong with the sets that a run evaluates on: settings and what is wrong with them."""
+def set_problems(
+    config: RunConfig, data: Mapping[str, PromptDataset], names: Collection[str] | None = None
+) -> list[tuple[str, str]]:
+    """Return what is wrong with the sets that a run evaluates on, or those with these names: settings and problems."""
     problems = []
     numbers = {one.name: number for number, one in enumerate(config.eval.sets)}
     for one in sets_of(config):
+        if names is not None and one.name not in names:
+            continue
         here = "eval" if one.name == HELD_OUT else f"eval.sets.{numbers[one.name]}"
-        found = data.evaluation.get(one.name)
+        found = data.get(one.name)
         if found is None:
             wrong = f"= {one.prompts}, but nothing is held out: set data.eval_path, or eval.prompts = 0"
             problems.append((f"{here}.prompts", wrong if one.name == HELD_OUT else "the set has no prompts"))

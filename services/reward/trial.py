@@ -19,24 +19,28 @@ from services.reward.pool import Failure, WorkerPool
 from services.reward.service import RUNS_REWARD
 
 
-async def try_reward(config: RewardConfig, samples: Sequence[RewardInput]) -> dict[str, Any]:
-    """Score samples one after the other. Returns what the program prints."""
+async def try_reward(config: RewardConfig, samples: Sequence[RewardInput], workers: int) -> dict[str, Any]:
+    """Score samples, as many at once as there are workers. Returns what the program prints."""
     try:
-        pool = WorkerPool(1, config)
+        pool = WorkerPool(workers, config)
     except MissingVariableError as error:
         return {"error": str(error)}
     try:
         if failure := await pool.load(RUNS_REWARD):
             return {"error": failure.reason}
-        return {"outcomes": [await _try_sample(pool, sample, config.timeout_seconds) for sample in samples]}
+        room = asyncio.Semaphore(workers)
+        return {"outcomes": await asyncio.gather(*(_try_sample(pool, sample, config, room) for sample in samples))}
     finally:
         pool.close()
 
 
-async def _try_sample(pool: WorkerPool, sample: RewardInput, timeout_seconds: float) -> dict[str, Any]:
-    begun = time.monotonic()
-    (outcome,) = await pool.score(RUNS_REWARD, [sample], timeout_seconds)
-    seconds = time.monotonic() - begun
+async def _try_sample(
+    pool: WorkerPool, sample: RewardInput, config: RewardConfig, room: asyncio.Semaphore
+) -> dict[str, Any]:
+    async with room:
+        begun = time.monotonic()
+        (outcome,) = await pool.score(RUNS_REWARD, [sample], config.timeout_seconds)
+        seconds = time.monotonic() - begun
     if isinstance(outcome, Failure):
         return {"error": outcome.reason, "traceback": outcome.traceback, "seconds": seconds}
     return {"reward": outcome.reward, "parts": outcome.parts, "seconds": seconds}
@@ -46,10 +50,11 @@ def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m services.reward.trial", description=__doc__)
     parser.add_argument("--config", required=True, help="the run's section [reward] as JSON")
+    parser.add_argument("--workers", type=int, default=1, help="samples to score at once")
     words = parser.parse_args()
     samples = [RewardInput(**json.loads(line)) for line in sys.stdin if line.strip()]
     try:
-        result = asyncio.run(try_reward(RewardConfig.model_validate_json(words.config), samples))
+        result = asyncio.run(try_reward(RewardConfig.model_validate_json(words.config), samples, words.workers))
     except KeyboardInterrupt:
         sys.exit(130)
     print(json.dumps(result))

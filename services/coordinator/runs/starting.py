@@ -67,7 +67,7 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
     except DataError as error:
         violations.add(_field(error.field), error.message)
         raise violations.error() from error
-    for field, message in set_problems(config, data):
+    for field, message in set_problems(config, data.evaluation):
         violations.add(_field(field), message)
     violations.raise_if_any()
     warnings = _check_sizes(config, data, redis_url)
