@@ -378,6 +378,17 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _lengths_of_sources_fit(self) -> Self:
+        least, most = max(1, self.rollout.min_new_tokens), self.rollout.max_new_tokens
+        for number, source in enumerate(self.data.sources):
+            if source.max_new_tokens and not least <= source.max_new_tokens <= most:
+                raise ValueError(
+                    f"data.sources.{number}.max_new_tokens is {source.max_new_tokens}: it must be {least} "
+                    f"(rollout.min_new_tokens) to {most} (rollout.max_new_tokens)"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _can_take_turns(self) -> Self:
         if not self.run.colocate:
             if self.weights.transport == "cuda_ipc":

@@ -72,11 +72,21 @@ class Prompt:
     """Index in the data set, the same in every epoch."""
     messages: list[Message] = field(default_factory=list)
     """The conversation, unless it is one message of the user with that text."""
+    sampling: dict[str, int | float] = field(default_factory=dict)
+    """Sampling parameters of its source that differ from the run's, by name."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the board's `prompt` column."""
         messages = {"messages": self.messages} if self.messages else {}
-        return {"text": self.text, **messages, "answer": self.answer, "metadata": self.metadata, "index": self.index}
+        sampling = {"sampling": self.sampling} if self.sampling else {}
+        return {
+            "text": self.text,
+            **messages,
+            "answer": self.answer,
+            "metadata": self.metadata,
+            "index": self.index,
+            **sampling,
+        }
 
 
 class PromptDataset:
@@ -116,7 +126,7 @@ class PromptDataset:
             raise DataError(self._limit.field if self._limit else "data", str(error)) from error
         (tokens,) = self._tokenizer.encode([example])
         messages = [] if isinstance(example.prompt, str) else example.prompt
-        return Prompt(tokens, example.text, example.answer, example.metadata, index, messages)
+        return Prompt(tokens, example.text, example.answer, example.metadata, index, messages, example.sampling)
 
     def at(self, cursor: Cursor) -> Prompt:
         """Return the next prompt. Raises DataError, as `prompt`."""
