@@ -71,5 +71,5 @@ def stream_program(module: str, text: str) -> Iterator[dict[str, Any]]:
         raise CliError(f"{module} did not end within {EXIT_SECONDS:g} s after its last output") from error
     finally:
         process.kill()
-        process.wait()
+        process.wait(timeout=EXIT_SECONDS)
         process.stdout.close()
