@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from relaxd.client.errors import CliError
@@ -42,7 +42,7 @@ def run_program(module: str, words: Sequence[str], *, seconds: float, text: str 
     return result
 
 
-def stream_program(module: str, text: str) -> Iterator[dict[str, Any]]:
+def stream_program(module: str, text: str) -> Generator[dict[str, Any], None, None]:
     """Run a program with `text` as its input, and yield its output, a JSON object in each line.
 
     Its stderr is this process's. It is killed when the iterator is closed. Raises CliError: a line has an "error", or

@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 
@@ -28,6 +28,7 @@ from relaxd.waiting import waiting
 from services.coordinator.fleet.registry import Replica, Version
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
+from services.coordinator.runs.run_files import KeepLines
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -62,8 +63,6 @@ class _Question:
 
 Evaluated = dict[str, list[Answer]]
 """The answers to each set's prompts, in their order."""
-KeepLines = Callable[[str, Sequence[Mapping[str, Any]]], None]
-"""Keeps lines about a set's answers. Called in a thread, in the order in which prompts are done."""
 
 
 class Evaluator:

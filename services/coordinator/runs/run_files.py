@@ -26,7 +26,7 @@ NO_REWARDS = ("eval_response_length", "eval_truncated_share", "eval_prompts", "e
 """Metrics of an evaluation that are neither the reward nor a part of it."""
 
 KeepLines = Callable[[str, Sequence[Mapping[str, Any]]], None]
-"""Keeps lines about the answers to a set's prompts."""
+"""Keeps lines about the answers to a set's prompts. Called in threads, in the order in which prompts are done."""
 Steps = Iterable[tuple[int, Mapping[str, float]]]
 """(step, metrics), in order."""
 
