@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from relaxd.config import RolloutConfig
 from relaxd.rpc.errors import Violations
@@ -75,4 +76,5 @@ def run_sampling(config: RolloutConfig, seed: int, own: Mapping[str, int | float
         min_new_tokens=config.min_new_tokens,
         seed=seed,
     )
-    return replace(sampling, **(own or {}))
+    changes: dict[str, Any] = dict(own or {})
+    return replace(sampling, **changes)
