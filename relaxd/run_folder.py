@@ -26,7 +26,21 @@ TRACES = "traces"
 """Spans of each process (telemetry.traces = "file")."""
 STEPS = "steps"
 """Step files."""
+EVALUATIONS = "evaluations"
+"""Answers of evaluations: step-N.jsonl for the held-out prompts, SET/step-N.jsonl for other sets."""
+HELD_OUT = "held_out"
+"""Name of the set of held-out prompts of the data source (eval.prompts)."""
 BLOCK_BYTES = 64 * 1024
+
+
+def answers_file(folder: Path, name: str, step: int) -> Path:
+    """Return the file with the answers to a set's prompts of the evaluation of a step."""
+    return answers_folder(folder, name) / f"step-{step:06d}.jsonl"
+
+
+def answers_folder(folder: Path, name: str) -> Path:
+    """Return the folder with the answers to a set's prompts."""
+    return folder / EVALUATIONS / ("" if name == HELD_OUT else name)
 
 
 def holds_run(folder: Path) -> bool:

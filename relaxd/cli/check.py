@@ -14,6 +14,7 @@ from relaxd.data.dataset import load_data
 from relaxd.data.errors import DataError
 from relaxd.data.models import frozen_model, resolve_model, routed_expert_bytes
 from relaxd.data.vocabulary import check_vocabularies
+from relaxd.evaluation.checking import context_problems, set_problems
 from relaxd.local.modules import ALGORITHM_TRIAL
 from relaxd.local.programs import run_program
 from relaxd.roles import REFERENCE, TEACHER
@@ -37,19 +38,14 @@ def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
         return [*problems, Problem(error.field, error.message)]
     problems += _check_model(config, folder)
     problems += _check_frozen_models(config)
+    problems += [Problem(setting, message) for setting, message in context_problems(config, folder)]
     expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
     problems += [Problem(one.setting, one.message) for one in size_problems(config, expert_bytes=expert_bytes)]
     try:
         data = load_data(config)
     except DataError as error:
         return [*problems, Problem(error.field, error.message)]
-    if config.eval.prompts and data.held_out is None:
-        problems.append(
-            Problem("eval.prompts", f"= {config.eval.prompts}, but nothing is held out: set data.eval_path")
-        )
-    elif data.held_out is not None and config.eval.prompts > len(data.held_out):
-        held_out = len(data.held_out)
-        problems.append(Problem("eval.prompts", f"= {config.eval.prompts}, but only {held_out} prompts are held out"))
+    problems += [Problem(field, message) for field, message in set_problems(config, data.evaluation)]
     return problems + (check_reward(config, data.train.prompt(0)) if call_reward else [])
 
 

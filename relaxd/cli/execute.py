@@ -1,6 +1,7 @@
 """One run from its start to its report, on services that are up or on services started for it."""
 
 import json
+import math
 import os
 import shutil
 from collections import Counter
@@ -28,15 +29,17 @@ from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError
 from relaxd.config.write import dump
 from relaxd.drop_reasons import drop_warnings
+from relaxd.evaluation.answers import shown_name
 from relaxd.local import stack
 from relaxd.local.devices import check_devices
 from relaxd.local.ports import LOOPBACK, is_free
 from relaxd.local.state import StateFolder
 from relaxd.replica.gpus import visible_gpus
+from relaxd.report.evaluation_table import SetRow
 from relaxd.report.report import write_report
 from relaxd.report.result import read_result, results
 from relaxd.roles import ROLLOUT
-from relaxd.run_folder import LOGS, RECORD, SUMMARY
+from relaxd.run_folder import HELD_OUT, LOGS, RECORD, SUMMARY
 from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, Run
 
 SHOWN_STEPS = 5
@@ -253,6 +256,13 @@ def result_table(folder: Path) -> Table:
     for name, before, after in evaluated:
         style = "bold green" if after > before else ""
         table.add_row(f"held-out {name}", f"{before:.2f}", f"{after:.2f}", Text(f"{after - before:+.2f}", style))
+    for row, last in _first_and_last(result.set_rows):
+        for name in ("reward", *last.estimates[:1]):
+            before, after = row.values.get(name, math.nan), last.values[name]
+            style = "bold green" if after > before else ""
+            label, change = f"{last.name} {shown_name(name)}", Text(f"{after - before:+.2f}", style)
+            table.add_row(label, f"{before:.2f}", f"{after:.2f}", change)
+        evaluated.append((last.name, row.values["reward"], last.values["reward"]))
     if not evaluated and len(rewards := _rewards(result.steps)) > 1:
         shown = min(SHOWN_STEPS, len(rewards) // 2)
         before, after = _mean(rewards[:shown]), _mean(rewards[-shown:])
@@ -267,6 +277,15 @@ def result_table(folder: Path) -> Table:
     for reason, count in sorted((summary.get("dropped_by_reason") or {}).items(), key=lambda item: -item[1]):
         table.add_row(f"  {reason}", "", f"{count} ({count / max(1, published):.0%})", "")
     return table
+
+
+def _first_and_last(rows: Sequence[SetRow]) -> list[tuple[SetRow, SetRow]]:
+    """Return the first and the last results on each set of [[eval.sets]] that was evaluated several times."""
+    sets: dict[str, list[SetRow]] = {}
+    for row in rows:
+        if row.name != HELD_OUT:
+            sets.setdefault(row.name, []).append(row)
+    return [(of_set[0], of_set[-1]) for of_set in sets.values() if len(of_set) > 1]
 
 
 def _rewards(steps: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -301,6 +320,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
         role: own.model_copy(update={"model": absolute_model(own.model)}) for role, own in config.roles.frozen.items()
     }
     sources = tuple(one.model_copy(update={"path": absolute(one.path)}) for one in config.data.sources)
+    sets = tuple(one.model_copy(update={"path": absolute(one.path)}) for one in config.eval.sets)
     data = {
         "path": absolute(config.data.path),
         "eval_path": absolute(config.data.eval_path),
@@ -312,6 +332,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
             "model": config.model.model_copy(update={"path": absolute_model(config.model.path)}),
             "roles": config.roles.model_copy(update=roles),
             "data": config.data.model_copy(update=data),
+            "eval": config.eval.model_copy(update={"sets": sets}),
         }
     )
 

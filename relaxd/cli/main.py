@@ -14,6 +14,7 @@ from relaxd import __version__
 from relaxd.cli import recovery, run_commands
 from relaxd.cli.config_command import config_app
 from relaxd.cli.data_command import data
+from relaxd.cli.eval_command import evaluate
 from relaxd.cli.examples import demo_overrides, example, init
 from relaxd.cli.execute import Where, execute
 from relaxd.cli.last_checkpoint import save_of_run_in_progress
@@ -81,7 +82,9 @@ Keep the services up for several runs:
 
     relaxd report RUN                show where its time went, and its curves in report.html
 
-    relaxd evaluation RUN            show answers to held-out prompts, before and after
+    relaxd evaluation RUN            show results on evaluation sets, and answers before and after
+
+    relaxd eval my.toml --model FOLDER     evaluate a model without a run
 
     relaxd ledger RUN                show what became of every prompt
 
@@ -311,6 +314,7 @@ app.command()(trace)
 app.command()(report)
 app.command()(evaluation)
 app.command()(ledger)
+app.command("eval", context_settings=PASS_ON)(evaluate)
 app.command()(recovery.replay)
 app.command()(recovery.export)
 

@@ -96,13 +96,15 @@ def check_reward(config: RunConfig, prompt: Prompt) -> list[Problem]:
     return [Problem("reward.name", f'= "{config.reward.shown}" failed for the answer {sample.response!r}: {told}')]
 
 
-def try_reward(config: RunConfig, samples: Sequence[RewardInput]) -> list[dict[str, Any]]:
+def try_reward(config: RunConfig, samples: Sequence[RewardInput], workers: int = 1) -> list[dict[str, Any]]:
     """Score samples with the run's reward: reward, parts and seconds of each, or error and traceback.
+
+    With several `workers` that many at once.
 
     Raises CliError: the reward can't be loaded.
     """
     settings = config.reward
-    words = ["--config", settings.model_dump_json()]
+    words = ["--config", settings.model_dump_json(), "--workers", str(workers)]
     # A sample whose process dies is tried twice.
     seconds = LOAD_SECONDS + 2 * len(samples) * settings.timeout_seconds
     lines = "".join(json.dumps(vars(sample)) + "\n" for sample in samples)

@@ -24,6 +24,15 @@ class DataSource(Section):
     """As data.answer_key; empty means that."""
     metadata_key: str = ""
     """As data.metadata_key; empty means that."""
+    max_new_tokens: int = Field(default=0, ge=0)
+    """Maximum length of answers to its prompts, at most rollout.max_new_tokens; 0 means that."""
+    top_p: float = Field(default=0.0, ge=0, le=1)
+    """Nucleus sampling of answers to its prompts; 1 turns it off, 0 means rollout.top_p."""
+
+    @property
+    def sampling(self) -> dict[str, int | float]:
+        """Its sampling parameters that differ from the run's, by name."""
+        return {name: value for name in ("max_new_tokens", "top_p") if (value := getattr(self, name))}
 
 
 class DataConfig(Section):
@@ -39,8 +48,8 @@ class DataConfig(Section):
     eval_path: Path | None = None
     """Held-out prompts, as path. Without it there is no evaluation."""
     sources: tuple[DataSource, ...] = ()
-    """Instead of path: several sources that are mixed, each in a table [[data.sources]] with path, weight, name, and
-    prompt_key, answer_key and metadata_key of its own."""
+    """Instead of path: several sources that are mixed, each in a table [[data.sources]] with path, weight, name,
+    and prompt_key, answer_key, metadata_key, max_new_tokens and top_p of its own."""
     prompt_key: str = "prompt"
     """Column of the prompt. Dots lead into objects, as in "extra_info.question"."""
     answer_key: str = "answer"

@@ -342,9 +342,19 @@ EQUIVALENTS = (
     Equivalent(
         "eval.max_new_tokens", "", "", "orchestrator.eval.sampling.max_completion_tokens", "--eval-max-response-len"
     ),
+    Equivalent("eval.before", "eval_on_start", "trainer.val_before_train", "", "--skip-eval-before-train"),
+    Equivalent("eval.sets", "", "", "orchestrator.eval.env", "--eval-config", "each set has a name and settings"),
     Equivalent("rollout.stop", "", "", "", "--rollout-stop"),
+    Equivalent("rollout.stop_token_ids", "", "", "", "--rollout-stop-token-ids"),
     # Without an equivalent.
-    Equivalent("", "", "", "", "--rollout-stop-token-ids", "an answer ends at the model's own end tokens"),
+    Equivalent(
+        "",
+        "",
+        "@rollout.val_kwargs.n @rollout.val_kwargs.temperature @rollout.val_kwargs.top_p",
+        "",
+        "--n-samples-per-eval-prompt --eval-temperature --eval-top-p",
+        "samples_per_prompt, temperature and top_p of each of eval.sets",
+    ),
     Equivalent("", "min_p", "", "", "", "there is no min-p sampling: use rollout.top_p or rollout.top_k"),
     Equivalent("", "repetition_penalty", "", "", "", "there is no penalty on repetition: it would change the policy"),
     Equivalent("", "", "algorithm.kl_penalty", "trainer.loss.kl_tau", "", "in a reward the estimate is always k1"),

@@ -1,31 +1,134 @@
 """Settings of evaluations."""
 
-from typing import Self
+import re
+from pathlib import Path
+from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from relaxd.config.base import Section
+from relaxd.run_folder import HELD_OUT
+
+MAX_SAMPLES = 1024
+"""Most answers to a prompt in an evaluation: they are scored together."""
+
+
+class EvalSet(Section):
+    """A named set of prompts to evaluate on."""
+
+    name: str
+    """Its name in tables and metrics: lower-case letters, digits, "_", "-" and "."."""
+    path: Path | None = None
+    """File or folder with its prompts, as data.path."""
+    task: str = ""
+    """Instead of path: a task of reasoning-gym, such as "spell_backward". Its prompts are generated, with seeds that
+    training doesn't use."""
+    task_settings: dict[str, Any] = Field(default_factory=dict)
+    """With task: the task's own settings, as data.reasoning_gym.settings."""
+    instruction: str = ""
+    """With task: text added as a paragraph after the question."""
+    prompts: int = Field(default=0, ge=0)
+    """Number of prompts: the first ones. 0 means all of a file, 100 of a task."""
+    prompt_key: str = ""
+    """As data.prompt_key; empty means that."""
+    answer_key: str = ""
+    """As data.answer_key; empty means that."""
+    metadata_key: str = ""
+    """As data.metadata_key; empty means that."""
+    samples_per_prompt: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    """Answers to each prompt (n)."""
+    k: tuple[int, ...] = ()
+    """The k of pass@k and maj@k, at most samples_per_prompt; empty means 1, 2, 4, 8 ... up to it."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature; 0 is greedy. Not set, it is 0 for one answer to each prompt, else rollout.temperature."""
+    top_p: float = Field(default=0.0, ge=0, le=1)
+    """Nucleus sampling; 1 turns it off, 0 means rollout.top_p."""
+    max_new_tokens: int = Field(default=0, ge=0)
+    """Maximum length of an answer, in tokens; 0 means eval.max_new_tokens."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end an answer. Not set, they are those of rollout.stop."""
+    reward: str = ""
+    """Name of its reward, as reward.name, without settings. Empty means the run's reward, or reasoning_gym with
+    task."""
+    right_from: float = 1.0
+    """An answer counts as right for pass@k and maj@k if its reward is at least this."""
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,63}", name):
+            raise ValueError(
+                f'{name!r} can\'t be a set\'s name: use 1 to 64 lower-case letters, digits, "_", "-" and ".", such as '
+                '"math500"'
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _check_set(self) -> Self:
+        if (self.path is None) == (not self.task):
+            problem = "has neither path nor task" if self.path is None else "has both path and task"
+            raise ValueError(f"the evaluation set {self.name!r} {problem}: give one of them")
+        n = self.samples_per_prompt
+        if wrong := [k for k in self.k if not 1 <= k <= n]:
+            raise ValueError(
+                f"the evaluation set {self.name!r} has k = {wrong[0]}: it must be 1 to samples_per_prompt = {n}"
+            )
+        if n > 1 and self.temperature == 0:
+            raise ValueError(
+                f"the evaluation set {self.name!r} has samples_per_prompt = {n} with temperature = 0: all answers to a "
+                "prompt would be the same"
+            )
+        if "" in (self.stop or ()):
+            raise ValueError(f"the evaluation set {self.name!r} has an empty stop string: it must have a character")
+        return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The k of pass@k and maj@k, in order."""
+        n = self.samples_per_prompt
+        return tuple(sorted(set(self.k))) or tuple(2**power for power in range(n.bit_length()) if 2**power <= n)
 
 
 class EvalConfig(Section):
-    """Greedy evaluation on held-out prompts."""
+    """Evaluation on prompts that aren't trained on (docs/evaluation.md)."""
 
     prompts: int = Field(default=0, ge=0)
-    """Number of held-out prompts, evaluated before the first and after the last step; 0 turns evaluation off."""
+    """Number of held-out prompts of the data source to answer greedily: the set held_out. 0 turns it off."""
+    sets: tuple[EvalSet, ...] = ()
+    """Named sets of prompts, each in a table [[eval.sets]] with a name, its prompts (path or task), and
+    samples_per_prompt, sampling and reward of its own."""
+    before: bool = True
+    """Evaluate before the first step."""
+    after: bool = True
+    """Evaluate after the last step."""
     interval: int = Field(default=0, ge=0)
     """Also evaluate every this many steps, during training, with the weights that the engines have and receive
     meanwhile; 0 turns it off."""
     max_new_tokens: int = Field(default=0, ge=0)
     """Maximum length of an answer, in tokens; 0 means rollout.max_new_tokens."""
+    engine_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of each engine's rollout.max_running_samples that an evaluation during training may take."""
+    kept_prompts: int = Field(default=200, ge=0)
+    """Keep the texts of prompts and answers of this many prompts of each set; of all others only rewards and
+    lengths."""
     stall_seconds: float = Field(default=300.0, gt=0)
     """Move a prompt to another engine if its engine generates nothing for this long; abandon the evaluation if there is
     no engine for as long. A whole answer may take any time."""
 
     @model_validator(mode="after")
     def _interval_has_prompts(self) -> Self:
-        if self.interval and not self.prompts:
+        if self.interval and not self.prompts and not self.sets:
             raise ValueError(
-                f"eval.interval is {self.interval}, but eval.prompts is 0, which turns evaluation off: set "
-                "eval.prompts, or remove eval.interval"
+                f"eval.interval is {self.interval}, but eval.prompts is 0 and there are no eval.sets, which turns "
+                "evaluation off: set one of them, or remove eval.interval"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [one.name for one in self.sets]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"eval.sets has {twice!r} twice: give each set a name of its own")
+        if HELD_OUT in names:
+            raise ValueError(f'eval.sets has the name "{HELD_OUT}", which is that of the set that eval.prompts makes')
         return self

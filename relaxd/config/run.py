@@ -58,6 +58,8 @@ class RolloutConfig(Section):
     """Sample from the k likeliest tokens; 0 turns it off."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer, such as ["</answer>"]. Its text ends before the string, its tokens with it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end an answer, which keeps them; empty means the model's own end tokens."""
     min_new_tokens: int = Field(default=0, ge=0)
     """Minimum length of an answer, in tokens: before that many, no end token is sampled."""
     engine: Literal["transformers", "sglang", "sglang_external"] = "transformers"
@@ -86,6 +88,8 @@ class RolloutConfig(Section):
             )
         if "" in self.stop:
             raise ValueError("rollout.stop has an empty string, which would end every answer at once")
+        if wrong := [token for token in self.stop_token_ids if token < 0]:
+            raise ValueError(f"rollout.stop_token_ids has {wrong[0]}: token ids are not negative")
         return self
 
     @model_validator(mode="after")
@@ -397,6 +401,17 @@ class RunConfig(Section):
                 f"algorithm.kl_reward_coef is {algorithm.kl_reward_coef:g}, but roles.reference.placement is "
                 '"trainer": set "service", because rewards are needed before the trainer has a group, or use kl_coef'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_of_sources_fit(self) -> Self:
+        least, most = max(1, self.rollout.min_new_tokens), self.rollout.max_new_tokens
+        for number, source in enumerate(self.data.sources):
+            if source.max_new_tokens and not least <= source.max_new_tokens <= most:
+                raise ValueError(
+                    f"data.sources.{number}.max_new_tokens is {source.max_new_tokens}: it must be {least} "
+                    f"(rollout.min_new_tokens) to {most} (rollout.max_new_tokens)"
+                )
         return self
 
     @model_validator(mode="after")

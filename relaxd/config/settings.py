@@ -120,7 +120,7 @@ def _kind(field: FieldInfo) -> str:
     if origin is Literal:
         return " or ".join(f'"{choice}"' for choice in arguments)
     if origin is tuple:
-        return "list of texts" if arguments[0] is str else "list of tables"
+        return {str: "list of texts", int: "list of integers"}.get(arguments[0], "list of tables")
     if origin is dict:
         return "table"
     kind = next(one for one in arguments or (field.annotation,) if one is not type(None))

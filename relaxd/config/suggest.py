@@ -10,11 +10,24 @@ ALMOST_EQUAL = 0.85
 """Similarity from which a name is rather a slip than another framework's."""
 
 
+_PENALTY = (
+    "there are no penalties: tokens would be sampled from another distribution than the one whose log-probs are trained"
+)
+REFUSED = {
+    ("rollout", "presence_penalty"): _PENALTY,
+    ("rollout", "frequency_penalty"): _PENALTY,
+    ("data", "temperature"): "all sources have rollout.temperature, at which the trainer computes log-probs",
+}
+"""Why there are no such settings, by their first section and name."""
+
+
 def suggest(place: Place, algorithm: str = "") -> str:
     """Say what an unknown setting may be: its equivalent here, the nearest name, or the names that there are.
 
     `algorithm` is the tag of the run's algorithm (`relaxd.config.algorithm.tag_of`): others have other settings.
     """
+    if refused := REFUSED.get((place[0], place[-1])):
+        return refused
     return (algorithm and _of_others(place, algorithm)) or elsewhere(place) or _nearest(place, algorithm)
 
 

@@ -3,7 +3,7 @@
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 from relaxd.data.examples import Example, Message
@@ -26,6 +26,8 @@ class Columns:
     """Text of a system message to put before prompts that have none."""
     source: str = ""
     """Name of the source, which becomes metadata.data_source where a row has none."""
+    sampling: Mapping[str, int | float] = field(default_factory=dict)
+    """Sampling parameters of the source."""
 
     def example(self, record: Mapping[str, Any], place: str) -> Example:
         """Return the prompt of a row. Raises ValueError, which names the column and what is wrong."""
@@ -40,7 +42,7 @@ class Columns:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             if messages[0]["role"] != "system":
                 prompt = [{"role": "system", "content": self.system_prompt}, *messages]
-        return Example(prompt=prompt, answer=answer, metadata=metadata, place=place)
+        return Example(prompt=prompt, answer=answer, metadata=metadata, sampling=dict(self.sampling), place=place)
 
     def _metadata(self, record: Mapping[str, Any]) -> dict[str, Any]:
         if not self.metadata:

@@ -1,7 +1,8 @@
 """A prompt data set that can be read from any cursor."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -9,12 +10,14 @@ import numpy as np
 from relaxd.config import RunConfig
 from relaxd.data.checking import Limit, check_source
 from relaxd.data.errors import DataError
+from relaxd.data.evaluation_sets import read_set
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
 from relaxd.data.mixture import Share, epoch_visits
 from relaxd.data.models import resolve_model, routed_expert_bytes
-from relaxd.data.sources import read_sources
+from relaxd.data.sources import Source, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
+from relaxd.run_folder import HELD_OUT
 
 Place = tuple[int, int]
 """A place in the infinite sequence of prompts: epoch and position."""
@@ -69,11 +72,21 @@ class Prompt:
     """Index in the data set, the same in every epoch."""
     messages: list[Message] = field(default_factory=list)
     """The conversation, unless it is one message of the user with that text."""
+    sampling: dict[str, int | float] = field(default_factory=dict)
+    """Sampling parameters of its source that differ from the run's, by name."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the board's `prompt` column."""
         messages = {"messages": self.messages} if self.messages else {}
-        return {"text": self.text, **messages, "answer": self.answer, "metadata": self.metadata, "index": self.index}
+        sampling = {"sampling": self.sampling} if self.sampling else {}
+        return {
+            "text": self.text,
+            **messages,
+            "answer": self.answer,
+            "metadata": self.metadata,
+            "index": self.index,
+            **sampling,
+        }
 
 
 class PromptDataset:
@@ -113,7 +126,7 @@ class PromptDataset:
             raise DataError(self._limit.field if self._limit else "data", str(error)) from error
         (tokens,) = self._tokenizer.encode([example])
         messages = [] if isinstance(example.prompt, str) else example.prompt
-        return Prompt(tokens, example.text, example.answer, example.metadata, index, messages)
+        return Prompt(tokens, example.text, example.answer, example.metadata, index, messages, example.sampling)
 
     def at(self, cursor: Cursor) -> Prompt:
         """Return the next prompt. Raises DataError, as `prompt`."""
@@ -178,8 +191,8 @@ class RunData:
 
     train: PromptDataset
     """Training prompts."""
-    held_out: PromptDataset | None
-    """Held-out prompts for evaluations; None if the source has none."""
+    evaluation: dict[str, PromptDataset]
+    """Prompts for evaluations, by the name of their set: held_out, if the source holds out some, and eval.sets."""
     skipped: int
     """Number of prompts left out because they are too long."""
     tokenizer: PromptTokenizer
@@ -194,10 +207,10 @@ def load_data(config: RunConfig) -> RunData:
     Raises DataError, which names the setting and the line.
     """
     folder = resolve_model(config.model.path, weights=False)
-    tokenizer = PromptTokenizer(folder, config.model.chat_template, config.model.chat_template_arguments)
+    tokenizer = _tokenizer(config, folder)
     sources, held_out = read_sources(config)
     checked = [check_source(source, tokenizer, config) for source in sources]
-    checked_held_out = check_source(held_out, tokenizer, config)
+    evaluation, skipped = _evaluation_sets(config, tokenizer, {HELD_OUT: held_out} | _named_sets(config))
     return RunData(
         train=PromptDataset(
             checked[0].examples if len(checked) == 1 else Joined([one.examples for one in checked]),
@@ -207,12 +220,40 @@ def load_data(config: RunConfig) -> RunData:
             shares=[Share(len(one.examples), source.weight) for one, source in zip(checked, sources, strict=True)],
             limit=next((one.limit for one in checked if one.limit), None),
         ),
-        held_out=PromptDataset(
-            checked_held_out.examples, tokenizer, shuffle=False, seed=0, limit=checked_held_out.limit
-        )
-        if checked_held_out.examples
-        else None,
-        skipped=sum(one.skipped for one in (*checked, checked_held_out)),
+        evaluation=evaluation,
+        skipped=skipped + sum(one.skipped for one in checked),
         tokenizer=tokenizer,
         expert_bytes=routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0,
     )
+
+
+def load_evaluation(config: RunConfig, names: Collection[str]) -> dict[str, PromptDataset]:
+    """Open and check only the prompts of these evaluation sets. Raises DataError, as `load_data`."""
+    tokenizer = _tokenizer(config, resolve_model(config.model.path, weights=False))
+    held_out = {HELD_OUT: read_sources(config)[1]} if HELD_OUT in names else {}
+    return _evaluation_sets(config, tokenizer, held_out | _named_sets(config, names))[0]
+
+
+def _tokenizer(config: RunConfig, folder: Path) -> PromptTokenizer:
+    return PromptTokenizer(folder, config.model.chat_template, config.model.chat_template_arguments)
+
+
+def _named_sets(config: RunConfig, names: Collection[str] | None = None) -> dict[str, Source]:
+    return {
+        one.name: read_set(config, number)
+        for number, one in enumerate(config.eval.sets)
+        if names is None or one.name in names
+    }
+
+
+def _evaluation_sets(
+    config: RunConfig, tokenizer: PromptTokenizer, sources: Mapping[str, Source]
+) -> tuple[dict[str, PromptDataset], int]:
+    """Check the prompts of evaluation sets. Returns those that have some, and how many prompts were left out."""
+    checked = {name: check_source(source, tokenizer, config) for name, source in sources.items()}
+    sets = {
+        name: PromptDataset(one.examples, tokenizer, shuffle=False, seed=0, limit=one.limit)
+        for name, one in checked.items()
+        if one.examples
+    }
+    return sets, sum(one.skipped for one in checked.values())

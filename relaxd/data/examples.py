@@ -17,6 +17,8 @@ class Example:
     """The reference answer."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Other fields of the line, for the reward."""
+    sampling: dict[str, int | float] = field(default_factory=dict)
+    """Sampling parameters of its source that differ from the run's, by name."""
     place: str = ""
     """Origin for error messages, such as "train.jsonl line 3"."""
 

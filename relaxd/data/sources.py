@@ -52,6 +52,7 @@ def read_sources(config: RunConfig) -> tuple[list[Source], Source]:
             one.metadata_key or columns.metadata,
             data.system_prompt,
             one.name,
+            one.sampling,
         )
         place = f"data.sources.{number}.path"
         sources.append(Source(Examples(open_rows(one.path, place), own), place, one.weight, one.name or str(one.path)))

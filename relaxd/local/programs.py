@@ -4,11 +4,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from relaxd.client.errors import CliError
 from relaxd.local.environment import python_path
+
+EXIT_SECONDS = 30.0
+"""Time for a program to end after its last output."""
 
 
 def run_program(module: str, words: Sequence[str], *, seconds: float, text: str = "") -> dict[str, Any]:
@@ -36,3 +40,36 @@ def run_program(module: str, words: Sequence[str], *, seconds: float, text: str 
     if done.returncode or "error" in result or not result:
         raise CliError(result.get("error") or f"{module} ended with exit code {done.returncode}")
     return result
+
+
+def stream_program(module: str, text: str) -> Generator[dict[str, Any], None, None]:
+    """Run a program with `text` as its input, and yield its output, a JSON object in each line.
+
+    Its stderr is this process's. It is killed when the iterator is closed. Raises CliError: a line has an "error", or
+    the program fails.
+    """
+    with tempfile.TemporaryFile("w+") as given:
+        given.write(text)
+        given.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=given,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": python_path()},
+        )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            found: dict[str, Any] = json.loads(line)
+            if "error" in found:
+                raise CliError(found["error"])
+            yield found
+        if code := process.wait(timeout=EXIT_SECONDS):
+            raise CliError(f"{module} ended with exit code {code}")
+    except subprocess.TimeoutExpired as error:
+        raise CliError(f"{module} did not end within {EXIT_SECONDS:g} s after its last output") from error
+    finally:
+        process.kill()
+        process.wait(timeout=EXIT_SECONDS)
+        process.stdout.close()

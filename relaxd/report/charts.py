@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from relaxd.evaluation.answers import is_end
 from relaxd.report.step_times import GROUP, PER_REPLICA, SHARES, TRAINER, Breakdown, part_seconds
 from relaxd.telemetry.metrics import METRICS
 
@@ -38,9 +39,11 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
     "Rewards": (
         Chart("reward", ("reward_mean",)),
         Chart("parts of the reward", ("reward_*",)),
+        Chart("held-out: pass@k, greedy", ("eval_pass_at_*",), "points"),
         Chart("held-out: reward and its parts, greedy", ("eval_reward", "eval_*"), "points"),
         Chart("response length", ("response_length_mean",)),
         Chart("held-out: response length", ("eval_response_length",), "points"),
+        Chart("held-out: answers cut off at their limit", ("eval_truncated_share",), "points"),
         Chart("held-out: answers that the reward couldn't score", ("eval_unscored",), "points"),
         Chart("answers cut off at rollout.max_new_tokens", ("truncated_share",)),
         Chart("dropped groups", ("dropped_groups", "dropped_groups_*")),
@@ -102,9 +105,9 @@ def chart_data(lines: Lines) -> dict[str, Any]:
     A chart's line has a name, a meaning, a color, and a value or None per step. Charts without values are left out. A
     chart shows at most as many lines as there are COLOURS; `left_out` counts the others, those of the lowest means.
     """
-    left = {name for line in lines for name, value in line.items() if _is_number(value)} - UNDRAWN
+    left = {name for line in lines for name, value in line.items() if _is_number(value) and not is_end(name)} - UNDRAWN
     sections = []
-    for title, charts in SECTIONS.items():
+    for title, charts in ("Evaluation sets", _set_charts(left)), *SECTIONS.items():
         drawn = [_stack(lines, whole) for whole in STACKS] if title == "Time" else []
         for chart in charts:
             names = _take(chart.metrics, left)
@@ -113,6 +116,21 @@ def chart_data(lines: Lines) -> dict[str, Any]:
     others = [_chart(name, "lines", [name], lines) for name in sorted(left)]
     sections.append({"title": "Others", "charts": others})
     return {"steps": [line["step"] for line in lines], "sections": [one for one in sections if one["charts"]]}
+
+
+def _set_charts(names: set[str]) -> list[Chart]:
+    """Return the charts of evaluation sets (eval/SET/NAME), and remove the counts of their prompts from `names`."""
+    charts = []
+    for one in sorted({name.split("/")[1] for name in names if name.startswith("eval/")}):
+        place = f"eval/{one}/"
+        names.discard(f"{place}prompts")
+        charts += [
+            Chart(f"{one}: pass@k and maj@k", (f"{place}pass_at_*", f"{place}maj_at_*"), "points"),
+            Chart(f"{one}: response length", (f"{place}response_length",), "points"),
+            Chart(f"{one}: share of answers cut off", (f"{place}truncated_share",), "points"),
+            Chart(f"{one}: reward and its parts", (f"{place}reward", f"{place}*"), "points"),
+        ]
+    return charts
 
 
 def color(place: int) -> str:

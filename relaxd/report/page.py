@@ -10,14 +10,15 @@ from string import Template
 from typing import Any
 
 from relaxd.report.charts import chart_data, color
-from relaxd.report.result import RunResult, results
+from relaxd.report.evaluation_table import table_of
+from relaxd.report.result import RunResult, place_of, results
 from relaxd.report.step_times import GROUP, TRAINER, Breakdown, Steps, mean_rows, share_rows
 
 ASSETS = Path(__file__).with_name("assets")
 SHOWN_STEPS = 100
 """Steps in the table, the newest; the charts show all."""
 SHOWN_ANSWERS = 100
-"""Held-out prompts in the table."""
+"""Answers in the table of a set."""
 STEP_COLUMNS = (
     ("step", "step", "{:.0f}"),
     ("reward", "reward_mean", "{:.3f}"),
@@ -116,29 +117,37 @@ def _breakdown(steps: Steps, whole: Breakdown) -> str:
 
 
 def _answers(result: RunResult) -> str:
-    """Render the held-out prompts with the first and the newest evaluation's answers side by side."""
-    if not result.evaluation_steps:
+    """Render the results of evaluations, and each set's first and newest answers side by side."""
+    if not result.answered_sets:
         return "<p>none</p>"
-    first, last = result.evaluation_steps[0], result.evaluation_steps[-1]
-    newest = result.answers(last)
-    before = {answer["index"]: answer for answer in result.answers(first)} if first != last else {}
+    sets = "".join(f"<h3>{html.escape(name)}</h3>{_set_answers(result, name)}" for name in result.answered_sets)
+    return f"{_table(*table_of(result.set_rows))}{sets}"
+
+
+def _set_answers(result: RunResult, name: str) -> str:
+    steps = result.evaluation_steps(name)
+    first, last = steps[0], steps[-1]
+    newest = result.answers(last, name, SHOWN_ANSWERS + 1)
+    before = {}
+    if first != last:
+        before = {place_of(answer): answer for answer in result.answers(first, name, SHOWN_ANSWERS)}
     head = ["prompt", "answer"]
     for step in sorted({first, last}):
         head += [f"response, step {step}", "reward"]
     rows = []
     for answer in newest[:SHOWN_ANSWERS]:
-        row = [str(answer["prompt"]), str(answer["answer"])]
+        row = [str(answer.get("prompt", answer["index"])), str(answer.get("answer", ""))]
         if first != last:
-            row += _answer_cells(before.get(answer["index"]))
+            row += _answer_cells(before.get(place_of(answer)))
         rows.append([*row, *_answer_cells(answer)])
-    more = f"<p>{SHOWN_ANSWERS} of {len(newest)}; all are in evaluations/</p>" if len(newest) > SHOWN_ANSWERS else ""
+    more = f"<p>the first {SHOWN_ANSWERS}; all are in evaluations/</p>" if len(newest) > SHOWN_ANSWERS else ""
     return more + _table(head, rows)
 
 
 def _answer_cells(answer: Mapping[str, Any] | None) -> list[str]:
     if answer is None:
         return ["", ""]
-    return [str(answer["response"]), answer["error"] or f"{answer['reward']:.2f}"]
+    return [str(answer.get("response", "")), answer["error"] or f"{answer['reward']:.2f}"]
 
 
 def _counts(summary: Mapping[str, Any]) -> str:

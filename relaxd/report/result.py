@@ -1,5 +1,6 @@
 """Reads what a run left in its folder."""
 
+import heapq
 import json
 import re
 from collections.abc import Mapping
@@ -13,12 +14,19 @@ from pydantic import ValidationError
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.write import dump_changes
-from relaxd.run_folder import SAMPLES, SUMMARY, newest_lines
+from relaxd.report.evaluation_table import SetRow, set_rows
+from relaxd.run_folder import (
+    EVALUATIONS,
+    HELD_OUT,
+    SAMPLES,
+    SUMMARY,
+    answers_file,
+    answers_folder,
+    newest_lines,
+)
 from relaxd.v1 import coordinator_pb2 as pb
 
 SHOWN_SAMPLES = 64
-EVALUATIONS = "evaluations"
-"""Folder with the answers of each evaluation, in step-N.jsonl."""
 
 
 @dataclass
@@ -54,13 +62,23 @@ class RunResult:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The lines with an evaluation: step, eval_reward, and eval_<part> for each part of the reward."""
+        """The lines with an evaluation of the held-out prompts: step, eval_reward, and eval_<part> for each part."""
         return [line for line in self.lines if line.get("eval_reward") is not None]
 
     @property
-    def evaluation_steps(self) -> list[int]:
-        """The steps whose evaluation's answers were kept, in order."""
-        names = [path.stem for path in (self.folder / EVALUATIONS).glob("step-*.jsonl")]
+    def set_rows(self) -> list[SetRow]:
+        """The results of evaluations, by set and step."""
+        return set_rows(self.lines)
+
+    @property
+    def answered_sets(self) -> list[str]:
+        """The sets whose answers were kept, the held-out prompts first."""
+        others = sorted(path.name for path in (self.folder / EVALUATIONS).glob("*/"))
+        return [name for name in (HELD_OUT, *others) if self.evaluation_steps(name)]
+
+    def evaluation_steps(self, name: str = HELD_OUT) -> list[int]:
+        """Return the steps whose evaluation's answers to a set were kept, in order."""
+        names = [path.stem for path in answers_folder(self.folder, name).glob("step-*.jsonl")]
         return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
 
     @property
@@ -68,11 +86,14 @@ class RunResult:
         """The settings that differ from the defaults, as TOML; empty if they are unknown."""
         return dump_changes(self.config) if self.config is not None else ""
 
-    def answers(self, step: int) -> list[dict[str, Any]]:
-        """Read the answers of the evaluation of a step, in the prompts' order. Raises CliError."""
+    def answers(self, step: int, name: str = HELD_OUT, limit: int | None = None) -> list[dict[str, Any]]:
+        """Read the first answers to a set of the evaluation of a step, in the prompts' order. Raises CliError."""
         try:
-            return read_lines(self.folder / EVALUATIONS / f"step-{step:06d}.jsonl")
-        except (OSError, ValueError) as error:
+            with answers_file(self.folder, name, step).open(encoding="utf-8") as file:
+                lines = (json.loads(line) for line in file if line.strip())
+                # The file, in the order in which answers came, may be larger than memory.
+                return sorted(lines, key=place_of) if limit is None else heapq.nsmallest(limit, lines, key=place_of)
+        except (OSError, ValueError, KeyError) as error:
             raise CliError(f"the answers of the evaluation of step {step} can't be read: {error}") from error
 
     def facts(self) -> dict[str, str]:
@@ -95,6 +116,11 @@ class RunResult:
         if started := self.summary.get("started"):
             facts["started"] = str(started)
         return facts
+
+
+def place_of(answer: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the index of an answer's prompt, and which of the prompt's answers it is."""
+    return answer["index"], answer.get("sample", 0)
 
 
 def results(summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:

@@ -345,11 +345,20 @@ METRICS: dict[str, Metric] = {
             "eval_reward",
             "step",
             "1",
-            "Mean reward of greedy answers to the held-out prompts. Parts of the reward appear as `eval_<part>`.",
+            "Mean reward of greedy answers to the held-out prompts. Parts of the reward appear as `eval_<part>`; "
+            "metrics of [[eval.sets]] as `eval/<set>/reward` and so on ([evaluation.md](evaluation.md)).",
         ),
         Metric("eval_accuracy", "step", "1", "Share of right greedy answers, when the reward has a part `accuracy`."),
         Metric("eval_format", "step", "1", "Share of well-formed greedy answers, when the reward has a part `format`."),
         Metric("eval_response_length", "step", "{token}", "Mean length of the greedy answers."),
+        Metric("eval_truncated_share", "step", "1", "Share of greedy answers cut off at their maximum length."),
+        Metric(
+            "eval_pass_at_1",
+            "step",
+            "1",
+            "Share of greedy answers with a reward of at least 1; `eval_pass_at_1_low` and `_high` are the ends of its "
+            "95 % confidence interval.",
+        ),
         Metric("eval_prompts", "step", "{prompt}", "Held-out prompts of an evaluation."),
         Metric("eval_unscored", "step", "{answer}", "Greedy answers that the reward couldn't score; they count as 0."),
         Metric("eval_step", "step", "1", "Step after which the newest evaluation started. Not in metrics.jsonl."),

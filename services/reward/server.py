@@ -50,7 +50,8 @@ class RewardServicer(reward_pb2_grpc.RewardServicer):
 
     def _check_allowed(self, name: str) -> None:
         """Raise PermissionDenied unless callers may name this reward: loading one by name runs its code."""
-        if name == RUNS_REWARD or is_bundled(name) or name == self._service.reward_of_run or name in self._allowed:
+        of_run = {RUNS_REWARD, self._service.reward_of_run, *self._service.rewards_of_sets}
+        if is_bundled(name) or name in of_run or name in self._allowed:
             return
         raise PermissionDenied(
             f'reward "{name}" is not allowed: callers may use the bundled ones, that of the run '

@@ -61,11 +61,14 @@ class RewardService(StageReplica):
         self._cache = ScoreCache(0)
         self._last_frames = ""
         """The place of the traceback that was logged last: it isn't logged for each of the groups that fail there."""
+        self.rewards_of_sets: frozenset[str] = frozenset()
+        """Names of the rewards of the run's evaluation sets that have one of their own."""
 
     async def prepare(self, config: RunConfig) -> tuple[Process, int]:
         """See StageReplica. Loads the run's reward, so that a wrong name fails the start instead of every group."""
         check_names(config.reward)
         self.reward_of_run = config.reward.shown
+        self.rewards_of_sets = frozenset(one.reward for one in config.eval.sets if one.reward)
         pool = WorkerPool(config.reward.workers, config.reward)
         self.pool.close()
         self.pool = pool
@@ -136,7 +139,7 @@ class RewardService(StageReplica):
 
     async def stop_run(self) -> None:
         """See ReplicaService."""
-        self.reward_of_run = ""
+        self.reward_of_run, self.rewards_of_sets = "", frozenset()
         await super().stop_run()
         await self._close_remote()
 

@@ -22,12 +22,12 @@ from services.reward.remote.scorer import RemoteScorer
 from services.reward.service import RUNS_REWARD
 
 
-async def try_reward(config: RewardConfig, samples: Sequence[RewardInput]) -> dict[str, Any]:
-    """Score samples one after the other. Returns what the program prints."""
+async def try_reward(config: RewardConfig, samples: Sequence[RewardInput], workers: int) -> dict[str, Any]:
+    """Score samples, as many at once as there are workers. Returns what the program prints."""
     if config.address:
-        return await _try_remote(config, samples)
+        return await _try_remote(config, samples, workers)
     try:
-        pool = WorkerPool(1, config)
+        pool = WorkerPool(workers, config)
     except MissingVariableError as error:
         return {"error": str(error)}
     try:
@@ -37,17 +37,17 @@ async def try_reward(config: RewardConfig, samples: Sequence[RewardInput]) -> di
         async def score(samples: Sequence[RewardInput]) -> Scored:
             return await pool.score(RUNS_REWARD, samples, config.timeout_seconds)
 
-        return {"outcomes": [await _try_sample(score, sample) for sample in samples]}
+        return {"outcomes": await _try_all(score, samples, workers)}
     finally:
         pool.close()
 
 
-async def _try_remote(config: RewardConfig, samples: Sequence[RewardInput]) -> dict[str, Any]:
+async def _try_remote(config: RewardConfig, samples: Sequence[RewardInput], workers: int) -> dict[str, Any]:
     """See `try_reward`. A service that can't be reached is an error here: nobody waits for it."""
     remote = RemoteScorer(config)
     try:
         await remote.check()
-        return {"outcomes": [await _try_sample(remote.score, sample) for sample in samples]}
+        return {"outcomes": await _try_all(remote.score, samples, workers)}
     except UnreachableError as error:
         return {"error": f"the reward service at {config.address} can't be reached: {error}"}
     except MismatchError as error:
@@ -56,10 +56,16 @@ async def _try_remote(config: RewardConfig, samples: Sequence[RewardInput]) -> d
         await remote.close()
 
 
-async def _try_sample(score: Score, sample: RewardInput) -> dict[str, Any]:
-    begun = time.monotonic()
-    (outcome,) = await score([sample])
-    seconds = time.monotonic() - begun
+async def _try_all(score: Score, samples: Sequence[RewardInput], workers: int) -> list[dict[str, Any]]:
+    room = asyncio.Semaphore(workers)
+    return await asyncio.gather(*(_try_sample(score, sample, room) for sample in samples))
+
+
+async def _try_sample(score: Score, sample: RewardInput, room: asyncio.Semaphore) -> dict[str, Any]:
+    async with room:
+        begun = time.monotonic()
+        (outcome,) = await score([sample])
+        seconds = time.monotonic() - begun
     if isinstance(outcome, Failure):
         return {"error": outcome.reason, "traceback": outcome.traceback, "seconds": seconds}
     return {"reward": outcome.reward, "parts": outcome.parts, "seconds": seconds}
@@ -69,10 +75,11 @@ def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m services.reward.trial", description=__doc__)
     parser.add_argument("--config", required=True, help="the run's section [reward] as JSON")
+    parser.add_argument("--workers", type=int, default=1, help="samples to score at once")
     words = parser.parse_args()
     samples = [RewardInput(**json.loads(line)) for line in sys.stdin if line.strip()]
     try:
-        result = asyncio.run(try_reward(RewardConfig.model_validate_json(words.config), samples))
+        result = asyncio.run(try_reward(RewardConfig.model_validate_json(words.config), samples, words.workers))
     except KeyboardInterrupt:
         sys.exit(130)
     print(json.dumps(result))

@@ -198,15 +198,14 @@ def test_overlong_prompts_are_refused_by_name_or_skipped_and_counted(tmp_path: P
         load_data(strict)
     skipping = config(model_folder, source="jsonl", path=path, max_prompt_tokens=40, overlong="skip")
     loaded = load_data(skipping)
-    assert (len(loaded.train), loaded.skipped, loaded.held_out) == (1, 1, None)
+    assert (len(loaded.train), loaded.skipped, loaded.evaluation) == (1, 1, {})
     with pytest.raises(DataError, match="every prompt is longer"):
         load_data(config(model_folder, source="jsonl", path=path, max_prompt_tokens=3, overlong="skip"))
 
 
 def test_the_addition_source_has_something_held_out(model_folder: Path) -> None:
     loaded = load_data(config(model_folder))
-    assert loaded.held_out is not None
-    prompt = loaded.held_out.prompt(0)
+    prompt = loaded.evaluation["held_out"].prompt(0)
     assert prompt.to_json()["text"].startswith("What is ")
     assert prompt.tokens.dtype == np.int32
 

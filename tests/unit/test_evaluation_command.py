@@ -53,6 +53,20 @@ def test_the_newest_answers_are_beside_the_first(folder: Path) -> None:
     assert (answer["response"], answer["reward"]) == ("1", 1.0)
 
 
+def test_the_results_of_each_set_are_above_its_answers(folder: Path) -> None:
+    line = {"step": 0, "eval_reward": 0.5, "eval/sums/reward": 0.25, "eval/sums/pass_at_2": 0.5, "eval/sums/prompts": 4}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (folder / "evaluations" / "sums").mkdir(parents=True)
+    answer = {"index": 0, "sample": 1, "reward": 1.0, "error": ""}
+    (folder / "evaluations" / "sums" / "step-000000.jsonl").write_text(json.dumps(answer))
+    lines = [line.split() for line in shown(folder).splitlines()]
+    assert lines[0] == ["set", "step", "prompts", "reward", "pass@2", "length", "cut", "off"]
+    assert lines[1:3] == [["held_out", "0", "0.500"], ["sums", "0", "4", "0.250", "0.500"]]
+    assert lines[-1] == ["prompt", "0", "(not", "kept)", "1.00"]
+    with pytest.raises(CliError, match="no evaluation set 'sms'; did you mean 'sums'"):
+        shown(folder, "--set", "sms")
+
+
 def test_what_there_is_not_is_said(folder: Path) -> None:
     with pytest.raises(CliError, match="run mine has no answers of an evaluation"):
         shown(folder)

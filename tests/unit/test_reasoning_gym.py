@@ -193,8 +193,7 @@ def test_a_run_s_data(tmp_path: Path) -> None:
     assert load(dump(config)) == config
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
     data, again = load_data(config), load_data(config)
-    assert data.held_out is not None
-    assert len(data.held_out) == 10
+    assert len(data.evaluation["held_out"]) == 10
     assert 20 < len(data.train) <= 30
     first, second = data.train.prompt(3), again.train.prompt(3)
     assert (first.text, first.answer, first.metadata) == (second.text, second.answer, second.metadata)

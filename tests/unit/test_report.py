@@ -9,6 +9,7 @@ import pytest
 
 from relaxd.client.errors import CliError
 from relaxd.config.load import load
+from relaxd.report.charts import chart_data
 from relaxd.report.report import write_report
 from relaxd.report.result import read_result
 from relaxd.report.step_times import GROUP, TRAINER, mean_rows, share_rows, tables
@@ -171,7 +172,7 @@ def keep_answers(folder: Path, step: int, responses: list[str]) -> None:
 
 
 def test_held_out_answers_are_shown_before_and_after(folder: Path) -> None:
-    assert read_result(folder).evaluation_steps == []
+    assert read_result(folder).answered_sets == []
     keep_answers(folder, 0, ["<b>4", "3"])
     keep_answers(folder, 3, ["3", "12"])
     text = write_report(folder).read_text()
@@ -182,6 +183,29 @@ def test_held_out_answers_are_shown_before_and_after(folder: Path) -> None:
     (folder / "evaluations" / "step-000003.jsonl").write_text("{")
     with pytest.raises(CliError, match="answers of the evaluation of step 3 can't be read"):
         write_report(folder)
+
+
+def test_every_set_has_its_results_and_charts(folder: Path) -> None:
+    metrics = {"reward": 0.5, "prompts": 10, "response_length": 7.0, "truncated_share": 0.125}
+    metrics |= {"pass_at_4": 0.75, "pass_at_4_low": 0.6, "pass_at_4_high": 0.9, "maj_at_4": 0.5}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 9} | {f"eval/sums/{name}": value for name, value in metrics.items()}) + "\n")
+    (folder / "evaluations" / "sums").mkdir(parents=True)
+    lines = [{"index": 1, "sample": 1, "reward": 0.0, "error": ""}]
+    lines += [{"index": 0, "sample": n, "reward": 1.0, "error": "", "prompt": f"p{n}", "answer": "a"} for n in (1, 0)]
+    (folder / "evaluations" / "sums" / "step-000009.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    result = read_result(folder)
+    assert [result.answers(9, "sums", limit) for limit in (None, 1)] == [[*lines[:0:-1], lines[0]], lines[-1:]]
+    page = write_report(folder).read_text()
+    assert rows(page, "cut off")["sums"] == ["9", "10", "0.500", "0.750 [0.600, 0.900]", "0.500", "7", "12.5%"]
+    assert "<h3>sums</h3>" in page
+    sections = {one["title"]: one["charts"] for one in chart_data(result.lines)["sections"]}
+    assert [[line["name"] for line in chart["lines"]] for chart in sections["Evaluation sets"]] == [
+        ["eval/sums/pass_at_4", "eval/sums/maj_at_4"],
+        ["eval/sums/response_length"],
+        ["eval/sums/truncated_share"],
+        ["eval/sums/reward"],
+    ]
 
 
 def test_what_was_trained_with_which_code_is_on_top(folder: Path) -> None:

@@ -156,8 +156,10 @@ def test_what_does_not_fit_an_algorithm_is_refused(overrides: str, expected: str
         ("trainer.total_epochs", "verl's trainer.total_epochs is run.steps here: steps, not epochs"),
         (
             "rollout.rollout_stop_token_ids",
-            "an answer ends at the model's own end tokens (Relax's --rollout-stop-token-ids)",
+            "Relax's --rollout-stop-token-ids is rollout.stop_token_ids here",
         ),
+        ("rollout.presence_penalty", "there are no penalties"),
+        ("data.sources.0.temperature", "all sources have rollout.temperature"),
         ("algorithm.lam", "there is no critic, and so no GAE (verl's algorithm.lam)"),
         ("algorithm.importance_sampling_level", "TRL's importance_sampling_level is algorithm.name here"),
         ("rollout.temprature", "did you mean rollout.temperature?"),

@@ -1,4 +1,4 @@
-"""`relaxd evaluation`: the answers to held-out prompts, as an evaluation kept them in the run's folder."""
+"""`relaxd evaluation`: results and answers of evaluations, as they were kept in the run's folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,42 +12,72 @@ from relaxd.cli.options import DEFAULT_STATE, CoordinatorOption, FolderOption, R
 from relaxd.cli.reading.source import open_run
 from relaxd.cli.reading.view import printable
 from relaxd.client.errors import CliError
-from relaxd.report.result import RunResult, read_result
+from relaxd.evaluation.sets import unknown_set
+from relaxd.report.evaluation_table import SetRow, table_of
+from relaxd.report.result import RunResult, place_of, read_result
 
 
 def evaluation(
     run_id: RunArgument = "",
+    name: Annotated[
+        str, typer.Option("--set", help="Set whose answers to show; default: the first that has some.")
+    ] = "",
     step: Annotated[
         int | None, typer.Option(min=0, help="Step that was evaluated, 0 for the initial model; default: the newest.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of answers.")] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer and line.")] = False,
     folder: FolderOption = None,
     state: StateOption = DEFAULT_STATE,
     coordinator: CoordinatorOption = None,
 ) -> None:
-    """Show the answers to held-out prompts, with their rewards, beside those of the first evaluation."""
+    """Show the results on each evaluation set over the steps, and answers beside those of the first evaluation."""
     with open_run(run_id, folder, state, coordinator) as source:
         result = read_result(source.folder)
-        step = _evaluated_step(result, step)
-        answers = result.answers(step)[:limit]
+        name = _answered_set(result, name)
+        step = _evaluated_step(result, name, step)
+        answers = result.answers(step, name, limit)
         if as_json:
             for answer in answers:
                 print(json.dumps(answer, ensure_ascii=False))
             return
-        first = result.evaluation_steps[0]
-        earlier = {answer["index"]: answer for answer in result.answers(first)} if first != step else {}
-        new_console().print(_answers_table(step, answers, first, earlier))
+        console = new_console()
+        if rows := result.set_rows:
+            console.print(results_table(rows), "")
+        first = result.evaluation_steps(name)[0]
+        earlier = {}
+        if first != step:
+            earlier = {place_of(answer): answer for answer in result.answers(first, name, limit)}
+        console.print(_answers_table(step, answers, first, earlier))
 
 
-def _evaluated_step(result: RunResult, step: int | None) -> int:
-    """Return the step to show. Raises CliError: its answers were not kept."""
-    steps = result.evaluation_steps
-    if not steps:
+def results_table(rows: Sequence[SetRow]) -> Table:
+    """Format results of evaluations, with 95 % confidence intervals in brackets."""
+    titles, cells = table_of(rows)
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, justify="left" if title == "set" else "right", no_wrap=True)
+    for row in cells:
+        table.add_row(*row)
+    return table
+
+
+def _answered_set(result: RunResult, name: str) -> str:
+    """Return the set whose answers to show. Raises CliError: there are none of it."""
+    known = result.answered_sets
+    if not known:
         raise CliError(
             f"run {result.run_id} has no answers of an evaluation in {result.folder}",
-            "eval.prompts says how many held-out prompts are answered, and data.eval_path where they come from",
+            "eval.prompts or [[eval.sets]] say what is answered (docs/evaluation.md)",
         )
+    if name and name not in known:
+        raise CliError(f"run {result.run_id}: {unknown_set(name, known)}")
+    return name or known[0]
+
+
+def _evaluated_step(result: RunResult, name: str, step: int | None) -> int:
+    """Return the step to show. Raises CliError: its answers were not kept."""
+    steps = result.evaluation_steps(name)
     if step is not None and step not in steps:
         raise CliError(
             f"run {result.run_id} has no evaluation of step {step}", f"there are those of {', '.join(map(str, steps))}"
@@ -56,7 +86,7 @@ def _evaluated_step(result: RunResult, step: int | None) -> int:
 
 
 def _answers_table(
-    step: int, answers: Sequence[Mapping[str, Any]], first: int, earlier: Mapping[int, Mapping[str, Any]]
+    step: int, answers: Sequence[Mapping[str, Any]], first: int, earlier: Mapping[tuple[int, int], Mapping[str, Any]]
 ) -> Table:
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("prompt", overflow="fold", max_width=48)
@@ -65,13 +95,17 @@ def _answers_table(
         table.add_column(f"response, step {shown}", overflow="fold", max_width=48)
         table.add_column("reward", justify="right")
     for answer in answers:
-        cells = [printable(answer["prompt"]), printable(answer["answer"])]
-        for one in [earlier.get(answer["index"]), answer] if earlier else [answer]:
-            cells += (
-                [Text(), Text()] if one is None else [printable(one["response"]) or Text("(nothing)"), _reward(one)]
-            )
+        cells = [printable(answer.get("prompt", f"prompt {answer['index']}")), printable(answer.get("answer", ""))]
+        for one in [earlier.get(place_of(answer)), answer] if earlier else [answer]:
+            cells += [Text(), Text()] if one is None else [_response(one), _reward(one)]
         table.add_row(*cells)
     return table
+
+
+def _response(answer: Mapping[str, Any]) -> Text:
+    if "response" not in answer:
+        return Text("(not kept)", "dim")
+    return printable(answer["response"]) or Text("(nothing)")
 
 
 def _reward(answer: Mapping[str, Any]) -> Text:

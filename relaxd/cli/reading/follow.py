@@ -220,8 +220,8 @@ class _Lines:
             if event.number > self._told_events:
                 self._say(event_line(event))
                 self._told_events = event.number
-        evaluation = {name: value for name, value in run.metrics.items() if name.startswith("eval_")}
-        if evaluation != self._evaluation and "eval_reward" in evaluation:
+        evaluation = {name: value for name, value in run.metrics.items() if name.startswith(("eval_", "eval/"))}
+        if evaluation != self._evaluation and "eval_step" in evaluation:
             step = int(evaluation["eval_step"])
             when = f"after step {step}" if step else "before training"
             self._say(evaluation_line(evaluation, when))

@@ -75,7 +75,13 @@ def evaluation_line(metrics: dict[str, float], when: str) -> str:
 
 def _evaluated(metrics: Mapping[str, float]) -> str:
     names = ("reward", "accuracy", "format")
-    return ", ".join(f"{name} {metrics[f'eval_{name}']:.2f}" for name in names if f"eval_{name}" in metrics)
+    held_out = ", ".join(f"{name} {metrics[f'eval_{name}']:.2f}" for name in names if f"eval_{name}" in metrics)
+    sets = [
+        f"{name.split('/')[1]} reward {value:.2f}"
+        for name, value in sorted(metrics.items())
+        if name.startswith("eval/") and name.endswith("/reward")
+    ]
+    return "; ".join(([held_out] if held_out else []) + sets)
 
 
 def time_left(run: pb.Run) -> str:
@@ -126,8 +132,8 @@ def _head(view: RunView) -> RenderableType:
     curve = Text.assemble("reward ", (sparkline(rewards[-SHOWN_REWARDS:]) or "·", "green"))
     grid = Table.grid(padding=(0, 2))
     grid.add_row(ProgressBar(total=max(run.steps, 1), completed=run.step, width=20), curve)
-    held_out = _evaluated(run.metrics)
-    more = [Text(f"held-out {held_out}", "bold")] if held_out else []
+    evaluated = _evaluated(run.metrics)
+    more = [Text(f"held-out {evaluated}", "bold")] if evaluated else []
     return Group(line, grid, *more, *([Text(run.waiting_for, "yellow")] if run.waiting_for else []))
 
 

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,7 +18,7 @@ from relaxd.waiting import waiting
 from services.coordinator.fleet.registry import Version
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.health.health_manager import HealthManager
-from services.coordinator.runs.evaluation import EvaluationFailed, Evaluator, Judged, summarise_answers
+from services.coordinator.runs.evaluation import Evaluated, EvaluationFailed, Evaluator
 from services.coordinator.runs.exporting import ExportFailed, export_model, save_last_checkpoint
 from services.coordinator.runs.publisher import Publisher
 from services.coordinator.runs.run_files import RunFiles, summarise
@@ -210,7 +209,8 @@ class ActiveRun:
             await self._set_reason(reason)
             await self._changed.wait(WATCH_SECONDS)  # idle: the record's reason says what is awaited
         if not self._stopping():
-            await self._evaluate(0, "evaluating before the first step")
+            if self.config.eval.before:
+                await self._evaluate(0, "evaluating before the first step")
             await self._save(phase=Phase.RUNNING, reason="")
 
     async def _train(self) -> None:
@@ -253,7 +253,8 @@ class ActiveRun:
                 await self._save_checkpoint()
             if await self._last_sync(steps):
                 try:
-                    await self._evaluate(steps, f"{reason}; evaluating after the last step")
+                    if self.config.eval.after:
+                        await self._evaluate(steps, f"{reason}; evaluating after the last step")
                 except EvaluationFailed as error:
                     await self._add_note(f"the evaluation after the last step failed: {error}")
             await self._set_reason(f"{reason}; exporting the model")
@@ -328,7 +329,9 @@ class ActiveRun:
         announced = self.sync.announced
         if announced is None or announced.version != step:
             raise EvaluationFailed(f"the engines don't serve version {step}")
-        await self._record_evaluation(step, await self._evaluator.evaluate((announced.term, step)))
+        with self._files.answers(step) as keep:
+            found = await self._evaluator.evaluate((announced.term, step), keep)
+        await self._record_evaluation(step, found)
 
     def _start_evaluation(self) -> None:
         """Start an evaluation beside training if eval.interval asks for one and none is in progress."""
@@ -345,16 +348,16 @@ class ActiveRun:
 
     async def _evaluate_beside(self, version: Version) -> None:
         try:
-            judged = await self._evaluator.evaluate(version, or_later=True)
+            with self._files.answers(version[1]) as keep:
+                found = await self._evaluator.evaluate(version, keep, beside_training=True)
         except EvaluationFailed as error:
             await self._add_note(f"the evaluation of version {version[1]} failed: {error}")
         else:
-            await self._record_evaluation(version[1], judged)
+            await self._record_evaluation(version[1], found)
 
-    async def _record_evaluation(self, step: int, judged: Sequence[Judged]) -> None:
-        metrics = summarise_answers(judged)
-        # First of all: a recorded evaluation has its answers.
-        await asyncio.to_thread(self._files.write_answers, step, [one.to_json() for one in judged])
+    async def _record_evaluation(self, step: int, found: Evaluated) -> None:
+        """Record an evaluation, whose answers are in the run's folder already."""
+        metrics = await self._evaluator.summarise(found)
         logger.info("evaluation of version %d: %s", step, metrics)
         await self._save(evaluations=(*self.record.evaluations, Evaluation(step=step, metrics=metrics)))
         telemetry.record_step(self.record.run_id, step, metrics)

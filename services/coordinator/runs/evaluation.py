@@ -1,19 +1,24 @@
-"""Evaluation: greedy answers to held-out prompts, scored by the run's own reward."""
+"""Evaluation: answers to prompts that aren't trained on, scored by the run's reward or by their set's."""
 
 import asyncio
 import json
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 
-from relaxd.data.dataset import Prompt, RunData
+from relaxd.data.dataset import Prompt, PromptDataset, RunData
+from relaxd.data.errors import DataError
+from relaxd.evaluation.answers import Answer, summarise_set
+from relaxd.evaluation.sets import ResolvedSet, sets_of
+from relaxd.evaluation.votes import vote_of
 from relaxd.rewards.base import text_message
 from relaxd.rewards.messages import to_proto
+from relaxd.rpc.enums import words
 from relaxd.rpc.errors import explain
 from relaxd.v1.content_pb2 import Conversation
 from relaxd.v1.reward_pb2 import Score, ScoreRequest
@@ -23,6 +28,7 @@ from relaxd.waiting import waiting
 from services.coordinator.fleet.registry import Replica, Version
 from services.coordinator.fleet.run_context import RunContext
 from services.coordinator.fleet.stall_limit import LONG_CALL_SECONDS, NoAnswer, answer
+from services.coordinator.runs.run_files import KeepLines
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -31,6 +37,8 @@ ATTEMPTS = 5
 """Attempts for one prompt before the evaluation fails."""
 RETRY_SECONDS = 2.0
 POLL_SECONDS = 0.5
+MESSAGE_BYTES = 8 << 20
+"""About the most letters of answers in one call to a reward replica, which would take four bytes each."""
 
 
 class EvaluationFailed(Exception):
@@ -41,41 +49,20 @@ class _Retry(Exception):
     """A prompt was not answered or scored for a reason that may pass."""
 
 
-@dataclass(frozen=True)
-class Judged:
-    """One scored answer."""
-
-    prompt: Prompt
-    response: str
-    score: Score
-    length: int
-    """Tokens of the answer."""
-    finish_reason: str
-    """"stop" or "length"."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a line of the file with an evaluation's answers."""
-        return {
-            "index": self.prompt.index,
-            "prompt": self.prompt.text,
-            "answer": self.prompt.answer,
-            "response": self.response,
-            "reward": self.score.reward,
-            "parts": dict(self.score.parts),
-            "error": self.score.error,
-            "length": self.length,
-            "finish_reason": self.finish_reason,
-        }
-
-
 @dataclass
 class _Question:
-    """A prompt and its attempts."""
+    """A prompt of a set and its attempts."""
 
-    prompt: Prompt
+    asked: ResolvedSet
+    index: int
+    """Index of the prompt in its set."""
     attempts: int = 0
     engine: str = ""
     """Replica of the last attempt."""
+
+
+Evaluated = dict[str, list[Answer]]
+"""The answers to each set's prompts, in their order."""
 
 
 class Evaluator:
@@ -83,64 +70,91 @@ class Evaluator:
 
     def __init__(self, context: RunContext, data: RunData) -> None:
         self._context = context
-        self._data = data
+        self._data = data.evaluation
+        self._sets = [one for one in sets_of(context.config) if one.name in data.evaluation]
         self.in_progress = 0
         """Evaluations in progress."""
 
     @property
     def wanted(self) -> bool:
         """The run evaluates at all."""
-        return self._context.config.eval.prompts > 0 and self._data.held_out is not None
+        return bool(self._sets)
 
-    async def evaluate(self, version: Version, *, or_later: bool = False) -> list[Judged]:
-        """Evaluate a version, with `or_later` also on engines that serve a later one.
+    async def evaluate(self, version: Version, keep: KeepLines, *, beside_training: bool = False) -> Evaluated:
+        """Evaluate a version on all sets.
 
-        Returns the scored answers in the prompts' order. Raises EvaluationFailed.
+        With `beside_training` also on engines that serve a later one, with a share of their samples. Gives the texts of
+        the first eval.kept_prompts prompts of each set, and the numbers of all, to `keep` and drops them: what stays in
+        memory are numbers, and the texts of the prompts in progress. Raises EvaluationFailed.
         """
-        held_out = self._data.held_out
-        assert held_out is not None  # callers check `wanted`
-        prompts = [held_out.prompt(index) for index in range(min(self._context.config.eval.prompts, len(held_out)))]
+        questions = [
+            _Question(one, index)
+            for one in self._sets
+            for index in range(min(one.prompts or len(self._data[one.name]), len(self._data[one.name])))
+        ]
+        total = sum(question.asked.samples_per_prompt for question in questions)
         self.in_progress += 1
         try:
             with waiting(f"the evaluation of version {version[1]}") as wait:
 
                 def on_progress(done: int) -> None:
-                    wait.reason = (
-                        f"the evaluation of version {version[1]}, which has {done} of {len(prompts)} answers scored"
-                    )
+                    wait.reason = f"the evaluation of version {version[1]}, which has {done} of {total} answers scored"
 
-                judged = await _Evaluation(self._context, version, or_later).run(prompts, on_progress)
-            return sorted(judged, key=lambda one: one.prompt.index)
+                evaluation = _Evaluation(self._context, self._data, version, keep, beside_training)
+                found = await evaluation.run(questions, on_progress)
+            return {
+                one.name: sorted(found[one.name], key=lambda answer: (answer.index, answer.sample))
+                for one in self._sets
+            }
         finally:
             self.in_progress -= 1
+
+    async def summarise(self, found: Evaluated) -> dict[str, float]:
+        """Return the metrics of all sets."""
+        metrics: dict[str, float] = {}
+        for one in self._sets:
+            metrics |= await asyncio.to_thread(summarise_set, one, found[one.name])
+        return metrics
 
 
 class _Evaluation:
     """One evaluation.
 
-    An engine gets at most rollout.max_running_samples prompts at once. An answer may take any time while its engine
-    makes progress: eval.stall_seconds limits only the time without.
+    An engine gets at most rollout.max_running_samples answers at once, beside training a share of them, but at least
+    one prompt. An answer may take any time while its engine makes progress: eval.stall_seconds limits only the time
+    without.
     """
 
-    def __init__(self, context: RunContext, version: Version, or_later: bool) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        data: Mapping[str, PromptDataset],
+        version: Version,
+        keep: KeepLines,
+        beside_training: bool,
+    ) -> None:
         self._context = context
+        self._data = data
         self._version = version
-        self._or_later = or_later
+        self._keep = keep
+        self._or_later = beside_training
+        share = context.config.eval.engine_share if beside_training else 1.0
+        self._max_running = context.config.rollout.max_running_samples * share
         self._busy: Counter[str] = Counter()
-        """Prompts in progress on an engine, answers in progress on a reward replica, by replica id."""
-        self._tasks: dict[asyncio.Task[Judged], _Question] = {}
+        """Answers in progress on an engine, prompts in progress on a reward replica, by replica id."""
+        self._tasks: dict[asyncio.Task[list[Answer]], _Question] = {}
         self._reported: set[str] = set()
 
-    async def run(self, prompts: Sequence[Prompt], on_progress: Callable[[int], None]) -> list[Judged]:
-        """Evaluate all prompts; returns their scored answers in any order. Raises EvaluationFailed.
+    async def run(self, questions: Iterable[_Question], on_progress: Callable[[int], None]) -> Evaluated:
+        """Evaluate all prompts; returns their answers in any order. Raises EvaluationFailed.
 
         `on_progress` is told the number of answers so far.
         """
-        waiting = deque(map(_Question, prompts))
-        judged: list[Judged] = []
+        waiting = deque(questions)
+        found: Evaluated = defaultdict(list)
         try:
             while waiting or self._tasks:
-                on_progress(len(judged))
+                on_progress(sum(map(len, found.values())))
                 if not self._tasks:
                     await self._await_any(self._engines, "rollout replica serves the version")
                 self._dispatch(waiting)
@@ -151,11 +165,11 @@ class _Evaluation:
                 for task in done:
                     question = self._tasks.pop(task)
                     try:
-                        judged.append(task.result())
+                        found[question.asked.name] += task.result()
                     except _Retry as problem:
                         self._report(question, str(problem))
                         waiting.append(question)
-            return judged
+            return found
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -163,14 +177,21 @@ class _Evaluation:
     def _dispatch(self, waiting: deque[_Question]) -> None:
         """Fill the engines up with prompts; a failed prompt goes to another engine if there is one."""
         engines = self._engines()
-        max_running = self._context.config.rollout.max_running_samples
-        while waiting and (free := [engine for engine in engines if self._busy[engine.replica_id] < max_running]):
+        while waiting:
+            count = waiting[0].asked.samples_per_prompt
+            free = [
+                engine
+                for engine in engines
+                if (busy := self._busy[engine.replica_id]) == 0 or busy + count <= self._max_running
+            ]
+            if not free:
+                return
             question = waiting.popleft()
             loads = [(engine.replica_id == question.engine, self._busy[engine.replica_id]) for engine in free]
             engine = free[loads.index(min(loads))]
             question.attempts, question.engine = question.attempts + 1, engine.replica_id
-            self._busy[engine.replica_id] += 1
-            self._tasks[asyncio.create_task(self._judge(question.prompt, engine))] = question
+            self._busy[engine.replica_id] += count
+            self._tasks[asyncio.create_task(self._judge(question, engine))] = question
 
     def _engines(self) -> list[Replica]:
         """Return the engines that serve the version: a version's weights are the same in every later term."""
@@ -183,47 +204,77 @@ class _Evaluation:
             and (engine.version[1] == version or (self._or_later and engine.version[1] > version))
         ]
 
-    async def _judge(self, prompt: Prompt, engine: Replica) -> Judged:
+    async def _judge(self, question: _Question, engine: Replica) -> list[Answer]:
+        asked = question.asked
         try:
             try:
-                final = await self._generate(prompt, engine)
+                try:
+                    prompt = self._data[asked.name].prompt(question.index)
+                except DataError as error:  # a row of a large file that nobody looked at before
+                    raise EvaluationFailed(f"{asked.name}: {error.field}: {error.message}") from error
+                finals = await self._generate(asked, prompt, engine)
             finally:
-                self._busy[engine.replica_id] -= 1
-            score = await self._score(prompt, final)
-            finish_reason = FinishReason.Name(final.finish_reason).removeprefix("FINISH_REASON_").lower()
-            return Judged(prompt, final.text, score, final.token_count, finish_reason)
+                self._busy[engine.replica_id] -= asked.samples_per_prompt
+            scores = [score for some in _in_messages(finals) for score in await self._score(asked.reward, prompt, some)]
         except _Retry:
             await asyncio.sleep(RETRY_SECONDS)
             raise
+        answers = [
+            Answer(
+                index=question.index,
+                sample=final.sample,
+                reward=0.0 if score.error else score.reward,
+                length=final.token_count,
+                finish_reason=words(FinishReason)[final.finish_reason],
+                vote=vote_of(final.text) if asked.samples_per_prompt > 1 else "",
+                parts=dict(score.parts),
+                error=score.error,
+            )
+            for final, score in zip(finals, scores, strict=True)
+        ]
+        lines = [answer.to_json() for answer in answers]
+        if question.index < self._context.config.eval.kept_prompts:
+            texts = {"prompt": prompt.text, "answer": prompt.answer}
+            lines = [{**line, **texts, "response": final.text} for line, final in zip(lines, finals, strict=True)]
+        await asyncio.to_thread(self._keep, asked.name, lines)
+        return answers
 
-    async def _generate(self, prompt: Prompt, engine: Replica) -> GenerateResponse:
+    async def _generate(self, asked: ResolvedSet, prompt: Prompt, engine: Replica) -> list[GenerateResponse]:
+        """Return the ends of all answers to a prompt, in order. Their tokens stay with the engine."""
         request = GenerateRequest(
             prompt_tokens=prompt.tokens.tolist(),
-            n=1,
+            n=asked.samples_per_prompt,
             sampling=SamplingParams(
-                max_new_tokens=self._context.config.eval.max_new_tokens or self._context.config.rollout.max_new_tokens,
-                temperature=0.0,
-                stop=self._context.config.rollout.stop,
+                max_new_tokens=asked.max_new_tokens,
+                temperature=asked.temperature,
+                top_p=asked.top_p,
+                stop=asked.stop,
+                stop_token_ids=asked.stop_token_ids,
+                seed=asked.prompt_seed(prompt.index),
             ),
             final_only=True,
         )
         call = self._context.peers.rollout(engine.registration.address).Generate(request, timeout=LONG_CALL_SECONDS)
-        final = await self._await_answer(call.read(), engine, self._context.config.eval.stall_seconds)
-        if not isinstance(final, GenerateResponse):
-            raise _Retry(f"{engine.replica_id} ended the call without an answer")
-        if final.finish_reason == FINISH_REASON_ABORT:  # weights.pause = "abort"
-            raise _Retry("a weight synchronisation aborted an answer")
-        return final
 
-    async def _score(self, prompt: Prompt, final: GenerateResponse) -> Score:
+        async def read_all() -> list[GenerateResponse]:
+            return sorted([final async for final in call], key=lambda final: final.sample)
+
+        finals = await self._await_answer(read_all(), engine, self._context.config.eval.stall_seconds)
+        if [final.sample for final in finals] != list(range(asked.samples_per_prompt)):
+            raise _Retry(f"{engine.replica_id} ended the call with {len(finals)} of {asked.samples_per_prompt} answers")
+        if any(final.finish_reason == FINISH_REASON_ABORT for final in finals):  # weights.pause = "abort"
+            raise _Retry("a weight synchronisation aborted an answer")
+        return finals
+
+    async def _score(self, reward_name: str, prompt: Prompt, finals: Sequence[GenerateResponse]) -> list[Score]:
         request = ScoreRequest(
-            reward="",  # the run's, with its settings
+            reward=reward_name,  # empty: the run's, with its settings
             prompt=to_proto(prompt.messages or [text_message("user", prompt.text)]),
             answer=to_proto([text_message("assistant", prompt.answer)]),
             metadata_json=json.dumps(prompt.metadata),
-            responses=[Conversation(messages=to_proto([text_message("assistant", final.text)]))],
-            finish_reasons=[final.finish_reason],
-            response_tokens=[final.token_count],
+            responses=[Conversation(messages=to_proto([text_message("assistant", final.text)])) for final in finals],
+            finish_reasons=[final.finish_reason for final in finals],
+            response_tokens=[final.token_count for final in finals],
         )
         rewards = await self._await_any(self._context.fleet.rewards, "reward replica is ready")
         reward = min(rewards, key=lambda one: self._busy[one.replica_id])
@@ -232,7 +283,7 @@ class _Evaluation:
             call = self._context.peers.reward(reward.registration.address).Score(request, timeout=LONG_CALL_SECONDS)
             # Progress may stall as long as one sample takes, twice if the reward's process dies.
             stall_seconds = self._context.config.eval.stall_seconds + 2 * self._context.config.reward.timeout_seconds
-            return (await self._await_answer(call, reward, stall_seconds)).scores[0]
+            return list((await self._await_answer(call, reward, stall_seconds)).scores)
         finally:
             self._busy[reward.replica_id] -= 1
 
@@ -268,26 +319,14 @@ class _Evaluation:
             logger.warning("evaluation, attempt %d of %d: %s", question.attempts, ATTEMPTS, problem)
 
 
-def summarise_answers(judged: Sequence[Judged]) -> dict[str, float]:
-    """Compute the metrics of an evaluation: means over all its answers.
-
-    Returns eval_reward, eval_<part> for each part of the reward, eval_response_length (tokens) and eval_prompts. An
-    answer that the reward couldn't score counts as 0 and is counted in eval_unscored.
-    """
-    count = len(judged)
-    scored = [one for one in judged if not one.score.error]
-    sums: dict[str, float] = {}
-    for one in scored:
-        for name, value in one.score.parts.items():
-            sums[f"eval_{name}"] = sums.get(f"eval_{name}", 0.0) + value
-    means = {name: value / count for name, value in sums.items()}
-    reward = sum(one.score.reward for one in scored) / count
-    if len(scored) < count:
-        first = next(one.score.error for one in judged if one.score.error)
-        logger.warning("%d of %d held-out answers could not be scored: %s", count - len(scored), count, first)
-    return means | {
-        "eval_reward": reward,
-        "eval_response_length": sum(one.length for one in judged) / count,
-        "eval_prompts": float(count),
-        "eval_unscored": float(count - len(scored)),
-    }
+def _in_messages(finals: Sequence[GenerateResponse]) -> Iterator[list[GenerateResponse]]:
+    """Divide answers among requests whose texts have about MESSAGE_BYTES at most."""
+    some: list[GenerateResponse] = []
+    size = 0
+    for final in finals:
+        if some and size + len(final.text) > MESSAGE_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(final)
+        size += len(final.text)
+    yield some

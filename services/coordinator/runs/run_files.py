@@ -7,22 +7,38 @@ survives the loss of all Redis data (see `restoring`).
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from relaxd.board import Counts, LedgerEntry
 from relaxd.board.types import Fate
 from relaxd.config import RunConfig
 from relaxd.config.write import dump
-from relaxd.run_folder import CONFIG, GROUPS, LEDGER, METRICS, RECORD, SAMPLES, SUMMARY, newest_lines, read_lines
+from relaxd.evaluation.answers import is_estimate
+from relaxd.run_folder import (
+    CONFIG,
+    GROUPS,
+    LEDGER,
+    METRICS,
+    RECORD,
+    SAMPLES,
+    SUMMARY,
+    answers_file,
+    newest_lines,
+    read_lines,
+)
 from services.coordinator.runs.code_version import code_version
 from services.coordinator.state.records import Evaluation, RunRecord
 
-NO_REWARDS = ("eval_response_length", "eval_prompts", "eval_unscored")
+NO_REWARDS = ("eval_response_length", "eval_truncated_share", "eval_prompts", "eval_unscored")
 """Metrics of an evaluation that are neither the reward nor a part of it."""
 
+KeepLines = Callable[[str, Sequence[Mapping[str, Any]]], None]
+"""Keeps lines about the answers to a set's prompts. Called in threads, in the order in which prompts are done."""
 Steps = Iterable[tuple[int, Mapping[str, float]]]
 """(step, metrics), in order."""
 
@@ -31,7 +47,7 @@ class RunFiles:
     """The files of one run.
 
     config.json, config.toml, code.json, run.json, ledger.jsonl, groups.jsonl, metrics.jsonl, samples.jsonl,
-    evaluations/step-N.jsonl, summary.json.
+    summary.json, evaluations/step-N.jsonl, evaluations/SET/step-N.jsonl.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -117,11 +133,30 @@ class RunFiles:
         with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(_finite(sample), ensure_ascii=False) + "\n" for sample in samples))
 
-    def write_answers(self, step: int, answers: Iterable[Mapping[str, Any]]) -> None:
-        """Write the answers of the evaluation of a step: evaluations/step-N.jsonl."""
-        folder = self.folder / "evaluations"
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / f"step-{step:06d}.jsonl", "".join(_line(answer) for answer in answers))
+    @contextmanager
+    def answers(self, step: int) -> Iterator[KeepLines]:
+        """Return a function that writes lines about a set's answers, for an evaluation of a step.
+
+        Inside the block they are in temporary files; at its end without an error in evaluations/step-N.jsonl for the
+        held-out prompts, and in evaluations/SET/step-N.jsonl for other sets.
+        """
+        with ExitStack() as stack:
+            files: dict[str, TextIO] = {}
+            lock = threading.Lock()  # prompts of a set are done in several threads
+
+            def keep(name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+                with lock:
+                    if name not in files:
+                        path = answers_file(self.folder, name, step).with_suffix(".tmp")
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        files[name] = stack.enter_context(path.open("w", encoding="utf-8"))
+                    files[name].write("".join(map(_line, lines)))
+
+            yield keep
+            for file in files.values():
+                file.close()
+                path = Path(file.name)
+                os.replace(path, path.with_suffix(".jsonl"))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
@@ -185,7 +220,8 @@ def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 
     A value that there isn't is None. Empty if the run was never evaluated.
     """
-    names = [name.removeprefix("eval_") for name in (*before, *after) if name not in NO_REWARDS]
+    values = [name for name in (*before, *after) if name.startswith("eval_") and name not in NO_REWARDS]
+    names = [name for name in (value.removeprefix("eval_") for value in values) if not is_estimate(name)]
     found: dict[str, float | None] = {}
     for name in sorted(set(names), key=lambda name: (name != "reward", name)):
         found |= {f"{name}_before": before.get(f"eval_{name}"), f"{name}_after": after.get(f"eval_{name}")}

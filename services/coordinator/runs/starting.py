@@ -14,6 +14,7 @@ from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, load
 from relaxd.data.dataset import RunData, load_data
 from relaxd.data.errors import DataError
+from relaxd.evaluation.checking import set_problems
 from relaxd.rpc.errors import FailedPrecondition, Unavailable, Violations
 from relaxd.run_folder import holds_run
 from services.coordinator.runs.run_files import RunFiles
@@ -66,9 +67,9 @@ def prepare(run_id: str, config_toml: str, request_id: str, redis_url: str) -> P
     except DataError as error:
         violations.add(_field(error.field), error.message)
         raise violations.error() from error
-    if config.eval.prompts and data.held_out is None:
-        violations.add(_field("eval.prompts"), "nothing is held out: set data.eval_path, or eval.prompts = 0")
-        violations.raise_if_any()
+    for field, message in set_problems(config, data.evaluation):
+        violations.add(_field(field), message)
+    violations.raise_if_any()
     warnings = _check_sizes(config, data, redis_url)
     digest = request_digest(run_id, config_toml)
     run_id = run_id or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"

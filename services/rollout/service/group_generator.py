@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -53,7 +53,9 @@ class GroupGenerator:
         prompt = columns["prompt_tokens"]
         assert isinstance(prompt, np.ndarray)
         tokens = tuple(map(int, prompt))
-        future = asyncio.run_coroutine_threadsafe(self._generate(delivery, tokens), self._loop)
+        example = columns.get("prompt")  # only in runs whose sources have sampling parameters
+        own = example.get("sampling") if isinstance(example, dict) else None
+        future = asyncio.run_coroutine_threadsafe(self._generate(delivery, tokens, own), self._loop)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
@@ -63,9 +65,11 @@ class GroupGenerator:
         for future in list(self._running):
             future.cancel()
 
-    async def _generate(self, delivery: Delivery, prompt: tuple[int, ...]) -> Result:
+    async def _generate(
+        self, delivery: Delivery, prompt: tuple[int, ...], own: Mapping[str, int | float] | None
+    ) -> Result:
         n = self._config.rollout.samples_per_prompt
-        sampling = run_sampling(self._config.rollout, group_seed(self._config.run.seed, delivery.group_id))
+        sampling = run_sampling(self._config.rollout, group_seed(self._config.run.seed, delivery.group_id), own)
         try:
             while True:
                 engine = self._engine()

@@ -1,5 +1,9 @@
 """Checks of callers' requests, and their conversion to the engine's types."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from relaxd.config import RolloutConfig
 from relaxd.rpc.errors import Violations
 from relaxd.v1 import rollout_pb2
@@ -60,14 +64,17 @@ def parse_generate(
     return prompt, request.n, Sampling.from_proto(asked)
 
 
-def run_sampling(config: RolloutConfig, seed: int) -> Sampling:
-    """Return the sampling of a run's groups."""
-    return Sampling(
+def run_sampling(config: RolloutConfig, seed: int, own: Mapping[str, int | float] | None = None) -> Sampling:
+    """Return the sampling of a run's groups; `own` are parameters of a group's source, by name."""
+    sampling = Sampling(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         stop=config.stop,
+        stop_token_ids=config.stop_token_ids,
         min_new_tokens=config.min_new_tokens,
         seed=seed,
     )
+    changes: dict[str, Any] = dict(own or {})
+    return replace(sampling, **changes)

@@ -2,7 +2,8 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,40 +33,51 @@ class Engine(rollout_pb2_grpc.RolloutServicer):
         self.faster = 0.0
         """Seconds by which each answer takes less than the one before."""
         self.running = self.max_running = self.answered = self.left = 0
+        self.texts = ("7",)
+        self.requests: list[rollout_pb2.GenerateRequest] = []
 
     async def Generate(self, request: rollout_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
         assert request.final_only
-        self.running += 1
+        self.running += request.n
         self.max_running = max(self.max_running, self.running)
         try:
             seconds, self.seconds = self.seconds, max(0.0, self.seconds - self.faster)
             await asyncio.sleep(min(seconds, 3600))
             self.answered += 1
-            yield rollout_pb2.GenerateResponse(text="7", finish_reason="FINISH_REASON_STOP", token_count=5)
+            self.requests.append(request)
+            for sample in reversed(range(request.n)):
+                text = self.texts[sample % len(self.texts)]
+                yield rollout_pb2.GenerateResponse(
+                    sample=sample, text=text, finish_reason="FINISH_REASON_STOP", token_count=5
+                )
         except asyncio.CancelledError:
             self.left += 1
             raise
         finally:
-            self.running -= 1
+            self.running -= request.n
 
 
 class Reward(reward_pb2_grpc.RewardServicer):
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
-        assert [one.messages[0].content[0].text for one in request.responses] == ["7"]
-        return reward_pb2.ScoreResponse(scores=[reward_pb2.Score(reward=1.0)])
+        self.names.add(request.reward)
+        texts = [one.messages[0].content[0].text for one in request.responses]
+        return reward_pb2.ScoreResponse(scores=[reward_pb2.Score(reward=float(text == "7")) for text in texts])
 
 
 class Kit(FleetKit):
     """Adds engines that generate on request."""
 
+    reward: Reward
+
     def __init__(self, folder: Path, redis_url: str) -> None:
         super().__init__(redis_url)
         self.model = write_tokenizer(folder / "model")
 
-    async def evaluate(self, stall_seconds: float = STALL_SECONDS) -> dict[str, float]:
-        return evaluation.summarise_answers(await self.answers(stall_seconds))
-
-    async def answers(self, stall_seconds: float = STALL_SECONDS) -> list[evaluation.Judged]:
+    async def evaluate(self, stall_seconds: float = STALL_SECONDS, **settings: Any) -> dict[str, float]:
+        self.lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
         config = RunConfig.model_validate(
             {
                 "run": {"steps": 1},
@@ -73,14 +85,22 @@ class Kit(FleetKit):
                 "data": {"source": "addition"},
                 "reward": {"name": "addition", "timeout_seconds": 0.1},
                 "rollout": {"max_running_samples": 2},
-                "eval": {"prompts": PROMPTS, "stall_seconds": stall_seconds},
+                "eval": {"prompts": PROMPTS, "stall_seconds": stall_seconds} | settings,
             }
         )
         evaluator = Evaluator(self.context(config), load_data(config))
         try:
-            return await evaluator.evaluate((1, 3))
+            found = await evaluator.evaluate(
+                (1, 3),
+                lambda name, lines: self.lines[name].extend(map(dict, lines)),
+                beside_training="sets" in settings,
+            )
+            return await evaluator.summarise(found)
         finally:
             assert evaluator.in_progress == 0
+
+    def keep(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        self.lines[name] += map(dict, lines)
 
     async def engine(self, name: str, seconds: float = 0.0, term: int = 1) -> Engine:
         engine = Engine(seconds)
@@ -102,7 +122,8 @@ class Kit(FleetKit):
 async def kit(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kit]:
     monkeypatch.setattr(evaluation, "RETRY_SECONDS", 0.1)
     kit = Kit(tmp_path, redis_url)
-    await kit.serve("judge", REWARD, reward_pb2_grpc.add_RewardServicer_to_server, Reward(), "relaxd.v1.Reward")
+    kit.reward = Reward()
+    await kit.serve("judge", REWARD, reward_pb2_grpc.add_RewardServicer_to_server, kit.reward, "relaxd.v1.Reward")
     yield kit
     await kit.close()
 
@@ -118,14 +139,44 @@ async def test_an_answer_may_take_longer_than_any_limit_while_its_engine_generat
     assert (engine.answered, engine.max_running) == (PROMPTS, 2)
 
 
-async def test_answers_are_kept_in_the_prompts_order(kit: Kit) -> None:
+async def test_lines_are_kept_about_every_answer(kit: Kit) -> None:
     engine = await kit.engine("slow at first", seconds=0.3)
     engine.faster = 0.3
-    answers = [answer.to_json() for answer in await kit.answers()]
-    assert [answer["index"] for answer in answers] == list(range(PROMPTS))
-    assert len({answer["prompt"] for answer in answers}) == PROMPTS
-    kept = {"reward": 1.0, "parts": {}, "error": "", "length": 5, "finish_reason": "stop"}
-    assert all(kept.items() <= answer.items() for answer in answers)
+    await kit.evaluate()
+    lines = kit.lines["held_out"]
+    assert sorted(line["index"] for line in lines) == list(range(PROMPTS))
+    assert len({line["prompt"] for line in lines}) == PROMPTS
+    kept = {"sample": 0, "reward": 1.0, "parts": {}, "error": "", "length": 5, "finish_reason": "stop"}
+    assert all(kept.items() <= line.items() for line in lines)
+
+
+async def test_sets_have_samples_sampling_and_rewards_of_their_own(kit: Kit) -> None:
+    engine = await kit.engine("one")
+    engine.texts = ("7", "8", "7", "9")
+    (kit.model / "set.jsonl").write_text("".join(f'{{"prompt": "{n} + 1?", "answer": "7"}}\n' for n in range(5)))
+    own = {"name": "sums", "path": str(kit.model / "set.jsonl"), "samples_per_prompt": 4, "reward": "exact_match"}
+    metrics = await kit.evaluate(sets=[own | {"prompts": 3, "stop": ["."], "max_new_tokens": 9}], kept_prompts=2)
+    assert metrics["eval_reward"] == 1.0
+    assert metrics["eval/sums/prompts"] == 3
+    assert metrics["eval/sums/reward"] == metrics["eval/sums/pass_at_1"] == 0.5
+    assert metrics["eval/sums/pass_at_2"] == pytest.approx(1 - 1 / 6)
+    assert (metrics["eval/sums/pass_at_4"], metrics["eval/sums/maj_at_4"]) == (1.0, 1.0)
+    assert metrics["eval/sums/pass_at_2_low"] < metrics["eval/sums/pass_at_2"] < metrics["eval/sums/pass_at_2_high"]
+    assert kit.reward.names == {"", "exact_match"}
+    asked = [request for request in engine.requests if request.n == 4]
+    assert len({request.sampling.seed for request in asked}) == len(asked) == 3
+    sampling = asked[0].sampling
+    assert (sampling.temperature, sampling.max_new_tokens, list(sampling.stop)) == (1.0, 9, ["."])
+    assert {request.sampling.temperature for request in engine.requests if request.n == 1} == {0.0}
+    texts = sorted((line["index"], line["sample"], line.get("response")) for line in kit.lines["sums"])
+    assert texts[3:8] == [(0, 3, "9"), (1, 0, "7"), (1, 1, "8"), (1, 2, "7"), (1, 3, "9")]
+    assert [text for index, _, text in texts if index == 2] == [None] * 4
+
+
+async def test_beside_training_it_takes_its_share_of_an_engine(kit: Kit) -> None:
+    engine = await kit.engine("one", seconds=0.05)
+    await kit.evaluate(sets=[{"name": "words", "task": "spell_backward", "prompts": 2}], engine_share=0.5)
+    assert (engine.answered, engine.max_running) == (PROMPTS + 2, 1)
 
 
 async def test_what_a_silent_engine_was_asked_is_asked_of_another(kit: Kit) -> None:

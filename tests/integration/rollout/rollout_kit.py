@@ -38,13 +38,18 @@ READY, STARTING, QUARANTINED = (
 )
 
 
+SHORT = 5
+"""Longest answers of groups that are published with `short`."""
+
+
 def make_config(model: Path, **rollout: Any) -> RunConfig:
     """A run of groups of three samples."""
     return RunConfig.model_validate(
         {
             "run": {"steps": 100, "seed": 5},
             "model": {"path": str(model)},
-            "data": {"source": "addition"},
+            # Of two sources one has shorter answers, so that the stage reads the groups' sampling.
+            "data": {"source": "files", "sources": [{"path": "a"}, {"path": "b", "max_new_tokens": SHORT}]},
             "reward": {"name": "addition"},
             "rollout": {"samples_per_prompt": 3, "max_new_tokens": 12, "max_running_samples": 12, "threads": 1}
             | rollout,
@@ -273,9 +278,12 @@ class Stage:
         request = rollout_pb2.LeaveWeightGroupRequest(sync_id=self.sync_id, group_name=self._group_name)
         return bool(replica.stub.LeaveWeightGroup(request, timeout=5).quarantined)
 
-    def publish(self, count: int, prompt: Sequence[int] = (5, 9, 17)) -> list[str]:
+    def publish(self, count: int, prompt: Sequence[int] = (5, 9, 17), *, short: bool = False) -> list[str]:
         """Publish prompts; returns the groups' ids."""
-        columns = {"prompt_tokens": np.array(prompt, np.int32), "prompt": {"text": "p", "answer": "a", "metadata": {}}}
+        example: dict[str, Any] = {"text": "p", "answer": "a", "metadata": {}}
+        if short:
+            example["sampling"] = {"max_new_tokens": SHORT}
+        columns = {"prompt_tokens": np.array(prompt, np.int32), "prompt": example}
         return self.board.publish(
             term=1, groups=[NewGroup(f"g{next(self._numbers)}", columns, {}) for _ in range(count)]
         )

@@ -15,7 +15,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from relaxd.rpc.enums import words
 from relaxd.rpc.errors import explain, field_violations
 from relaxd.v1 import coordinator_pb2, rollout_pb2, sample_pb2
-from tests.integration.rollout.rollout_kit import PATIENCE, READY, STARTING, Replica, Stage, generate_request, kill
+from tests.integration.rollout.rollout_kit import (
+    PATIENCE,
+    READY,
+    SHORT,
+    STARTING,
+    Replica,
+    Stage,
+    generate_request,
+    kill,
+)
 from tests.integration.rollout.weight_source import weights_of
 from tests.kit.models import make_tiny_model
 
@@ -144,8 +153,9 @@ def test_calls_weights_and_groups(stage: Stage, model: Path) -> None:
     stage.coordinator.assignment.state = coordinator_pb2.RUN_STATE_PAUSED
     replica.wait_for(lambda status: status.held_groups == 0)
     stage.coordinator.assignment.state = coordinator_pb2.RUN_STATE_RUNNING
-    stage.publish(1)
-    stage.generated(1)
+    stage.publish(1, short=True)
+    (columns,) = stage.generated(1).values()
+    assert (columns["lengths"].max(), max(groups[published[0]]["lengths"])) == (SHORT, 12)
 
     # A prompt that the model cannot take is dropped with a reason, not tried for ever.
     stage.publish(1, [5, 100_000])

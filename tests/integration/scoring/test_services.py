@@ -196,7 +196,7 @@ async def test_the_stages_score_and_drop(here):
 
 async def test_a_reward_of_groups_with_settings_whose_failures_count_as_zero(here):
     ranked = {"name": "bad_rewards:Ranked", "settings": {"step": 10}, "on_failure": "zero"}
-    here.start_run(run_config(reward=ranked))
+    here.start_run(run_config(reward=ranked, eval={"sets": [{"name": "own", "path": "own.jsonl", "reward": BAD}]}))
     async with here.service("reward", "reward-1") as process, here.service("advantage", "advantage-1"):
         await here.coordinator.hears("reward-1", "READY")
         good, failed = here.generate(["b", "a", "c"], ["b", "raise", "c"])
@@ -210,6 +210,8 @@ async def test_a_reward_of_groups_with_settings_whose_failures_count_as_zero(her
         assert [(one.reward, dict(one.parts)) for one in scores] == [(10, {"tokens": 5}), (0, {"tokens": 6})]
         found = await violations(RewardStub(process.to).Score(score_request("bad_rewards:Ranked", ["x"])))
         assert "reward.settings.step is missing" in found["reward"]
+        # That of an evaluation set is the run's, too.
+        assert (await RewardStub(process.to).Score(score_request(BAD, ["one"]))).scores[0].reward == 1.0
     assert "failed for 3 of 3 samples" in process.log
 
 

@@ -270,12 +270,15 @@ def test_sources_are_mixed_and_named(tmp_path, model_folder):
         {"path": tmp_path / "a.jsonl", "name": "a", "weight": 0.5},
         {"path": tmp_path / "b.csv", "name": "b", "weight": 2, "prompt_key": "q", "answer_key": "solution"},
     ]
+    sources[1] |= {"max_new_tokens": 9, "top_p": 0.5}
     data = load_data(config(model_folder, sources=sources))
     assert len(data.train) == 3 + 6
     cursor, seen = Cursor(), Counter()
     for _ in range(2 * len(data.train)):
         prompt = data.train.at(cursor)
         seen[prompt.metadata["data_source"], prompt.text, prompt.answer] += 1
+        own = {"sampling": {"max_new_tokens": 9, "top_p": 0.5}} if prompt.text.startswith("b") else {}
+        assert {name: value for name, value in prompt.to_json().items() if name == "sampling"} == own
         cursor = data.train.after(cursor)
     assert seen == {**{("a", f"a{i}", ""): 1 for i in range(6)}, **{("b", f"b{i}", str(i)): 4 for i in range(3)}}
     wrong = [{**sources[1], "answer_key": "solutions"}]

@@ -1,13 +1,16 @@
 """What [rollout] and [weights] may say of an engine."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from relaxd.board import stages_for
 from relaxd.config import RunConfig
 from relaxd.config.load import load
 from relaxd.config.write import dump
+from services.rollout.service.requests import run_sampling
 from tests.unit.rollout.configs import run_config
 
 
@@ -25,6 +28,26 @@ def test_transformers_cannot_retract() -> None:
     assert run_config(engine="sglang", pause="retract").weights.pause == "retract"
     with pytest.raises(ValidationError, match=r'weights\.pause is "retract", which rollout\.engine = "transformers"'):
         run_config(pause="retract")
+
+
+def test_a_source_may_have_shorter_answers_and_another_nucleus() -> None:
+    base = run_config(max_new_tokens=20, min_new_tokens=2, top_p=0.9, stop_token_ids=(7,)).model_dump()
+    base["data"] |= {"source": "files", "sources": [{"path": "a"}, {"path": "b", "max_new_tokens": 8, "top_p": 0.5}]}
+    config = RunConfig.model_validate(base)
+    first, second = (run_sampling(config.rollout, 3, source.sampling) for source in config.data.sources)
+    assert (first.max_new_tokens, first.top_p, first.stop_token_ids) == (20, 0.9, (7,))
+    assert second == replace(first, max_new_tokens=8, top_p=0.5)
+    assert stages_for(config)[0].needs == ("prompt_tokens", "prompt")
+    assert stages_for(run_config())[0].needs == ("prompt_tokens",)
+    for wrong in (1, 21):
+        base["data"]["sources"][1]["max_new_tokens"] = wrong
+        with pytest.raises(ValidationError, match=rf"data\.sources\.1\.max_new_tokens is {wrong}: it must be 2 "):
+            RunConfig.model_validate(base)
+
+
+def test_token_ids_that_stop_are_not_negative() -> None:
+    with pytest.raises(ValidationError, match=r"rollout\.stop_token_ids has -1"):
+        run_config(stop_token_ids=(3, -1))
 
 
 def test_options_of_sglang_are_kept_as_they_are() -> None:

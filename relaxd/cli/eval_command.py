@@ -1,0 +1,186 @@
+"""`relaxd eval`: evaluate a model on a configuration's sets, without a run and without services."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from relaxd.cli.models import prepare_model
+from relaxd.cli.options import WordsArgument, load_words, new_console
+from relaxd.cli.reading.evaluation_command import results_table
+from relaxd.cli.reward_command import try_reward
+from relaxd.client.errors import CliError
+from relaxd.config import RewardConfig, RunConfig
+from relaxd.config.load import ConfigError, Problem
+from relaxd.data.dataset import Prompt, PromptDataset, load_evaluation
+from relaxd.data.errors import DataError
+from relaxd.data.models import resolve_model
+from relaxd.evaluation.answers import Answer, summarise_set
+from relaxd.evaluation.checking import context_problems, set_problems
+from relaxd.evaluation.sets import ResolvedSet, sets_of, unknown_set
+from relaxd.evaluation.votes import vote_of
+from relaxd.local.modules import SET_ANSWERS
+from relaxd.local.programs import stream_program
+from relaxd.report.evaluation_table import set_rows
+from relaxd.rewards import RewardInput
+from relaxd.rewards.messages import with_parts
+
+SCORED_TOGETHER = 2048
+"""Answers that are scored by one start of the reward's program. Their texts are in memory meanwhile."""
+PROGRESS_SECONDS = 5.0
+RESULTS = "results.json"
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """An answer that isn't scored yet."""
+
+    prompt: Prompt
+    sample: int
+    text: str
+    length: int
+    finish_reason: str
+
+
+def evaluate(
+    words: WordsArgument,
+    model: Annotated[str, typer.Option(help="Model to evaluate, as model.path; default: that of FILE.")] = "",
+    names: Annotated[list[str] | None, typer.Option("--set", help="Evaluate on this set only; repeatable.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for answers and results; default: evaluations/TIME.")] = None,
+) -> None:
+    """Evaluate a model on the sets of FILE ([eval]), on this machine's CPU, without a run. Starts no service."""
+    _, config = load_words(words)
+    if model:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    console = new_console()
+    prepare_model(config, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
+    sets = _chosen(config, names or [])
+    try:
+        data = load_evaluation(config, {one.name for one in sets})
+        problems = context_problems(config, resolve_model(config.model.path, weights=False))
+    except DataError as error:
+        raise ConfigError([Problem(error.field, error.message)]) from error
+    if problems := [*problems, *set_problems(config, data, {one.name for one in sets})]:
+        raise ConfigError([Problem(setting, message) for setting, message in problems])
+    folder = out or Path("evaluations") / time.strftime("%Y%m%d-%H%M%S")
+    if (folder / RESULTS).exists():
+        raise CliError(f"{folder} has the results of an earlier evaluation", "choose another folder with --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    line: dict[str, Any] = {"step": 0}
+    for one in sets:
+        line |= summarise_set(one, _evaluate_set(config, one, data[one.name], folder, console))
+    (folder / RESULTS).write_text(json.dumps({"model": config.model.path} | line, indent=2) + "\n")
+    console.print(results_table(set_rows([line])))
+    console.print(f"answers and results are in {folder}", style="dim", markup=False, soft_wrap=True)
+
+
+def _chosen(config: RunConfig, names: Sequence[str]) -> list[ResolvedSet]:
+    """Return the sets to evaluate on. Raises CliError: there is none, or none with a name."""
+    sets = {one.name: one for one in sets_of(config)}
+    if not sets:
+        raise CliError("the configuration has nothing to evaluate on", "set eval.prompts, or add an [[eval.sets]]")
+    for name in names:
+        if name not in sets:
+            raise CliError(unknown_set(name, list(sets)))
+    return [one for name, one in sets.items() if not names or name in names]
+
+
+def _evaluate_set(
+    config: RunConfig, one: ResolvedSet, data: PromptDataset, folder: Path, console: Console
+) -> list[Answer]:
+    """Answer and score a set's prompts; writes SET.jsonl and says how far it is."""
+    count = min(one.prompts or len(data), len(data))
+    total = count * one.samples_per_prompt
+    answers: list[Answer] = []
+    said = time.monotonic()
+    reward = RewardConfig(name=one.reward) if one.reward else config.reward
+    scored_by = config.model_copy(update={"reward": reward})
+    console.print(f"{one.name}: {count} prompts, {one.samples_per_prompt} answers each", highlight=False)
+
+    def say(done: int) -> None:
+        console.print(f"{one.name}: {done} of {total} answers", style="dim", highlight=False)
+
+    with (folder / f"{one.name}.jsonl").open("w", encoding="utf-8") as file:
+        waiting: list[_Answered] = []
+        for answered in _answer(config, one, data, count):
+            waiting.append(answered)
+            if time.monotonic() - said > PROGRESS_SECONDS:
+                said = time.monotonic()
+                say(len(answers) + len(waiting))
+            if len(waiting) == SCORED_TOGETHER:
+                answers += _score(scored_by, one, waiting, file.write)
+                waiting = []
+        if waiting:
+            answers += _score(scored_by, one, waiting, file.write)
+    return answers
+
+
+def _answer(config: RunConfig, one: ResolvedSet, data: PromptDataset, count: int) -> Iterator[_Answered]:
+    """Yield the answers of the model to a set's prompts, as they end. Raises CliError."""
+    try:
+        prompts = [data.prompt(index) for index in range(count)]
+    except DataError as error:
+        raise ConfigError([Problem(error.field, error.message)]) from error
+    sampling = {
+        "max_new_tokens": one.max_new_tokens,
+        "temperature": one.temperature,
+        "top_p": one.top_p,
+        "stop": one.stop,
+        "stop_token_ids": one.stop_token_ids,
+    }
+    questions = [
+        {
+            "prompt": prompt.tokens.tolist(),
+            "n": one.samples_per_prompt,
+            "sampling": sampling | {"seed": one.prompt_seed(prompt.index)},
+        }
+        for prompt in prompts
+    ]
+    asked = json.dumps({"config": config.model_dump(mode="json"), "questions": questions})
+    with closing(stream_program(SET_ANSWERS, asked)) as found:
+        for answer in found:
+            prompt = prompts[answer["question"]]
+            yield _Answered(prompt, answer["sample"], answer["text"], answer["length"], answer["finish_reason"])
+
+
+def _score(config: RunConfig, one: ResolvedSet, answered: Sequence[_Answered], write: Any) -> list[Answer]:
+    """Score answers with the configuration's reward, and write a line about each."""
+    outcomes = try_reward(config, list(map(_sample, answered)), workers=config.reward.workers)
+    answers = []
+    for each, outcome in zip(answered, outcomes, strict=True):
+        answer = _scored(one, each, outcome)
+        texts = {"prompt": each.prompt.text, "answer": each.prompt.answer, "response": each.text}
+        write(json.dumps(answer.to_json() | texts) + "\n")
+        answers.append(answer)
+    return answers
+
+
+def _sample(each: _Answered) -> RewardInput:
+    return RewardInput(
+        prompt=each.prompt.text,
+        response=each.text,
+        answer=each.prompt.answer,
+        metadata=each.prompt.metadata,
+        finish_reason=each.finish_reason,
+        prompt_messages=with_parts(each.prompt.messages),
+        tokens=each.length,
+    )
+
+
+def _scored(one: ResolvedSet, each: _Answered, outcome: Mapping[str, Any]) -> Answer:
+    return Answer(
+        index=each.prompt.index,
+        sample=each.sample,
+        reward=outcome.get("reward", 0.0),
+        length=each.length,
+        finish_reason=each.finish_reason,
+        vote=vote_of(each.text) if one.samples_per_prompt > 1 else "",
+        parts=outcome.get("parts", {}),
+        error=outcome.get("error", ""),
+    )

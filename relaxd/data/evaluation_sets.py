@@ -1,0 +1,51 @@
+"""The prompts of [[eval.sets]]."""
+
+from relaxd.config import RunConfig
+from relaxd.config.evaluation import EvalSet
+from relaxd.config.reasoning_gym import ReasoningGymConfig
+from relaxd.data.columns import Columns, Examples
+from relaxd.data.errors import DataError
+from relaxd.data.examples import Example
+from relaxd.data.files.opening import open_rows
+from relaxd.data.reasoning_gym import reasoning_gym
+from relaxd.data.sources import Source
+
+TASK_PROMPTS = 100
+"""Prompts of a task if eval.sets says nothing."""
+TASK_SEED = 1_000_000_000
+"""Seed of the tasks' prompts. A task makes item i from seed + i, so training's, which are small, are others."""
+
+
+def read_set(config: RunConfig, number: int) -> Source:
+    """Open the prompts of one of eval.sets, all that it has. Raises DataError, which names the setting and the file."""
+    one = config.eval.sets[number]
+    field = f"eval.sets.{number}.{'task' if one.task else 'path'}"
+    if one.task:
+        return Source(_of_task(one, field), field, shown=one.name)
+    assert one.path is not None  # checked by EvalSet
+    data = config.data
+    columns = Columns(
+        one.prompt_key or data.prompt_key,
+        one.answer_key or data.answer_key,
+        one.metadata_key or data.metadata_key,
+        data.system_prompt,
+    )
+    examples = Examples(open_rows(one.path, field), columns)
+    if not len(examples):
+        raise DataError(field, f"{one.path} has no prompts")
+    return Source(examples, field, shown=one.name)
+
+
+def _of_task(one: EvalSet, field: str) -> list[Example]:
+    settings = ReasoningGymConfig(
+        task=one.task,
+        settings=one.task_settings,
+        size=one.prompts or TASK_PROMPTS,
+        held_out=0,
+        seed=TASK_SEED,
+        instruction=one.instruction,
+    )
+    try:
+        return reasoning_gym(settings)[0]
+    except DataError as error:
+        raise DataError(field, error.message.removeprefix("= ")) from error

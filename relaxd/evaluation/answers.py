@@ -1,0 +1,120 @@
+"""What an evaluation keeps of each answer, and the metrics of all."""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from relaxd.evaluation.estimates import interval, pass_at_k
+from relaxd.evaluation.sets import ResolvedSet
+from relaxd.evaluation.votes import maj_at_k
+
+logger = logging.getLogger(__name__)
+
+_ESTIMATE = re.compile(r"(pass|maj)_at_(\d+)(_low|_high)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The numbers of one scored answer. Its text is only in the evaluation's files."""
+
+    index: int
+    """Index of its prompt."""
+    sample: int
+    """Which of the prompt's answers."""
+    reward: float
+    """0 if it couldn't be scored."""
+    length: int
+    """Tokens."""
+    finish_reason: str
+    """"stop" or "length"."""
+    vote: str = ""
+    """What it votes for in maj@k; "" is nothing."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
+    """Why it couldn't be scored."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the line of an evaluation's file, without the texts."""
+        return {
+            "index": self.index,
+            "sample": self.sample,
+            "reward": self.reward,
+            "parts": dict(self.parts),
+            "error": self.error,
+            "length": self.length,
+            "finish_reason": self.finish_reason,
+        }
+
+
+def summarise_set(one: ResolvedSet, answers: Sequence[Answer]) -> dict[str, float]:
+    """Return the metrics of a set, whose names begin with its prefix.
+
+    Means over all answers: reward, each part of the reward, response_length (tokens) and truncated_share; counts:
+    prompts, and unscored: answers that the reward couldn't score, which count as 0. pass_at_K and maj_at_K (if there
+    are several answers to a prompt) are means over prompts, with the ends of their 95 % confidence interval in _low and
+    _high. Empty without answers.
+    """
+    if not answers:
+        return {}
+    count = len(answers)
+    scored = [answer for answer in answers if not answer.error]
+    sums: dict[str, float] = defaultdict(float)
+    for answer in scored:
+        for name, value in answer.parts.items():
+            sums[name] += value
+    if len(scored) < count:
+        first = next(answer.error for answer in answers if answer.error)
+        logger.warning("%s: %d of %d answers could not be scored: %s", one.name, count - len(scored), count, first)
+    by_prompt: dict[int, list[Answer]] = defaultdict(list)
+    for answer in answers:
+        by_prompt[answer.index].append(answer)
+    metrics = {name: value / count for name, value in sums.items()} | {
+        "reward": sum(answer.reward for answer in scored) / count,
+        "response_length": sum(answer.length for answer in answers) / count,
+        "truncated_share": sum(answer.finish_reason == "length" for answer in answers) / count,
+        "prompts": float(len(by_prompt)),
+        "unscored": float(count - len(scored)),
+    }
+    for k in one.sizes:
+        metrics |= _estimate(f"pass_at_{k}", [_pass(one, group, k) for group in by_prompt.values()], one)
+        if one.samples_per_prompt > 1:
+            metrics |= _estimate(f"maj_at_{k}", [_maj(one, group, k) for group in by_prompt.values()], one)
+    return {f"{one.prefix}{name}": value for name, value in metrics.items()}
+
+
+def _estimate(name: str, values: Sequence[float], one: ResolvedSet) -> dict[str, float]:
+    low, high = interval(values, one.samples_per_prompt)
+    return {name: sum(values) / len(values), f"{name}_low": low, f"{name}_high": high}
+
+
+def _right(one: ResolvedSet, answer: Answer) -> bool:
+    return not answer.error and answer.reward >= one.right_from
+
+
+def _pass(one: ResolvedSet, group: Sequence[Answer], k: int) -> float:
+    return pass_at_k(len(group), sum(_right(one, answer) for answer in group), k)
+
+
+def _maj(one: ResolvedSet, group: Sequence[Answer], k: int) -> float:
+    group = sorted(group, key=lambda answer: answer.sample)  # the draws are the same whatever ended first
+    votes, right = [answer.vote for answer in group], [_right(one, answer) for answer in group]
+    return maj_at_k(votes, right, k, seed=group[0].index)
+
+
+def is_estimate(name: str) -> bool:
+    """Whether a metric's name, without its prefix, is that of pass@k, maj@k or an end of their interval."""
+    return _ESTIMATE.fullmatch(name) is not None
+
+
+def is_end(name: str) -> bool:
+    """Whether a metric's name, with or without prefix, is that of an end of an interval."""
+    return re.search(r"(?:pass|maj)_at_\d+_(?:low|high)$", name) is not None
+
+
+def shown_name(name: str) -> str:
+    """Return how people write a metric: "pass_at_4" is pass@4."""
+    found = _ESTIMATE.fullmatch(name)
+    return f"{found[1]}@{found[2]}" if found and not found[3] else name

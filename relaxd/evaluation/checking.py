@@ -1,0 +1,56 @@
+"""Checks of a run's evaluation sets against its data, its model and the rewards."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from relaxd.config import RunConfig
+from relaxd.data.dataset import PromptDataset
+from relaxd.evaluation.sets import sets_of
+from relaxd.rewards import UnknownRewardError, check_name
+from relaxd.run_folder import HELD_OUT
+
+
+def set_problems(
+    config: RunConfig, data: Mapping[str, PromptDataset], names: Collection[str] | None = None
+) -> list[tuple[str, str]]:
+    """Return what is wrong with the sets that a run evaluates on, or those with these names: settings and problems."""
+    problems = []
+    numbers = {one.name: number for number, one in enumerate(config.eval.sets)}
+    for one in sets_of(config):
+        if names is not None and one.name not in names:
+            continue
+        here = "eval" if one.name == HELD_OUT else f"eval.sets.{numbers[one.name]}"
+        found = data.get(one.name)
+        if found is None:
+            wrong = f"= {one.prompts}, but nothing is held out: set data.eval_path, or eval.prompts = 0"
+            problems.append((f"{here}.prompts", wrong if one.name == HELD_OUT else "the set has no prompts"))
+        elif one.prompts > len(found):
+            what = "are held out" if one.name == HELD_OUT else f"are in the set {one.name!r}"
+            problems.append((f"{here}.prompts", f"= {one.prompts}, but only {len(found)} prompts {what}"))
+        if one.reward:
+            try:
+                check_name(one.reward)
+            except UnknownRewardError as error:
+                problems.append((f"{here}.reward", str(error)))
+    return problems
+
+
+def context_problems(config: RunConfig, folder: Path) -> list[tuple[str, str]]:
+    """Return the sets whose answers may be longer than the model's context; `folder` is the model's."""
+    try:
+        context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    except (OSError, ValueError):
+        return []
+    if not isinstance(context, int):
+        return []
+    return [
+        (
+            "eval.sets",
+            f"the set {one.name!r} has answers of up to {one.max_new_tokens} tokens: with data.max_prompt_tokens = "
+            f"{config.data.max_prompt_tokens} that is more than the model's context of {context}",
+        )
+        for one in sets_of(config)
+        if one.max_new_tokens > config.rollout.max_new_tokens
+        and one.max_new_tokens + config.data.max_prompt_tokens > context
+    ]

@@ -1,0 +1,90 @@
+"""The sets that a run evaluates on, with all defaults resolved."""
+
+import difflib
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relaxd.config import RunConfig
+from relaxd.run_folder import HELD_OUT
+
+
+@dataclass(frozen=True)
+class ResolvedSet:
+    """A set of prompts and how they are answered and scored."""
+
+    name: str
+    prompts: int
+    """Number of prompts at most; 0 means all."""
+    samples_per_prompt: int
+    sizes: tuple[int, ...]
+    """The k of pass@k and maj@k."""
+    temperature: float
+    """0 is greedy."""
+    top_p: float
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    seed: int
+    """run.seed."""
+    reward: str = ""
+    """Name of its reward; empty means the run's, with its settings."""
+    right_from: float = 1.0
+
+    def prompt_seed(self, index: int) -> int:
+        """Return the seed of the answers to a prompt. It depends only on run seed, set and index."""
+        digest = hashlib.blake2b(f"{self.seed}/{self.name}/{index}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its metrics begin with."""
+        return "eval_" if self.name == HELD_OUT else f"eval/{self.name}/"
+
+
+def sets_of(config: RunConfig) -> list[ResolvedSet]:
+    """Return the sets that a run evaluates on: the held-out prompts first."""
+    own, rollout = config.eval, config.rollout
+    longest = own.max_new_tokens or rollout.max_new_tokens
+    found = []
+    if own.prompts:
+        found.append(
+            ResolvedSet(
+                name=HELD_OUT,
+                prompts=own.prompts,
+                samples_per_prompt=1,
+                sizes=(1,),
+                temperature=0.0,
+                top_p=1.0,
+                max_new_tokens=longest,
+                stop=rollout.stop,
+                stop_token_ids=rollout.stop_token_ids,
+                seed=config.run.seed,
+            )
+        )
+    for one in own.sets:
+        greedy = one.samples_per_prompt == 1
+        found.append(
+            ResolvedSet(
+                name=one.name,
+                prompts=one.prompts,
+                samples_per_prompt=one.samples_per_prompt,
+                sizes=one.sizes,
+                temperature=(0.0 if greedy else rollout.temperature) if one.temperature is None else one.temperature,
+                top_p=one.top_p or rollout.top_p,
+                max_new_tokens=one.max_new_tokens or longest,
+                stop=rollout.stop if one.stop is None else one.stop,
+                stop_token_ids=rollout.stop_token_ids,
+                seed=config.run.seed,
+                reward=one.reward or ("reasoning_gym" if one.task else ""),
+                right_from=one.right_from,
+            )
+        )
+    return found
+
+
+def unknown_set(name: str, known: Sequence[str]) -> str:
+    """Return the sentence that says that there is no such set."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known) or 'none'}"
+    return f"there is no evaluation set {name!r}; {hint}"

@@ -1,0 +1,83 @@
+"""`relaxd eval`: a tiny model on sets, without services."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from relaxd.cli.main import app
+from relaxd.client.errors import CliError
+from relaxd.config.load import ConfigError
+
+CONFIG = """
+run.steps = 1
+model.path = "nothing"
+data.source = "addition"
+reward.name = "addition"
+rollout.max_new_tokens = 6
+rollout.max_running_samples = 16
+[eval]
+prompts = 3
+[[eval.sets]]
+name = "letters"
+path = "letters.jsonl"
+samples_per_prompt = 4
+reward = "length.py:short"
+[[eval.sets]]
+name = "words"
+task = "spell_backward"
+prompts = 2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(CONFIG)
+    Path("letters.jsonl").write_text("".join(json.dumps({"prompt": f"Say {c}", "answer": c}) + "\n" for c in "abcde"))
+    Path("length.py").write_text("def short(sample):\n    return float(sample.tokens % 2 == len(sample.answer) % 2)\n")
+    return tmp_path
+
+
+def run(*words: str) -> str:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["eval", "run.toml", *words])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+@pytest.mark.slow
+def test_a_model_is_evaluated_on_sets_without_services(folder: Path, tiny_model: Path) -> None:
+    text = run("--model", str(tiny_model), "--out", "found", "--set", "letters", "--set", "words")
+    assert "letters: 5 prompts, 4 answers each" in text
+    table = [line.split() for line in text.splitlines() if line.startswith(("held_out  ", "letters  ", "words  "))]
+    assert [row[:3] for row in table] == [["letters", "0", "5"], ["words", "0", "2"]]
+    lines = [json.loads(line) for line in Path("found/letters.jsonl").read_text().splitlines()]
+    assert sorted((line["index"], line["sample"]) for line in lines) == [(i, n) for i in range(5) for n in range(4)]
+    results = json.loads(Path("found/results.json").read_text())
+    rewards = [line["reward"] for line in lines]
+    assert results["eval/letters/reward"] == results["eval/letters/pass_at_1"] == sum(rewards) / 20
+    assert {0.0, 1.0} == set(rewards)
+    assert not any(line["error"] for line in lines)
+    with pytest.raises(CliError, match="found has the results of an earlier evaluation"):
+        run("--model", str(tiny_model), "--out", "found")
+
+
+def test_what_cannot_be_evaluated_is_said_before(folder: Path, tiny_model: Path) -> None:
+    model = ("--model", str(tiny_model))
+    with pytest.raises(CliError, match="there is no evaluation set 'lettres'; did you mean 'letters'"):
+        run(*model, "--set", "lettres")
+    Path("run.toml").write_text(CONFIG.replace('"length.py:short"', '"exact_macht"').replace("prompts = 2", "k = [2]"))
+    with pytest.raises(ConfigError, match=r"'words' has k = 2: it must be 1 to samples_per_prompt = 1"):
+        run(*model)
+    Path("run.toml").write_text(CONFIG.replace('"length.py:short"', '"exact_macht"\nprompts = 9'))
+    with pytest.raises(ConfigError) as caught:
+        run(*model)
+    assert [problem.setting for problem in caught.value.problems] == ["eval.sets.0.prompts", "eval.sets.0.reward"]
+    Path("run.toml").write_text(CONFIG.replace("letters.jsonl", "lettres.jsonl"))
+    with pytest.raises(ConfigError, match=r"eval\.sets\.0\.path.*lettres\.jsonl"):
+        run(*model)
+    Path("run.toml").write_text(CONFIG.replace('"spell_backward"', '"spel_backward"'))
+    with pytest.raises(ConfigError, match=r"eval\.sets\.1\.task.*spell_backward"):
+        run(*model)
