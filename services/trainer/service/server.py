@@ -31,6 +31,7 @@ from relaxd.v1 import rank_pb2 as rank_pb
 from relaxd.v1 import trainer_pb2 as pb
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.service.export import export_folder
+from services.trainer.service.rank_processes import RANK
 from services.trainer.service.rank_supervisor import RankSupervisor
 
 T = TypeVar("T")
@@ -41,6 +42,8 @@ HOLD_MARGIN_SECONDS = 1.0
 """The hold on the weights outlasts the broadcast's deadline by this much, so that they never change during one."""
 HOLD_SECONDS = 10.0
 """Deadline for a hold, which only changes a number."""
+SCRIPTED_RANK = "services.trainer.rehearsal.rank"
+"""The program of a rank in a rehearsal."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Environment that makes torch allocate host memory in huge pages, which speeds up a checkpoint's copies."""
 
@@ -60,7 +63,8 @@ class TrainerService(ReplicaService):
     async def start_run(self, config: RunConfig, assignment: coordinator_pb2.Assignment) -> None:
         """Start the run's ranks, which load, replay and train on their own; `status` reports their progress."""
         self.run_folder = Path(assignment.folder)
-        gpus = await self._context.gpus.lease(config.trainer.ranks)
+        scripted = config.rollout.engine == "scripted"
+        gpus = await self._context.gpus.lease(0 if scripted else config.trainer.ranks)
         request = rank_pb.WorkRequest(
             run_id=assignment.run_id,
             config_json=config.model_dump_json(),
@@ -74,7 +78,15 @@ class TrainerService(ReplicaService):
         environment = gpu_environment(gpus) | NCCL_ENVIRONMENT | (HUGE_PAGES if gpus else {})
         gpu_lease = self._context.gpus.child_lease if gpus else None
         ranks = config.trainer.ranks
-        self.world = RankSupervisor(self._settings, ranks, request, environment, take_turn, gpu_lease)
+        self.world = RankSupervisor(
+            self._settings,
+            ranks,
+            request,
+            environment,
+            take_turn,
+            gpu_lease,
+            module=SCRIPTED_RANK if scripted else RANK,
+        )
         self._living = asyncio.create_task(self.world.live(), name="world")
 
     async def stop_run(self) -> None:
