@@ -165,6 +165,9 @@ def _measure(
         call_p99=calls[int(0.99 * (len(calls) - 1))],
         dropped=dict(run.groups.dropped_by_reason),
         groups_per_step=config.trainer.groups_per_step,
+        admitted_groups=int(
+            config.trainer.groups_per_step * (1 + config.board.max_staleness) * config.board.oversample
+        ),
         max_group_bytes=config.board.max_group_bytes,
         worst_group_bytes=per_token * config.rollout.samples_per_prompt * config.rollout.max_new_tokens,
         redis_bytes=config.rehearsal.redis_bytes,

@@ -32,6 +32,7 @@ FOUND = Measured(
     call_p99=0.02,
     dropped={},
     groups_per_step=16,
+    admitted_groups=32,
     max_group_bytes=256,
     worst_group_bytes=64,
     redis_bytes=1 << 30,
@@ -93,5 +94,10 @@ def test_rows() -> None:
     assert rows["the trainer's time"] == "works 75%, waits for groups 25%"
     assert rows["Redis, memory at most"] == "8 kB"
     assert rows["disk, a step"] == "4 kB"
+    assert "idle replicas" not in rows
+    few = replace(FOUND, scale=replace(FOUND.scale, rollout=40))
+    assert dict(report.rows(few))["idle replicas"].startswith(
+        "8 of 40 rollout replicas never have work: the gate admits"
+    )
     many = replace(FOUND, dropped={"stale": 60, "too_long": 20})
     assert report.verdict(many) == "yes: a step every 60 s; 25% of the groups were dropped (stale 60, too_long 20)"
