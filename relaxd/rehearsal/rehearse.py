@@ -32,7 +32,7 @@ from relaxd.rehearsal.stand_in import write_stand_in
 from relaxd.replica.gpus import visible_gpus
 from relaxd.report.result import read_result
 from relaxd.roles import REFERENCE, ROLLOUT, TRAINER
-from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED
+from relaxd.v1.coordinator_pb2 import RUN_STATE_PAUSED, RUN_STATE_PENDING
 
 RUN_ID = "rehearsal"
 REPLICAS_IN_PROCESS = 64
@@ -43,7 +43,9 @@ SAY_SECONDS = 5.0
 START_SECONDS = 180.0
 """Longest time until all replicas have registered."""
 FIRST_STEP_FACTOR = 3.0
-"""The first step may take this many times as long as the window."""
+"""The first step may take this many times as long as the window ..."""
+FIRST_STEP_SECONDS = 30.0
+"""... and at least this long."""
 SETTLE_SECONDS = 15.0
 """Longest time until a paused run rests."""
 IDLE_SECONDS = 5.0
@@ -176,7 +178,7 @@ def _measure(
 
 def _window(counters: Counters, seconds: float, say: Say) -> tuple[Sample, Sample]:
     """Return samples at the end of the first step and at that of the last one in the window after it."""
-    begun = said = time.monotonic()
+    begun = said = trains_since = time.monotonic()
     first: Sample | None = None
     last: Sample | None = None
     while True:
@@ -191,14 +193,16 @@ def _window(counters: Counters, seconds: float, say: Say) -> tuple[Sample, Sampl
         elif last is not None and sample.step > last.step:
             last = sample
         now = time.monotonic()
+        if run.state == RUN_STATE_PENDING and now - begun < START_SECONDS:
+            trains_since = now  # the trainer loads its code, and engines get their first weights
         if now - said >= SAY_SECONDS:
             said = now
             groups = run.groups
             counts = f"{groups.published} groups published, {groups.trained} trained, {groups.dropped} dropped"
             say(f"{now - begun:4.0f} s: step {run.step}, {counts}; waits for {run.wait.current_kind or 'nothing'}")
-        if first is None and now - begun > FIRST_STEP_FACTOR * seconds:
+        if first is None and now - trains_since > max(FIRST_STEP_SECONDS, FIRST_STEP_FACTOR * seconds):
             raise CliError(
-                f"no step ended in {now - begun:.0f} s: {run.waiting_for or run.wait.current_kind}",
+                f"no step ended in {now - trains_since:.0f} s: {run.waiting_for or run.wait.current_kind}",
                 "a longer --seconds, a larger --time-scale, or more --rollout replicas",
             )
         if first is not None and last is not None and now - first.time >= seconds:
