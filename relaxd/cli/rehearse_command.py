@@ -56,8 +56,9 @@ def rehearse(
 
 
 def _print(path: Path, found: Measured, console: Console) -> None:
+    steps = f"steps {found.first.step + 1} to {found.last.step}"
     table = Table(
-        title=f"rehearsal of {path.name}: {found.steps} steps in {found.wall_seconds:.0f} s",
+        title=f"rehearsal of {path.name}: {steps}, {found.wall_seconds:.0f} s",
         title_justify="left",
         show_header=False,
     )
