@@ -85,7 +85,7 @@ def execute(config: RunConfig, run_id: str, where: Where, console: Console) -> P
     if problems:
         raise ConfigError(problems)
     replicas = _replicas(where, config)
-    config = _with_shared_cores(_with_absolute_paths(config), replicas)
+    config = _with_shared_cores(with_absolute_paths(config), replicas)
     if where.address is not None:
         with CoordinatorClient(where.address) as coordinator:
             return _train(coordinator, _starting(config, run_id), where, console)
@@ -306,7 +306,7 @@ def _shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
+def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Make paths absolute, as the coordinator may run in another folder."""
 
     def absolute(path: Path | None) -> Path | None:

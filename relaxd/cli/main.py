@@ -42,6 +42,7 @@ from relaxd.cli.reading.report_command import report
 from relaxd.cli.reading.status import print_status
 from relaxd.cli.reading.trace import trace
 from relaxd.cli.reading.why import why
+from relaxd.cli.rehearse_command import rehearse
 from relaxd.cli.reward_command import reward_app
 from relaxd.cli.scale import scale_to, wait_for
 from relaxd.client.coordinator import CoordinatorClient
@@ -69,6 +70,8 @@ Start here:
     relaxd config show my.toml       print every setting with its value
 
     relaxd reward test my.toml       try the reward on three prompts
+
+    relaxd rehearse my.toml          run it at its real size without GPUs, and see its first limit
 
 Keep the services up for several runs:
 
@@ -146,6 +149,7 @@ def _root(
 
 app.command()(init)
 app.command(context_settings=PASS_ON)(data)
+app.command(context_settings=PASS_ON)(rehearse)
 
 
 @app.command()

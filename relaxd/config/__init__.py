@@ -5,6 +5,7 @@ from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
+from relaxd.config.rehearsal import RehearsalConfig
 from relaxd.config.roles import FrozenModelConfig, ReferenceConfig, RolesConfig, TeacherConfig
 from relaxd.config.run import (
     BoardConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "OptimizerConfig",
     "ReasoningGymConfig",
     "ReferenceConfig",
+    "RehearsalConfig",
     "RewardConfig",
     "RolesConfig",
     "RolloutConfig",

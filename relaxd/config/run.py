@@ -11,6 +11,7 @@ from relaxd.config.data import DataConfig
 from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
+from relaxd.config.rehearsal import RehearsalConfig
 from relaxd.config.reward import RewardConfig
 from relaxd.config.roles import RolesConfig
 
@@ -62,9 +63,10 @@ class RolloutConfig(Section):
     """Token ids that end an answer, which keeps them; empty means the model's own end tokens."""
     min_new_tokens: int = Field(default=0, ge=0)
     """Minimum length of an answer, in tokens: before that many, no end token is sampled."""
-    engine: Literal["transformers", "sglang", "sglang_external"] = "transformers"
+    engine: Literal["transformers", "sglang", "sglang_external", "scripted"] = "transformers"
     """Inference engine. transformers: on CPUs. sglang: on GPUs. sglang_external: an SGLang server that runs already,
-    whose URL each rollout replica gets (docs/engines.md)."""
+    whose URL each rollout replica gets (docs/engines.md). scripted: none, and no trainer either; `relaxd rehearse`
+    sets it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the engine's weights."""
     max_running_samples: int = Field(default=64, ge=1)
@@ -321,6 +323,8 @@ class RunConfig(Section):
     """Roles that only some runs need."""
     health: HealthConfig = HealthConfig()
     """Detection and recovery of dead or stuck replicas."""
+    rehearsal: RehearsalConfig = RehearsalConfig()
+    """What a rehearsal assumes."""
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
     telemetry: TelemetryConfig = TelemetryConfig()

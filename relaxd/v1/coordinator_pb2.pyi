@@ -332,12 +332,18 @@ class WaitDetails(_message.Message):
     ON_FIELD_NUMBER: _builtins.int
     EVIDENCE_FIELD_NUMBER: _builtins.int
     ADVICE_FIELD_NUMBER: _builtins.int
+    CURRENT_KIND_FIELD_NUMBER: _builtins.int
+    CURRENT_ON_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """The kind of the wait, such as "paused", "role", "lease", "sync", "stage", "held_group", "gate"; empty: it waits for
     nothing.
     """
     on: _builtins.str
     """The replica that has to act, or another name; empty: nobody in particular."""
+    current_kind: _builtins.str
+    """The kind of what the open step waits for at this moment, also while its steps end as usual, when `kind` is empty."""
+    current_on: _builtins.str
+    """As `on`, of current_kind."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it began."""
@@ -358,10 +364,12 @@ class WaitDetails(_message.Message):
         on: _builtins.str = ...,
         evidence: _abc.Iterable[_builtins.str] | None = ...,
         advice: _abc.Iterable[_builtins.str] | None = ...,
+        current_kind: _builtins.str = ...,
+        current_on: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "evidence", b"evidence", "kind", b"kind", "on", b"on", "start_time", b"start_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "current_kind", b"current_kind", "current_on", b"current_on", "evidence", b"evidence", "kind", b"kind", "on", b"on", "start_time", b"start_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

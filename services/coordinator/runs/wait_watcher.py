@@ -92,6 +92,8 @@ class WaitWatcher:
             return
         run.waiting_for = self.sentence
         run.wait.evidence.extend(evidence(self.snapshot))
+        if self.reason is not None:
+            run.wait.current_kind, run.wait.current_on = self.reason.kind, self.reason.on
         if self.reason is not None and run.waiting_for:
             run.wait.kind, run.wait.on = self.reason.kind, self.reason.on
             run.wait.start_time.FromNanoseconds(int((self.reason.since or self.snapshot.now) * 1e9))

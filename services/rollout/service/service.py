@@ -25,6 +25,7 @@ from relaxd.v1.coordinator_pb2 import Assignment
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.load_progress import loaded_mebibytes
+from services.rollout.engines.scripted.engine import ScriptedEngine
 from services.rollout.service.child_engine import ALL_MEMORY, ChildEngine
 from services.rollout.service.group_generator import GroupGenerator
 from services.rollout.service.occupancy import Occupancy
@@ -182,6 +183,8 @@ class RolloutService(ReplicaService):
             worker.pause()
 
     async def _start_engine(self, config: RunConfig) -> RolloutEngine:
+        if config.rollout.engine == "scripted":
+            return ScriptedEngine(config.rollout, config.rehearsal)
         folder = await asyncio.to_thread(resolve_model, config.model.path)
         if config.run.colocate:
             await self._context.take_turn(self._set_detail)

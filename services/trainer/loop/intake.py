@@ -34,6 +34,8 @@ class HeldGroup:
     """Its columns."""
     arrival: int
     """Number of the group in the order of arrival."""
+    oldest_version: int | None = None
+    """`TrainGroup.oldest_version`, which reads all tokens: found out once, not whenever the trainer chooses groups."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Intake:
                 continue
             self._arrivals += 1
             with self._lock:
-                self._held[delivery.group_id] = HeldGroup(delivery, group, self._arrivals)
+                self._held[delivery.group_id] = HeldGroup(delivery, group, self._arrivals, group.oldest_version)
         return True
 
     def select(self, step: int, members: Collection[str]) -> Selection:
@@ -166,7 +168,7 @@ class Intake:
         oldest = oldest_allowed(step, self._max_staleness)
         ready = []
         for taken in self._held_except(members):
-            version = taken.group.oldest_version
+            version = taken.oldest_version
             if version is not None and version < oldest:
                 logger.warning(
                     "group %s is dropped: it has tokens of version %d, but step %d accepts versions from %d on",

@@ -25,7 +25,7 @@ from relaxd.v1 import rank_pb2 as rank_pb
 from relaxd.v1 import rank_pb2_grpc, replica_pb2, trainer_pb2_grpc, weights_pb2
 from relaxd.v1 import trainer_pb2 as pb
 from relaxd.weights.group import Transport, WeightGroupError, host_store
-from relaxd.weights.manifest import to_proto
+from relaxd.weights.manifest import Bucket, to_proto
 from services.trainer.checkpoints.part import CheckpointPart
 from services.trainer.learner.learner import Learner
 from services.trainer.loop.broadcast import WeightBroadcaster, weight_buckets
@@ -136,18 +136,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
     def _train(self, request: rank_pb.WorkRequest) -> None:
         config = RunConfig.model_validate_json(request.config_json)
         algorithm = create_tried(config.algorithm, with_loss=True)
-        own_reference = not config.has_reference_service
         check_vocabularies(config, REFERENCE)
-        learner = Learner(
-            resolve_model(config.model.path),
-            config.trainer,
-            config.algorithm,
-            steps=config.run.steps,
-            seed=config.run.seed,
-            own_reference=own_reference,
-            reference_folder=frozen_model(config, REFERENCE) if own_reference else None,
-            report=self._report_loading if self._thread.number == 0 else None,
-        )
+        learner, buckets, self._broadcaster = self._load(config)
         freeze_objects()
         board = Board(request.redis, request.run_id, stages_for(config), config.board)
         rank = TrainingRank(
@@ -158,8 +148,6 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             board=board,
             run_folder=Path(request.folder),
         )
-        buckets = weight_buckets(learner, config.weights.bucket_bytes)
-        self._broadcaster = WeightBroadcaster(learner, buckets, config.rollout.engine)
         gather = learner.world.gather
         loaded = rank_pb.RankLoaded(
             source=gather.source, gathers=gather.dense is not None or gather.experts is not None
@@ -191,6 +179,22 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             controls=self._controls,
             emit=self._thread.events.put,
         ).run()
+
+    def _load(self, config: RunConfig) -> tuple[Learner, list[Bucket], WeightBroadcaster]:
+        """Load the model. Return learner, what a broadcast sends, and this rank's part in it."""
+        own_reference = not config.has_reference_service
+        learner = Learner(
+            resolve_model(config.model.path),
+            config.trainer,
+            config.algorithm,
+            steps=config.run.steps,
+            seed=config.run.seed,
+            own_reference=own_reference,
+            reference_folder=frozen_model(config, REFERENCE) if own_reference else None,
+            report=self._report_loading if self._thread.number == 0 else None,
+        )
+        buckets = weight_buckets(learner, config.weights.bucket_bytes)
+        return learner, buckets, WeightBroadcaster(learner, buckets, config.rollout.engine)
 
     def _report_loading(self, detail: str) -> None:
         """Report loading progress to the parent; later `Training` reports."""

@@ -16,6 +16,8 @@ from relaxd.v1 import rank_pb2, rank_pb2_grpc, trainer_pb2_grpc
 RankEvent = Callable[["RankProcess", rank_pb2.WorkResponse], None]
 """Callback with the rank and its event."""
 
+RANK = "services.trainer.loop.rank"
+"""The program of a rank that trains."""
 START_SECONDS = 60.0
 """Deadline for a child to serve; importing torch and Megatron takes seconds."""
 
@@ -43,7 +45,7 @@ class RankProcesses:
         on_event: RankEvent,
         environment: Mapping[str, str],
         gpu_lease: GpuLease | None,
-        module: str = "services.trainer.loop.rank",
+        module: str = RANK,
     ) -> None:
         self._count = count
         self._module = module

@@ -14,7 +14,7 @@ from relaxd.rpc.client import channel
 from relaxd.rpc.errors import RpcError, Unavailable, explain
 from relaxd.rpc.settings import ServiceSettings
 from relaxd.v1 import coordinator_pb2, coordinator_pb2_grpc, rank_pb2, replica_pb2, trainer_pb2
-from services.trainer.service.rank_processes import RankProcess, RankProcesses
+from services.trainer.service.rank_processes import RANK, RankProcess, RankProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class RankSupervisor:
         environment: Mapping[str, str],
         take_turn: Callable[[Callable[[str], None]], Awaitable[None]] | None = None,
         gpu_lease: GpuLease | None = None,
+        module: str = RANK,
     ) -> None:
         """Supervise ranks that are not started yet.
 
@@ -53,11 +54,13 @@ class RankSupervisor:
             environment: environment variables, in addition to this process's.
             take_turn: in a colocated run, awaited before each start (ReplicaContext.take_turn).
             gpu_lease: the ranks are killed when it is over.
+            module: the ranks' program.
         """
         self._settings = settings
         self._environment = environment
         self._take_turn = take_turn
         self._gpu_lease = gpu_lease
+        self._module = module
         self.awake = False
         """Whether the ranks use the devices, in a colocated run."""
         self._count = count
@@ -162,7 +165,7 @@ class RankSupervisor:
 
     async def _run_world(self) -> str:
         """Run the ranks until one fails; return the reason."""
-        processes = RankProcesses(self._count, self._on_event, self._environment, self._gpu_lease)
+        processes = RankProcesses(self._count, self._on_event, self._environment, self._gpu_lease, self._module)
         self._processes = processes
         try:
             await processes.start(self._request)

@@ -32,7 +32,7 @@ from relaxd.v1 import trainer_pb2 as pb
 from relaxd.weights.environment import NCCL_ENVIRONMENT
 from services.trainer.loop.weight_read_lock import HOLD_MARGIN_SECONDS
 from services.trainer.service.export import export_folder
-from services.trainer.service.rank_processes import RankProcess
+from services.trainer.service.rank_processes import RANK, RankProcess
 from services.trainer.service.rank_supervisor import RankSupervisor
 
 T = TypeVar("T")
@@ -41,6 +41,8 @@ LEAVE_SECONDS = 5.0
 """Deadline for leaving a group, which only sets a flag and closes connections."""
 HOLD_SECONDS = 10.0
 """Deadline for a hold, which only changes a number."""
+SCRIPTED_RANK = "services.trainer.rehearsal.rank"
+"""The program of a rank in a rehearsal."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Environment that makes torch allocate host memory in huge pages, which speeds up a checkpoint's copies."""
 
@@ -60,7 +62,8 @@ class TrainerService(ReplicaService):
     async def start_run(self, config: RunConfig, assignment: coordinator_pb2.Assignment) -> None:
         """Start the run's ranks, which load, replay and train on their own; `status` reports their progress."""
         self.run_folder = Path(assignment.folder)
-        gpus = await self._context.gpus.lease(config.trainer.ranks)
+        scripted = config.rollout.engine == "scripted"
+        gpus = await self._context.gpus.lease(0 if scripted else config.trainer.ranks)
         request = rank_pb.WorkRequest(
             run_id=assignment.run_id,
             config_json=config.model_dump_json(),
@@ -75,7 +78,15 @@ class TrainerService(ReplicaService):
         environment = gpu_environment(gpus) | NCCL_ENVIRONMENT | (HUGE_PAGES if gpus else {})
         gpu_lease = self._context.gpus.child_lease if gpus else None
         ranks = config.trainer.ranks
-        self.world = RankSupervisor(self._settings, ranks, request, environment, take_turn, gpu_lease)
+        self.world = RankSupervisor(
+            self._settings,
+            ranks,
+            request,
+            environment,
+            take_turn,
+            gpu_lease,
+            module=SCRIPTED_RANK if scripted else RANK,
+        )
         self._living = asyncio.create_task(self.world.live(), name="world")
 
     async def stop_run(self) -> None:

@@ -230,3 +230,16 @@ def test_columns_that_do_not_fit_are_named(name: str, value: Any, message: str) 
         check_group("g", columns() | {name: value}, NAMES)
     # What nobody trains on may be anything.
     check_group("g", columns() | {"advantages": np.array([0, 0, np.nan, 0, 0], np.float32)}, NAMES)
+
+
+@one_off
+def test_choosing_groups_doesnt_read_their_tokens_again(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer chooses whenever groups have come, and has all groups of a step and of the next one by then."""
+    trainer.feeder.feed(2, 0)
+    trainer.take_all()
+
+    def read(group: TrainGroup) -> None:
+        raise AssertionError(f"the tokens of {group.group_id} are read")
+
+    monkeypatch.setattr(TrainGroup, "trained_versions", property(read))
+    assert ids(trainer.intake.select(1, []).chosen) == ["g1", "g2"]

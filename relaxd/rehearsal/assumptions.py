@@ -1,0 +1,124 @@
+"""The configuration that is rehearsed: a run's own, with scripted engines and trainer, and its speeds and sizes scaled.
+
+Time is scaled by speeds: everything that is assumed to take time becomes `time_scale` times as fast. Payloads are
+scaled by lengths: answers have a `payload_scale`-th of their tokens and engines of their speed, so that they take as
+long as before and store a `payload_scale`-th of the bytes.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relaxd.board.sizes import worst_bytes
+from relaxd.config import RehearsalConfig, RunConfig
+
+REWARD = "relaxd.rehearsal.reward:scripted"
+MANY_STEPS = 1_000_000
+STEPS_IN_REDIS = 3
+"""Steps whose groups are in Redis at the same time, at most: being generated, waiting, being trained."""
+LONG_TAIL = 1.5
+"""Factor from the median to the mean of the lengths, roughly: what it is for a spread of 0.9."""
+MIN_TOKENS = 64
+"""Answers are scaled down to no fewer tokens at most, or prompts and headers would count more than they do."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a rehearsal differs from the run in size."""
+
+    rollout: int
+    """Rollout replicas."""
+    time: float
+    """Factor by which assumed times are shorter."""
+    payload: int
+    """Factor by which answers are shorter."""
+    ranks: int = 1
+    """Ranks of the trainer, which divide the groups among them."""
+
+
+def payload_scale(config: RunConfig, memory_bytes: int) -> int:
+    """Return the power of two by which payloads have to be scaled down to fit into the memory."""
+    rehearsal, most = config.rehearsal, config.rollout.max_new_tokens
+    share = min(1.0, LONG_TAIL * (rehearsal.median_tokens or most / 8) / most)
+    experts = 4 * math.prod(rehearsal.experts) if config.rollout.return_routed_experts else 0
+    group = worst_bytes(config, 0, expert_bytes=experts) * share
+    needed = STEPS_IN_REDIS * config.trainer.groups_per_step * group / memory_bytes
+    return min(1 << max(0, math.ceil(math.log2(needed))), max(1, most // MIN_TOKENS))
+
+
+def obstacle(config: RunConfig) -> str:
+    """Say which part of a run can't be rehearsed; "" if all can."""
+    if config.run.colocate:
+        return "run.colocate is true: trainer and engines that take turns can't be rehearsed"
+    if config.has_reference_service:
+        return 'roles.reference.placement is "service": it can\'t be rehearsed; set "trainer" to rehearse the rest'
+    if config.rollout.return_routed_experts and not math.prod(config.rehearsal.experts):
+        return "rollout.return_routed_experts is true: say how many with rehearsal.moe_layers and experts_per_token"
+    return ""
+
+
+def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> RunConfig:
+    """Return the configuration to rehearse.
+
+    Args:
+        config: the run's own.
+        scale: the sizes.
+        model: folder with the tokenizer.
+        folder: folder for the rehearsal's run.
+    """
+    own = config.rehearsal
+    faster, shorter = scale.time, scale.payload
+    new_tokens = max(1, config.rollout.max_new_tokens // shorter)
+    sequence = config.data.max_prompt_tokens + new_tokens
+    rehearsal = RehearsalConfig(
+        **{
+            **own.model_dump(),
+            "median_tokens": max(1, (own.median_tokens or config.rollout.max_new_tokens // 8) // shorter),
+            "tokens_per_second": own.tokens_per_second * faster / shorter,
+            "sample_tokens_per_second": own.sample_tokens_per_second * faster / shorter,
+            "train_tokens_per_second": own.train_tokens_per_second * faster / shorter,
+            "update_seconds": own.update_seconds / faster,
+            "sync_seconds": own.sync_seconds / faster,
+            "reward_seconds": own.reward_seconds / faster,
+        }
+    )
+    reward = {"success": own.success, "seconds": rehearsal.reward_seconds}
+    alone = {"tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1, "expert_parallel": 1}
+    return _updated(
+        config,
+        run={"steps": MANY_STEPS, "folder": folder},
+        model={"path": str(model), "chat_template": None if model.name == "stand-in" else config.model.chat_template},
+        reward={
+            "name": REWARD,
+            "settings": reward,
+            "terms": (),
+            "key": "",
+            "choose_by": "",
+            "choices": {},
+            "environment": (),
+        },
+        rollout={
+            "engine": "scripted",
+            "max_new_tokens": new_tokens,
+            "min_new_tokens": min(config.rollout.min_new_tokens, new_tokens),
+            "threads": 1,
+        },
+        trainer={
+            **alone,
+            "ranks": scale.ranks,
+            "threads": 1,
+            "micro_batch_tokens": max(sequence, config.trainer.micro_batch_tokens // shorter),
+            "checkpoint": config.trainer.checkpoint.model_copy(update={"every": 0}),
+        },
+        weights={"transport": "gloo"},
+        eval={"prompts": 0, "interval": 0},
+        board={"high_water_bytes": config.board.high_water_bytes // shorter},
+        rehearsal=rehearsal.model_dump(),
+    )
+
+
+def _updated(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    """Return a configuration with other values, unvalidated: the coordinator validates it when the run starts."""
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)

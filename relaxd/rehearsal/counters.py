@@ -1,0 +1,107 @@
+"""What a rehearsal counts: processor time by role, Redis, step files, and what the run waits for."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import redis
+
+from relaxd.client.coordinator import CoordinatorClient
+from relaxd.local.state import StateFolder
+from relaxd.v1.coordinator_pb2 import Run
+
+MACHINE = "machine"
+"""Stands among the roles for everything that runs on this machine."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """All counters at one moment. They only grow."""
+
+    time: float
+    """Monotonic time."""
+    step: int
+    """Committed steps."""
+    cpu: Mapping[str, float]
+    """Processor seconds by role, children included, and of `MACHINE`."""
+    operations: int
+    """Commands that Redis has carried out."""
+    written: int
+    """Bytes that Redis has received."""
+    read: int
+    """Bytes that Redis has sent."""
+
+
+@dataclass
+class Counters:
+    """Samples a rehearsal in progress. Call `sample` several times a second."""
+
+    folder: StateFolder
+    """State folder of its services."""
+    redis: "redis.Redis"
+    """Client of its Redis."""
+    coordinator: CoordinatorClient
+    run_folder: Path
+    run_id: str
+    waits: Counter[str] = field(default_factory=Counter)
+    """Samples by what the open step waited for."""
+    call_seconds: list[float] = field(default_factory=list)
+    """Times of the calls to the coordinator."""
+    peak_bytes: int = 0
+    """Most memory that Redis used."""
+    step_bytes: dict[int, int] = field(default_factory=dict)
+    """Bytes of each step's file."""
+    run: Run = field(default_factory=Run)
+    """The run, as last seen."""
+
+    def sample(self) -> Sample:
+        """Read all counters. Step files are removed once they are counted: nothing will replay them."""
+        began = time.monotonic()
+        self.run = self.coordinator.run(self.run_id)
+        self.call_seconds.append(time.monotonic() - began)
+        if self.run.wait.current_kind:
+            self.waits[_described(self.run)] += 1
+        info = self.redis.info()
+        assert isinstance(info, dict)
+        self.peak_bytes = max(self.peak_bytes, int(info["used_memory"]))
+        self._count_step_files()
+        return Sample(
+            time.monotonic(),
+            self.run.step,
+            self._cpu(),
+            int(info["total_commands_processed"]),
+            int(info["total_net_input_bytes"]),
+            int(info["total_net_output_bytes"]),
+        )
+
+    def _count_step_files(self) -> None:
+        for path in (self.run_folder / "steps").glob("step-*.safetensors"):
+            step = int(path.stem.removeprefix("step-"))
+            self.step_bytes[step] = path.stat().st_size
+            if step <= self.run.step:
+                path.unlink()
+
+    def _cpu(self) -> dict[str, float]:
+        state = self.folder.read()
+        times = psutil.cpu_times()
+        used = {MACHINE: sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)}
+        for service in state.services if state else ():
+            if service.pid is None:
+                continue
+            try:
+                process = psutil.Process(service.pid)
+                for one in (process, *process.children(recursive=True)):
+                    spent = one.cpu_times()
+                    used[service.role] = used.get(service.role, 0.0) + spent.user + spent.system
+            except psutil.Error:  # it has just ended
+                continue
+        return used
+
+
+def _described(run: Run) -> str:
+    """Return what the open step waits for: the kind, and the stage if it is one."""
+    kind = run.wait.current_kind
+    return f"{kind} {run.wait.current_on}" if kind == "stage" else kind

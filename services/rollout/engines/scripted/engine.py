@@ -1,0 +1,186 @@
+"""The scripted engine: answers of drawn lengths after the time that they would take."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from relaxd.config import RehearsalConfig, RolloutConfig
+from relaxd.v1 import rollout_pb2
+from services.rollout.engines.engine import RolloutEngine
+from services.rollout.engines.scripted.decoder import Decoder
+from services.rollout.engines.scripted.lengths import draw_lengths
+from services.rollout.engines.types import PAUSE_MODES, FinishReason, Output, PauseMode, Request, Version
+
+CHECKSUM = {"scripted": 1}
+"""What trainer and engines of a rehearsal report when weights are to be verified."""
+VOCABULARY = 1 << 31
+TEXT_BYTES = 4
+"""Bytes of a token's text, on average."""
+_POOL = 1 << 20
+
+
+class _Pool:
+    """Tokens and log-probs that all answers share: slices of them cost nothing."""
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(0)
+        self.tokens = random.integers(100, 150_000, _POOL, dtype=np.int32)
+        self.logprobs = -random.exponential(0.5, _POOL).astype(np.float32)
+        self.text = bytes(random.integers(97, 123, _POOL, dtype=np.uint8)).decode()
+
+    def array(self, name: str, length: int) -> Any:
+        """Return `length` values of one of its arrays."""
+        values = getattr(self, name)
+        return values[:length] if length <= _POOL else np.resize(values, length)
+
+
+@cache
+def _pool() -> _Pool:
+    """Return the pool of this process, which may have many engines."""
+    return _Pool()
+
+
+class ScriptedEngine(RolloutEngine):
+    """An engine that has no model and needs no time but that which `[rehearsal]` states."""
+
+    vocabulary = VOCABULARY
+    context = 0
+    device = "cpu"
+
+    def __init__(self, rollout: RolloutConfig, rehearsal: RehearsalConfig) -> None:
+        super().__init__()
+        self._rollout, self._rehearsal = rollout, rehearsal
+        self._decoder = Decoder(rehearsal.tokens_per_second, rehearsal.sample_tokens_per_second)
+        self._pool = _pool()
+        self._changes: list[tuple[float, int]] = []
+        """Position of the decoder at which each version began."""
+        self._resume: asyncio.TimerHandle | None = None
+        self._tasks: dict[str, set[asyncio.Task[Output]]] = {}
+        self._aborted: set[str] = set()
+        """Requests that `abort` has ended."""
+        self._alive = True
+
+    @property
+    def tokens(self) -> int:
+        """See RolloutEngine."""
+        return int(self._decoder.tokens)
+
+    @property
+    def alive(self) -> bool:
+        """True until `stop`."""
+        return self._alive
+
+    async def _generate(self, request: Request) -> AsyncIterator[Output]:
+        lengths = draw_lengths(
+            self._rehearsal, request.n, request.sampling.max_new_tokens, request.sampling.seed
+        ).tolist()
+        tasks = {asyncio.create_task(self._sample(request, index, length)) for index, length in enumerate(lengths)}
+        self._tasks[request.request_id] = tasks
+        self._report()
+        try:
+            for ended in asyncio.as_completed(tasks):
+                yield await ended
+        finally:
+            self._tasks.pop(request.request_id, None)
+            self._aborted.discard(request.request_id)
+            for task in tasks:
+                task.cancel()
+            self._report()
+
+    async def _sample(self, request: Request, index: int, length: int) -> Output:
+        begin = self._decoder.position
+        version = self.weights.version if self.weights is not None else 0
+        try:
+            await self._decoder.decode(length)
+        except asyncio.CancelledError:
+            if request.request_id not in self._aborted:
+                raise
+            return Output(index, finish_reason="abort")
+        versions: Any = np.full(length, version, dtype=np.int64)
+        newer = [(position, number) for position, number in self._changes if position > begin]
+        for position, number in newer:
+            versions[int(position - begin) :] = number
+        finish: FinishReason = "length" if length == request.sampling.max_new_tokens else "stop"
+        return Output(
+            index,
+            self._pool.array("tokens", length),
+            self._pool.array("logprobs", length),
+            versions,
+            finish,
+            (self._pool.text * (1 + TEXT_BYTES * length // _POOL))[: TEXT_BYTES * length],
+            spans_weight_update=bool(newer),
+            routed_experts=self._experts(len(request.prompt_tokens) + length - 1),
+        )
+
+    def _experts(self, tokens: int) -> Any:
+        """Return experts int32 [tokens, layers, top k], if the run wants them."""
+        if not self._rollout.return_routed_experts:
+            return None
+        layers, top_k = self._rehearsal.experts
+        return np.resize(np.arange(128, dtype=np.int32), (tokens, layers, top_k))
+
+    async def abort(self, request_id: str) -> None:
+        """See RolloutEngine. Tokens of an aborted sample aren't reported."""
+        self._aborted.add(request_id)
+        for task in self._tasks.get(request_id, ()):
+            task.cancel()
+
+    async def pause(self, mode: PauseMode, lease_seconds: float, timeout: float) -> int:
+        """See RolloutEngine. Decoding goes on when the lease ends, at the latest."""
+        self._end_lease()
+        if mode == "abort":
+            for request_id in list(self._tasks):
+                await self.abort(request_id)
+        elif mode == "drain" and (running := set[asyncio.Task[Output]]().union(*self._tasks.values())):
+            await asyncio.wait(running, timeout=timeout)
+        self._decoder.pause(True)
+        self._resume = asyncio.get_running_loop().call_later(lease_seconds, self._decoder.pause, False)
+        return self._decoder.running
+
+    async def resume(self) -> None:
+        """See RolloutEngine."""
+        self._end_lease()
+        self._decoder.pause(False)
+
+    async def join(self, request: rollout_pb2.JoinWeightGroupRequest) -> None:
+        """Join no group: nothing is sent."""
+
+    async def receive(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
+        """Take up a version after the time that a broadcast takes."""
+        if request.HasField("pause"):
+            mode = PAUSE_MODES[request.pause.mode]
+            await self.pause(mode, request.pause.lease_seconds, request.pause_timeout_seconds)
+        await asyncio.sleep(self._rehearsal.sync_seconds)
+        self.weights = Version(request.weights.term, request.weights.version)
+        self._changes.append((self._decoder.position, self.weights.version))
+        if request.resume:
+            await self.resume()
+        checksums = CHECKSUM if request.checksum else {}
+        return rollout_pb2.ReceiveWeightsResponse(seconds=self._rehearsal.sync_seconds, checksums=checksums)
+
+    async def leave(self, group_name: str, *, quarantine: bool) -> bool:
+        """See RolloutEngine."""
+        return False
+
+    async def stop(self) -> None:
+        """End all samples."""
+        self._alive = False
+        self._end_lease()
+        for tasks in list(self._tasks.values()):
+            for task in tasks:
+                task.cancel()
+
+    def _end_lease(self) -> None:
+        if self._resume is not None:
+            self._resume.cancel()
+            self._resume = None
+
+    def _report(self) -> None:
+        self.gauges = {
+            "tokens_per_second": self._decoder.speed * self._decoder.running,
+            "running_samples": float(self._decoder.running),
+            "waiting_samples": 0.0,
+        }

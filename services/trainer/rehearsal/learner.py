@@ -1,0 +1,74 @@
+"""A learner that only needs the time that learning would take."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxd.config import RunConfig
+from services.trainer.batch.row_packing import PackedMicroBatch
+from services.trainer.learner.update_stats import UpdateStats
+from services.trainer.megatron.parallel import initialize
+
+FORWARD_SPEED = 3.0
+"""Forward passes alone are this many times as fast as forward and backward."""
+
+
+class ScriptedLearner:
+    """Has `Learner`'s methods that a step's commands call. Sleeps instead of computing (`[rehearsal]`)."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Join the world of the trainer's ranks."""
+        self.world = initialize(config.trainer, config.run.seed)
+        self._rehearsal = config.rehearsal
+        # The ranks work at the same time, each on its share of the tokens.
+        self._tokens_per_second = config.rehearsal.train_tokens_per_second / self.world.dp_size
+        self._tokens = 0
+        self.step = 0
+        self.optimizer_steps = 0
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the weights."""
+        return self.step
+
+    def accumulate(self, micro_batches: Sequence[PackedMicroBatch]) -> None:
+        """Wait as long as forward and backward would take."""
+        tokens = sum(len(batch.tokens) for batch in micro_batches)
+        self._tokens += tokens
+        self._compute(tokens / self._tokens_per_second)
+
+    def log_probs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
+        """Return float32 [T] for each micro-batch, after the time of a forward pass."""
+        tokens = sum(len(batch.tokens) for batch in micro_batches)
+        self._compute(tokens / self._tokens_per_second / FORWARD_SPEED)
+        return [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
+
+    ref_log_probs = log_probs
+
+    def update(self, normalizer: float, *, skip: bool | None = None) -> UpdateStats:
+        """Return an update's statistics, after the time that it takes."""
+        self._compute(self._rehearsal.update_seconds)
+        tokens, self._tokens = self._tokens, 0
+        self.optimizer_steps += 1
+        return UpdateStats(self.step + 1, 0.0, 1.0, False, 0.0, tokens, {})
+
+    def end_step(self) -> None:
+        """Count the step."""
+        self.step += 1
+
+    def discard(self) -> None:
+        """Forget what was accumulated."""
+        self._tokens = 0
+
+    def checksum(self) -> int:
+        """Return the checksum of weights that don't exist."""
+        return 0
+
+    def save_hf(self, folder: Path) -> None:
+        """Write nothing: there is no model."""
+
+    def _compute(self, seconds: float) -> None:
+        time.sleep(seconds)

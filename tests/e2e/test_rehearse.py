@@ -1,0 +1,49 @@
+"""`relaxd rehearse`, with everything that it starts."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Workplace
+
+CONFIG = """
+[run]
+steps = 100
+
+[model]
+path = "not/here"
+
+[data]
+source = "addition"
+max_prompt_tokens = 64
+
+[reward]
+name = "math"
+
+[rollout]
+engine = "sglang"
+samples_per_prompt = 4
+max_new_tokens = 4096
+
+[trainer]
+groups_per_step = 4
+micro_batch_tokens = 8192
+mini_batches = 2
+
+[algorithm]
+old_logprobs = "current"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_rehearsal_of_a_run_whose_model_isnt_here(workplace: Workplace) -> None:
+    (workplace.folder / "mine.toml").write_text(CONFIG)
+    words = ("rehearse", "mine.toml", "--rollout", "3", "--seconds", "3", "--time-scale", "60", "--payload-scale", "4")
+    code, output = workplace.relaxd(*words, timeout=150)
+    assert code == 0, output
+    assert "3 rollout replicas, time / 60, payloads / 4" in output
+    for row in ("would it fill steps? │ yes: a step every", "disk, a step", "processor, coordinator", "first limit"):
+        assert row in " ".join(output.split()), output
+    assert list(workplace.folder.glob("rehearsal-*")) == []  # logs stay only if it fails
+    assert not Path(workplace.folder / "runs").exists()

@@ -1,0 +1,103 @@
+"""The report's arithmetic, on numbers that can be followed by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from relaxd.rehearsal import report
+from relaxd.rehearsal.assumptions import Scale
+from relaxd.rehearsal.counters import Sample
+from relaxd.rehearsal.report import Measured
+
+
+def sample(time: float, step: int, count: float, **cpu: float) -> Sample:
+    """A sample at which Redis had carried out `count` commands, and received ten times as many bytes."""
+    return Sample(time, step, {"machine": 0.0, **cpu}, int(count), int(10 * count), int(20 * count))
+
+
+# Ten steps in 20 s at 30 times the speed: a step takes 60 s. In 20 idle seconds Redis has 2,000 commands; and the run
+# had 12,000, so a step has 1,000 of its own.
+FOUND = Measured(
+    scale=Scale(rollout=4, time=30.0, payload=8, ranks=2),
+    first=sample(100.0, 5, 0, coordinator=1.0, redis=0.0, trainer=0.0, rollout=0.0, machine=0.0),
+    last=sample(120.0, 15, 12_000, coordinator=9.0, redis=4.0, trainer=6.0, rollout=8.0, machine=20.0),
+    idle_first=sample(130.0, 15, 20_000, coordinator=10.0, redis=4.0, trainer=10.0, rollout=8.0),
+    idle_last=sample(135.0, 15, 20_500, coordinator=11.0, redis=4.0, trainer=14.0, rollout=8.5),
+    cores=2,
+    waits={"trainer": 30, "stage rollout": 10},
+    peak_bytes=1000,
+    step_bytes=500.0,
+    step_file_seconds=0.5,
+    trainer_shares={"works": 15.0, "waits for groups": 5.0},
+    call_p99=0.02,
+    dropped={},
+    groups_per_step=16,
+    admitted_groups=32,
+    max_group_bytes=256,
+    worst_group_bytes=64,
+    redis_bytes=1 << 30,
+)
+
+
+def test_costs_of_a_step_and_of_an_idle_run() -> None:
+    assert FOUND.step_seconds == pytest.approx(60.0)
+    assert FOUND.idle_operations == pytest.approx(100.0)
+    assert FOUND.step_operations == pytest.approx(1000.0)
+    assert FOUND.operations == pytest.approx(100.0 + 1000.0 / 60.0)
+    assert FOUND.idle_cpu("coordinator") == pytest.approx(0.2)
+    assert FOUND.step_cpu("coordinator") == pytest.approx((8.0 - 0.2 * 20) / 10)
+    assert FOUND.cpu("coordinator") == pytest.approx(0.2 + 0.4 / 60)
+    assert FOUND.written == pytest.approx(12_000 * 10 / 10 * 8)  # of full size
+    assert FOUND.read == pytest.approx(12_000 * 20 / 10 * 8)
+    assert FOUND.machine_share == pytest.approx(0.5)
+    assert FOUND.own_share == pytest.approx((8.0 + 4.0 + 6.0 + 8.0) / 40)
+
+
+def test_the_trainer_has_no_idle_costs() -> None:
+    """While it is paused it is busier than while it waits for groups."""
+    assert FOUND.step_cpu("trainer") == pytest.approx(0.6)
+
+
+LIMITS = [
+    ({"worst_group_bytes": 150}, "met when sizes double (at 1.71 x): a group's answers: 150 B of 256 B", 256 / 150),
+    ({"worst_group_bytes": 300}, "met already: a group's answers", 256 / 300),
+    ({"redis_bytes": 100_000}, "met when sizes double (at 1.04 x): a step's groups in Redis", 100_000 / 96_000),
+    ({"call_p99": 0.09}, "met when sizes double (at 1.11 x): a call to the coordinator", 0.1 / 0.09),
+    ({"step_file_seconds": 5.0}, "met when sizes double (at 1.5 x): writing the step file", 60 / 40),
+]
+
+
+@pytest.mark.parametrize(("changes", "said", "factor"), LIMITS)
+def test_the_first_limit(changes: dict[str, float], said: str, factor: float) -> None:
+    found = replace(FOUND, **changes)
+    assert report.first_limit(found).startswith(said)
+    assert report.limits(found)[0].factor == pytest.approx(factor)
+
+
+def test_no_limit_when_sizes_double() -> None:
+    said = report.first_limit(FOUND)
+    assert said.startswith("none when sizes double; the nearest, at 4 x, is a group's answers: 64 B of 256 B.")
+    assert "Raise board.max_group_bytes" in said
+
+
+def test_a_call_is_no_limit_on_a_machine_that_is_too_busy() -> None:
+    busy = replace(FOUND, call_p99=5.0, last=sample(120.0, 15, 12_000, machine=40.0))
+    assert all("a call" not in limit.name for limit in report.limits(busy))
+    assert dict(report.rows(busy))["doubtful"].startswith("this machine's processors were 100% busy")
+    assert "doubtful" not in dict(report.rows(FOUND))
+
+
+def test_rows() -> None:
+    rows = dict(report.rows(FOUND))
+    assert rows["would it fill steps?"] == "yes: a step every 60 s"
+    assert rows["the open step waits for"] == "trainer 75%, stage rollout 25%"
+    assert rows["the trainer's time"] == "works 75%, waits for groups 25%"
+    assert rows["Redis, memory at most"] == "8 kB"
+    assert rows["disk, a step"] == "4 kB"
+    assert "idle replicas" not in rows
+    few = replace(FOUND, scale=replace(FOUND.scale, rollout=40))
+    assert dict(report.rows(few))["idle replicas"].startswith(
+        "8 of 40 rollout replicas never have work: the gate admits"
+    )
+    many = replace(FOUND, dropped={"stale": 60, "too_long": 20})
+    assert report.verdict(many) == "yes: a step every 60 s; 25% of the groups were dropped (stale 60, too_long 20)"

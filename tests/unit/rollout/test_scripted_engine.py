@@ -1,0 +1,89 @@
+"""The scripted engine of a rehearsal: lengths, speeds, pauses and versions."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from relaxd.config import RehearsalConfig, RolloutConfig
+from relaxd.v1 import replica_pb2, rollout_pb2
+from services.rollout.engines.scripted.decoder import Decoder
+from services.rollout.engines.scripted.engine import ScriptedEngine
+from services.rollout.engines.scripted.lengths import draw_lengths
+from services.rollout.engines.types import Output, Sampling
+
+
+def test_lengths_are_log_normal_and_cut_off() -> None:
+    config = RehearsalConfig(median_tokens=1000, spread=0.5)
+    lengths = draw_lengths(config, 20_000, 2000, seed=1)
+    assert np.median(lengths) == pytest.approx(1000, rel=0.03)
+    assert (lengths == 2000).mean() == pytest.approx(0.083, abs=0.01)  # P(Z > ln 2 / 0.5)
+    assert lengths.min() >= 1
+    assert (lengths == draw_lengths(config, 20_000, 2000, seed=1)).all()
+
+
+async def test_samples_share_the_speed() -> None:
+    """1000 tokens/s for all, 400 for one: one alone takes 1 s for 400 tokens, four at once 250 tokens/s each."""
+    now = 0.0
+    decoder = Decoder(1000.0, 400.0, clock=lambda: now)
+    alone = asyncio.create_task(decoder.decode(400))
+    await asyncio.sleep(0)
+    assert decoder.speed == 400
+    now = 0.5  # it has 200 tokens
+    others = [asyncio.create_task(decoder.decode(1000)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert decoder.speed == 250
+    now = 1.3  # 200 more after 0.8 s
+    decoder.pause(True)
+    await asyncio.wait_for(alone, 1.0)
+    assert decoder.running == 3
+    now = 100.0
+    assert decoder.speed == 0
+    assert decoder.tokens == pytest.approx(200 + 4 * 200)
+    others[0].cancel()
+    await asyncio.gather(others[0], return_exceptions=True)
+    assert decoder.running == 2
+    for task in others:
+        task.cancel()
+
+
+async def test_an_answer_has_the_versions_that_it_met() -> None:
+    rehearsal = RehearsalConfig(
+        median_tokens=200, spread=0.0, tokens_per_second=1000, sample_tokens_per_second=1000, sync_seconds=0.05
+    )
+    engine = ScriptedEngine(RolloutConfig(engine="scripted"), rehearsal)
+
+    def receive(version: int) -> rollout_pb2.ReceiveWeightsRequest:
+        pause = rollout_pb2.PauseGenerationRequest(lease_seconds=10.0)
+        weights = replica_pb2.WeightVersion(term=1, version=version)
+        return rollout_pb2.ReceiveWeightsRequest(weights=weights, pause=pause, resume=True, checksum=True)
+
+    assert dict((await engine.receive(receive(3))).checksums)
+    assert engine.serving
+
+    async def generate() -> list[Output]:
+        return [output async for output in engine.generate((1, 2), 2, Sampling(max_new_tokens=512, seed=7))]
+
+    began = time.monotonic()
+    answers = asyncio.create_task(generate())
+    await asyncio.sleep(0.2)  # half of their 0.4 s
+    await engine.receive(receive(4))
+    for output in await answers:
+        assert len(output.tokens) == len(output.logprobs) == len(output.versions) == 200
+        assert (output.versions[0], output.versions[-1]) == (3, 4)
+        assert np.all(np.diff(output.versions) >= 0)
+        assert output.spans_weight_update
+        assert output.finish_reason == "stop"
+    assert time.monotonic() - began >= 0.4 + 0.05  # it rested while it received
+
+
+async def test_aborted_answers_say_so() -> None:
+    rehearsal = RehearsalConfig(median_tokens=100_000, spread=0.0, sync_seconds=0.0)
+    engine = ScriptedEngine(RolloutConfig(engine="scripted"), rehearsal)
+    requests = engine.generate((1,), 2, Sampling(max_new_tokens=200_000), request_id="one")
+    first = asyncio.ensure_future(anext(requests))
+    await asyncio.sleep(0.01)
+    await engine.pause("abort", 10.0, 1.0)
+    assert (await first).finish_reason == "abort"
+    await engine.stop()
