@@ -60,6 +60,12 @@ ROWS = {
     "reinforce_plus_plus_baseline": Row(
         "2501.03262", "R - mean of the group, normalised over the step", "PPO's clip", "prompts of unequal difficulty"
     ),
+    "ppo": Row(
+        "1707.06347",
+        "generalized advantages of the critic's values, normalised over the step",
+        "PPO's clip",
+        "one sample a prompt; long answers of which the critic can tell where they went wrong",
+    ),
 }
 COMPARED = (
     "clip_low",
@@ -99,6 +105,8 @@ def _needs(name: str) -> str:
         needs.append("`board.max_staleness = 0` or a correction")
     if section.needs_whole_step:
         needs.append("statistics of the whole step")
+    if section.needs_critic:
+        needs.append("a critic")
     return ", ".join(needs)
 
 

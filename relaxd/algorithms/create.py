@@ -15,6 +15,7 @@ from relaxd.algorithms.dr_grpo import DrGRPO
 from relaxd.algorithms.grpo import GRPO
 from relaxd.algorithms.gspo import GSPO
 from relaxd.algorithms.policy_gradient import PolicyGradient
+from relaxd.algorithms.ppo import PPO
 from relaxd.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from relaxd.algorithms.rloo import RLOO
 from relaxd.algorithms.sapo import SAPO
@@ -33,6 +34,7 @@ ALGORITHMS: dict[str, type[PolicyGradient]] = {
         RLOO,
         ReinforcePlusPlus,
         ReinforcePlusPlusBaseline,
+        PPO,
     )
 }
 """relaxd's algorithms by the `name` in the configuration."""

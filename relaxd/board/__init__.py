@@ -14,7 +14,18 @@ from relaxd.board.errors import (
     RunMissing,
     StepConflict,
 )
-from relaxd.board.schema import COLUMNS, OLD_LOGPROBS, REF_LOGPROBS, ROUTED_EXPERTS, ColumnSpec, trained_columns
+from relaxd.board.schema import (
+    ADVANTAGES,
+    COLUMNS,
+    LOSS_MASK,
+    OLD_LOGPROBS,
+    REF_LOGPROBS,
+    RETURNS,
+    ROUTED_EXPERTS,
+    VALUES,
+    ColumnSpec,
+    trained_columns,
+)
 from relaxd.board.sizes import RedisMemory, SizeProblem, size_problems, worst_bytes
 from relaxd.board.stages import STAGES, TRAIN, Stage, roles_for, stages_for
 from relaxd.board.times import GroupTimes, StageTime, microseconds
@@ -35,13 +46,17 @@ from relaxd.board.types import (
 from relaxd.board.worker import Drop, StageWorker
 
 __all__ = [
+    "ADVANTAGES",
     "COLUMNS",
     "JSON",
+    "LOSS_MASK",
     "OLD_LOGPROBS",
     "REF_LOGPROBS",
+    "RETURNS",
     "ROUTED_EXPERTS",
     "STAGES",
     "TRAIN",
+    "VALUES",
     "Admission",
     "Board",
     "BoardError",

@@ -4,13 +4,13 @@ from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
 from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
+from relaxd.config.optimizer import OptimizerConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
-from relaxd.config.roles import ReferenceConfig, RolesConfig
+from relaxd.config.roles import CriticConfig, ReferenceConfig, RolesConfig
 from relaxd.config.run import (
     BoardConfig,
     DataConfig,
     ModelConfig,
-    OptimizerConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
@@ -23,6 +23,7 @@ from relaxd.config.run import (
 __all__ = [
     "AlgorithmConfig",
     "BoardConfig",
+    "CriticConfig",
     "DataConfig",
     "EvalConfig",
     "GRPOConfig",

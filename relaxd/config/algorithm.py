@@ -1,8 +1,8 @@
 """The algorithms' settings: one typed section per algorithm, with its own defaults, chosen by `name`."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator, model_validator
 
 from relaxd.config.base import Section
 from relaxd.config.policy_gradient import (
@@ -119,11 +119,42 @@ class ReinforcePlusPlusBaselineConfig(ClippedConfig):
     """Estimator of the KL divergence in the loss; the paper uses k2."""
 
 
+class PPOConfig(ClippedConfig):
+    """Proximal Policy Optimization (arXiv 1707.06347) with a critic and generalized advantages (arXiv 1506.02438)."""
+
+    needs_critic: ClassVar[bool] = True
+
+    name: Literal["ppo"] = "ppo"
+    """Chooses the algorithm."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of later rewards for each trained token in between."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """Weight of later temporal differences in an advantage (generalized advantage estimation). 1: the rewards that
+    follow less the critic's value; 0: one difference of values."""
+    whiten_advantages: bool = True
+    """Normalise advantages to mean 0 and variance 1 over all trained tokens of the step."""
+    value_clip: float = Field(default=0.2, gt=0)
+    """Largest change of a value in a step that lowers the critic's loss."""
+    drop_zero_variance: bool = False
+    """Drop groups whose rewards are all equal. They have a gradient all the same, since the baseline is the critic's
+    value."""
+
+    @model_validator(mode="after")
+    def _rewards_of_truncated_count(self) -> Self:
+        if self.mask_truncated:
+            raise ValueError(
+                "algorithm.mask_truncated is true, but the critic of ppo learns the rewards of all answers, also of "
+                "those that were cut: use overlong_buffer instead"
+            )
+        return self
+
+
 class OwnConfig(Section):
     """An algorithm of your own."""
 
     min_samples: ClassVar[int] = 1
     needs_whole_step: ClassVar[bool] = False
+    needs_critic: ClassVar[bool] = False
     on_policy_only: ClassVar[str] = ""
 
     name: str
@@ -160,6 +191,7 @@ BUILT_IN: dict[str, type[PolicyGradientConfig]] = {
         RLOOConfig,
         ReinforcePlusPlusConfig,
         ReinforcePlusPlusBaselineConfig,
+        PPOConfig,
     )
 }
 """The sections of the algorithms that relaxd has, by name."""
@@ -181,6 +213,7 @@ AlgorithmConfig = Annotated[
     | Annotated[RLOOConfig, Tag("rloo")]
     | Annotated[ReinforcePlusPlusConfig, Tag("reinforce_plus_plus")]
     | Annotated[ReinforcePlusPlusBaselineConfig, Tag("reinforce_plus_plus_baseline")]
+    | Annotated[PPOConfig, Tag("ppo")]
     | Annotated[OwnConfig, Tag(OWN)],
     Discriminator(tag_of),
 ]

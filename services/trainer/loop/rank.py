@@ -142,6 +142,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             steps=config.run.steps,
             seed=config.run.seed,
             own_reference=not config.has_reference_service,
+            critic=config.roles.critic,
             report=self._report_loading if self._thread.number == 0 else None,
         )
         freeze_objects()

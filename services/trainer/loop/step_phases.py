@@ -2,8 +2,9 @@
 
 Rank 0 drives all ranks through it. With one update a step, and so with nothing to be computed beforehand, micro-batches
 are trained as they come. Otherwise a step has two phases. While it fills, forward passes compute what all its updates
-need: log-probs under the weights at its beginning, and under the reference. Once it is full, its groups are divided
-into mini-batches, and each mini-batch makes an update in each epoch.
+need: log-probs under the weights at its beginning and under the reference, and the critic's values. Once it is full,
+advantages are computed from these values, its groups are divided into mini-batches, and each mini-batch makes an update
+in each epoch.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ def packer_for(config: RunConfig) -> Packer:
 
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:
     """Return the order of work in a run's steps."""
-    kind = TrainedWhileFilling if config.trainer.updates_per_step == 1 else PreparedThenTrained
+    whole = config.trainer.updates_per_step > 1 or algorithm.needs.values
+    kind = PreparedThenTrained if whole else TrainedWhileFilling
     return kind(config, algorithm, rank)
 
 

@@ -65,6 +65,7 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         steps=config.run.steps,
         seed=config.run.seed,
         own_reference=not config.has_reference_service,
+        critic=config.roles.critic,
     )
     disk = learner.world.disk
     channel = RankChannel(config.trainer.collective_timeout_seconds, disk)

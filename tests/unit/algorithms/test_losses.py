@@ -54,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rloo tis": {"correction": "tis", "tis_clip": 1.1, "kl_coef": 0.2, "kl_estimator": "k1", "kl_unbiased": True},
     "reinforce_plus_plus": {"kl_coef": 0.1},
     "reinforce_plus_plus_baseline": {"kl_coef": 0.1},
+    "ppo": {"kl_coef": 0.1},
 }
 
 
