@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ import torch
 import transformers
 
 from relaxd.config import RunConfig
-from services.trainer.batch.row_packing import TrainSequence, pack
+from services.trainer.batch.row_packing import pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.learner.checkpoint import CheckpointError
 from services.trainer.learner.learner import Learner
 from services.trainer.megatron.parallel import shut_down
 from services.trainer.model.architecture import ModelError
 from services.trainer.offline.replay import replay
-from tests.integration.trainer import training_worlds
+from tests.integration.trainer import critic_worlds
+from tests.integration.trainer.critic_worlds import CheckpointJob, train
 from tests.integration.trainer.service_kit import Feeder, make_config
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_samples, run_world
 from tests.integration.trainer.training_worlds import RunJob, run_job
@@ -261,8 +262,16 @@ def test_updates_are_the_same_under_every_layout_and_micro_batch_size(
         way: prepare_run(session_redis.url, number + 1, config_of(tiny_qwen3, ranks=2, **parallel), tmp_path / way)
         for number, (way, parallel) in enumerate(WAYS.items())
     }
-    worlds = run_world(list(jobs.values()), 2, tmp_path / "ranks", free_port(), program=training_worlds.__name__)
-    found = dict(zip(jobs, worlds, strict=True))
+    saved, layouts = [], (WAYS["DP2"], WAYS["TP2"])
+    for number, parallel in enumerate(layouts):
+        folder = tmp_path / f"checkpoint-{number}"
+        saved += [CheckpointJob(tiny_qwen3, folder, parallel), CheckpointJob(tiny_qwen3, folder, parallel, load=True)]
+        other = layouts[1 - number]
+        saved.append(CheckpointJob(tiny_qwen3, folder, other, load=True, same_layout=False))
+    everything = [*jobs.values(), *saved]
+    worlds = run_world(everything, 2, tmp_path / "ranks", free_port(), program=critic_worlds.__name__)
+    check_checkpoints(worlds[len(jobs) :])
+    found = dict(zip(jobs, worlds, strict=False))
     for number, tokens in enumerate((48, 24)):
         shut_down_quietly()
         config = config_of(tiny_qwen3, micro_batch_tokens=tokens)
@@ -279,6 +288,15 @@ def test_updates_are_the_same_under_every_layout_and_micro_batch_size(
         assert tensors.keys() == expected["tensors"].keys()
         for name, tensor in expected["tensors"].items():
             np.testing.assert_allclose(tensors[name], tensor, atol=1e-4, err_msg=f"{way} {name}")
+
+
+def check_checkpoints(results: list[list[dict[str, Any]]]) -> None:
+    """Policy and critic go on bit for bit in the same layout, and from the same weights in another."""
+    for undisturbed, same, other in zip(results[::3], results[1::3], results[2::3], strict=True):
+        for rank in (0, 1):
+            assert same[rank]["numbers"] == undisturbed[rank]["numbers"]
+            assert same[rank]["checksum"] == undisturbed[rank]["checksum"]
+            np.testing.assert_allclose(other[rank]["numbers"], undisturbed[rank]["numbers"], rtol=1e-4, atol=1e-6)
 
 
 # --- skipped, repeated --------------------------------------------------------------------------------------------
@@ -312,35 +330,6 @@ def test_what_the_critic_cannot_take_is_skipped_for_both_and_in_every_replay(
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------
-
-
-def valued_samples(seed: int = 0) -> list[TrainSequence]:
-    """Samples with values and returns."""
-    random = np.random.default_rng(seed + 100)
-    return [
-        replace(
-            sample,
-            columns={
-                **sample.columns,
-                "values": random.normal(0, 0.1, len(sample.tokens)).astype(np.float32),
-                "returns": random.normal(0, 1, len(sample.tokens)).astype(np.float32),
-            },
-        )
-        for sample in make_samples(seed=seed)
-    ]
-
-
-def train(learner: Learner, steps: int, *, nap: bool = False) -> list[tuple[float, ...]]:
-    """Steps on made-up samples; loss and gradient norm of policy and critic in each."""
-    found = []
-    for _ in range(steps):
-        learner.accumulate([pack(valued_samples(learner.step))])
-        if nap:
-            learner.offload()
-            learner.onload()
-        stats = learner.finish(20.0)
-        found.append((stats.loss, stats.grad_norm, stats.metrics["value_loss"], stats.metrics["value_grad_norm"]))
-    return found
 
 
 def saved(learner: Learner, folder: Path) -> Path:
