@@ -66,6 +66,12 @@ ROWS = {
         "PPO's clip of each token's ratio",
         "a better model is there that has the same vocabulary ([distillation.md](distillation.md))",
     ),
+    "ppo": Row(
+        "1707.06347",
+        "generalized advantages of the critic's values, normalised over the step",
+        "PPO's clip",
+        "one sample a prompt; long answers of which the critic can tell where they went wrong",
+    ),
 }
 COMPARED = (
     "clip_low",
@@ -107,6 +113,8 @@ def _needs(name: str) -> str:
         needs.append("`roles.teacher.model`")
     if section.needs_whole_step:
         needs.append("statistics of the whole step")
+    if section.needs_critic:
+        needs.append("a critic")
     return ", ".join(needs)
 
 

@@ -4,10 +4,12 @@ from relaxd.algorithms.base import Advantages, Algorithm, Filtered, LossInputs, 
 from relaxd.algorithms.create import ALGORITHMS, AlgorithmError, create
 from relaxd.algorithms.grpo import GRPO
 from relaxd.algorithms.policy_gradient import PolicyGradient, PolicyTerm, Tokens
+from relaxd.algorithms.ppo import PPO
 
 __all__ = [
     "ALGORITHMS",
     "GRPO",
+    "PPO",
     "Advantages",
     "Algorithm",
     "AlgorithmError",

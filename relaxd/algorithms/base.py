@@ -6,10 +6,10 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,9 @@ class Needs:
     whitened: bool = False
     """Whether the trainer normalises the advantages over all trained tokens of a step (`Whitening`). A step is then
     trained once it is full."""
+    values: bool = False
+    """Whether a critic is trained. `Algorithm.advantages` then returns rewards of tokens, from which, and from the
+    critic's values, `WithCritic.step_advantages` makes the column "advantages"."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,38 @@ class Algorithm(Protocol):
         Raises:
             ValueError: an input that the algorithm needs is missing, or shapes differ.
         """
+
+
+class WithCritic(Algorithm, Protocol):
+    """An algorithm whose `Needs.values` is True."""
+
+    @property
+    def value_clip(self) -> float:
+        """Largest change of a value in a step that lowers the critic's loss, > 0."""
+
+    def step_advantages(self, groups: Sequence[ValuedGroup]) -> list[AdvantagesAndReturns]:
+        """Return the advantages of a whole step's groups, and the returns to which the critic is fitted."""
+
+
+@dataclass(frozen=True)
+class ValuedGroup:
+    """A group with the critic's values. Arrays are [T], the samples one after the other."""
+
+    token_rewards: NDArray[np.float32]
+    """What `Algorithm.advantages` has returned."""
+    values: NDArray[np.float32]
+    """The critic's value of the tokens before each token."""
+    mask: NDArray[np.uint8]
+    """1 where the token is trained on, else 0."""
+    lengths: NDArray[np.int32]
+    """[n], tokens of each sample, adding up to T."""
+
+
+class AdvantagesAndReturns(NamedTuple):
+    """What follows from a group's values; float32 [T], 0 where the mask is 0."""
+
+    advantages: NDArray[np.float32]
+    returns: NDArray[np.float32]
 
 
 def sample_lengths(

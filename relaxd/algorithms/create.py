@@ -16,6 +16,7 @@ from relaxd.algorithms.grpo import GRPO
 from relaxd.algorithms.gspo import GSPO
 from relaxd.algorithms.opd import OPD
 from relaxd.algorithms.policy_gradient import PolicyGradient
+from relaxd.algorithms.ppo import PPO
 from relaxd.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from relaxd.algorithms.rloo import RLOO
 from relaxd.algorithms.sapo import SAPO
@@ -35,6 +36,7 @@ ALGORITHMS: dict[str, type[PolicyGradient]] = {
         ReinforcePlusPlus,
         ReinforcePlusPlusBaseline,
         OPD,
+        PPO,
     )
 }
 """relaxd's algorithms by the `name` in the configuration."""

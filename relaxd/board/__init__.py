@@ -15,11 +15,15 @@ from relaxd.board.errors import (
     StepConflict,
 )
 from relaxd.board.schema import (
+    ADVANTAGES,
     COLUMNS,
+    LOSS_MASK,
     OLD_LOGPROBS,
     REF_LOGPROBS,
+    RETURNS,
     ROUTED_EXPERTS,
     TEACHER_LOGPROBS,
+    VALUES,
     ColumnSpec,
     trained_columns,
 )
@@ -43,14 +47,18 @@ from relaxd.board.types import (
 from relaxd.board.worker import Drop, StageWorker
 
 __all__ = [
+    "ADVANTAGES",
     "COLUMNS",
     "JSON",
+    "LOSS_MASK",
     "OLD_LOGPROBS",
     "REF_LOGPROBS",
+    "RETURNS",
     "ROUTED_EXPERTS",
     "STAGES",
     "TEACHER_LOGPROBS",
     "TRAIN",
+    "VALUES",
     "Admission",
     "Board",
     "BoardError",

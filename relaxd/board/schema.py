@@ -51,6 +51,12 @@ TEACHER_LOGPROBS = "teacher_logprobs"
 """The column that a run has where a teacher has a part in advantages or loss."""
 OLD_LOGPROBS = "old_logprobs"
 """The column that the trainer computes before the first of a step's several updates, if the loss reads it."""
+VALUES = "values"
+"""The column that the trainer's critic computes before a step's first update."""
+RETURNS = "returns"
+"""The column to which the critic is fitted."""
+ADVANTAGES = "advantages"
+"""The column that the loss weights tokens by."""
 VERSIONS = "versions"
 """The column with the weight version of every token that the model wrote."""
 LOSS_MASK = "loss_mask"
@@ -118,7 +124,14 @@ COLUMNS: dict[str, ColumnSpec] = {
         ),
         ColumnSpec("reward", "reward", "float64", "n", "Reward of each sample."),
         ColumnSpec("reward_parts", "reward", "json", "", "The parts that all rewards have: {name: [n values]}."),
-        ColumnSpec("advantages", "advantage", "float32", "T", "Advantage of each token."),
+        ColumnSpec(
+            ADVANTAGES,
+            "advantage",
+            "float32",
+            "T",
+            "Advantage of each token. With a critic its reward, from which the trainer computes the advantage that "
+            "step files have.",
+        ),
         ColumnSpec(
             OLD_LOGPROBS,
             "train",
@@ -126,6 +139,23 @@ COLUMNS: dict[str, ColumnSpec] = {
             "T",
             "Log-prob of each token under the weights at the step's beginning, for steps of several updates; 0 for "
             "tokens that aren't trained on.",
+            optional=True,
+        ),
+        ColumnSpec(
+            VALUES,
+            "train",
+            "float32",
+            "T",
+            "The critic's value of the tokens before each token, at the step's beginning; 0 for tokens that aren't "
+            "trained on.",
+            optional=True,
+        ),
+        ColumnSpec(
+            RETURNS,
+            "train",
+            "float32",
+            "T",
+            "What the critic is fitted to: the advantage before whitening, plus the value.",
             optional=True,
         ),
     )

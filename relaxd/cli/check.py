@@ -36,6 +36,11 @@ def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
         folder = resolve_model(config.model.path, weights=False)
     except DataError as error:
         return [*problems, Problem(error.field, error.message)]
+    if config.roles.critic.model:
+        try:
+            resolve_model(config.roles.critic.model)
+        except DataError as error:
+            problems.append(Problem("roles.critic.model", error.message))
     problems += _check_model(config, folder)
     problems += _check_frozen_models(config)
     problems += [Problem(setting, message) for setting, message in context_problems(config, folder)]
@@ -86,17 +91,15 @@ def _check_sizes(config: RunConfig) -> list[Problem]:
         for setting, tokens in rows.items()
         if longest > tokens
     ]
-    if config.trainer.optimizer.warmup_steps >= config.run.steps and config.trainer.optimizer.warmup_steps:
-        problems.append(
-            Problem(
-                "trainer.optimizer.warmup_steps",
-                f"= {trainer.optimizer.warmup_steps} is not less than run.steps = {config.run.steps}",
-            )
-        )
-    if trainer.optimizer.min_lr > trainer.optimizer.lr:
-        problems.append(
-            Problem("trainer.optimizer.min_lr", f"= {trainer.optimizer.min_lr} is above lr = {trainer.optimizer.lr}")
-        )
+    for section, optimizer in (
+        ("trainer.optimizer", trainer.optimizer),
+        ("roles.critic.optimizer", config.roles.critic.optimizer),
+    ):
+        if optimizer.warmup_steps >= config.run.steps and optimizer.warmup_steps:
+            problem = f"= {optimizer.warmup_steps} is not less than run.steps = {config.run.steps}"
+            problems.append(Problem(f"{section}.warmup_steps", problem))
+        if optimizer.min_lr > optimizer.lr:
+            problems.append(Problem(f"{section}.min_lr", f"= {optimizer.min_lr} is above lr = {optimizer.lr}"))
     return problems
 
 

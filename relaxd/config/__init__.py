@@ -4,14 +4,14 @@ from relaxd.config.algorithm import AlgorithmConfig, GRPOConfig
 from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
+from relaxd.config.optimizer import OptimizerConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
 from relaxd.config.rehearsal import RehearsalConfig
-from relaxd.config.roles import FrozenModelConfig, ReferenceConfig, RolesConfig, TeacherConfig
+from relaxd.config.roles import CriticConfig, FrozenModelConfig, ReferenceConfig, RolesConfig, TeacherConfig
 from relaxd.config.run import (
     BoardConfig,
     DataConfig,
     ModelConfig,
-    OptimizerConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
@@ -24,6 +24,7 @@ from relaxd.config.run import (
 __all__ = [
     "AlgorithmConfig",
     "BoardConfig",
+    "CriticConfig",
     "DataConfig",
     "EvalConfig",
     "FrozenModelConfig",

@@ -142,10 +142,46 @@ class OPDConfig(NormalizedConfig, ClippedConfig):
         return self
 
 
+class PPOConfig(ClippedConfig):
+    """Proximal Policy Optimization (arXiv 1707.06347) with a critic and generalized advantages (arXiv 1506.02438)."""
+
+    needs_critic: ClassVar[bool] = True
+
+    name: Literal["ppo"] = "ppo"
+    """Chooses the algorithm."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of later rewards for each trained token in between."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """Weight of later temporal differences in an advantage (generalized advantage estimation). 1: the rewards that
+    follow less the critic's value; 0: one difference of values."""
+    whiten_advantages: bool = True
+    """Normalise advantages to mean 0 and variance 1 over all trained tokens of the step."""
+    value_clip: float = Field(default=0.2, gt=0)
+    """Largest change of a value in a step that lowers the critic's loss."""
+    drop_zero_variance: bool = False
+    """Drop groups whose rewards are all equal. They have a gradient all the same, since the baseline is the critic's
+    value."""
+
+    @model_validator(mode="after")
+    def _critic_sees_rewards_only(self) -> Self:
+        if self.mask_truncated:
+            raise ValueError(
+                "algorithm.mask_truncated is true, but the critic of ppo learns the rewards of all answers, also of "
+                "those that were cut: use overlong_buffer instead"
+            )
+        if self.distill_coef > 0:
+            raise ValueError(
+                f"algorithm.distill_coef is {self.distill_coef:g}, but ppo would add it up over the tokens that follow: "
+                "use distill_loss_coef instead"
+            )
+        return self
+
+
 class OwnConfig(Section):
     """An algorithm of your own."""
 
     min_samples: ClassVar[int] = 1
+    needs_critic: ClassVar[bool] = False
     on_policy_only: ClassVar[str] = ""
 
     name: str
@@ -188,6 +224,7 @@ BUILT_IN: dict[str, type[PolicyGradientConfig]] = {
         ReinforcePlusPlusConfig,
         ReinforcePlusPlusBaselineConfig,
         OPDConfig,
+        PPOConfig,
     )
 }
 """The sections of the algorithms that relaxd has, by name."""
@@ -210,6 +247,7 @@ AlgorithmConfig = Annotated[
     | Annotated[ReinforcePlusPlusConfig, Tag("reinforce_plus_plus")]
     | Annotated[ReinforcePlusPlusBaselineConfig, Tag("reinforce_plus_plus_baseline")]
     | Annotated[OPDConfig, Tag("opd")]
+    | Annotated[PPOConfig, Tag("ppo")]
     | Annotated[OwnConfig, Tag(OWN)],
     Discriminator(tag_of),
 ]

@@ -175,6 +175,11 @@ EQUIVALENTS = (
     Equivalent("roles.teacher.model", "", "", "", "--opd-teacher-load --opd-type", "always a service of its own"),
     Equivalent("algorithm.dual_clip", "delta", "@actor.clip_ratio_c", "", "--eps-clip-c", "0 turns it off"),
     Equivalent("algorithm.gamma", "", "algorithm.gamma", "", "--gamma"),
+    Equivalent("algorithm.gae_lambda", "", "algorithm.lam", "", "--lambd"),
+    Equivalent("algorithm.value_clip", "", "critic.cliprange_value", "", "--value-clip"),
+    Equivalent("algorithm.whiten_advantages", "", "", "", "--normalize-advantages", "verl always does"),
+    Equivalent("roles.critic.model", "", "critic.model.path", "", "--critic-load"),
+    Equivalent("roles.critic.optimizer.lr", "", "critic.optim.lr", "", "--critic-lr"),
     Equivalent("algorithm.tau_positive", "sapo_temperature_pos", "@actor.tau_pos", "", "--sapo-tau-pos"),
     Equivalent("algorithm.tau_negative", "sapo_temperature_neg", "@actor.tau_neg", "", "--sapo-tau-neg"),
     Equivalent("algorithm.opsm_delta", "off_policy_mask_threshold", "", "", "--opsm-delta --use-opsm"),
@@ -358,10 +363,6 @@ EQUIVALENTS = (
     Equivalent("", "min_p", "", "", "", "there is no min-p sampling: use rollout.top_p or rollout.top_k"),
     Equivalent("", "repetition_penalty", "", "", "", "there is no penalty on repetition: it would change the policy"),
     Equivalent("", "", "algorithm.kl_penalty", "trainer.loss.kl_tau", "", "in a reward the estimate is always k1"),
-    Equivalent("", "", "algorithm.lam", "", "--lambd", "there is no critic, and so no GAE"),
-    Equivalent(
-        "", "", "critic.optim.lr critic.model.path", "", "--critic-lr --critic-load --value-clip", "there is no critic"
-    ),
     Equivalent("", "", "", "", "--group-rm", "a function whose parameter is called samples gets a group"),
     Equivalent(
         "",

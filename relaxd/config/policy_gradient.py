@@ -19,6 +19,8 @@ class PolicyGradientConfig(Section):
     """Samples that a group needs at least."""
     needs_whole_step: ClassVar[bool] = False
     """Whether advantages are normalised over all groups of a step."""
+    needs_critic: ClassVar[bool] = False
+    """Whether a critic is trained, with whose values the trainer computes advantages."""
 
     name: str = ""
     """Chooses the algorithm."""

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from relaxd.config.base import Section
+from relaxd.config.optimizer import OptimizerConfig
 
 
 class FrozenModelConfig(Section):
@@ -67,6 +68,26 @@ class TeacherConfig(FrozenModelConfig):
     size, with the vocabulary of the trained model."""
 
 
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW of the critic, and its learning-rate schedule."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate; usually above the policy's, because the critic has to keep up with it."""
+
+
+class CriticConfig(Section):
+    """The critic of algorithm.name = "ppo": a model like the trained one, with one value instead of logits. It has the
+    trainer's parallel sizes, dtype and kernels."""
+
+    placement: Literal["trainer"] = "trainer"
+    """trainer: in the trainer's ranks, beside the model that they train. There is no other place yet."""
+    model: str = ""
+    """Folder or name of the model from which it starts, which must have the architecture of model.path; empty: that
+    model. Its value head starts with zeros."""
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    """The optimizer of the critic."""
+
+
 class RolesConfig(Section):
     """Settings of roles that only some runs need."""
 
@@ -74,6 +95,8 @@ class RolesConfig(Section):
     """The reference model of the KL term."""
     teacher: TeacherConfig = TeacherConfig()
     """The teacher of on-policy distillation."""
+    critic: CriticConfig = CriticConfig()
+    """The critic."""
 
     @property
     def frozen(self) -> dict[str, FrozenModelConfig]:

@@ -11,9 +11,10 @@ from relaxd.config.data import DataConfig
 from relaxd.config.evaluation import EvalConfig
 from relaxd.config.health import HealthConfig
 from relaxd.config.moe import MoEConfig
+from relaxd.config.optimizer import OptimizerConfig
 from relaxd.config.rehearsal import RehearsalConfig
 from relaxd.config.reward import RewardConfig
-from relaxd.config.roles import RolesConfig
+from relaxd.config.roles import CriticConfig, RolesConfig
 
 
 class RunSection(Section):
@@ -106,31 +107,6 @@ class RolloutConfig(Section):
                     f'rollout.{name} is for rollout.engine = "sglang", but rollout.engine is "{self.engine}"'
                 )
         return self
-
-
-class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
-
-    lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
-    min_lr: float = Field(default=0.0, ge=0)
-    """Learning rate at the end of the decay."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the learning rate over run.steps after the warm-up. All updates of a step have the same rate."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up, whatever the number of updates in a step is."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled weight decay."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment."""
-    epsilon: float = Field(default=1e-8, gt=0)
-    """AdamW's epsilon."""
-    clip_grad: float = Field(default=1.0, ge=0)
-    """Maximum global gradient norm, above which gradients are clipped; 0 turns clipping off."""
-    cpu_offload: bool = False
-    """Keep and update the optimizer's state and main weights in host memory."""
 
 
 class CheckpointConfig(Section):
@@ -376,6 +352,21 @@ class RunConfig(Section):
             raise ValueError(
                 "roles.teacher.model is empty: set it to the teacher's model, because algorithm.distill_coef is "
                 f"{algorithm.distill_coef:g} and algorithm.distill_loss_coef {algorithm.distill_loss_coef:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_fits(self) -> Self:
+        critic = self.roles.critic
+        if critic != CriticConfig() and not self.algorithm.needs_critic:
+            raise ValueError(
+                f'roles.critic is set, but algorithm.name is "{self.algorithm.name}", which trains no critic: use '
+                '"ppo", or leave roles.critic out'
+            )
+        if critic.optimizer.cpu_offload and self.trainer.dtype != "bfloat16":
+            raise ValueError(
+                'roles.critic.optimizer.cpu_offload needs trainer.dtype = "bfloat16", but it is '
+                f'"{self.trainer.dtype}": only then are there main weights beside those that the critic computes with'
             )
         return self
 

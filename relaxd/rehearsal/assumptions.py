@@ -53,6 +53,10 @@ def obstacle(config: RunConfig) -> str:
         return "run.colocate is true: trainer and engines that take turns can't be rehearsed"
     if config.has_reference_service:
         return 'roles.reference.placement is "service": it can\'t be rehearsed; set "trainer" to rehearse the rest'
+    if config.has_teacher:
+        return "roles.teacher.model is set: a teacher can't be rehearsed; leave distillation out to rehearse the rest"
+    if config.algorithm.needs_critic:
+        return f'algorithm.name is "{config.algorithm.name}": a critic can\'t be rehearsed; use "grpo" to rehearse the rest'
     if config.rollout.return_routed_experts and not math.prod(config.rehearsal.experts):
         return "rollout.return_routed_experts is true: say how many with rehearsal.moe_layers and experts_per_token"
     return ""

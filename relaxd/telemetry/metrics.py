@@ -72,6 +72,31 @@ METRICS: dict[str, Metric] = {
         Metric(
             "optimizer_steps", "step", "{update}", "Updates since the run's beginning that have changed the weights."
         ),
+        Metric(
+            "value_loss",
+            "step",
+            "1",
+            "Loss of the critic, after the normaliser of the step's loss; mean of its updates. These and the "
+            "next ones only with a critic.",
+        ),
+        Metric("value_grad_norm", "step", "1", "Global L2 norm of the critic's gradients before clipping."),
+        Metric("value_lr", "step", "1", "Learning rate of the critic."),
+        Metric(
+            "value_clip_fraction",
+            "step",
+            "1",
+            "Share of trained tokens whose value is further than algorithm.value_clip from that at the "
+            "step's beginning.",
+        ),
+        Metric(
+            "explained_variance",
+            "step",
+            "1",
+            "Share of the variance of the returns that the critic's values at the step's beginning explain: 1 is all, "
+            "below 0 is worse than a constant. Absent where all returns are equal.",
+        ),
+        Metric("value_mean", "step", "1", "Mean of the critic's values at the step's beginning."),
+        Metric("return_mean", "step", "1", "Mean of the returns to which the critic is fitted."),
         Metric("lr", "step", "1", "Learning rate of the step; for a skipped update, that of the step before."),
         Metric("reward_mean", "step", "1", "Mean reward of the step's samples."),
         Metric("reward_accuracy", "step", "1", "Mean of the reward part `accuracy`: share of right answers."),

@@ -84,7 +84,11 @@ def test_any_text_survives_dump(text: str) -> None:
             "top_pp = 0.9",
             ["line 17: rollout.top_pp is not a known setting", "did you mean rollout.top_p?"],
         ),
-        ("top_p = 0.9", "lr = 0.9", ["rollout.lr is not a known setting", "did you mean trainer.optimizer.lr?"]),
+        (
+            "top_p = 0.9",
+            "lr = 0.9",
+            ["rollout.lr is not a known setting", "did you mean trainer.optimizer.lr or roles.critic.optimizer.lr?"],
+        ),
         ("top_p = 0.9", "wholly_unknown = 0.9", ["[rollout] has samples_per_prompt, max_new_tokens"]),
         (
             "[rollout]\ntop_p = 0.9",
@@ -145,7 +149,7 @@ def test_overrides_win_and_have_their_types() -> None:
         (["--run.stepz", "1"], "--run.stepz: run.stepz is not a known setting; did you mean run.steps?"),
         (["--run.steps", "many"], '--run.steps: run.steps = "many": must be a whole number'),
         (["--run.steps"], "--run.steps needs a value"),
-        (["--lr", "1"], "unknown option --lr; did you mean --trainer.optimizer.lr?"),
+        (["--lr", "1"], "unknown option --lr; did you mean --trainer.optimizer.lr or --roles.critic.optimizer.lr?"),
         (["steps", "1"], "expected --section.key value, found 'steps'"),
         (["--run.steps.x", "1"], "run.steps is a value, not a section"),
         (["--run.steps", "1\nrun.seed = 3"], "must be a whole number"),

@@ -134,11 +134,18 @@ def test_an_algorithms_example_is_its_demo(name: str) -> None:
         ("name=rloo staleness=0 epochs=2", "but a step has 2 updates: set trainer.mini_batches = 1"),
         ("name=rloo correction=tis samples=1", "rollout.samples_per_prompt is 1: it compares the samples of a group"),
         ("name=reinforce_plus_plus mask_truncated=true", "use overlong_buffer instead"),
+        ("name=ppo mask_truncated=true", "use overlong_buffer instead"),
+        ("name=ppo gae_lambda=1.1", "algorithm.gae_lambda = 1.1: must be at most 1"),
+        ("name=ppo placement=service", "roles.critic.placement = \"service\" is not allowed: one of 'trainer'"),
+        ("name=grpo critic_lr=1e-4", 'roles.critic is set, but algorithm.name is "grpo", which trains no critic'),
+        ("name=ppo critic_offload=true", 'roles.critic.optimizer.cpu_offload needs trainer.dtype = "bfloat16"'),
     ],
 )
 def test_what_does_not_fit_an_algorithm_is_refused(overrides: str, expected: str) -> None:
     words = [f"--algorithm.{word}" for word in overrides.split()]
     places = {"samples": "rollout.samples_per_prompt", "staleness": "board.max_staleness", "epochs": "trainer.epochs"}
+    critic = {"placement": "placement", "critic_lr": "optimizer.lr", "critic_offload": "optimizer.cpu_offload"}
+    places |= {name: f"roles.critic.{place}" for name, place in critic.items()}
     for name, place in places.items():
         words = [word.replace(f"algorithm.{name}=", f"{place}=") for word in words]
     with pytest.raises(ConfigError) as caught:
@@ -160,12 +167,12 @@ def test_what_does_not_fit_an_algorithm_is_refused(overrides: str, expected: str
         ),
         ("rollout.presence_penalty", "there are no penalties"),
         ("data.sources.0.temperature", "all sources have rollout.temperature"),
-        ("algorithm.lam", "there is no critic, and so no GAE (verl's algorithm.lam)"),
+        ("algorithm.lam", "verl's algorithm.lam is algorithm.gae_lambda here"),
         ("algorithm.importance_sampling_level", "TRL's importance_sampling_level is algorithm.name here"),
         ("rollout.temprature", "did you mean rollout.temperature?"),
         ("trainer.optimizer.beta", "did you mean trainer.optimizer.beta"),  # TRL's beta is another thing
         ("algorithm.beta", "TRL's beta is algorithm.kl_coef here"),
-        ("rollout.lr", "did you mean trainer.optimizer.lr?"),
+        ("rollout.lr", "did you mean trainer.optimizer.lr or roles.critic.optimizer.lr?"),
         ("nothing.like_it", "there is no section [nothing]"),
     ],
 )

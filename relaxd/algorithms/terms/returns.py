@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
+LOG_SMALLEST = -460.0
+"""Logarithm of the smallest power of a discount: 1e-200, far from where float64 loses digits."""
 
 
 def token_rewards(
@@ -85,9 +87,27 @@ def generalized_advantages(
     advantages, returns = np.zeros_like(token_rewards), np.zeros_like(token_rewards)
     ends = np.cumsum(lengths)
     for begin, end in zip(ends - lengths, ends, strict=True):
-        next_value = next_advantage = 0.0
-        for token in reversed(begin + np.flatnonzero(mask[begin:end])):
-            delta = token_rewards[token] + gamma * next_value - values[token]
-            next_advantage, next_value = delta + gamma * lambda_ * next_advantage, values[token]
-            advantages[token], returns[token] = next_advantage, next_advantage + next_value
+        own = begin + np.flatnonzero(mask[begin:end])
+        following = np.append(values[own[1:]], 0.0)[: own.size]
+        deltas = token_rewards[own] + gamma * following - values[own]
+        advantages[own] = _discounted_sums(deltas, gamma * lambda_)
+        returns[own] = advantages[own] + values[own]
     return advantages, returns
+
+
+def _discounted_sums(terms: Values, discount: float) -> Values:
+    """Return Σ_{u >= t} discount^(u - t) x terms_u for each t.
+
+    In blocks so long that discount^length doesn't underflow: a loop over the tokens of a large step takes minutes.
+    """
+    if discount == 0.0:
+        return terms
+    block = terms.size if discount == 1.0 else max(1, int(LOG_SMALLEST / np.log(discount)))
+    result, after = np.empty_like(terms), 0.0
+    for begin in reversed(range(0, terms.size, max(block, 1))):
+        own = terms[begin : begin + block]
+        powers = discount ** np.arange(own.size)
+        sums = np.cumsum((own * powers)[::-1])[::-1]
+        result[begin : begin + block] = sums / powers + after * discount ** np.arange(own.size, 0, -1)
+        after = result[begin]
+    return result

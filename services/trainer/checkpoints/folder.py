@@ -83,7 +83,8 @@ class CheckpointState(BaseModel):
     trainer: dict[str, Any]
     """The configuration's section trainer."""
     algorithm: dict[str, Any]
-    """The configuration's section algorithm. Algorithms have no state; the reference is the initial model."""
+    """The configuration's section algorithm. Algorithms have no state; the reference is the initial model, and
+    the critic is beside the policy."""
     weights_checksum: int = 0
     """`Learner.checksum`, summed over all ranks."""
     versions: dict[str, str]

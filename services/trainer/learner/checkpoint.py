@@ -1,9 +1,9 @@
 """Snapshots of a learner's state as sharded Megatron checkpoints, which any parallel layout can load.
 
 A checkpoint holds the model, the optimizer's float32 main weights, moments and step, the learning-rate schedule, the
-number of updates, and each rank's random generators. Loading Megatron's distributed optimizer over torch's AdamW,
-without Transformer Engine or apex, has three pitfalls, handled by `_fill_optimizer`, `_accept_missing_step` and
-`_separate_steps`.
+same of a critic, the number of updates, and each rank's random generators. Loading Megatron's distributed optimizer
+over torch's AdamW, without Transformer Engine or apex, has three pitfalls, handled by `_fill_optimizer`,
+`_accept_missing_step` and `_separate_steps`.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -44,13 +45,17 @@ SHARDING = {
 }
 
 
+CRITIC = "critic"
+"""Name of the critic's part."""
+
+
 class CheckpointError(Exception):
     """A checkpoint doesn't fit the model or the trainer."""
 
 
 @dataclass(frozen=True)
-class Stateful:
-    """The parts of a learner that a checkpoint holds."""
+class TrainedModel:
+    """A model that is trained."""
 
     model: PolicyModel
     """This rank's part of the model."""
@@ -58,6 +63,18 @@ class Stateful:
     """The optimizer."""
     schedule: OptimizerParamScheduler
     """The learning-rate schedule."""
+
+
+@dataclass(frozen=True)
+class Stateful:
+    """The parts of a learner that a checkpoint holds."""
+
+    policy: TrainedModel
+    """The policy."""
+    critic: TrainedModel | None
+    """The critic, if the algorithm has one."""
+    step: int
+    """Number of the step whose weights these are."""
     world: World
     """This rank's place in the world."""
     optimizer_steps: int
@@ -73,6 +90,24 @@ class Snapshot:
     def __init__(self, state: Stateful, folder: Path) -> None:
         """Plan the files and start copying the state. All ranks create it together; `folder` exists and is empty."""
         self.copies = HostCopies(state.world.device)
+        content = {
+            **self._content(state.policy),
+            "optimizer_steps": state.optimizer_steps,
+            "generators": _generators(state.world, read_generators()),
+        }
+        if state.critic is not None:
+            content[CRITIC] = self._content(state.critic)
+            add_prefix_for_sharding(content[CRITIC], f"{CRITIC}.")
+            content[CRITIC]["step"] = state.step
+        self._strategy = strategy = ThreadStrategy(state.world.disk)
+        request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
+        assert request is not None
+        if not all(self.copies.owns(tensor) for tensor in strategy.tensors):
+            raise RuntimeError("Megatron has copied a tensor before it was filled")
+        self._request: AsyncRequest = request
+        self.copies.start()
+
+    def _content(self, state: TrainedModel) -> dict[str, Any]:
         _fill_optimizer(state.optimizer)
         model = state.model.sharded_state_dict(metadata=dict(SHARDING))
         # The optimizer's shards refer to the model's parameters, so replace those only afterwards.
@@ -82,20 +117,7 @@ class Snapshot:
         for part in nested_values(model):
             if isinstance(getattr(part, "data", None), torch.Tensor):
                 part.data = self.copies.of(part.data)
-        content = {
-            "model": model,
-            "optimizer": optimizer,
-            "schedule": state.schedule.state_dict(),
-            "optimizer_steps": state.optimizer_steps,
-            "generators": _generators(state.world, read_generators()),
-        }
-        self._strategy = strategy = ThreadStrategy(state.world.disk)
-        request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
-        assert request is not None
-        if not all(self.copies.owns(tensor) for tensor in strategy.tensors):
-            raise RuntimeError("Megatron has copied a tensor before it was filled")
-        self._request: AsyncRequest = request
-        self.copies.start()
+        return {"model": model, "optimizer": optimizer, "schedule": state.schedule.state_dict()}
 
     def write(self) -> None:
         """Write this rank's file and wait until it is on disk. Runs in a thread beside training.
@@ -116,7 +138,7 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> int:
     """Load a checkpoint into a learner. All ranks call it together.
 
     Args:
-        state: the newly built learner's state.
+        state: the newly built learner's state; its step is the one that the checkpoint must be of.
         folder: the checkpoint.
         same_layout: whether the parallel layout is the same as when it was saved. Only then are the random generators
             restored.
@@ -125,28 +147,55 @@ def load_snapshot(state: Stateful, folder: Path, *, same_layout: bool) -> int:
         Number of updates that have changed the weights.
 
     Raises:
-        CheckpointError: it doesn't fit this model.
+        CheckpointError: it doesn't fit this model, or has no critic of this step.
         DiskWorkFailed, DiskStalled: another rank couldn't read its part.
     """
-    _fill_optimizer(state.optimizer)
-    model = state.model.sharded_state_dict(metadata=dict(SHARDING))
-    content: dict[str, Any] = {
-        "model": model,
-        "optimizer": state.optimizer.sharded_state_dict(model, is_loading=True, metadata=dict(SHARDING)),
-    }
+    content = _to_load(state.policy)
+    if state.critic is not None:
+        _check_critic(state, folder)
+        content[CRITIC] = _to_load(state.critic)
+        add_prefix_for_sharding(content[CRITIC], f"{CRITIC}.")
     if same_layout:
         content["generators"] = _generators(state.world, None)
     loaded = _load(content, folder, state.world.disk)
+    _set(state.policy, loaded)
+    if state.critic is not None:
+        _set(state.critic, loaded[CRITIC])
+    if same_layout:
+        write_generators(loaded["generators"])
+    # Checkpoints of earlier releases have none; their steps had one update.
+    return int(loaded.get("optimizer_steps", state.policy.schedule.num_steps))
+
+
+def _check_critic(state: Stateful, folder: Path) -> None:
+    """Raise CheckpointError unless a checkpoint has a critic, and of the policy's step."""
+    found = ReadCommonStrategy(state.world.disk).load_common(folder).get(CRITIC)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} has no critic, which this run's algorithm trains together with the policy: it is of a run "
+            "without one. Export it, and start a run from the exported model"
+        )
+    if found["step"] != state.step:
+        raise CheckpointError(
+            f"{folder} has the policy of step {state.step}, but the critic of step {found['step']}: they must be of "
+            "the same"
+        )
+
+
+def _to_load(state: TrainedModel) -> dict[str, Any]:
+    _fill_optimizer(state.optimizer)
+    model = state.model.sharded_state_dict(metadata=dict(SHARDING))
+    optimizer = state.optimizer.sharded_state_dict(model, is_loading=True, metadata=dict(SHARDING))
+    return {"model": model, "optimizer": optimizer}
+
+
+def _set(state: TrainedModel, loaded: dict[str, Any]) -> None:
     state.model.load_state_dict(loaded["model"])
     _add_classes(loaded["optimizer"], state.optimizer)
     with _accept_missing_step(state.optimizer):
         state.optimizer.load_state_dict(loaded["optimizer"])
     _separate_steps(state.optimizer)
     state.schedule.load_state_dict(loaded["schedule"])
-    if same_layout:
-        write_generators(loaded["generators"])
-    # Checkpoints of earlier releases have none; their steps had one update.
-    return int(loaded.get("optimizer_steps", state.schedule.num_steps))
 
 
 def load_model(model: PolicyModel, folder: Path, world: World) -> None:

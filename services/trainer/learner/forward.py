@@ -4,7 +4,7 @@ The learner trains the model that it loads here; a reference service only comput
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from services.trainer.learner.logprobs import VocabShard, token_logprobs
 from services.trainer.megatron.parallel import World, initialize
 from services.trainer.model.architecture import ModelError
 from services.trainer.model.architectures import read_architecture
+from services.trainer.model.critic import VALUE_HEAD, CriticModel, build_critic
 from services.trainer.model.hf_weights import load_hf
 from services.trainer.model.model import PolicyModel, build_model, padded_vocab, transformer_config
 
@@ -36,6 +37,10 @@ StageOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 OutputFunction = Callable[[Tensor, DeviceBatch, Tensor], StageOutput]
 """Computes the last stage's output from the output layer's weight, the micro-batch and the hidden states
 [T / cp_size, 1, hidden] (T over the tensor-parallel ranks under sequence parallelism)."""
+TokenFunction = Callable[[Tensor, DeviceBatch, Tensor], Tensor]
+"""Computes a value for each trained token, [N], from the same."""
+OUTPUT_LAYER = "output_layer.weight"
+"""Name of the parameter that a critic doesn't have."""
 
 
 class Forward:
@@ -90,21 +95,51 @@ class Forward:
         load_hf(model, folder or self.folder, self.architecture, self.world)
         return model
 
+    def load_critic(self, folder: Path) -> CriticModel:
+        """Build this rank's part of the critic and load its weights but for the head, which is zero.
+
+        Raises:
+            ModelError: the folder's model has another architecture than this one.
+        """
+        shape = replace(read_architecture(folder), tied_embeddings=self.architecture.tied_embeddings)
+        for name, size in asdict(self.architecture).items():
+            if (other := asdict(shape)[name]) != size:
+                raise ModelError(
+                    f"roles.critic.model: {folder} has {name} {other}, but the model to train has {size}: a critic has "
+                    "the architecture of model.path"
+                )
+        model = build_critic(self.architecture, self.megatron_config, self.world)
+        load_hf(model, folder, self.architecture, self.world, without=(OUTPUT_LAYER, VALUE_HEAD))
+        return model
+
     def log_probs(self, model: Any, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
         """Compute the log-probs of the tokens with loss_mask 1 under a model and the sampling temperature.
 
         Returns:
             For each micro-batch float32 [T], 0 where loss_mask is 0; on all ranks.
         """
+        return self._per_token(model, micro_batches, lambda *last: self.token_logprobs(*last)[0])
+
+    def values(self, model: Any, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
+        """Compute the values that a critic gives to the tokens before those with loss_mask 1.
+
+        Returns:
+            As `log_probs`.
+        """
+        return self._per_token(model, micro_batches, self.token_values)
+
+    def _per_token(
+        self, model: Any, micro_batches: Sequence[PackedMicroBatch], compute: TokenFunction
+    ) -> list[NDArray[np.float32]]:
         results = [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
         if not micro_batches:
             return results
         flat = torch.zeros(sum(int(b.loss_mask.sum()) for b in micro_batches), device=self.world.device)
         with torch.no_grad():
-            outputs = self.run(model, micro_batches, self._evaluate, forward_only=True)
+            outputs = self.run(model, micro_batches, partial(_evaluate, compute), forward_only=True)
         begin = 0
         for batch, output in zip(micro_batches, outputs, strict=False):
-            flat[begin + output["indices"]] = output["logprobs"]
+            flat[begin + output["indices"]] = output["values"]
             begin += int(batch.loss_mask.sum())
         if outputs and self.world.cp_size > 1:
             dist.all_reduce(flat, group=parallel_state.get_context_parallel_group())
@@ -157,13 +192,25 @@ class Forward:
             rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
         return token_logprobs(rows, weight, batch.targets, batch.temperature, self.vocab)
 
-    def _evaluate(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
-        """Report the log-probs of the trained tokens, with their indices; the loss is 0."""
-        logprobs, _ = self.token_logprobs(weight, batch, hidden)
-        return hidden.new_zeros(()), no_tokens(), {"logprobs": logprobs, "indices": batch.trained_indices}
+    def token_values(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> Tensor:
+        """Return the values of the states from which the trained tokens are predicted, float32 [N].
+
+        The sampling temperature has no part in it. See `OutputFunction` for the arguments; the weight is [1, hidden].
+        """
+        if self.megatron_config.sequence_parallel:
+            # Every rank computes all values from the whole weight, so each has the whole gradient of its slice.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        rows = hidden.squeeze(1).index_select(0, batch.predicting)
+        return rows.float() @ weight[0].float()
 
     def _to_device(self, batch: PackedMicroBatch) -> DeviceBatch:
         return to_device_batch(batch, self.world, self._kernel, self._rotary)
+
+
+def _evaluate(compute: TokenFunction, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
+    """Report a value for each trained token, with their indices; the loss is 0."""
+    found = {"values": compute(weight, batch, hidden), "indices": batch.trained_indices}
+    return hidden.new_zeros(()), no_tokens(), found
 
 
 def no_tokens() -> Tensor:

@@ -15,6 +15,9 @@ A step has one update or several, and ends with `end_step`. An update runs as fo
    for a running checkpoint's copies, and then clips and updates the weights, unless the update isn't finite. The
    gradients are cleared at the end.
 
+With a critic, each of these does the same to it: it has the same micro-batches, and is updated or skipped together with
+the policy.
+
 Between steps the loop may take a `snapshot`, `offload` the state to the host, or write the model (`save_hf`). Another
 thread may broadcast the weights meanwhile (`iter_hf_tensors`).
 """
@@ -23,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
@@ -35,19 +38,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relaxd.algorithms import create
+from relaxd.algorithms.base import WithCritic
 from relaxd.board import REF_LOGPROBS
-from relaxd.config import AlgorithmConfig, TrainerConfig
+from relaxd.config import AlgorithmConfig, CriticConfig, TrainerConfig
+from relaxd.data.models import resolve_model
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner import mismatch
-from services.trainer.learner.checkpoint import Snapshot, Stateful, load_snapshot
+from services.trainer.learner.checkpoint import Snapshot, Stateful, TrainedModel, load_snapshot
 from services.trainer.learner.checkpoint_copies import HostCopies
+from services.trainer.learner.critic import VALUE_LOSS, Critic
 from services.trainer.learner.data_parallel import DataParallel
 from services.trainer.learner.forward import Forward
 from services.trainer.learner.offload import Offload, gradient_tensors, memory_in_use, state_tensors
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.policy_loss import PolicyLoss
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
-from services.trainer.learner.update import update_weights
+from services.trainer.learner.update import PendingUpdate, update_weights
 from services.trainer.learner.update_stats import UpdateStats
 from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
 from services.trainer.mlp import expert_load
@@ -67,6 +73,8 @@ class _UpdateTotals:
 
     loss: float
     """Summed loss divided by the normalizer."""
+    value_loss: float
+    """The critic's; 0 without one."""
     tokens: int
     """Trained tokens."""
     metrics: dict[str, float]
@@ -86,6 +94,7 @@ class Learner:
         seed: int = 0,
         own_reference: bool = True,
         reference_folder: Path | None = None,
+        critic: CriticConfig | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
         """Join the Megatron world and load the model.
@@ -99,6 +108,7 @@ class Learner:
             own_reference: keep a reference if the algorithm needs one. Otherwise the micro-batches bring
                 `ref_logprobs`.
             reference_folder: the reference's model, of the same architecture; None: the initial model.
+            critic: settings of the critic, if the algorithm has one; None: the defaults.
             report: called about every second with the progress of disk work (`DiskWork.report`).
 
         Raises:
@@ -121,7 +131,13 @@ class Learner:
         self._reference = self._forward.load(reference_folder).requires_grad_(False) if keeps else None
         self._model = DataParallel(self._policy)
         self._optimizer = build_optimizer(self._model, trainer)
-        self._schedule = build_schedule(self._optimizer, trainer, steps)
+        self._schedule = build_schedule(self._optimizer, trainer.optimizer, steps)
+        self._critic: Critic | None = None
+        if self._algorithm.needs.values:
+            critic = critic or CriticConfig()
+            folder = resolve_model(critic.model) if critic.model else model_folder
+            algorithm_with_critic = cast(WithCritic, self._algorithm)
+            self._critic = Critic(self._forward, algorithm_with_critic, trainer, critic, folder, steps=steps)
         self._step = 0
         self._optimizer_steps = 0
         self._changed_in_step = False
@@ -162,7 +178,10 @@ class Learner:
         self._accumulated = True
         if self._needs_reference:
             micro_batches = self._with_ref_logprobs(micro_batches)
-        for sums in self._forward.run(self._model, micro_batches, self._loss, forward_only=False):
+        reported = self._forward.run(self._model, micro_batches, self._loss, forward_only=False)
+        if self._critic is not None:
+            reported += self._critic.accumulate(micro_batches)
+        for sums in reported:
             for name, value in sums.items():
                 # Tensors, not floats: converting would wait for the GPU.
                 self._sums[name] = merge(name, self._sums[name], value) if name in self._sums else value
@@ -208,11 +227,15 @@ class Learner:
             self._reduce_gradients(normalizer)
             self._wait_for_copies()
             with before_step or nullcontext():
-                grad_norm, skipped = self._apply(totals.loss, skip)
+                grad_norms, skipped = self._apply(totals, skip)
         finally:
             self.discard()
         lr = float(self._optimizer.param_groups[0]["lr"])
-        return UpdateStats(self._step + 1, totals.loss, grad_norm, skipped, lr, totals.tokens, totals.metrics)
+        metrics = totals.metrics
+        if self._critic is not None:
+            of_critic = {VALUE_LOSS: totals.value_loss, "value_grad_norm": grad_norms[1], "value_lr": self._critic.lr}
+            metrics = metrics | of_critic
+        return UpdateStats(self._step + 1, totals.loss, grad_norms[0], skipped, lr, totals.tokens, metrics)
 
     def discard(self) -> None:
         """Drop the gradients accumulated since the last `update`."""
@@ -220,6 +243,8 @@ class Learner:
         expert_load.reset(self._routers)
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self._critic is not None:
+            self._critic.discard()
 
     def log_probs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
         """Compute the log-probs of the tokens with loss_mask 1 under the current weights.
@@ -237,6 +262,15 @@ class Learner:
         """
         assert self._reference is not None
         return self._forward.log_probs(self._reference, micro_batches)
+
+    def values(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
+        """Compute the critic's values of the tokens before those with loss_mask 1.
+
+        Returns:
+            As `log_probs`.
+        """
+        assert self._critic is not None
+        return self._critic.values(micro_batches)
 
     def hf_tensor_specs(self) -> list[HFTensorSpec]:
         """Return the specs of all stages' tensors, in the order of `iter_hf_tensors`. Doesn't gather."""
@@ -257,12 +291,13 @@ class Learner:
         save_hf(self._policy, folder, self._forward.folder, self._architecture, self.world)
 
     def checksum(self) -> int:
-        """Return the `bit_sum` of this rank's weights.
+        """Return the `bit_sum` of this rank's weights, those of a critic included.
 
         The sum over ranks is almost surely different for different weights in the same parallel layout, and is exact
         as a float64 metric.
         """
-        return bit_sum(self._policy.parameters(), self.world.device)
+        models = [self._policy] if self._critic is None else [self._policy, self._critic.module]
+        return bit_sum((parameter for model in models for parameter in model.parameters()), self.world.device)
 
     def offload(self) -> tuple[int, int]:
         """Move weights, gradients and optimizer state to the host's memory. The next call must be `onload`.
@@ -273,6 +308,9 @@ class Learner:
         before = memory_in_use(self.world.device)
         models = [self._policy] if self._reference is None else [self._policy, self._reference]
         tensors, gradients = state_tensors(models, self._optimizer), gradient_tensors(self._model)
+        if (critic := self._critic) is not None:
+            tensors += state_tensors([critic.module], critic.optimizer)
+            gradients += gradient_tensors(critic.model)
         kept, zeros = (gradients, []) if self._accumulated else ([], gradients)
         self._offload.offload([*tensors, *kept], zeros)
         return before, memory_in_use(self.world.device)
@@ -290,14 +328,14 @@ class Learner:
         The next change of the state waits until the snapshot's copies are complete.
         """
         self._wait_for_copies()
-        snapshot = Snapshot(self._stateful(), folder)
+        snapshot = Snapshot(self._stateful(self._step), folder)
         self._copies = snapshot.copies
         return snapshot
 
     def restore(self, folder: Path, step: int, *, same_layout: bool) -> None:
         """Load the snapshot of a step; see `load_snapshot`. All ranks call it together."""
         self._wait_for_copies()
-        self._optimizer_steps = load_snapshot(self._stateful(), folder, same_layout=same_layout)
+        self._optimizer_steps = load_snapshot(self._stateful(step), folder, same_layout=same_layout)
         self._step, self._changed_in_step = step, False
         self.discard()
 
@@ -308,31 +346,30 @@ class Learner:
         measured = sums.pop("mismatch", None)
         values = {name: float(value) for name, value in sums.items()}
         tokens, loss = values.pop("tokens", 0.0), values.pop("loss", 0.0) / normalizer
+        value_loss = values.pop(VALUE_LOSS, 0.0) / normalizer
         metrics = {name: value / max(tokens, 1.0) for name, value in values.items()}
         metrics |= expert_metrics | (mismatch.metrics(measured) if measured is not None else {})
-        return _UpdateTotals(loss, int(tokens), metrics)
+        return _UpdateTotals(loss, value_loss, int(tokens), metrics)
 
     def _reduce_gradients(self, normalizer: float) -> None:
         """Add up gradients over the ranks that share parameters, and divide them by `normalizer`."""
-        finalize_model_grads([self._model])
-        if normalizer != 1.0:
-            self._model.scale_gradients(1.0 / normalizer)
+        for model in [self._model] if self._critic is None else [self._model, self._critic.model]:
+            finalize_model_grads([model])
+            if normalizer != 1.0:
+                model.scale_gradients(1.0 / normalizer)
 
-    def _apply(self, loss: float, skip: bool | None) -> tuple[float, bool]:
+    def _apply(self, totals: _UpdateTotals, skip: bool | None) -> tuple[list[float], bool]:
         """Update the weights; see `update_weights`."""
-        grad_norm, skipped = update_weights(
-            self._optimizer,
-            None if self._changed_in_step else self._schedule,
-            step=self._step + 1,
-            loss=loss,
-            clip_grad=self._config.optimizer.clip_grad,
-            skip=skip,
-        )
+        parts = [PendingUpdate(self._optimizer, self._schedule, totals.loss, self._config.optimizer.clip_grad)]
+        if self._critic is not None:
+            parts.append(self._critic.pending(totals.value_loss))
+        first = not self._changed_in_step
+        grad_norms, skipped = update_weights(parts, step=self._step + 1, first=first, skip=skip)
         if not skipped:
             self._changed_in_step = True
             self._optimizer_steps += 1
             self._record_weights_changed()
-        return grad_norm, skipped
+        return grad_norms, skipped
 
     def _wait_for_copies(self) -> None:
         """Wait until the last snapshot's copies are complete, so that the state may change."""
@@ -340,8 +377,10 @@ class Learner:
         if copies is not None:
             copies.wait_or_raise(self._config.collective_timeout_seconds)
 
-    def _stateful(self) -> Stateful:
-        return Stateful(self._policy, self._optimizer, self._schedule, self.world, self._optimizer_steps)
+    def _stateful(self, step: int) -> Stateful:
+        policy = TrainedModel(self._policy, self._optimizer, self._schedule)
+        critic = None if self._critic is None else self._critic.state
+        return Stateful(policy, critic, step, self.world, self._optimizer_steps)
 
     def _expert_metrics(self) -> dict[str, float]:
         if not self._routers:

@@ -4,23 +4,31 @@ import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
 import torch
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_standard_config_overrides as no_decay_for_norms
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from relaxd.config import TrainerConfig
+from relaxd.config import OptimizerConfig, TrainerConfig
 from services.trainer.learner.data_parallel import DataParallel
 
 
-def build_optimizer(model: DataParallel, config: TrainerConfig) -> MegatronOptimizer:
+def build_optimizer(
+    model: DataParallel, config: TrainerConfig, settings: OptimizerConfig | None = None
+) -> MegatronOptimizer:
     """Build AdamW (arXiv 1711.05101) with state and main weights sharded over the data-parallel ranks.
 
     Norms have no weight decay. With `cpu_offload`, state and main weights are in the host's memory and updates are
     computed there, one parameter at a time, overlapping the transfer of others.
+
+    Args:
+        model: the model.
+        config: the trainer's settings.
+        settings: those of the optimizer; None: the trainer's.
     """
-    settings = config.optimizer
+    settings = settings or config.optimizer
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    megatron_config = OptimizerConfig(
+    megatron_config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
         min_lr=settings.min_lr,
@@ -49,22 +57,27 @@ def build_optimizer(model: DataParallel, config: TrainerConfig) -> MegatronOptim
     return optimizer
 
 
-def build_schedule(optimizer: MegatronOptimizer, config: TrainerConfig, steps: int) -> OptimizerParamScheduler:
+def build_schedule(
+    optimizer: MegatronOptimizer, settings: OptimizerConfig, steps: int, section: str = "trainer.optimizer"
+) -> OptimizerParamScheduler:
     """Build the schedule: linear warm-up, then constant, or linear or cosine decay to `min_lr` at the last step.
 
     Step it before the first applied update of each step: step s of 1..steps then warms up to s / warmup_steps, and the
     last one has min_lr. Steps whose updates are all skipped don't count.
 
+    Args:
+        optimizer: the optimizer.
+        settings: its settings.
+        steps: steps of the whole run.
+        section: name of the settings' section, for errors.
+
     Raises:
         ValueError: the settings contradict each other.
     """
-    settings = config.optimizer
     if settings.min_lr > settings.lr:
-        raise ValueError(f"trainer.optimizer.min_lr is {settings.min_lr}: it must not be above lr = {settings.lr}")
+        raise ValueError(f"{section}.min_lr is {settings.min_lr}: it must not be above lr = {settings.lr}")
     if settings.warmup_steps >= max(steps, 1) and settings.warmup_steps > 0:
-        raise ValueError(
-            f"trainer.optimizer.warmup_steps is {settings.warmup_steps}: it must be below run.steps = {steps}"
-        )
+        raise ValueError(f"{section}.warmup_steps is {settings.warmup_steps}: it must be below run.steps = {steps}")
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

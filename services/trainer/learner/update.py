@@ -1,6 +1,11 @@
-"""The update of the weights: skipped if its loss or gradient isn't finite, else clipped and applied."""
+"""The update of the weights: skipped if a loss or gradient isn't finite, else clipped and applied.
+
+Actor and critic are updated together or not at all, so that a ledger says of an update whether it was skipped.
+"""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
@@ -14,45 +19,51 @@ class NonFiniteGradients(ArithmeticError):
     """A replayed update that was applied before now has a loss or gradient that isn't finite. Nothing has changed."""
 
 
+@dataclass(frozen=True)
+class PendingUpdate:
+    """One model's part of an update."""
+
+    optimizer: MegatronOptimizer
+    """Megatron's chained optimizer, with the gradients."""
+    schedule: OptimizerParamScheduler
+    """Of the learning rate."""
+    loss: float
+    """The model's loss, the same on all ranks."""
+    clip_grad: float
+    """Largest norm of the gradient; 0 disables clipping."""
+
+
 def update_weights(
-    optimizer: MegatronOptimizer,
-    schedule: OptimizerParamScheduler | None,
-    *,
-    step: int,
-    loss: float,
-    clip_grad: float,
-    skip: bool | None,
-) -> tuple[float, bool]:
-    """Update the weights unless loss or gradient norm isn't finite. All ranks call it together and decide alike.
+    parts: Sequence[PendingUpdate], *, step: int, first: bool, skip: bool | None
+) -> tuple[list[float], bool]:
+    """Update all models, or none if a loss or gradient norm isn't finite. All ranks call it together and decide alike.
 
     Args:
-        optimizer: Megatron's chained optimizer, with the step's gradients.
-        schedule: of the learning rate; stepped before an update that is applied. None: an earlier update of the step
-            has done so.
+        parts: the models' parts.
         step: number of the step, from 1, for errors.
-        loss: the step's loss, the same on all ranks.
-        clip_grad: largest norm of the gradient; 0 disables clipping.
+        first: whether no earlier update of the step was applied: the schedules are then stepped before this one is.
         skip: for a replayed step, whether its update was skipped before; None decides.
 
     Returns:
-        The gradient norm before clipping, and whether the update was skipped.
+        The gradient norms before clipping, and whether the update was skipped.
 
     Raises:
-        NonFiniteGradients: `skip` is False, but loss or gradient norm isn't finite.
+        NonFiniteGradients: `skip` is False, but a loss or gradient norm isn't finite.
     """
-    norm = _gradient_norm(optimizer)
-    finite = math.isfinite(loss) and math.isfinite(norm)
+    norms = [_gradient_norm(part.optimizer) for part in parts]
+    finite = all(math.isfinite(part.loss) and math.isfinite(norm) for part, norm in zip(parts, norms, strict=True))
     if skip is False and not finite:
-        raise NonFiniteGradients(
-            f"an update of step {step} was applied before, but in the replay its loss is {loss} and its gradient norm "
-            f"{norm}"
+        numbers = " and the critic's: ".join(
+            f"its loss is {part.loss} and its gradient norm {norm}" for part, norm in zip(parts, norms, strict=True)
         )
+        raise NonFiniteGradients(f"an update of step {step} was applied before, but in the replay {numbers}")
     skipped = not finite if skip is None else skip
     if not skipped:
-        if schedule is not None:
-            schedule.step(1)
-        _clip_and_step(optimizer, clip_grad, norm)
-    return norm, skipped
+        for part, norm in zip(parts, norms, strict=True):
+            if first:
+                part.schedule.step(1)
+            _clip_and_step(part.optimizer, part.clip_grad, norm)
+    return norms, skipped
 
 
 def _gradient_norm(optimizer: MegatronOptimizer) -> float:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 BY_EPOCH = ("loss", "grad_norm", "ratio", "clip_fraction")
 """Metrics that a step of several epochs also has for each of them."""
 
+UNWEIGHTED = ("loss", "grad_norm", "value_loss", "value_grad_norm")
+"""Metrics that are of an update as a whole, however many tokens it has."""
+
 
 @dataclass(frozen=True)
 class UpdateStats:
@@ -24,8 +27,16 @@ class UpdateStats:
     tokens: int
     """Trained tokens in the update, over all ranks."""
     metrics: dict[str, float]
-    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), `expert_load.metrics`, and the difference
-    between the engine's and the trainer's log-probs (`mismatch.metrics`)."""
+    """The loss's sums divided by `tokens` (kl, entropy, clip_fraction ...), `expert_load.metrics`, the difference
+    between the engine's and the trainer's log-probs (`mismatch.metrics`), and the critic's numbers."""
+
+    @property
+    def shown(self) -> str:
+        """Its losses and norms, as an error shows them."""
+        critic = ""
+        if "value_loss" in self.metrics:
+            critic = f"; critic: loss {self.metrics['value_loss']:g}, gradient norm {self.metrics['value_grad_norm']:g}"
+        return f"loss {self.loss:g}, gradient norm {self.grad_norm:g}{critic}"
 
     @property
     def values(self) -> dict[str, float]:
@@ -42,9 +53,9 @@ def step_metrics(updates: Sequence[UpdateStats], epochs: int) -> dict[str, float
 
     Returns:
         For one update its values. Otherwise their means over the applied updates (over all, if none was applied), each
-        weighted by its trained tokens; loss and grad_norm count all updates alike; of names that end in "_max" the
-        largest; lr of the last. For several epochs also `BY_EPOCH` of each, such as clip_fraction_epoch_2.
-        skipped_updates is the number of those that were skipped.
+        weighted by its trained tokens; losses and norms of gradients count all updates alike; of names that end in
+        "_max" the largest; learning rates of the last. For several epochs also `BY_EPOCH` of each, such as
+        clip_fraction_epoch_2. skipped_updates is the number of those that were skipped.
     """
     found = _merged(updates)
     if epochs > 1:
@@ -64,9 +75,9 @@ def _merged(updates: Sequence[UpdateStats]) -> dict[str, float]:
 def _merge(name: str, updates: Sequence[UpdateStats]) -> float:
     """Merge the values that updates have under a name."""
     values = [update.values[name] for update in updates]
-    if len(values) == 1 or name == "lr":
+    if len(values) == 1 or name in ("lr", "value_lr"):
         return values[-1]
     if name.endswith("_max"):
         return max(values)
-    weights = [1 if name in ("loss", "grad_norm") else update.tokens for update in updates]
+    weights = [1 if name in UNWEIGHTED else update.tokens for update in updates]
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(sum(weights), 1)

@@ -51,7 +51,7 @@ class TrainingRank:
     groups: dict[str, TrainGroup] = field(default_factory=dict)
     """Groups of the open step, by id. Rank 0 sets them; the other ranks load those that their micro-batches need."""
     prepared: PreparedColumns = field(default_factory=dict)
-    """Columns of the open step that forward passes have computed, on whichever rank."""
+    """Rank 0: columns of the open step that forward passes have computed, on whichever rank."""
 
     def run(self, command: Command[T_co]) -> T_co:
         """Rank 0: execute a command on all ranks. Return this rank's result."""
@@ -132,7 +132,7 @@ class Prepare:
     """Deliveries of its groups."""
 
     def execute(self, rank: TrainingRank) -> None:
-        """Load this rank's missing groups, compute its part of the columns, and exchange them with the other ranks."""
+        """Load this rank's missing groups, compute its part of the columns, and hand them to rank 0."""
         rank.load_missing(rank.runner.own_groups(self.micro_batches), self.deliveries)
         own = rank.runner.prepare(self.micro_batches, rank.groups)
         world = rank.learner.world
@@ -157,9 +157,17 @@ class Assemble:
         rounds = (entry for mini_batch in self.mini_batches for entry in mini_batch.rounds)
         needed = set[str]().union(*(rank.runner.own_groups(entry) for entry in rounds))
         rank.load_missing(needed, self.deliveries)
-        kept = rank.groups.keys() if rank.learner.world.rank == 0 else needed & rank.groups.keys()
+        all_needed = rank.channel.gather(needed)
+        if rank.learner.world.rank == 0:
+            # Rank 0 writes all columns to the step file. The others get those that they train on.
+            columns = rank.runner.prepared_columns(rank.groups, rank.prepared)
+            rank.channel.scatter([{}, *({group_id: columns[group_id] for group_id in some} for some in all_needed[1:])])
+        else:
+            columns = rank.channel.scatter([])
         rank.groups = {
-            group_id: rank.runner.with_prepared(rank.groups[group_id], rank.prepared) for group_id in sorted(kept)
+            group_id: rank.groups[group_id].with_columns(of_group)
+            for group_id, of_group in sorted(columns.items())
+            if group_id in rank.groups
         }
         return rank.channel.all_ranks_agree(needed <= rank.groups.keys())
 

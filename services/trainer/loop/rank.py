@@ -191,6 +191,7 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
             seed=config.run.seed,
             own_reference=own_reference,
             reference_folder=frozen_model(config, REFERENCE) if own_reference else None,
+            critic=config.roles.critic,
             report=self._report_loading if self._thread.number == 0 else None,
         )
         buckets = weight_buckets(learner, config.weights.bucket_bytes)

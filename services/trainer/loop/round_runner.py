@@ -2,13 +2,15 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms import create
+from relaxd.algorithms.base import ValuedGroup, WithCritic
 from relaxd.algorithms.terms.whitening import Whitening
-from relaxd.board import OLD_LOGPROBS, REF_LOGPROBS, stages_for
+from relaxd.board import ADVANTAGES, LOSS_MASK, OLD_LOGPROBS, REF_LOGPROBS, RETURNS, VALUES, stages_for
 from relaxd.config import RunConfig
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
@@ -41,6 +43,10 @@ class RoundRunner:
         }
         several = config.trainer.updates_per_step > 1
         self._forward = {name: compute for name, (wanted, compute) in forward.items() if wanted and several}
+        if needs.values:
+            self._forward[VALUES] = learner.values
+        self._prepared = (*self._forward, *((RETURNS, ADVANTAGES) if needs.values else ()))
+        """Columns that the trainer adds to a group before a step's updates, or replaces."""
 
     @property
     def prepares(self) -> bool:
@@ -67,19 +73,40 @@ class RoundRunner:
                     prepared.setdefault((group_id, index), {})[name] = row[end - own_tokens : end]
         return prepared
 
-    def with_prepared(self, group: TrainGroup, prepared: PreparedColumns) -> TrainGroup:
-        """Return a group with its prepared columns, which are NaN where they are missing in `prepared`."""
-        return group.with_columns(
-            {
+    def prepared_columns(
+        self, groups: Mapping[str, TrainGroup], prepared: PreparedColumns
+    ) -> dict[str, dict[str, NDArray[np.float32]]]:
+        """Return what the trainer adds to each group of a step, which is full: [T] each, by name.
+
+        Args:
+            groups: the step's groups as they came.
+            prepared: what forward passes have computed. What is missing is NaN, as are columns that follow from it.
+        """
+        columns = {
+            group_id: {
                 name: np.concatenate(
                     [
-                        prepared.get((group.group_id, index), {}).get(name, np.full(length, np.nan, np.float32))
+                        prepared.get((group_id, index), {}).get(name, np.full(length, np.nan, np.float32))
                         for index, length in enumerate(group.lengths.tolist())
                     ]
                 )
                 for name in self._forward
             }
-        )
+            for group_id, group in groups.items()
+        }
+        if VALUES in self._forward:
+            valued = [
+                ValuedGroup(
+                    token_rewards=group.columns[ADVANTAGES],
+                    values=columns[group_id][VALUES],
+                    mask=group.columns[LOSS_MASK],
+                    lengths=group.sample_lengths,
+                )
+                for group_id, group in groups.items()
+            ]
+            for group_id, found in zip(groups, cast(WithCritic, self._algorithm).step_advantages(valued), strict=True):
+                columns[group_id] |= {RETURNS: found.returns, ADVANTAGES: found.advantages}
+        return columns
 
     def run(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup], whitening: Whitening | None = None) -> None:
         """Run forward and backward on this rank's micro-batches of a round. Skip groups that aren't in `groups`.
@@ -90,7 +117,7 @@ class RoundRunner:
             whitening: what their advantages are normalised with here. Their columns stay as they are.
         """
         own = entry.micro_batches[self._learner.world.dp_rank]
-        columns = [*self._packed_columns, *self._forward]
+        columns = list(dict.fromkeys((*self._packed_columns, *self._prepared)))
         batches = [self._packed(micro_batch, groups, columns) for micro_batch in own]
         if whitening is not None:
             batches = [_whitened(batch, whitening) for batch in batches]
@@ -124,10 +151,10 @@ class RoundRunner:
     def _recorded(self, group_id: str, file: StepFile) -> TrainGroup:
         """Return a group of a step file with the columns that were prepared, which needn't be finite."""
         columns = file.groups[group_id]
-        if missing := [name for name in self._forward if name not in columns]:
+        if missing := [name for name in self._prepared if name not in columns]:
             raise StepFileError(f"the file of step {file.plan.step} has no column {missing[0]} of group {group_id}")
-        group = check_group(group_id, columns, self._columns)
-        return group.with_columns({name: columns[name] for name in self._forward})
+        group = check_group(group_id, columns, [name for name in self._columns if name not in self._prepared])
+        return group.with_columns({name: columns[name] for name in self._prepared})
 
     def _packed(
         self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str]

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from relaxd import telemetry
 from relaxd.algorithms.terms.whitening import Whitening
+from relaxd.board import LOSS_MASK, RETURNS, VALUES
 from services.trainer.batch.groups import TrainGroup, bounds_of
 
 
@@ -32,11 +33,29 @@ def group_metrics(groups: Sequence[TrainGroup], step: int) -> dict[str, float]:
         "samples": float(len(rewards)),
         "groups": float(len(groups)),
     }
+    if all(RETURNS in group.columns for group in groups):
+        metrics |= _value_metrics(groups)
     parts: dict[str, list[float]] = {}
     for group in groups:
         for name, values in (group.columns["reward_parts"] or {}).items():
             parts.setdefault(name, []).extend(values)
     return metrics | {f"reward_{name}": float(np.mean(values)) for name, values in parts.items()}
+
+
+def _value_metrics(groups: Sequence[TrainGroup]) -> dict[str, float]:
+    """Return how the critic's values at the step's beginning and the returns are related, over all trained tokens."""
+    trained = [group.columns[LOSS_MASK] != 0 for group in groups]
+    values, returns = (
+        np.concatenate([group.columns[name][mask] for group, mask in zip(groups, trained, strict=True)])
+        for name in (VALUES, RETURNS)
+    )
+    if not returns.size:
+        return {}
+    # In float64: the variance of returns that are all but equal would be noise.
+    variance = float(returns.var(dtype=np.float64))
+    unexplained = float((returns - values).var(dtype=np.float64))
+    metrics = {"value_mean": float(values.mean()), "return_mean": float(returns.mean())}
+    return metrics | ({"explained_variance": 1.0 - unexplained / variance} if variance > 0 else {})
 
 
 def record_samples(run_id: str, groups: Sequence[TrainGroup], step: int) -> None:

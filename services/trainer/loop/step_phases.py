@@ -2,8 +2,9 @@
 
 Rank 0 drives all ranks through it. With one update a step, and nothing to be known beforehand, micro-batches are
 trained as they come. Otherwise a step has two phases. While it fills, forward passes compute what all its updates need:
-log-probs under the weights at its beginning, and under the reference. Once it is full, its advantages are measured if
-they are to be normalised over the step, its groups are divided into mini-batches, and each mini-batch makes an update
+log-probs under the weights at its beginning and under the reference, and the critic's values. Once it is full,
+advantages are computed from these values, or measured if they are to be normalised over the step; its groups are divided
+into mini-batches, and each mini-batch makes an update
 in each epoch.
 """
 
@@ -44,7 +45,8 @@ def packer_for(config: RunConfig) -> Packer:
 
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:
     """Return the order of work in a run's steps."""
-    at_once = config.trainer.updates_per_step == 1 and not algorithm.needs.whitened
+    needs = algorithm.needs
+    at_once = config.trainer.updates_per_step == 1 and not needs.whitened and not needs.values
     return (TrainedWhileFilling if at_once else PreparedThenTrained)(config, algorithm, rank)
 
 

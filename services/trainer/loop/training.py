@@ -12,6 +12,7 @@ from relaxd.board import BoardUnavailable, DropReason, LedgerEntry, microseconds
 from relaxd.config import RunConfig
 from relaxd.v1.rank_pb2 import RankProgress, VersionCommitted, WorkResponse
 from relaxd.v1.replica_pb2 import WeightVersion
+from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.step_file import step_file_path, write_step_file
 from services.trainer.batch.step_plan import MicroBatchRound, StepPlan
 from services.trainer.learner.update_stats import UpdateStats, step_metrics
@@ -87,7 +88,8 @@ class Training:
                 if opened is None:
                     continue
                 plan = opened.plan(self._term, self._config.run.seed, self._epochs)
-                columns = {group_id: group.columns for group_id, group in self.rank.groups.items()}
+                groups = [self.rank.groups[group_id] for group_id in plan.groups]
+                columns = {group.group_id: group.columns for group in groups}
                 began = time.monotonic()
                 path = step_file_path(self._run_folder, plan.step)
                 with self.rank.rank0_only(f"writing {path}"):
@@ -97,7 +99,7 @@ class Training:
                 began = time.monotonic()
                 updates = self._update(opened, plan)
                 opened.worked += time.monotonic() - began - opened.held_back
-                self._commit(opened, plan, updates)
+                self._commit(opened, groups, plan, updates)
                 self._announce(telemetry.inject(span))
                 self.checkpoints.after_step(plan.step)
         while True:
@@ -168,8 +170,8 @@ class Training:
             groups = plan.groups_of(mini_batch)
             if stats.skipped:
                 logger.warning(
-                    "%s is skipped: loss %g, gradient norm %g, groups %s",
-                    *(place, stats.loss, stats.grad_norm, ", ".join(groups)),
+                    "%s is skipped: %s, groups %s",
+                    *(place, stats.shown, ", ".join(groups)),
                 )
                 self._check_skipped_updates(opened, plan, groups)
             self._skipped.record(plan.step, groups, skipped=stats.skipped)
@@ -209,10 +211,11 @@ class Training:
                 self._board.drop(taken.delivery, reason=DropReason.NON_FINITE_GRADIENTS)
             raise
 
-    def _commit(self, opened: StepBuilder, plan: StepPlan, updates: Sequence[UpdateStats]) -> None:
+    def _commit(
+        self, opened: StepBuilder, groups: Sequence[TrainGroup], plan: StepPlan, updates: Sequence[UpdateStats]
+    ) -> None:
         """Commit the step to the ledger, with the outcome of its updates."""
         plan = replace(plan, skipped_updates=tuple(index for index, stats in enumerate(updates) if stats.skipped))
-        groups = list(opened.groups.values())
         now, ended = time.monotonic(), microseconds()
         seconds, self._last_end = now - self._last_end, now
         metrics = group_metrics(groups, plan.step)

@@ -46,12 +46,24 @@ class RankChannel:
         return bool(votes)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, which can be pickled. All call it together."""
-        values = [value]
-        if self.size > 1:
-            values *= self.size
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+        """Return the values of all ranks, which can be pickled, on rank 0; nothing elsewhere. All call it together."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if dist.get_rank() == 0 else None
+        dist.gather_object(value, values, group=self._group)
+        return values or []
+
+    def scatter(self, values: list[Any]) -> Any:
+        """Return this rank's one of the values that rank 0 has for all ranks. All call it together.
+
+        Args:
+            values: one for each rank, which can be pickled; on other ranks than 0 nothing.
+        """
+        if self.size == 1:
+            return values[0]
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, values or None, 0, group=self._group)
+        return own[0]
 
     def sum_over_ranks(self, value: int) -> int:
         """Return the sum of all ranks' values. All call it together."""

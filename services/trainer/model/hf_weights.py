@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,8 +91,17 @@ class HFFolder:
 
 
 @torch.no_grad()
-def load_hf(model: torch.nn.Module, folder: Path, shape: Architecture, world: World) -> None:
+def load_hf(
+    model: torch.nn.Module, folder: Path, shape: Architecture, world: World, *, without: Collection[str] = ()
+) -> None:
     """Load this rank's part of a model folder, one tensor at a time. All ranks call it together.
+
+    Args:
+        model: this rank's stage.
+        folder: the folder.
+        shape: the model's architecture.
+        world: this rank's place in the world.
+        without: names of parameters that the folder and the model don't both have; they stay as they are.
 
     Raises:
         ModelError: the folder doesn't have the architecture's tensors.
@@ -101,8 +110,10 @@ def load_hf(model: torch.nn.Module, folder: Path, shape: Architecture, world: Wo
     with world.disk.all_ranks(f"reading {folder}") as progress:
         source = HFFolder(folder)
         parameters = dict(model.named_parameters())
-        missing = set(parameters)
+        missing = set(parameters) - set(without)
         for entry in entries(shape, world.pp_rank, world.pp_size, world.ep_size):
+            if entry.megatron in without:
+                continue
             mine = entry.parts[world.ep_rank if entry.expert else 0]
             dense, expert = (world.tp_rank, world.tp_size), (world.etp_rank, world.etp_size)
             rank, size = expert if entry.expert else dense

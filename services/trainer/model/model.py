@@ -4,6 +4,7 @@ import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
 from math import gcd
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as functional
@@ -127,6 +128,9 @@ class PolicyModel(GPTModel):
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
+Kind = TypeVar("Kind", bound=PolicyModel)
+
+
 def padded_vocab(vocab_size: int, tp_size: int) -> int:
     """Return the rows of Megatron's embedding: `vocab_size` rounded up to a multiple of `tp_size`."""
     return -(-vocab_size // tp_size) * tp_size
@@ -134,7 +138,12 @@ def padded_vocab(vocab_size: int, tp_size: int) -> int:
 
 def build_model(shape: Architecture, config: PolicyConfig, world: World) -> PolicyModel:
     """Build this rank's stage of the model, without loading weights."""
-    model = PolicyModel(
+    return build_policy(PolicyModel, shape, config, world, share_embeddings_and_output_weights=shape.tied_embeddings)
+
+
+def build_policy(kind: type[Kind], shape: Architecture, config: PolicyConfig, world: World, **settings: Any) -> Kind:
+    """Build this rank's stage of a kind of model, without loading weights. `settings` are those of its constructor."""
+    model = kind(
         config=config,
         transformer_layer_spec=block_spec(config),
         vocab_size=padded_vocab(shape.vocab_size, world.tp_size),
@@ -142,7 +151,7 @@ def build_model(shape: Architecture, config: PolicyConfig, world: World) -> Poli
         position_embedding_type="none",  # `rotary_table` replaces it, with positions per sequence
         pre_process=world.first_stage,
         post_process=world.last_stage,
-        share_embeddings_and_output_weights=shape.tied_embeddings,
+        **settings,
     )
     return model.to(world.device)
 

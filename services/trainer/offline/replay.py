@@ -68,6 +68,7 @@ def replay(run_folder: Path, step: int, start: int) -> dict[str, Any] | None:
         seed=config.run.seed,
         own_reference=own_reference,
         reference_folder=frozen_model(config, REFERENCE) if own_reference else None,
+        critic=config.roles.critic,
     )
     disk = learner.world.disk
     channel = RankChannel(config.trainer.collective_timeout_seconds, disk)

@@ -115,7 +115,9 @@ def make_samples(count: int = 7, seed: int = 0, temperature: float = 1.3) -> lis
     return samples
 
 
-def micro_batches(samples: list[Any], budget: int, dp_size: int = 1) -> list[list[Any]]:
+def micro_batches(
+    samples: list[Any], budget: int, dp_size: int = 1, columns: Sequence[str] = COLUMNS
+) -> list[list[Any]]:
     """Packed micro-batches of at most `budget` tokens for each data-parallel rank, which have equally many."""
     from services.trainer.batch.round_packer import Packer
     from services.trainer.batch.row_packing import empty_micro_batch, pack
@@ -129,7 +131,7 @@ def micro_batches(samples: list[Any], budget: int, dp_size: int = 1) -> list[lis
         [
             pack([samples[int(piece.group_id)] for piece in sorted(micro_batch, key=lambda piece: piece.group_id)])
             if micro_batch
-            else empty_micro_batch(COLUMNS)
+            else empty_micro_batch(columns)
             for micro_batch in share
         ]
         for share in rest.micro_batches

@@ -57,7 +57,12 @@ def run_job(job: RunJob, ranks: int = 1) -> dict[str, Any]:
     config = job.config
     algorithm = create(config.algorithm)
     learner = Learner(
-        Path(config.model.path), config.trainer, config.algorithm, steps=config.run.steps, seed=config.run.seed
+        Path(config.model.path),
+        config.trainer,
+        config.algorithm,
+        steps=config.run.steps,
+        seed=config.run.seed,
+        critic=config.roles.critic,
     )
     board = Board(job.redis_url, RUN_ID, stages_for(config), config.board)
     rank = TrainingRank(

@@ -2,13 +2,14 @@
 
 import itertools
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from relaxd.algorithms import ALGORITHMS, Advantages, Filtered, create
+from relaxd.algorithms.base import ValuedGroup, WithCritic
 from relaxd.algorithms.terms.distillation import distilled
 from relaxd.algorithms.terms.returns import generalized_advantages, token_rewards
 from relaxd.algorithms.terms.value_loss import clipped_value_loss
@@ -133,7 +134,7 @@ def test_answers_that_were_cut_have_no_advantage() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"opd"}))
 def test_equal_rewards_and_single_samples(name: str) -> None:
-    dropped = name != "reinforce_plus_plus"
+    dropped = name not in ("reinforce_plus_plus", "ppo")
     assert (advantages(name, [0.1 + 0.2] * 4) == "zero_variance") == dropped
     if dropped:
         assert advantages(name, [0.1 + 0.2] * 4, drop_zero_variance=False) == [0.0] * len(MASK)
@@ -145,7 +146,8 @@ def test_equal_rewards_and_single_samples(name: str) -> None:
     else:
         one = algorithm.advantages(np.array([0.5]), np.array([2], np.int32), columns)
         assert isinstance(one, Advantages)
-        assert one.values.tolist() == [0.5, 0.5]
+        # With a critic it is the reward of each token, which the last one has.
+        assert one.values.tolist() == ([0.0, 0.5] if name == "ppo" else [0.5, 0.5])
 
 
 def test_whitening_is_over_all_trained_tokens_of_the_step() -> None:
@@ -187,6 +189,49 @@ def test_generalized_advantages_are_weighted_sums_of_differences(gamma: float, l
             assert returns[t] == pytest.approx(expected + values[t], rel=1e-12)
     assert not found[mask == 0].any()
     assert not returns[mask == 0].any()
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.999, 0.5, 1e-3])
+def test_generalized_advantages_of_long_answers_are_those_of_the_recursion(discount: float) -> None:
+    random = np.random.default_rng(2)
+    lengths, mask = np.array([3000, 0, 1, 2500], np.int32), (random.random(5501) < 0.9).astype(np.uint8)
+    rewards, values = random.normal(0, 1, 5501) * mask, random.normal(0, 1, 5501)
+    gamma = 0.9 if discount < 0.9 else 1.0
+    found, returns = generalized_advantages(rewards, values, lengths, mask, gamma, discount)
+    ends = np.cumsum(lengths)
+    for begin, end in zip(ends - lengths, ends, strict=True):
+        next_value = next_advantage = 0.0
+        for t in reversed(begin + np.flatnonzero(mask[begin:end])):
+            delta = rewards[t] + gamma * next_value - values[t]
+            next_advantage, next_value = delta + gamma * discount * next_advantage, values[t]
+            assert found[t] == pytest.approx(next_advantage, rel=1e-9, abs=1e-11)
+            assert returns[t] == pytest.approx(next_advantage + next_value, rel=1e-9, abs=1e-11)
+
+
+@pytest.mark.parametrize("whiten", [True, False])
+def test_ppo_makes_advantages_of_a_whole_step_from_values(whiten: bool) -> None:
+    algorithm = cast(WithCritic, create(ALGORITHM.validate_python(
+        {"name": "ppo", "gamma": 0.9, "gae_lambda": 0.8, "whiten_advantages": whiten, "kl_reward_coef": 0.1}
+    )))  # fmt: skip
+    random = np.random.default_rng(6)
+    groups, expected, goals = [], [], []
+    mask, lengths = np.array(MASK, np.uint8), np.array(LENGTHS, np.int32)
+    for scale in (1.0, 3.0):
+        judged = algorithm.advantages(np.array(REWARDS) * scale, lengths, COLUMNS)
+        assert isinstance(judged, Advantages)
+        own = token_rewards(np.array(REWARDS) * scale, lengths, mask, np.array(KL), 0.1)
+        assert judged.values.tolist() == own.astype(np.float32).tolist()
+        values = random.normal(0, 1, len(MASK)).astype(np.float32)
+        groups.append(ValuedGroup(judged.values, values, mask, lengths))
+        advantage, goal = generalized_advantages(own, values.astype(float), lengths, mask, 0.9, 0.8)
+        expected.append(advantage)
+        goals.append(goal)
+    trained = np.concatenate([advantage[mask == 1] for advantage in expected])
+    mean, std = (trained.mean(), trained.std()) if whiten else (0.0, 1.0)
+    for found, advantage, goal in zip(algorithm.step_advantages(groups), expected, goals, strict=True):
+        np.testing.assert_allclose(found.advantages, np.where(mask, (advantage - mean) / std, 0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found.returns, goal, rtol=1e-5, atol=1e-6)
+        assert found.advantages.dtype == found.returns.dtype == np.float32
 
 
 def test_the_value_loss_stops_where_a_value_has_moved_far_enough() -> None:

@@ -58,6 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     "opd loss form": {"distill_coef": 0.0, "distill_loss_coef": 0.7},
     "opd loss form, k3": {"distill_coef": 0.0, "distill_loss_coef": 0.7, "distill_estimator": "k3"},
     "gspo with a teacher in the loss": {"clip_low": 0.1, "clip_high": 0.1, "distill_loss_coef": 0.2, "kl_coef": 0.3},
+    "ppo": {"kl_coef": 0.1},
 }
 
 

@@ -144,11 +144,11 @@ async def test_a_service_of_another_version_is_named_before_the_run(bench):
     await bench.serve(add=add)
     with pytest.raises(MismatchError, match=r"relaxd\.v1\.RemoteReward/ScoreAnswers: is it made from another version"):
         await bench.remote().start()
-    assert "another version" in (await try_reward(bench.config(), samples("2")))["error"]
+    assert "another version" in (await try_reward(bench.config(), samples("2"), workers=1))["error"]
 
 
 async def test_the_trial_says_that_nobody_is_there(bench):
-    assert "can't be reached: UNAVAILABLE" in (await try_reward(bench.config(), samples("2")))["error"]
+    assert "can't be reached: UNAVAILABLE" in (await try_reward(bench.config(), samples("2"), workers=1))["error"]
 
 
 async def test_a_late_answer_fails_its_samples(bench):

@@ -1,0 +1,69 @@
+"""Proximal Policy Optimization with a critic: arXiv 1707.06347, advantages of arXiv 1506.02438."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxd.algorithms.base import AdvantagesAndReturns, Needs, ValuedGroup
+from relaxd.algorithms.policy_gradient import Clipped
+from relaxd.algorithms.terms import returns, shaping
+from relaxd.algorithms.terms.whitening import Whitening
+from relaxd.config.algorithm import PPOConfig
+from relaxd.config.policy_gradient import PolicyGradientConfig
+
+
+class PPO(Clipped):
+    """PPO's clipped objective, with the critic's value as baseline of each token.
+
+    ρ_t = [t is the last trained token] R - kl_reward_coef x kl_t; advantages and returns of ρ and the critic's values
+    are those of `generalized_advantages`. Groups have no part in it: a group may be one sample.
+    """
+
+    Config: ClassVar[type[PolicyGradientConfig]] = PPOConfig
+    config: PPOConfig
+
+    @property
+    def needs(self) -> Needs:
+        """The mask besides what the settings ask for, and a critic."""
+        needs = super().needs
+        return replace(needs, advantages=tuple(dict.fromkeys(("loss_mask", *needs.advantages))), values=True)
+
+    @property
+    def value_clip(self) -> float:
+        """See `WithCritic`."""
+        return self.config.value_clip
+
+    def token_advantages(
+        self, rewards: NDArray[np.float64], lengths: NDArray[np.int32], columns: Mapping[str, Any]
+    ) -> NDArray[np.float64]:
+        """Return ρ, the reward of each token, [T]: what the advantages are made of once the critic's values are there.
+
+        Raises:
+            ValueError: a sample has no trained token to which its reward could go.
+        """
+        mask, kl_coef = columns["loss_mask"], self.config.kl_reward_coef
+        kl = np.zeros(mask.size)
+        if kl_coef > 0:
+            kl = shaping.kl_estimates(columns["rollout_logprobs"], columns["ref_logprobs"], mask)
+        return returns.token_rewards(rewards, lengths, mask, kl, kl_coef)
+
+    def step_advantages(self, groups: Sequence[ValuedGroup]) -> list[AdvantagesAndReturns]:
+        """Return the advantages of a step's groups, whitened over all of them if whiten_advantages, and the returns."""
+        found = [self._generalized(group) for group in groups]
+        if self.config.whiten_advantages:
+            masks = [group.mask for group in groups]
+            whitening = Whitening.of([one.advantages for one in found], masks)
+            found = [
+                one._replace(advantages=whitening.apply(one.advantages, mask))
+                for one, mask in zip(found, masks, strict=True)
+            ]
+        return found
+
+    def _generalized(self, group: ValuedGroup) -> AdvantagesAndReturns:
+        rewards, values = group.token_rewards.astype(np.float64), group.values.astype(np.float64)
+        gamma, lambda_ = self.config.gamma, self.config.gae_lambda
+        advantages, goals = returns.generalized_advantages(rewards, values, group.lengths, group.mask, gamma, lambda_)
+        return AdvantagesAndReturns(advantages.astype(np.float32), goals.astype(np.float32))

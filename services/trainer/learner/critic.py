@@ -1,0 +1,107 @@
+"""The critic of PPO: its model, gradients and optimizer, which the learner drives together with the policy's."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
+
+# isort: split
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relaxd.algorithms.base import WithCritic
+from relaxd.algorithms.terms.value_loss import clipped_value_loss
+from relaxd.board import RETURNS, VALUES
+from relaxd.config import CriticConfig, TrainerConfig
+from services.trainer.batch.row_packing import PackedMicroBatch
+from services.trainer.learner.checkpoint import TrainedModel
+from services.trainer.learner.data_parallel import DataParallel
+from services.trainer.learner.device_batch import DeviceBatch
+from services.trainer.learner.forward import Forward, StageOutput, no_tokens
+from services.trainer.learner.optimizer import build_optimizer, build_schedule
+from services.trainer.learner.update import PendingUpdate
+from services.trainer.mlp import expert_load
+from services.trainer.model.model import freeze_routers, routers
+
+VALUE_LOSS = "value_loss"
+"""Name under which micro-batches report their sum of the critic's loss."""
+
+
+class Critic:
+    """The critic of this rank. All ranks make the same calls in the same order."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        algorithm: WithCritic,
+        trainer: TrainerConfig,
+        config: CriticConfig,
+        folder: Path,
+        *,
+        steps: int,
+    ) -> None:
+        """Load the critic.
+
+        Args:
+            forward: this rank's place in the world.
+            algorithm: the algorithm.
+            trainer: parallel sizes and dtype, which are those of the policy.
+            config: the critic's own settings.
+            folder: the Hugging Face folder from which it starts.
+            steps: steps of the whole run, for the learning-rate schedule.
+
+        Raises:
+            ModelError: the folder's model has another architecture than the policy.
+            ValueError: the optimizer's settings are wrong.
+        """
+        self._forward = forward
+        self._clip = algorithm.value_clip
+        self._clip_grad = config.optimizer.clip_grad
+        self.module = forward.load_critic(folder)
+        self._routers = routers(self.module)
+        if trainer.moe.freeze_router:
+            freeze_routers(self.module)
+        self.model = DataParallel(self.module)
+        self.optimizer = build_optimizer(self.model, trainer, config.optimizer)
+        self._schedule = build_schedule(self.optimizer, config.optimizer, steps, "roles.critic.optimizer")
+        self.model.zero_grad_buffer()
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the last applied update."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def state(self) -> TrainedModel:
+        """What a checkpoint holds of it."""
+        return TrainedModel(self.module, self.optimizer, self._schedule)
+
+    def values(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
+        """See `Forward.values`."""
+        return self._forward.values(self.model, micro_batches)
+
+    def accumulate(self, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, Tensor]]:
+        """Run forward and backward, adding to the accumulated gradients of the summed loss.
+
+        Returns:
+            The sums of each micro-batch: of VALUE_LOSS, and of tokens whose value has moved beyond the clip.
+        """
+        return self._forward.run(self.model, micro_batches, self._loss, forward_only=False)
+
+    def pending(self, loss: float) -> PendingUpdate:
+        """Return its part of the next update."""
+        return PendingUpdate(self.optimizer, self._schedule, loss, self._clip_grad)
+
+    def discard(self) -> None:
+        """Drop the accumulated gradients."""
+        expert_load.reset(self._routers)
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _loss(self, weight: Tensor, batch: DeviceBatch, hidden: Tensor) -> StageOutput:
+        """Return the summed value loss of the trained tokens, weighted as the policy's, and its sums."""
+        values = self._forward.token_values(weight, batch, hidden)
+        per_token, clipped = clipped_value_loss(values, batch.columns[VALUES], batch.columns[RETURNS], self._clip)
+        loss = (batch.weight * per_token).sum()
+        return loss, no_tokens(), {VALUE_LOSS: loss.detach().double(), "value_clip_fraction": clipped.double().sum()}
