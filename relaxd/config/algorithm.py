@@ -171,7 +171,7 @@ class PPOConfig(ClippedConfig):
             )
         if self.distill_coef > 0:
             raise ValueError(
-                f"algorithm.distill_coef is {self.distill_coef:g}, but ppo would add it up over the tokens that follow: "
+                f"algorithm.distill_coef is {self.distill_coef:g}, but ppo would sum it over the tokens that follow: "
                 "use distill_loss_coef instead"
             )
         return self

@@ -56,7 +56,7 @@ def obstacle(config: RunConfig) -> str:
     if config.has_teacher:
         return "roles.teacher.model is set: a teacher can't be rehearsed; leave distillation out to rehearse the rest"
     if config.algorithm.needs_critic:
-        return f'algorithm.name is "{config.algorithm.name}": a critic can\'t be rehearsed; use "grpo" to rehearse the rest'
+        return f'algorithm.name is "{config.algorithm.name}": a critic can\'t be rehearsed; "grpo" rehearses the rest'
     if config.rollout.return_routed_experts and not math.prod(config.rehearsal.experts):
         return "rollout.return_routed_experts is true: say how many with rehearsal.moe_layers and experts_per_token"
     return ""

@@ -135,6 +135,7 @@ def test_an_algorithms_example_is_its_demo(name: str) -> None:
         ("name=rloo correction=tis samples=1", "rollout.samples_per_prompt is 1: it compares the samples of a group"),
         ("name=reinforce_plus_plus mask_truncated=true", "use overlong_buffer instead"),
         ("name=ppo mask_truncated=true", "use overlong_buffer instead"),
+        ("name=ppo distill_coef=0.5", "ppo would sum it over the tokens that follow: use distill_loss_coef instead"),
         ("name=ppo gae_lambda=1.1", "algorithm.gae_lambda = 1.1: must be at most 1"),
         ("name=ppo placement=service", "roles.critic.placement = \"service\" is not allowed: one of 'trainer'"),
         ("name=grpo critic_lr=1e-4", 'roles.critic is set, but algorithm.name is "grpo", which trains no critic'),

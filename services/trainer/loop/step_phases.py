@@ -3,9 +3,8 @@
 Rank 0 drives all ranks through it. With one update a step, and nothing to be known beforehand, micro-batches are
 trained as they come. Otherwise a step has two phases. While it fills, forward passes compute what all its updates need:
 log-probs under the weights at its beginning and under the reference, and the critic's values. Once it is full,
-advantages are computed from these values, or measured if they are to be normalised over the step; its groups are divided
-into mini-batches, and each mini-batch makes an update
-in each epoch.
+advantages are computed from these values, or measured if they are to be normalised over the step. Then its groups are
+divided into mini-batches, and each mini-batch makes an update in each epoch.
 """
 
 from collections.abc import Sequence

@@ -367,7 +367,7 @@ def test_a_critic_starts_from_the_model_that_is_asked_for(tiny_qwen3: Path, tmp_
     found = {}
     for path in ("", str(other)):
         shut_down_quietly()
-        config = config_of(tiny_qwen3, {"path": path})
+        config = config_of(tiny_qwen3, {"model": path})
         learner = Learner(tiny_qwen3, config.trainer, config.algorithm, steps=2, critic=config.roles.critic)
         assert learner._critic is not None
         found[path] = learner._critic.module.embedding.word_embeddings.weight.detach().clone()
@@ -376,7 +376,7 @@ def test_a_critic_starts_from_the_model_that_is_asked_for(tiny_qwen3: Path, tmp_
     assert not torch.equal(*found.values())
     shut_down_quietly()
     wide = make_tiny_model(tmp_path / "wide", architecture="qwen3", intermediate_size=192)
-    config = config_of(tiny_qwen3, {"path": str(wide)})
+    config = config_of(tiny_qwen3, {"model": str(wide)})
     with pytest.raises(
         ModelError, match=r"roles.critic.model: .*wide has ffn_size 192, but the model to train has 128"
     ):
