@@ -71,6 +71,9 @@ dtype = "bfloat16"
 groups_per_step = 2
 micro_batch_tokens = 2048
 
+[trainer.checkpoint]
+every = 0
+
 [board]
 max_staleness = 0
 
