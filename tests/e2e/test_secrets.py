@@ -43,6 +43,7 @@ def command_lines() -> Iterator[set[str]]:
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_run_behind_locked_doors_leaves_no_secret(workplace: Workplace, redis_server) -> None:
     place = workplace.folder

@@ -109,6 +109,7 @@ def test_a_stopped_child_does_not_keep_the_gpu(cluster: Holders) -> None:
 
 
 # The lease leaves a coordinator time to start, on a busy machine too.
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", [2 * GPU_LEASE_SECONDS], indirect=True, ids=["long lease"])
 def test_a_coordinator_that_is_away_for_less_than_the_lease_costs_nobody_a_child(cluster: Holders) -> None:
     child = cluster.until_held("first")

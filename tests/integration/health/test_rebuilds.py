@@ -3,6 +3,8 @@
 When that happens is in tests/unit/coordinator/test_health_policy.py.
 """
 
+import pytest
+
 from relaxd.roles import ROLLOUT
 from relaxd.v1 import coordinator_pb2 as pb
 from tests.integration.health.kit import FAILED, HEALTHY, REBUILDING, HealthCluster
@@ -15,6 +17,7 @@ SHORT = {
 }
 
 
+@pytest.mark.slow
 def test_a_role_that_never_comes_back_fails_the_run_with_the_reason(cluster: HealthCluster) -> None:
     cluster.begin(max_restarts=1, **SHORT)
     cluster.fault("fail", "rollout-1")

@@ -3,9 +3,12 @@
 When that happens, and how often, is in tests/unit/coordinator/test_health_policy.py.
 """
 
+import pytest
+
 from tests.integration.health.kit import HEALTHY, RESTARTING, HealthCluster
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_stuck_or_answers_wrongly_is_restarted(cluster: HealthCluster) -> None:
     cluster.begin(rollouts=2, health__max_sync_failures=2)
     before = cluster.service("rollout-1")

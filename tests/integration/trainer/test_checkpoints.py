@@ -103,6 +103,7 @@ def test_checkpoints_come_and_go_and_the_weights_come_back(tiny_qwen3: Path, red
         assert process.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_crash_in_the_middle_of_a_save_leaves_the_one_before(
     tiny_qwen3: Path, redis_url: str, tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ def test_weights_of_two_ranks_arrive(arrangement: str, tiny_qwen3: Path, redis_u
         receiver.leave()
 
 
+@pytest.mark.slow
 def test_two_data_parallel_ranks_train_like_one(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:
     ledgers, exports = [], []
     for ranks in (1, 2):
