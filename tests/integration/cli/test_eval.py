@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(CONFIG)
     Path("letters.jsonl").write_text("".join(json.dumps({"prompt": f"Say {c}", "answer": c}) + "\n" for c in "abcde"))
-    Path("length.py").write_text("def short(sample):\n    return float(sample.tokens % 2 == len(sample.answer) % 2)\n")
+    Path("length.py").write_text("def short(sample):\n    return float(len(sample.response) % 2)\n")
     return tmp_path
 
 
