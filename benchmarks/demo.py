@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from benchmarks.reporting import report
-from relaxd.cli.examples import example
+from relaxd.cli.preparing.examples import example
 from relaxd.local.state import StateFolder
 
 MODES = {"asynchronous": 1, "on-policy": 0}

@@ -12,7 +12,7 @@ PAGE = Path(__file__).with_suffix(".md")
 
 
 class Row(NamedTuple):
-    """What the code doesn't say about an algorithm."""
+    """Facts about an algorithm that its code doesn't say."""
 
     paper: str
     advantage: str

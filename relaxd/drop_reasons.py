@@ -44,7 +44,7 @@ MEANINGS: dict[str, str] = {
     DropReason.DAMAGED: "their entries in Redis could not be read",
     DropReason.MEMORY: "Redis was full; their prompts are tried again",
 }
-"""What each reason means; the ends of runs drop groups, too, which is no cause for a warning."""
+"""Meaning of each reason; the ends of runs drop groups, too, which is no cause for a warning."""
 
 
 def drop_warnings(dropped_by_reason: Mapping[str, int], published: int) -> list[str]:

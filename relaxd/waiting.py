@@ -24,7 +24,7 @@ class Wait:
     """A wait in progress. Who waits may update `reason` and `on` meanwhile."""
 
     reason: str
-    """What is awaited, such as "the last groups of step 12"."""
+    """The awaited thing, such as "the last groups of step 12"."""
     on: str = ""
     """Who has to act for the wait to end, such as a replica's id; empty if nobody in particular."""
     since: float = field(default_factory=time.monotonic)

@@ -43,7 +43,7 @@ ALGORITHMS: dict[str, type[PolicyGradient]] = {
 
 METHODS = ("advantages", "token_weights", "normalizer", "loss")
 ATTRIBUTES = ("needs", "needs_entropy")
-"""What `Algorithm` has."""
+"""Names of the methods and properties of `Algorithm`."""
 
 _changed_at: dict[str, float] = {}
 """When the file of a user's module that is imported was changed."""

@@ -1,4 +1,4 @@
-"""What the algorithms share: everything but the baseline of the advantages and the policy-gradient term of the loss.
+"""Base of the algorithms: everything but the baseline of the advantages and the policy-gradient term of the loss.
 
 An algorithm is a subclass that overrides `sample_advantages` (or `token_advantages`) and `policy_term`.
 """

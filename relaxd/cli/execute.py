@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from relaxd.board import roles_for
-from relaxd.cli.check import check
 from relaxd.cli.last_checkpoint import save_last_checkpoint
-from relaxd.cli.models import prepare_model
 from relaxd.cli.place import check_run_id, free_folder
+from relaxd.cli.preparing.check import check
+from relaxd.cli.preparing.models import prepare_model
 from relaxd.cli.reading.follow import Terminated, follow, interrupt_code
 from relaxd.cli.reading.source import began_on_up, refuse_ended, resume_command
 from relaxd.client.coordinator import AWAY_SECONDS, ENDED, CoordinatorClient

@@ -12,14 +12,8 @@ from rich.console import Console
 
 from relaxd import __version__
 from relaxd.cli import recovery, run_commands
-from relaxd.cli.config_command import config_app
-from relaxd.cli.data_command import data
-from relaxd.cli.eval_command import evaluate
-from relaxd.cli.examples import demo_overrides, example, init
 from relaxd.cli.execute import Where, execute
 from relaxd.cli.last_checkpoint import save_of_run_in_progress
-from relaxd.cli.migrate_command import migrate_app
-from relaxd.cli.models import model_app
 from relaxd.cli.options import (
     DEFAULT_STATE,
     PASS_ON,
@@ -33,6 +27,14 @@ from relaxd.cli.options import (
     new_console,
     with_replica_options,
 )
+from relaxd.cli.preparing.config_command import config_app
+from relaxd.cli.preparing.data_command import data
+from relaxd.cli.preparing.eval_command import evaluate
+from relaxd.cli.preparing.examples import demo_overrides, example, init
+from relaxd.cli.preparing.migrate_command import migrate_app
+from relaxd.cli.preparing.models import model_app
+from relaxd.cli.preparing.rehearse_command import rehearse
+from relaxd.cli.preparing.reward_command import reward_app
 from relaxd.cli.reading import commands
 from relaxd.cli.reading.addresses import address_lines
 from relaxd.cli.reading.evaluation_command import evaluation
@@ -42,8 +44,6 @@ from relaxd.cli.reading.report_command import report
 from relaxd.cli.reading.status import print_status
 from relaxd.cli.reading.trace import trace
 from relaxd.cli.reading.why import why
-from relaxd.cli.rehearse_command import rehearse
-from relaxd.cli.reward_command import reward_app
 from relaxd.cli.scale import scale_to, wait_for
 from relaxd.client.coordinator import CoordinatorClient
 from relaxd.client.errors import CliError

@@ -7,8 +7,8 @@ import pytest
 
 from relaxd import PROTOCOL_VERSION
 from relaxd.board import STAGES, roles_for, stages_for
-from relaxd.cli.check import check
 from relaxd.cli.execute import Where, _replicas
+from relaxd.cli.preparing.check import check
 from relaxd.config.load import ConfigError, load
 from relaxd.local.stack import make_plan
 from relaxd.local.state import StateFolder

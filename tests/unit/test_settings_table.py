@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxd.cli.examples import demo_overrides
+from relaxd.cli.preparing.examples import demo_overrides
 from relaxd.config.algorithm import BUILT_IN
 from relaxd.config.equivalents import EQUIVALENTS, FRAMEWORKS
 from relaxd.config.load import ConfigError, load, load_file

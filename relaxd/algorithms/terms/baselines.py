@@ -1,4 +1,4 @@
-"""What a sample's reward is compared with. Pure functions of one group's rewards."""
+"""Baselines, with which a sample's reward is compared. Pure functions of one group's rewards."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""What the trainer writes when a run ends: a checkpoint, and the model as a Hugging Face folder."""
+"""Last files of a run, which the trainer writes: a checkpoint, and the model as a Hugging Face folder."""
 
 import time
 from collections.abc import Awaitable, Callable

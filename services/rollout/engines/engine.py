@@ -1,4 +1,4 @@
-"""What the service asks of an engine, whether it is a child process or an external server."""
+"""Interface of an engine to the rollout service, whether it is a child process or an external server."""
 
 import itertools
 from abc import ABC, abstractmethod

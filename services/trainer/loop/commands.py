@@ -34,7 +34,7 @@ class Command(Protocol[T_co]):
 
 @dataclass
 class TrainingRank:
-    """What one rank's commands work on. Used by its training thread only."""
+    """State on which one rank's commands work. Used by its training thread only."""
 
     channel: RankChannel
     """The channel from rank 0 to the other ranks."""

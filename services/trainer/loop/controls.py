@@ -71,7 +71,7 @@ def result_of(answer: "Future[T]", seconds: float) -> T:
 
 
 class Controls:
-    """What other threads ask of the training thread."""
+    """Requests of other threads to the training thread."""
 
     def __init__(self) -> None:
         self.paused = threading.Event()

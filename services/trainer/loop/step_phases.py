@@ -1,4 +1,4 @@
-"""What happens to a step's groups when: training while the step fills, or preparing, and training once it is full.
+"""Order of the work on a step's groups: train while the step fills, or prepare, and train once it is full.
 
 Rank 0 drives all ranks through it. With one update a step, and nothing to be known beforehand, micro-batches are
 trained as they come. Otherwise a step has two phases. While it fills, forward passes compute what all its updates need:

@@ -12,7 +12,7 @@ import torch
 from relaxd.algorithms import AlgorithmError, create
 from relaxd.algorithms.trial import create_tried
 from relaxd.board import stages_for
-from relaxd.cli.check import check
+from relaxd.cli.preparing.check import check
 from relaxd.config.algorithm import ALGORITHM, OwnConfig
 from relaxd.config.load import load_file
 from relaxd.rpc.errors import InvalidArgument

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from relaxd.cli.models import prepare_model
 from relaxd.cli.options import WordsArgument, load_words, new_console
+from relaxd.cli.preparing.models import prepare_model
+from relaxd.cli.preparing.reward_command import try_reward
 from relaxd.cli.reading.evaluation_command import results_table
-from relaxd.cli.reward_command import try_reward
 from relaxd.client.errors import CliError
 from relaxd.config import RewardConfig, RunConfig
 from relaxd.config.load import ConfigError, Problem

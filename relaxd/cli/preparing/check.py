@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxd.board import size_problems, stages_for
-from relaxd.cli.reward_command import check_reward
+from relaxd.cli.preparing.reward_command import check_reward
 from relaxd.client.errors import CliError
 from relaxd.config import FrozenModelConfig, RunConfig, TrainerConfig
 from relaxd.config.algorithm import OwnConfig

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from relaxd.cli.models import prepare_model
 from relaxd.cli.options import WordsArgument, load_words, new_console
+from relaxd.cli.preparing.models import prepare_model
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, Problem
 from relaxd.data.checking import evenly_spread, read_some

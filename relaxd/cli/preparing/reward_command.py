@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relaxd.cli.models import prepare_model
 from relaxd.cli.options import PASS_ON, WordsArgument, load_words, new_console
+from relaxd.cli.preparing.models import prepare_model
 from relaxd.client.errors import CliError
 from relaxd.config import RunConfig
 from relaxd.config.load import ConfigError, Problem

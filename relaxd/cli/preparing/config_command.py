@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from relaxd.cli.check import check
 from relaxd.cli.options import PASS_ON, WordsArgument, load_words
+from relaxd.cli.preparing.check import check
 from relaxd.config.load import ConfigError
 from relaxd.config.write import dump_changes, dump_explained
 from relaxd.local.devices import check_devices

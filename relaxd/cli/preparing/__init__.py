@@ -1,0 +1,1 @@
+"""Commands that need no run: settings, data, rewards, models, evaluation and rehearsal before one begins."""
