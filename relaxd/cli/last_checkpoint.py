@@ -39,7 +39,7 @@ def save_last_checkpoint(coordinator: CoordinatorClient, run_id: str, say: Calla
         saved = coordinator.save_checkpoint(run_id, rotate=True, seconds=MAX_SECONDS)
         say(f"the checkpoint of step {saved.weights.version} is on disk")
     except CliError as error:
-        say(f"no checkpoint was saved, resuming repeats the steps after the last one: {error}")
+        say(f"no checkpoint was saved: {error}; a resume repeats the steps after the last checkpoint")
     except KeyboardInterrupt:
         say("no checkpoint was saved")
 

@@ -139,6 +139,11 @@ class OPDConfig(NormalizedConfig, ClippedConfig):
                 "algorithm.distill_coef and algorithm.distill_loss_coef are 0, so the teacher would not count: set one "
                 "of them"
             )
+        if self.reward_coef == 0 and (self.kl_reward_coef > 0 or self.overlong_buffer > 0):
+            raise ValueError(
+                "algorithm.kl_reward_coef and algorithm.overlong_buffer change rewards, but algorithm.reward_coef is "
+                "0, so they would not count: set reward_coef, or use kl_coef"
+            )
         return self
 
 

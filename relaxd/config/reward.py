@@ -106,6 +106,8 @@ class RewardConfig(Section):
             found = bool(parts.hostname) and (is_url or (parts.port is not None and parts.netloc == address))
         except ValueError:  # a port that isn't a number
             found = False
+        if found and parts.username is not None:
+            raise ValueError("it has credentials, which logs would show: leave them out")
         if not found or parts.scheme not in ("", "http", "https"):
             raise ValueError(f'{address!r} must be "host:port" or begin with http:// or https://')
         return address

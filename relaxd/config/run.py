@@ -358,7 +358,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _critic_fits(self) -> Self:
         critic = self.roles.critic
-        if critic != CriticConfig() and not self.algorithm.needs_critic:
+        own = isinstance(self.algorithm, OwnConfig)  # says itself what it needs
+        if critic != CriticConfig() and not own and not self.algorithm.needs_critic:
             raise ValueError(
                 f'roles.critic is set, but algorithm.name is "{self.algorithm.name}", which trains no critic: use '
                 '"ppo", or leave roles.critic out'

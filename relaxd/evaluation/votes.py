@@ -12,7 +12,7 @@ from relaxd.rewards.tags import tagged
 DRAWS = 200
 """Draws of k of a prompt's n replies. For k = n there is only one."""
 LONGEST_VOTE = 200
-"""Longer answers, in letters, are none: two of them would hardly agree."""
+"""Longer answers, in characters, are no votes: two of them would hardly agree."""
 
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 _ANSWER = re.compile(r"answer\s*(?:is\b|:|=)\s*:?", re.IGNORECASE)

@@ -11,6 +11,7 @@ from relaxd.config.write import toml
 
 ACTOR = "actor_rollout_ref."
 ALGORITHMS = {
+    "gae": "ppo",
     "grpo": "grpo",
     "rloo": "rloo",
     "reinforce_plus_plus": "reinforce_plus_plus",
@@ -92,6 +93,8 @@ def migrate(given: Mapping[str, Any]) -> Migrated:
             _convert(reader, name, value)
         except _Lost as why:
             reader.out.lost.append((name, value, str(why)))
+        except (TypeError, ValueError, ZeroDivisionError):
+            reader.out.lost.append((name, value, "it isn't the number that is needed: variables are not resolved"))
     _complete(reader)
     try:
         load(reader.out.to_toml())
@@ -133,7 +136,7 @@ def _algorithm(reader: _Reader) -> str:
 
 def _adv_estimator(reader: _Reader, value: Any) -> None:
     if value not in ALGORITHMS:
-        raise _Lost(f"grpo is written instead; there are {', '.join(ALGORITHMS)}")
+        raise _Lost(f"there is no such estimator, so that grpo is written; there are {', '.join(ALGORITHMS)}")
 
 
 def _loss_mode(reader: _Reader, value: Any) -> None:

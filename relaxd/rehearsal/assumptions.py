@@ -12,6 +12,7 @@ from typing import Any
 
 from relaxd.board.sizes import worst_bytes
 from relaxd.config import RehearsalConfig, RunConfig
+from relaxd.config.data import DataSource
 
 REWARD = "relaxd.rehearsal.reward:scripted"
 MANY_STEPS = 1_000_000
@@ -74,6 +75,7 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
     own = config.rehearsal
     faster, shorter = scale.time, scale.payload
     new_tokens = max(1, config.rollout.max_new_tokens // shorter)
+    least = min(config.rollout.min_new_tokens, new_tokens)
     sequence = config.data.max_prompt_tokens + new_tokens
     rehearsal = RehearsalConfig(
         **{
@@ -101,11 +103,13 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
             "choose_by": "",
             "choices": {},
             "environment": (),
+            "address": "",
+            "cache_samples": 0,
         },
         rollout={
             "engine": "scripted",
             "max_new_tokens": new_tokens,
-            "min_new_tokens": min(config.rollout.min_new_tokens, new_tokens),
+            "min_new_tokens": least,
             "threads": 1,
         },
         trainer={
@@ -116,10 +120,18 @@ def rehearsed(config: RunConfig, scale: Scale, *, model: Path, folder: Path) -> 
             "checkpoint": config.trainer.checkpoint.model_copy(update={"every": 0}),
         },
         weights={"transport": "gloo"},
-        eval={"prompts": 0, "interval": 0},
+        eval={"prompts": 0, "interval": 0, "sets": (), "before": False, "after": False},
+        data={"sources": tuple(_shortened(one, new_tokens, least) for one in config.data.sources)},
+        roles={"reference": config.roles.reference.model_copy(update={"model": ""})},
         board={"high_water_bytes": config.board.high_water_bytes // shorter},
         rehearsal=rehearsal.model_dump(),
     )
+
+
+def _shortened(source: DataSource, most: int, least: int) -> DataSource:
+    """Return a source whose answers have at most `most` and at least `least` tokens, if it sets a limit at all."""
+    limit = source.max_new_tokens
+    return source.model_copy(update={"max_new_tokens": limit and max(least, 1, min(limit, most))})
 
 
 def _updated(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:

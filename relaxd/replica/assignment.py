@@ -51,12 +51,14 @@ class AssignmentFollower:
         self._attempts = 0
 
     def assign(self, assignment: Assignment, drain: bool = False) -> None:
-        """Follow this assignment from now on. A new run ends a drain unless `drain` is set."""
+        """Follow this assignment from now on. A new run, or one that began anew, ends a drain unless `drain` is set."""
         if assignment == self._wanted:
             return
-        if assignment.run_id != self._wanted.run_id:
+        before = self._wanted
+        if (assignment.run_id, assignment.begin_time) != (before.run_id, before.begin_time):
             self.draining, self._drained = drain, False
             self._attempts = 0
+            self._restart = self._restart or assignment.run_id == before.run_id
         self._wanted = assignment
         self._interrupt()
 

@@ -26,27 +26,28 @@ class ScoreCache:
 
     def clear(self) -> None:
         """Forget every score, because the reward may have been changed."""
-        self._scores.clear()
+        self._scores = OrderedDict()  # calls in progress keep the old one
 
     async def score(self, samples: Sequence[RewardInput], score: Score) -> Scored:
         """Return the scores of samples of one prompt; `score` gets those that aren't known, each once."""
         if not self._size:
             return await score(samples)
+        scores = self._scores
         keys = [_key(sample) for sample in samples]
         found: dict[bytes, RewardOutput | Failure] = {}
         for key in keys:
-            if key in self._scores:
-                self._scores.move_to_end(key)
-                found[key] = self._scores[key]
+            if key in scores:
+                scores.move_to_end(key)
+                found[key] = scores[key]
         unknown = {key: sample for key, sample in zip(keys, samples, strict=True) if key not in found}
         self.hits += len(samples) - len(unknown)
         if unknown:
             found |= zip(unknown, await score(list(unknown.values())), strict=True)
         for key in unknown:
             if isinstance(outcome := found[key], RewardOutput):
-                self._scores[key] = outcome
-        while len(self._scores) > self._size:
-            self._scores.popitem(last=False)
+                scores[key] = outcome
+        while len(scores) > self._size:
+            scores.popitem(last=False)
         return [found[key] for key in keys]
 
 

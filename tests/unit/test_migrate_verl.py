@@ -92,7 +92,8 @@ def test_what_means_something_else(given, setting, value):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"algorithm.adv_estimator": "gae"}, "grpo is written instead"),
+        ({"algorithm.adv_estimator": "optimal_token_baseline"}, "so that grpo is written"),
+        ({"data.train_batch_size": "$bsz", "actor_rollout_ref.actor.ppo_mini_batch_size": "$mini"}, "not resolved"),
         ({"data.truncation": "left"}, "never cuts a prompt"),
         ({"data.train_batch_size": 10, "actor_rollout_ref.actor.ppo_mini_batch_size": 4}, "not a multiple"),
         ({"actor_rollout_ref.rollout.multi_turn.enable": True}, ""),

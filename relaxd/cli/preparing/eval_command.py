@@ -99,7 +99,7 @@ def _evaluate_set(
     total = count * one.samples_per_prompt
     answers: list[Answer] = []
     said = time.monotonic()
-    reward = RewardConfig(name=one.reward) if one.reward else config.reward
+    reward = _reward_of(config.reward, one.reward) if one.reward else config.reward
     scored_by = config.model_copy(update={"reward": reward})
     console.print(f"{one.name}: {count} prompts, {one.samples_per_prompt} answers each", highlight=False)
 
@@ -119,6 +119,12 @@ def _evaluate_set(
         if waiting:
             answers += _score(scored_by, one, waiting, file.write)
     return answers
+
+
+def _reward_of(runs: RewardConfig, name: str) -> RewardConfig:
+    """Return a set's own reward, in the workers of the run's."""
+    same = {"workers": runs.workers, "timeout_seconds": runs.timeout_seconds, "environment": runs.environment}
+    return RewardConfig(name=name).model_copy(update=same)
 
 
 def _answer(config: RunConfig, one: ResolvedSet, data: PromptDataset, count: int) -> Iterator[_Answered]:

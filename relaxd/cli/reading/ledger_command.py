@@ -74,7 +74,7 @@ def _print_groups(lines: list[dict[str, Any]], limit: int, console: Console) -> 
             _shown(line.get("tokens")),
             _shown(line.get("reward")),
         )
-    console.print(table if lines else "no group is like that")
+    console.print(table if lines else "no group matches")
     if len(lines) > limit:
         console.print(f"... and more: these are the newest {limit} (--limit)")
 

@@ -350,7 +350,7 @@ class ActiveRun:
         try:
             with self._files.answers(version[1]) as keep:
                 found = await self._evaluator.evaluate(version, keep, beside_training=True)
-        except EvaluationFailed as error:
+        except (EvaluationFailed, OSError) as error:
             await self._add_note(f"the evaluation of version {version[1]} failed: {error}")
         else:
             await self._record_evaluation(version[1], found)

@@ -213,9 +213,10 @@ class _Evaluation:
                 except DataError as error:  # a row of a large file that nobody looked at before
                     raise EvaluationFailed(f"{asked.name}: {error.field}: {error.message}") from error
                 finals = await self._generate(asked, prompt, engine)
+                # The engine gets no other prompt before: slow rewards must not pile up answers here.
+                scores = [one for some in _in_messages(finals) for one in await self._score(asked.reward, prompt, some)]
             finally:
                 self._busy[engine.replica_id] -= asked.samples_per_prompt
-            scores = [score for some in _in_messages(finals) for score in await self._score(asked.reward, prompt, some)]
         except _Retry:
             await asyncio.sleep(RETRY_SECONDS)
             raise

@@ -362,6 +362,8 @@ class RunManager:
         if self.active is None or not self.active.assignable:
             return pb.Assignment()
         record = self.active.record
-        return pb.Assignment(
+        assignment = pb.Assignment(
             run_id=record.run_id, config_json=record.config_json, state=run_state(record), folder=record.folder
         )
+        assignment.begin_time.FromDatetime(record.begin_time)
+        return assignment

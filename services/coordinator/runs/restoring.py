@@ -9,6 +9,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def read_run(folder_name: str, steps: int = 0) -> Restored:
 
 def _continued(record: RunRecord, begun: bool) -> RunRecord:
     """Return the record of a run that goes on: without its pause, and without its end."""
-    changes: dict[str, Any] = {"paused": None, "forgiven_drops": 0, "forgiven_filtered": 0}
+    changes: dict[str, Any] = {"begin_time": datetime.now(UTC), "paused": None}
+    changes |= {"forgiven_drops": 0, "forgiven_filtered": 0}
     if record.phase.ended:
         changes |= {"phase": Phase.RUNNING if begun else Phase.PENDING, "outcome": None, "reason": "", "end_time": None}
         changes |= {"stop_reason": "", "board_bytes": 0}

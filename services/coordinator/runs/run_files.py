@@ -149,6 +149,7 @@ class RunFiles:
                     if name not in files:
                         path = answers_file(self.folder, name, step).with_suffix(".tmp")
                         path.parent.mkdir(parents=True, exist_ok=True)
+                        stack.callback(path.unlink, missing_ok=True)  # it has another name if all went well
                         files[name] = stack.enter_context(path.open("w", encoding="utf-8"))
                     files[name].write("".join(map(_line, lines)))
 

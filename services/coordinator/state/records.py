@@ -70,6 +70,8 @@ class RunRecord(Record):
     request_digest: str = ""
     """SHA-256 of what that request asked for."""
     create_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
+    begin_time: datetime = Field(default_factory=lambda: datetime.now(UTC))
+    """When it was created, or restored last."""
     end_time: datetime | None = None
     evaluations: tuple[Evaluation, ...] = ()
     forgiven_drops: int = 0

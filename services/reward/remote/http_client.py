@@ -55,6 +55,8 @@ class HttpClient:
         body = {"prompt": sample.prompt, "response": sample.response, "label": sample.answer}
         try:
             outcome = await self._post({**body, "metadata": dict(sample.metadata)}, seconds)
+        except aiohttp.ServerTimeoutError as error:  # also a TimeoutError, but nobody was reached
+            raise UnreachableError(str(error) or "no connection in time") from error
         except TimeoutError:
             outcome = Failure(f"the reward service at {self._url}: scoring an answer took longer than {seconds:g} s")
         except (aiohttp.ClientConnectionError, OSError) as error:
@@ -71,7 +73,7 @@ class HttpClient:
     async def _post(self, body: object, seconds: float) -> RewardOutput | Failure:
         if self._session is None:  # made here, because it belongs to the loop that runs
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self._max_in_flight))
-        limit = aiohttp.ClientTimeout(total=seconds)
+        limit = aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds / 2, PROBE_SECONDS))
         async with self._session.post(self._url, json=body, timeout=limit) as answer:
             text = (await _read(answer)).decode(errors="replace")
             if answer.status in _AGAIN:

@@ -18,7 +18,7 @@ from services.reward.remote.http_client import HttpClient
 from services.reward.slow import slow_after
 
 ATTEMPTS = 10
-"""Calls for the same samples that may fail to reach the service: an answer may be what it dies of."""
+"""Attempts for the same samples: an answer may be what crashes the service."""
 PAUSE = Backoff(first_seconds=0.5, max_seconds=30.0)
 """Pauses between them, to which up to a half is added at random."""
 
@@ -40,7 +40,7 @@ class Client(Protocol):
 
 
 class RemoteScorer:
-    """Calls a reward service: so many calls at a time, again if one doesn't reach it, none while it is away."""
+    """Calls a reward service: limits the calls in flight, repeats those that don't reach it, waits while it is down."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config

@@ -22,6 +22,9 @@ from services.trainer.loop.round_runner import PreparedColumns, RoundRunner
 from services.trainer.megatron.disk_work import Progress
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
 
+LOADED_TOGETHER = 8
+"""Groups in one call to Redis, whose answer it holds in its memory until it is sent."""
+
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -79,18 +82,20 @@ class TrainingRank:
         """Add groups to `groups`, except those that were closed meanwhile: rank 0 then discards the step."""
         names = self.board.needs(TRAIN)
         deadline = time.monotonic() + self.channel.timeout_seconds / 2
-        while deliveries:
+        rest = list(deliveries)
+        while rest:
+            some = rest[:LOADED_TOGETHER]
             try:
-                loaded = self.board.load(list(deliveries), names)
+                loaded = self.board.load(some, names)
             except BoardUnavailable:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(TICK_SECONDS)  # brief: half of the ranks' timeout
                 continue
-            for delivery, columns in zip(deliveries, loaded, strict=True):
+            for delivery, columns in zip(some, loaded, strict=True):
                 if columns is not None:
                     self.groups[delivery.group_id] = check_group(delivery.group_id, columns, names)
-            return
+            del rest[: len(some)]
 
     def load_missing(self, needed: set[str], deliveries: Collection[Delivery]) -> None:
         """Load those of the needed groups that aren't in `groups`; `deliveries` has one of each."""

@@ -136,7 +136,8 @@ class Rank(trainer_pb2_grpc.TrainerServicer, rank_pb2_grpc.RankServicer):
     def _train(self, request: rank_pb.WorkRequest) -> None:
         config = RunConfig.model_validate_json(request.config_json)
         algorithm = create_tried(config.algorithm, with_loss=True)
-        check_vocabularies(config, REFERENCE)
+        if not config.has_reference_service:
+            check_vocabularies(config, REFERENCE)
         learner, buckets, self._broadcaster = self._load(config)
         freeze_objects()
         board = Board(request.redis, request.run_id, stages_for(config), config.board)

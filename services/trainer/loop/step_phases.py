@@ -45,6 +45,8 @@ def packer_for(config: RunConfig) -> Packer:
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:
     """Return the order of work in a run's steps."""
     needs = algorithm.needs
+    if needs.whitened and needs.values:
+        raise ValueError("an algorithm with a critic normalises its advantages itself, in step_advantages")
     at_once = config.trainer.updates_per_step == 1 and not needs.whitened and not needs.values
     return (TrainedWhileFilling if at_once else PreparedThenTrained)(config, algorithm, rank)
 

@@ -102,6 +102,7 @@ class Training:
                 self._commit(opened, groups, plan, updates)
                 self._announce(telemetry.inject(span))
                 self.checkpoints.after_step(plan.step)
+                del opened, groups, columns, updates  # not kept while the next step fills
         while True:
             self._serve_requests(f"all {self._config.run.steps} steps are done")
             time.sleep(IDLE_SECONDS)  # idle: there is nothing left to train

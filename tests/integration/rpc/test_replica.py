@@ -173,7 +173,9 @@ async def test_follows_its_assignment(coordinator):
         await process.says("pause")
         coordinator.assign("one", coordinator_pb2.RUN_STATE_RUNNING)
         await process.says("resume")
-        coordinator.assign("one", coordinator_pb2.RUN_STATE_STOPPING)  # the last evaluation still needs everyone
+        coordinator.assignment.begin_time.FromSeconds(7)  # it ended, and was restored before the next heartbeat
+        await process.says("stop", "start one")
+        coordinator.assignment.state = coordinator_pb2.RUN_STATE_STOPPING  # the last evaluation still needs everyone
         coordinator.assign("two")
         await process.says("stop", "start two")
         coordinator.assign("two", coordinator_pb2.RUN_STATE_STOPPED)

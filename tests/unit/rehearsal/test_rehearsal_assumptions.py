@@ -47,3 +47,12 @@ EXPERTS = "[run]\nsteps = 1\n[rollout]\nengine = 'sglang'\nreturn_routed_experts
 def test_what_cant_be_rehearsed_is_said(text: str, problem: str) -> None:
     config = load(f"{text}\n[model]\npath = 'm'\n[data]\nsource = 'addition'\n[reward]\nname = 'math'\n")
     assert obstacle(config).startswith(problem)
+
+
+def test_what_is_not_rehearsed_is_left_out(tmp_path: Path) -> None:
+    shape = Path("benchmarks/shapes/math.toml").read_text()
+    text = shape.replace('name = "math"', 'address = "judge:50060"\ncache_samples = 100')
+    config = load(text + '\n[[eval.sets]]\nname = "letters"\ntask = "spell_backward"\nprompts = 2\n')
+    found = rehearsed(config, Scale(rollout=4, time=10.0, payload=4), model=tmp_path / "stand-in", folder=tmp_path)
+    assert load(dump(found)) == found  # the coordinator accepts it
+    assert (found.reward.address, found.reward.cache_samples, found.eval.sets) == ("", 0, ())

@@ -279,6 +279,7 @@ async def test_remote_rm_over_http(bench):
         ({"address": "judge:9000/score"}, "must be"),
         ({"address": "ftp://judge/score"}, "must be"),
         ({"address": "http://"}, "must be"),
+        ({"address": "https://user:secret@judge/score"}, "it has credentials, which logs would show"),
         ({"address": "judge:9000", "name": "math"}, "reward.address is the whole reward"),
         ({"address": "judge:9000", "choose_by": "rm_type"}, "reward.address is the whole reward"),
         ({}, "reward.name is missing"),

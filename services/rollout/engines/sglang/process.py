@@ -24,7 +24,7 @@ from services.rollout.engines.model_folder import read_model_folder
 from services.rollout.engines.sglang.engine import SGLangEngine
 from services.rollout.engines.sglang.launch import launch
 from services.rollout.engines.sglang.options import OptionError, server_args
-from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, Schedulers
+from services.rollout.engines.sglang.schedulers import ANSWER_SECONDS, Late, Schedulers
 from services.rollout.engines.types import EngineError, Version
 
 SCHEDULER_MARGIN_SECONDS = 3.0
@@ -139,14 +139,14 @@ class SGLangProcess(EngineProcess):
     def _update_all(
         self, engine: SGLangEngine, request: engine_pb2.UpdateWeightsRequest
     ) -> list[engine_pb2.UpdateWeightsResponse]:
-        """Update every rank. If one fails, mark the engine as touched when any rank's model has changed."""
+        """Update every rank. If one fails, mark the engine as touched if any rank's model may have changed."""
         assert self._schedulers is not None
         timeout = request.receive.timeout_seconds + SCHEDULER_MARGIN_SECONDS
         answers = self._schedulers.ask_each("UpdateWeights", request, timeout)
         errors = [answer for answer in answers if isinstance(answer, RpcError)]
         if errors:
             self._leave(request.receive.group_name)
-            if self._left_touched or len(errors) < len(answers):
+            if self._left_touched or len(errors) < len(answers) or any(isinstance(error, Late) for error in errors):
                 engine.touch()
             raise errors[0]
         return answers

@@ -29,6 +29,10 @@ ANSWER_SECONDS = 10.0
 """Longest wait for anything else that the scheduler's loop does."""
 
 
+class Late(Aborted):
+    """A scheduler process has not answered in time, and may have done what it was asked to."""
+
+
 class Schedulers:
     """The scheduler processes of an engine, by rank."""
 
@@ -98,7 +102,7 @@ class Schedulers:
             if has_status(error):
                 return from_call(error)
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                return Aborted(f"scheduler {rank} did not answer {method} within {timeout:g} s")
+                return Late(f"scheduler {rank} did not answer {method} within {timeout:g} s")
             return Unavailable(f"scheduler {rank} is gone: {error.details()}")
 
 
