@@ -29,7 +29,8 @@ def test_policy_and_critic_go_on_after_everything_was_killed(workplace: Workplac
     check_books(read_summary(folder), steps=9)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 10))
-    assert all(line["value_loss"] > 0 and "explained_variance" in line for line in lines)
+    assert all(line["value_loss"] > 0 for line in lines)
+    assert any("explained_variance" in line for line in lines)  # none in a step whose returns are all equal
     assert lines[-1]["optimizer_steps"] == 36
     # The checksum compared is that of both models.
     code, output = workplace.relaxd("replay", "r", "--step", "5")
