@@ -193,7 +193,7 @@ class ValuedGroup:
     """A group with the critic's values. Arrays are [T], the samples one after the other."""
 
     token_rewards: NDArray[np.float32]
-    """What `Algorithm.advantages` has returned."""
+    """The values that `Algorithm.advantages` returned."""
     values: NDArray[np.float32]
     """The critic's value of the tokens before each token."""
     mask: NDArray[np.uint8]

@@ -33,7 +33,7 @@ class NewGroup:
     retry_of: str | None = None
     """The dropped group (one of `Board.retries()`) whose prompt this group retries."""
     facts: Mapping[str, JSON] = field(default_factory=dict)
-    """What its fate is told with (see `Fate`). Unused with `retry_of`, whose facts are on the board already."""
+    """Facts for the record of its fate (see `Fate`). Unused with `retry_of`, whose facts are on the board already."""
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class HeldGroup:
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of a closed group."""
+    """The fate of a closed group: trained, or dropped and why."""
 
     entry_id: str
     """Its entry in the stream of fates."""

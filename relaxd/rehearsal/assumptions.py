@@ -38,12 +38,16 @@ class Scale:
     """Ranks of the trainer, which divide the groups among them."""
 
 
+def expert_bytes(config: RunConfig) -> int:
+    """Return the bytes of a token's routed experts; 0 if the run doesn't return them."""
+    return 4 * math.prod(config.rehearsal.experts) if config.rollout.return_routed_experts else 0
+
+
 def payload_scale(config: RunConfig, memory_bytes: int) -> int:
     """Return the power of two by which payloads have to be scaled down to fit into the memory."""
     rehearsal, most = config.rehearsal, config.rollout.max_new_tokens
     share = min(1.0, LONG_TAIL * (rehearsal.median_tokens or most / 8) / most)
-    experts = 4 * math.prod(rehearsal.experts) if config.rollout.return_routed_experts else 0
-    group = worst_bytes(config, 0, expert_bytes=experts) * share
+    group = worst_bytes(config, 0, expert_bytes=expert_bytes(config)) * share
     needed = STEPS_IN_REDIS * config.trainer.groups_per_step * group / memory_bytes
     return min(1 << max(0, math.ceil(math.log2(needed))), max(1, most // MIN_TOKENS))
 

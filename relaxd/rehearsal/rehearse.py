@@ -1,6 +1,5 @@
 """Running a rehearsal: its own Redis and services, a run that never ends, and the windows in which it is measured."""
 
-import math
 import os
 import shutil
 import statistics
@@ -25,7 +24,7 @@ from relaxd.local import embedded_redis, stack
 from relaxd.local.modules import MANY_ROLLOUTS
 from relaxd.local.state import StateFolder
 from relaxd.local.supervisor import ServiceSpec, StackPlan
-from relaxd.rehearsal.assumptions import Scale, rehearsed
+from relaxd.rehearsal.assumptions import Scale, expert_bytes, rehearsed
 from relaxd.rehearsal.counters import Counters, Sample
 from relaxd.rehearsal.report import Measured
 from relaxd.rehearsal.stand_in import write_stand_in
@@ -150,8 +149,7 @@ def _measure(
     metrics = [line for line in read_result(counters.run_folder).steps if first.step < line["step"] <= last.step]
     run = counters.run
     stages = stages_for(config)
-    experts = 4 * math.prod(config.rehearsal.experts) if config.rollout.return_routed_experts else 0
-    per_token = token_bytes(stages[0].writes) + experts
+    per_token = token_bytes(stages[0].writes) + expert_bytes(config)
     return Measured(
         scale=scale,
         first=first,

@@ -30,13 +30,7 @@ from tests.integration.trainer.service_kit import (
     make_config,
     trainer_service,
 )
-from tests.kit.models import make_tiny_model
 from tests.kit.waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3")
 
 
 def config_of(model: Path, *, every: int = 2, steps: int = 8, **trainer: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ from services.trainer.batch.row_packing import pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.learner.checkpoint import CheckpointError
 from services.trainer.learner.learner import Learner
-from services.trainer.megatron.parallel import shut_down
 from services.trainer.model.architecture import ModelError
 from services.trainer.offline.replay import replay
 from tests.integration.trainer import critic_worlds
 from tests.integration.trainer.critic_worlds import CheckpointJob, train
 from tests.integration.trainer.service_kit import Feeder, make_config
-from tests.integration.trainer.trainer_worlds import Job, make_learner, make_samples, run_world
+from tests.integration.trainer.trainer_worlds import Job, make_learner, make_samples, run_world, shut_down_quietly
 from tests.integration.trainer.training_worlds import RunJob, run_job
 from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
@@ -39,25 +37,6 @@ COMPARED = (
     *("loss", "grad_norm", "ratio", "clip_fraction_epoch_2", "value_loss", "value_grad_norm", "value_clip_fraction"),
     *("explained_variance", "value_mean", "return_mean"),
 )
-
-
-@pytest.fixture(scope="module")
-def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3")
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Learners are made in this process."""
-    shut_down_quietly()
-    yield
-    shut_down_quietly()
-
-
-def shut_down_quietly() -> None:
-    """Leave the world of the learner before, if there was one."""
-    with contextlib.suppress(AssertionError):
-        shut_down()
 
 
 def config_of(model: Path, critic: dict[str, Any] | None = None, **trainer: Any) -> RunConfig:

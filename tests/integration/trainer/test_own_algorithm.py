@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from relaxd.algorithms import GRPO, LossInputs, LossOutput
 from tests.integration.trainer.service_kit import make_config, trainer_service
-from tests.kit.models import make_tiny_model
 
 
 class NoGradient(GRPO):
@@ -15,11 +12,6 @@ class NoGradient(GRPO):
     def loss(self, inputs: LossInputs) -> LossOutput:
         """Lose the gradient."""
         return LossOutput(super().loss(inputs).loss.detach())
-
-
-@pytest.fixture(scope="module")
-def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3")
 
 
 def test_a_run_is_trained_with_the_example(tiny_qwen3: Path, redis_url: str, tmp_path: Path) -> None:

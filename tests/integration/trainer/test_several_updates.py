@@ -5,7 +5,6 @@ import json
 import math
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,11 @@ from relaxd.config import RunConfig
 from services.trainer.batch.step_file import read_committed
 from services.trainer.batch.step_plan import StepPlan
 from services.trainer.learner.update import NonFiniteGradients
-from services.trainer.megatron.parallel import shut_down
 from services.trainer.offline.replay import replay
 from tests.integration.trainer import training_worlds
 from tests.integration.trainer.service_kit import Feeder, make_config, trainer_service
-from tests.integration.trainer.trainer_worlds import run_world
+from tests.integration.trainer.trainer_worlds import run_world, shut_down_quietly
 from tests.integration.trainer.training_worlds import RunJob, run_job
-from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
 from tests.kit.redis_server import RedisServer
 
@@ -43,25 +40,6 @@ LENGTHS = (6, 9, 4, 11, 7, 5, 10, 8)
 """Tokens of the answers of each group: of two steps of four groups."""
 RATES = {1: 1.5e-2, 2: 1e-2}
 """Learning rate of each step: linear from 2e-2 to 1e-2."""
-
-
-@pytest.fixture(scope="module")
-def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3")
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Learners are made in this process."""
-    shut_down_quietly()
-    yield
-    shut_down_quietly()
-
-
-def shut_down_quietly() -> None:
-    """Leave the world of the learner before, if there was one."""
-    with contextlib.suppress(AssertionError):
-        shut_down()
 
 
 def config_of(model: Path, algorithm: dict[str, Any] | None = None, **trainer: Any) -> RunConfig:

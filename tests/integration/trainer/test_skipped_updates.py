@@ -1,11 +1,9 @@
 """An update whose loss or gradient isn't finite is skipped, on all ranks, and again when the step is repeated."""
 
-import contextlib
 import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from tests.integration.trainer import skipping_worlds, trainer_worlds
 from tests.integration.trainer.service_kit import Feeder, export, make_config, trainer_service
 from tests.integration.trainer.skipping_worlds import NaNJob
 from tests.integration.trainer.trainer_worlds import Job, make_learner, make_model, make_samples
-from tests.kit.models import make_tiny_model
 from tests.kit.ports import free_port
 
 OVERFLOWING = 1e38
@@ -34,20 +31,6 @@ OVERFLOWING = 1e38
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", tied=True)
-
-
-@pytest.fixture(scope="module")
-def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3")
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Learners are made in this process."""
-    with contextlib.suppress(AssertionError):
-        shut_down()
-    yield
-    shut_down()
 
 
 OFFLOADED = {"dtype": "bfloat16", "optimizer": {"cpu_offload": True}}

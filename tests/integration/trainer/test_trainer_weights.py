@@ -23,7 +23,6 @@ from tests.integration.trainer.service_kit import (
     make_config,
     trainer_service,
 )
-from tests.kit.models import make_tiny_model
 from tests.kit.processes import kill, start_python
 
 DYING_RECEIVER = """
@@ -35,11 +34,6 @@ group.connect(20.0)
 print("connected", flush=True)
 time.sleep(60)
 """
-
-
-@pytest.fixture(scope="module")
-def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3")
 
 
 def exported(process: TrainerProcess, folder: str) -> dict[str, np.ndarray]:

@@ -1,0 +1,22 @@
+"""Fixtures of the trainer's tests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.trainer.trainer_worlds import shut_down_quietly
+from tests.kit.models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("qwen3") / "model", architecture="qwen3")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Learners are made in this process."""
+    shut_down_quietly()
+    yield
+    shut_down_quietly()
