@@ -32,8 +32,6 @@ class ColumnSpec:
     """numpy's name of the dtype that its writer gives it; "json" for JSON values."""
     shape: Shape
     meaning: str
-    trained: bool = True
-    """Whether the trainer takes it in and keeps it in step files."""
     optional: bool = False
     """Whether only some runs have it."""
 
@@ -44,7 +42,8 @@ class ColumnSpec:
 
 
 ROUTED_EXPERTS = "routed_experts"
-"""The column that a run has where rollout.return_routed_experts asks for it."""
+"""The column that a run has where rollout.return_routed_experts asks for it. The trainer takes it in, or writes it into
+its step files, as trainer.routing_replay says."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 TEACHER_LOGPROBS = "teacher_logprobs"
@@ -102,8 +101,9 @@ COLUMNS: dict[str, ColumnSpec] = {
             "rollout",
             "int32",
             "rows, layers, top_k",
-            "Experts that each token was sent to: of prompt and answer but the last token, sequence by sequence.",
-            trained=False,
+            "Experts that each token was sent to: of prompt and answer but the last token, sequence by sequence. With "
+            'trainer.routing_replay = "rollout" the trainer uses them; with "none" it leaves them; with "trainer" its '
+            "step files have its own instead.",
             optional=True,
         ),
         ColumnSpec(
@@ -169,8 +169,8 @@ def written_by(stage: str, optional: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def trained_columns(optional: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the columns that the trainer takes in, in a run with these optional columns."""
-    return tuple(c.name for c in COLUMNS.values() if c.trained and (not c.optional or c.name in optional))
+    """Return the columns that the trainer has, in a run in which it has these optional columns."""
+    return tuple(c.name for c in COLUMNS.values() if not c.optional or c.name in optional)
 
 
 def token_bytes(columns: Collection[str]) -> int:

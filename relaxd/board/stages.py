@@ -71,10 +71,11 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     if config.rollout.return_routed_experts:
         asked.add(schema.ROUTED_EXPERTS)
     optional = asked & written
+    trained = optional if config.trainer.routing_replay == "rollout" else optional - {schema.ROUTED_EXPERTS}
     own = {"advantage": needs.advantages}
     if any(source.sampling for source in config.data.sources):
         own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled
-    return tuple(_stage(name, optional, own.get(name, ())) for name in names)
+    return tuple(_stage(name, trained if name == TRAIN else optional, own.get(name, ())) for name in names)
 
 
 def roles_for(config: RunConfig) -> tuple[str, ...]:

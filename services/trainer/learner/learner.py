@@ -42,6 +42,7 @@ from relaxd.algorithms.base import WithCritic
 from relaxd.board import REF_LOGPROBS
 from relaxd.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from relaxd.data.models import resolve_model
+from services.trainer.batch.groups import RoutingShape
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.learner import mismatch
 from services.trainer.learner.checkpoint import Snapshot, Stateful, TrainedModel, load_snapshot
@@ -52,6 +53,7 @@ from services.trainer.learner.forward import Forward
 from services.trainer.learner.offload import Offload, gradient_tensors, memory_in_use, state_tensors
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.policy_loss import PolicyLoss
+from services.trainer.learner.routing_record import recorded_experts, recording
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
 from services.trainer.learner.update import PendingUpdate, update_weights
 from services.trainer.learner.update_stats import UpdateStats
@@ -124,6 +126,8 @@ class Learner:
         self._loss = PolicyLoss(self._algorithm, self._forward.token_logprobs, context_parallel=self.world.cp_size > 1)
         self._policy = self._forward.load()
         self._routers = routers(self._policy)
+        for router in self._routers:  # not of the reference and the critic, whose routing is their own
+            router.replays = trainer.routing_replay != "none"
         if trainer.moe.freeze_router:
             freeze_routers(self._policy)
         self._needs_reference = REF_LOGPROBS in self._algorithm.needs.loss
@@ -156,6 +160,14 @@ class Learner:
     def step(self) -> int:
         """Number of completed steps. Between steps it is the weights' version."""
         return self._step
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """Shape of the routing that groups bring; None if they need bring none."""
+        experts = self._architecture.experts
+        if experts is None or self._config.routing_replay != "rollout":
+            return None
+        return RoutingShape(self._architecture.layers, experts.per_token, experts.count)
 
     @property
     def optimizer_steps(self) -> int:
@@ -253,6 +265,14 @@ class Learner:
             For each micro-batch float32 [T], 0 where loss_mask is 0; on all ranks.
         """
         return self._forward.log_probs(self._model, micro_batches)
+
+    def log_probs_and_experts(
+        self, micro_batches: Sequence[PackedMicroBatch]
+    ) -> tuple[list[NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]:
+        """Compute `log_probs`, and the experts that this pass sends the tokens to: see `recorded_experts`."""
+        with recording(self._routers):
+            logprobs = self.log_probs(micro_batches)
+            return logprobs, recorded_experts(self._routers, micro_batches, self.world)
 
     def ref_log_probs(self, micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
         """Compute the log-probs of the tokens with loss_mask 1 under the reference that this learner keeps.

@@ -1,8 +1,8 @@
 """Execution of a step's rounds on one rank, the same for live and replayed steps."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 from relaxd.algorithms import create
 from relaxd.algorithms.base import ValuedGroup, WithCritic
 from relaxd.algorithms.terms.whitening import Whitening
-from relaxd.board import ADVANTAGES, LOSS_MASK, OLD_LOGPROBS, REF_LOGPROBS, RETURNS, VALUES, stages_for
+from relaxd.board import (
+    ADVANTAGES,
+    LOSS_MASK,
+    OLD_LOGPROBS,
+    REF_LOGPROBS,
+    RETURNS,
+    ROUTED_EXPERTS,
+    VALUES,
+    stages_for,
+)
 from relaxd.config import RunConfig
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
@@ -22,8 +31,12 @@ from services.trainer.learner.update_stats import UpdateStats
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 """The column that the learner compares with its own log-probs, whatever the algorithm needs."""
 
-PreparedColumns = dict[tuple[str, int], dict[str, NDArray[np.float32]]]
-"""Prepared columns by group and sequence: [tokens of the sequence without a shared prompt] each."""
+PreparedColumns = dict[tuple[str, int], dict[str, NDArray[Any]]]
+"""Prepared columns by group and sequence: float32 [tokens of the sequence without a shared prompt] each; for
+ROUTED_EXPERTS [tokens with the prompt - 1, layers, top_k]."""
+
+Rows = dict[str, list[NDArray[Any]]]
+"""Columns by name: of each micro-batch [T, ...], aligned with its tokens."""
 
 
 class RoundRunner:
@@ -35,17 +48,23 @@ class RoundRunner:
         self._temperature = config.rollout.temperature
         self._columns = stages_for(config)[-1].needs
         needs = self._algorithm.needs
-        needed = dict.fromkeys((ROLLOUT_LOGPROBS, *needs.loss))
+        needed = dict.fromkeys((ROLLOUT_LOGPROBS, *needs.loss, ROUTED_EXPERTS))
         self._packed_columns = [name for name in needed if name in self._columns]
-        forward = {
-            OLD_LOGPROBS: (needs.old_logprobs, learner.log_probs),
-            REF_LOGPROBS: (REF_LOGPROBS in needs.loss and not config.has_reference_service, learner.ref_log_probs),
-        }
         several = config.trainer.updates_per_step > 1
-        self._forward = {name: compute for name, (wanted, compute) in forward.items() if wanted and several}
+        self._forward: dict[tuple[str, ...], Callable[[Sequence[PackedMicroBatch]], Rows]] = {}
+        """Forward passes before a step's updates, by the columns that they compute."""
+        if config.trainer.routing_replay == "trainer":
+            names = (OLD_LOGPROBS, ROUTED_EXPERTS)
+            self._forward[names] = lambda batches: dict(zip(names, learner.log_probs_and_experts(batches), strict=True))
+        elif needs.old_logprobs and several:
+            self._forward[OLD_LOGPROBS,] = lambda batches: {OLD_LOGPROBS: learner.log_probs(batches)}
+        if REF_LOGPROBS in needs.loss and not config.has_reference_service and several:
+            self._forward[REF_LOGPROBS,] = lambda batches: {REF_LOGPROBS: learner.ref_log_probs(batches)}
         if needs.values:
-            self._forward[VALUES] = learner.values
-        self._prepared = (*self._forward, *((RETURNS, ADVANTAGES) if needs.values else ()))
+            self._forward[VALUES,] = lambda batches: {VALUES: learner.values(batches)}
+        self._computed = [name for names in self._forward for name in names]
+        """Columns that forward passes compute."""
+        self._prepared = (*self._computed, *((RETURNS, ADVANTAGES) if needs.values else ()))
         """Columns that the trainer adds to a group before a step's updates, or replaces."""
 
     @property
@@ -63,38 +82,35 @@ class RoundRunner:
         own = entry.micro_batches[self._learner.world.dp_rank]
         batches = [self._packed(micro_batch, groups, self._packed_columns) for micro_batch in own]
         prepared: PreparedColumns = {}
-        for name, compute in self._forward.items():
-            for micro_batch, batch, row in zip(own, batches, compute(batches), strict=True):
+        for compute in self._forward.values():
+            rows = compute(batches)
+            for number, (micro_batch, batch) in enumerate(zip(own, batches, strict=True)):
                 sequences = ((piece.group_id, i) for piece in micro_batch for i in piece.sequences)
                 loaded = (key for key in sequences if key[0] in groups)
-                for (group_id, index), end in zip(loaded, batch.cu_seqlens[1:].tolist(), strict=False):
-                    # A shared prompt may be stored before the sequence's own tokens.
+                for place, (group_id, index) in enumerate(loaded):
+                    columns = prepared.setdefault((group_id, index), {})
                     own_tokens = int(groups[group_id].lengths[index])
-                    prepared.setdefault((group_id, index), {})[name] = row[end - own_tokens : end]
+                    for name, of_batches in rows.items():
+                        values = of_batches[number][batch.places_of(place)]
+                        # A shared prompt is before the sequence's own tokens.
+                        columns[name] = values[:-1] if name == ROUTED_EXPERTS else values[len(values) - own_tokens :]
         return prepared
 
     def prepared_columns(
         self, groups: Mapping[str, TrainGroup], prepared: PreparedColumns
-    ) -> dict[str, dict[str, NDArray[np.float32]]]:
+    ) -> dict[str, dict[str, NDArray[Any]]]:
         """Return what the trainer adds to each group of a step, which is full: [T] each, by name.
 
         Args:
             groups: the step's groups as they came.
-            prepared: what forward passes have computed. What is missing is NaN, as are columns that follow from it.
+            prepared: what forward passes have computed. What is missing, of a step that can't be trained, is NaN, as
+                are columns that follow from it; experts are left out.
         """
         columns = {
-            group_id: {
-                name: np.concatenate(
-                    [
-                        prepared.get((group_id, index), {}).get(name, np.full(length, np.nan, np.float32))
-                        for index, length in enumerate(group.lengths.tolist())
-                    ]
-                )
-                for name in self._forward
-            }
+            group_id: {name: _joined(name, group, prepared) for name in self._computed}
             for group_id, group in groups.items()
         }
-        if VALUES in self._forward:
+        if VALUES in self._computed:
             valued = [
                 ValuedGroup(
                     token_rewards=group.columns[ADVANTAGES],
@@ -167,12 +183,26 @@ class RoundRunner:
     ) -> Iterator[TrainSequence]:
         # Old log-probs are of the step's beginning, whatever the weights are now.
         learner = self._learner
-        version = learner.step if OLD_LOGPROBS in self._forward else learner.weights_version
+        version = learner.step if OLD_LOGPROBS in self._computed else learner.weights_version
         for piece in micro_batch:
             if piece.group_id in groups:
                 yield from groups[piece.group_id].sequences(
                     piece.sequences, columns, self._algorithm, self._temperature, version
                 )
+
+
+def _joined(name: str, group: TrainGroup, prepared: PreparedColumns) -> NDArray[Any]:
+    """Return a prepared column of a group, from those of its sequences."""
+    parts = [prepared.get((group.group_id, index), {}).get(name) for index in range(len(group.lengths))]
+    if name == ROUTED_EXPERTS:
+        return np.concatenate([part for part in parts if part is not None] or [np.zeros((0, 0, 0), np.uint8)])
+    lengths = group.lengths.tolist()
+    return np.concatenate(
+        [
+            np.full(length, np.nan, np.float32) if part is None else part
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+    )
 
 
 def _whitened(batch: PackedMicroBatch, whitening: Whitening) -> PackedMicroBatch:

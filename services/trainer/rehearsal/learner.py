@@ -28,6 +28,7 @@ class ScriptedLearner:
         self._tokens = 0
         self.step = 0
         self.optimizer_steps = 0
+        self.routing = None
 
     @property
     def weights_version(self) -> int:
@@ -47,6 +48,13 @@ class ScriptedLearner:
         return [np.zeros(len(batch.tokens), np.float32) for batch in micro_batches]
 
     ref_log_probs = log_probs
+
+    def log_probs_and_experts(
+        self, micro_batches: Sequence[PackedMicroBatch]
+    ) -> tuple[list[NDArray[np.float32]], list[NDArray[np.unsignedinteger]]]:
+        """Return `log_probs`, and as many experts as a model would have."""
+        experts = [np.zeros((len(batch.tokens), *self._rehearsal.experts), np.uint8) for batch in micro_batches]
+        return self.log_probs(micro_batches), experts
 
     def update(self, normalizer: float, *, skip: bool | None = None) -> UpdateStats:
         """Return an update's statistics, after the time that it takes."""
