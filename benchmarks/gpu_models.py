@@ -87,6 +87,11 @@ def _draw(model: torch.nn.Module, *_: object) -> None:
 
 
 def make_batch(vocabulary: int, tokens: int, sequences: int, seed: int = 0, prompt: int = 0) -> PackedMicroBatch:
+    """Pack the sequences of `make_sequences`."""
+    return pack(make_sequences(vocabulary, tokens, sequences, seed, prompt))
+
+
+def make_sequences(vocabulary: int, tokens: int, sequences: int, seed: int = 0, prompt: int = 0) -> list[TrainSequence]:
     """Make random sequences of equal length, `tokens` in total. All tokens but the first of each sequence are trained.
 
     With `prompt` > 0 the sequences share a prompt of that length, which is packed once and not trained.
@@ -97,19 +102,17 @@ def make_batch(vocabulary: int, tokens: int, sequences: int, seed: int = 0, prom
     mask[: max(prompt, 1)] = 0
     ones = np.ones(length, np.float32)
     shared = rng.integers(0, vocabulary, prompt)
-    return pack(
-        [
-            TrainSequence(
-                np.concatenate([shared, rng.integers(0, vocabulary, length - prompt)]),
-                mask,
-                {"rollout_logprobs": -12 * ones, "advantages": ones},
-                ones * mask,
-                mask,
-                prompt_length=prompt,
-            )
-            for _ in range(sequences)
-        ]
-    )
+    return [
+        TrainSequence(
+            np.concatenate([shared, rng.integers(0, vocabulary, length - prompt)]),
+            mask,
+            {"rollout_logprobs": -12 * ones, "advantages": ones},
+            ones * mask,
+            mask,
+            prompt_length=prompt,
+        )
+        for _ in range(sequences)
+    ]
 
 
 def count_parameters(learner: Learner) -> int:

@@ -164,21 +164,22 @@ def test_a_model_without_experts_is_refused(tiny_qwen3: Path) -> None:
 
 # --- whole steps: from the board into step files, under every layout -----------------------------------------------
 
-WAYS: dict[str, dict[str, Any]] = {
-    "DP2": {},
-    "TP2": {"tensor_parallel": 2},
-    "EP2": {"expert_parallel": 2},
-    "PP2": {"pipeline_parallel": 2},
-    "CP2": {"context_parallel": 2},
-    "TP2 recompute": {"tensor_parallel": 2, "recompute": "full"},
-    "PP2 recompute": {"pipeline_parallel": 2, "recompute": "selective"},
-}
 MODES = ("rollout", "trainer")
+WAYS: dict[tuple[str, str], dict[str, Any]] = {
+    ("rollout", "TP2"): {"tensor_parallel": 2, "recompute": "full"},
+    ("rollout", "EP2"): {"expert_parallel": 2},
+    ("rollout", "PP2"): {"pipeline_parallel": 2, "recompute": "selective"},
+    ("rollout", "CP2"): {"context_parallel": 2},
+    ("trainer", "DP2"): {},
+    ("trainer", "TP2"): {"tensor_parallel": 2},
+    ("trainer", "PP2"): {"pipeline_parallel": 2},
+    ("trainer", "CP2"): {"context_parallel": 2},
+}
 LENGTHS = (6, 9, 4, 11)
 
 
 def config_of(folder: Path, mode: str, **trainer: Any) -> RunConfig:
-    """A step of four groups, two mini-batches and two epochs."""
+    """A step of four groups and two mini-batches."""
     return make_config(
         folder,
         run={"steps": 1},
@@ -187,7 +188,6 @@ def config_of(folder: Path, mode: str, **trainer: Any) -> RunConfig:
             "routing_replay": mode,
             "groups_per_step": 4,
             "mini_batches": 2,
-            "epochs": 2,
             "micro_batch_tokens": 48,
             "checkpoint": {"every": 0},
             "optimizer": {"lr": 1e-2, "epsilon": 1e-3},
@@ -265,31 +265,30 @@ def test_steps_are_the_same_under_every_layout(
     model: Path, session_redis: RedisServer, redis_url: str, tmp_path: Path, alone: None
 ) -> None:
     jobs = {}
-    for number, (mode, way) in enumerate((mode, way) for mode in MODES for way in WAYS):
-        config = config_of(model, mode, ranks=2, **WAYS[way])
+    for number, ((mode, way), parallel) in enumerate(WAYS.items()):
+        config = config_of(model, mode, ranks=2, **parallel)
         jobs[mode, way] = prepare_run(redis_url, number + 1, config, tmp_path / mode / way)
     program = training_worlds.__name__
-    results = dict(
-        zip(jobs, run_world(list(jobs.values()), 2, tmp_path / "w", free_port(), program=program), strict=True)
-    )
+    results = run_world(list(jobs.values()), 2, tmp_path / "world", free_port(), program=program)
     with contextlib.closing(redis.Redis.from_url(session_redis.url)) as client:
         client.flushall()
+    alone_on_one_rank = {}
     for number, mode in enumerate(MODES):
         shut_down_quietly()
         job = prepare_run(redis_url, number + 1, config_of(model, mode), tmp_path / mode / "alone")
-        expected = run_job(job)
-        (theirs,) = expected["ledger"]
-        for way in WAYS:
-            ranks = results[mode, way]
-            (ours,) = ranks[0]["ledger"]
-            for name in ("loss", "grad_norm", "ratio", "expert_replaced"):
-                assert ours.metrics[name] == pytest.approx(
-                    theirs.metrics[name], rel=2e-2 if name == "expert_replaced" else 2e-3, abs=1e-4
-                ), (mode, way, name)
-            for name, experts in recorded(job, expected).items():
-                found = recorded(jobs[mode, way], ranks[0])[name]
-                np.testing.assert_array_equal(np.sort(found, -1), np.sort(experts, -1), err_msg=f"{mode} {way} {name}")
-            tensors = {name: tensor for rank in ranks for name, tensor in rank["tensors"].items()}
-            assert tensors.keys() == expected["tensors"].keys()
-            for name, tensor in expected["tensors"].items():
-                np.testing.assert_allclose(tensors[name], tensor, atol=2e-4, err_msg=f"{mode} {way} {name}")
+        alone_on_one_rank[mode] = job, run_job(job)
+    for (key, job), ranks in zip(jobs.items(), results, strict=True):
+        expected_job, expected = alone_on_one_rank[key[0]]
+        (ours,), (theirs,) = ranks[0]["ledger"], expected["ledger"]
+        for name in ("loss", "grad_norm", "ratio"):
+            assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=2e-3, abs=1e-4), (key, name)
+        # A prompt that its group's cut repeats counts again, and padding isn't replayed.
+        replaced = theirs.metrics["expert_replaced"]
+        assert ours.metrics["expert_replaced"] == pytest.approx(replaced, rel=0.1, abs=0.02), key
+        found = recorded(job, ranks[0])
+        for name, experts in recorded(expected_job, expected).items():
+            np.testing.assert_array_equal(np.sort(found[name], -1), np.sort(experts, -1), err_msg=f"{key} {name}")
+        tensors = {name: tensor for rank in ranks for name, tensor in rank["tensors"].items()}
+        assert tensors.keys() == expected["tensors"].keys()
+        for name, tensor in expected["tensors"].items():
+            np.testing.assert_allclose(tensors[name], tensor, atol=2e-4, err_msg=f"{key} {name}")
