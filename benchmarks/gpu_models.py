@@ -3,6 +3,7 @@
 import os
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -68,10 +69,14 @@ def prepare_model(shape: str, folder: Path | None) -> Path:
     return folder
 
 
-def make_learner(shape: str, ranks: int, settings: dict[str, object]) -> Learner:
-    """Create the trainer's learner on a bf16 model of a shape, with random weights drawn on the device."""
+def make_learner(shape: str, ranks: int, settings: dict[str, object], keep: Path | None = None) -> Learner:
+    """Create the trainer's learner on a bf16 model of a shape, with random weights drawn on the device.
+
+    `keep` is a folder for the model's configuration, which `Learner.save_hf` needs; without it, none is left.
+    """
     config = TrainerConfig.model_validate({"dtype": "bfloat16", "ranks": ranks, **settings})
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(forward, "load_hf", _draw):
+    place = tempfile.TemporaryDirectory() if keep is None else nullcontext(str(keep))
+    with place as folder, mock.patch.object(forward, "load_hf", _draw):
         make_config(shape).save_pretrained(folder)
         return Learner(Path(folder), config, GRPOConfig(), steps=1000)
 

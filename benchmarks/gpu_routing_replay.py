@@ -59,11 +59,15 @@ def synchronize() -> None:
 
 
 @torch.no_grad()
-def ask_engine(learner: Learner, sequences: Sequence[TrainSequence]) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Return transformers' experts [tokens of all, layers, top_k] and log-probs [tokens of all], 0 for first tokens."""
-    with tempfile.TemporaryDirectory() as folder:
-        learner.save_hf(Path(folder))
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+def ask_engine(
+    learner: Learner, sequences: Sequence[TrainSequence], folder: Path
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Return transformers' experts [tokens of all, layers, top_k] and log-probs [tokens of all], 0 for first tokens.
+
+    The weights go through `folder`.
+    """
+    learner.save_hf(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     device = learner.world.device
     model.to(device)
     chosen: list[torch.Tensor] = []
@@ -93,20 +97,28 @@ def gap(learner: Learner, sequences: Sequence[TrainSequence], engine: NDArray[np
 
 
 def main() -> None:
-    """Parse the command line, measure, report."""
+    """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the micro-batch; an H200 takes 16384")
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds; one more is for warming up")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        measure(options, Path(folder))
+    shut_down()
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Measure and report."""
     config = make_config("moe")
     settings = {
         "micro_batch_tokens": options.tokens,
         "recompute": options.recompute,
         "routing_replay": "rollout",  # replays where a micro-batch brings experts
     }
-    learner = make_learner("moe", 1, settings)
+    (folder / "config").mkdir()
+    learner = make_learner("moe", 1, settings, folder / "config")
     plain = make_sequences(config.vocab_size, options.tokens, options.sequences)
     _, (recorded,) = learner.log_probs_and_experts([pack(plain)])
     replayed = with_experts(plain, recorded)
@@ -119,7 +131,7 @@ def main() -> None:
     passes = [partial(learner.log_probs, batches), partial(learner.log_probs_and_experts, batches)]
     forward, recording = seconds_of(passes, synchronize, options.rounds)
     learner.discard()
-    experts, engine = ask_engine(learner, plain)
+    experts, engine = ask_engine(learner, plain, folder / "weights")
     own = np.sort(recorded, -1)
     facts = {
         "tokens": options.tokens,
@@ -136,7 +148,6 @@ def main() -> None:
         {"replay": "rollout", "forward_backward_seconds": replay, **gap(learner, with_experts(plain, experts), engine)},
     ]
     report("gpu-routing-replay", rows, **facts)
-    shut_down()
 
 
 if __name__ == "__main__":

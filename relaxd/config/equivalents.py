@@ -112,7 +112,7 @@ EQUIVALENTS = (
     Equivalent(
         "rollout.return_routed_experts",
         "",
-        "",
+        "@rollout.enable_rollout_routing_replay",
         "inference.enable_return_routed_experts",
         "",
     ),
@@ -280,7 +280,7 @@ EQUIVALENTS = (
     Equivalent(
         "trainer.routing_replay",
         "",
-        "@actor.router_replay.mode @rollout.enable_rollout_routing_replay",
+        "@actor.router_replay.mode",
         "trainer.enable_router_replay",
         "--use-rollout-routing-replay --use-routing-replay",
         '"rollout" is R3, "trainer" is R2',
