@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from relaxd.config.base import Section
+from relaxd.config.curriculum import CurriculumConfig
 from relaxd.config.reasoning_gym import ReasoningGymConfig
 
 
@@ -68,6 +69,8 @@ class DataConfig(Section):
     """Longer prompts: error refuses to start and names the prompt; skip leaves them out and counts them."""
     shuffle: bool = True
     """Shuffle prompts in each epoch, seeded by run.seed."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Which prompts are given how often."""
 
     @property
     def has_files(self) -> bool:

@@ -34,6 +34,10 @@ class Limit:
             'data.overlong = "skip"',
         )
 
+    def all_too_long(self) -> DataError:
+        """Return the error of prompts that are all too long."""
+        return DataError(self.field, f"every prompt is longer than data.max_prompt_tokens = {self.tokens}")
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -64,7 +68,7 @@ def check_source(source: Source, tokenizer: PromptTokenizer, config: RunConfig) 
             elif not limit.skip:
                 raise limit.too_long(example.place, len(tokens))
     if examples and not kept:
-        raise DataError(source.field, f"every prompt is longer than data.max_prompt_tokens = {limit.tokens}")
+        raise limit.all_too_long()
     if len(places) < count:
         return Checked(source.examples, 0, limit)
     return Checked(kept, count - len(kept), None)

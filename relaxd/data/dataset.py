@@ -118,6 +118,11 @@ class PromptDataset:
         """Return the number of prompts that an epoch visits."""
         return self._length
 
+    @property
+    def prompts(self) -> int:
+        """Number of different prompts."""
+        return len(self._examples)
+
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index. Raises DataError: its row of a large file, not looked at before, is wrong."""
         try:
@@ -128,26 +133,37 @@ class PromptDataset:
         messages = [] if isinstance(example.prompt, str) else example.prompt
         return Prompt(tokens, example.text, example.answer, example.metadata, index, messages, example.sampling)
 
+    def index_at(self, cursor: Cursor) -> int:
+        """Return the index of the next prompt."""
+        epoch, position = cursor.place
+        return int(self.order(epoch)[position])
+
     def at(self, cursor: Cursor) -> Prompt:
         """Return the next prompt. Raises DataError, as `prompt`."""
-        epoch, position = cursor.place
-        return self.prompt(int(self._epoch_order(epoch)[position]))
+        return self.prompt(self.index_at(cursor))
 
-    def fitting(self, cursor: Cursor) -> Cursor:
-        """Return the cursor of the next prompt that isn't too long: this one, or a later one.
+    def fits(self, prompt: Prompt) -> bool:
+        """Return whether a prompt isn't too long. Raises DataError: it is, and may not be left out."""
+        if self._limit is None or len(prompt.tokens) <= self._limit.tokens:
+            return True
+        if not self._limit.skip:
+            raise self._limit.too_long(f"prompt {prompt.index}", len(prompt.tokens))
+        return False
 
-        Raises DataError: a prompt is too long and may not be left out, all are too long, or a row is wrong.
-        """
-        if self._limit is None:
-            return cursor
-        for _ in range(len(self)):
-            prompt = self.at(cursor)
-            if len(prompt.tokens) <= self._limit.tokens:
-                return cursor
-            if not self._limit.skip:
-                raise self._limit.too_long(f"prompt {prompt.index}", len(prompt.tokens))
-            cursor = self.after(cursor)
-        raise DataError(self._limit.field, f"every prompt is longer than data.max_prompt_tokens = {self._limit.tokens}")
+    def all_too_long(self) -> DataError:
+        """Return the error of a data set of which no prompt fits."""
+        assert self._limit is not None
+        return DataError(
+            self._limit.field, f"every prompt is longer than data.max_prompt_tokens = {self._limit.tokens}"
+        )
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the indices of the prompts that an epoch visits, in its order, int64."""
+        if self._order is None or self._order[0] != epoch:
+            visits = epoch_visits(self._shares, epoch, self._seed)
+            rng = np.random.default_rng((self._seed, epoch))
+            self._order = (epoch, visits[rng.permutation(len(visits))] if self._shuffle else visits)
+        return self._order[1]
 
     def after(self, cursor: Cursor) -> Cursor:
         """Return the cursor after the next prompt."""
@@ -176,13 +192,6 @@ class PromptDataset:
         while done and done[0] == place:
             place, done = self._next(place), done[1:]
         return Cursor(*place, done=done)
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[0] != epoch:
-            visits = epoch_visits(self._shares, epoch, self._seed)
-            rng = np.random.default_rng((self._seed, epoch))
-            self._order = (epoch, visits[rng.permutation(len(visits))] if self._shuffle else visits)
-        return self._order[1]
 
 
 @dataclass(frozen=True)

@@ -332,6 +332,7 @@ class RunManager:
         if active is not None:
             self._last_active.CopyFrom(run)
             active.waiting.describe(run)
+            run.metrics.update(active.curriculum.metrics())
             run.health.extend(health_messages(active.health.record, active.config.health))
         elif record.phase.ended:
             if len(self._ended_runs) >= MAX_ENDED_RUNS:
