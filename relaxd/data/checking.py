@@ -48,6 +48,8 @@ class Checked:
     """Prompts that were left out because they are too long."""
     limit: Limit | None
     """Set if only some of them were looked at."""
+    has_tools: bool = False
+    """Whether any that was looked at has tools."""
 
 
 def check_source(source: Source, tokenizer: PromptTokenizer, config: RunConfig) -> Checked:
@@ -69,9 +71,10 @@ def check_source(source: Source, tokenizer: PromptTokenizer, config: RunConfig) 
                 raise limit.too_long(example.place, len(tokens))
     if examples and not kept:
         raise limit.all_too_long()
+    has_tools = any(example.tools for example in examples)
     if len(places) < count:
-        return Checked(source.examples, 0, limit)
-    return Checked(kept, count - len(kept), None)
+        return Checked(source.examples, 0, limit, has_tools)
+    return Checked(kept, count - len(kept), None, has_tools)
 
 
 def evenly_spread(count: int, most: int) -> range:

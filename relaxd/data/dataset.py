@@ -1,6 +1,6 @@
 """A prompt data set that can be read from any cursor."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -9,6 +9,7 @@ import numpy as np
 
 from relaxd.config import RunConfig
 from relaxd.data.checking import Limit, check_source
+from relaxd.data.duplicates import Chosen, Seen, keys_of
 from relaxd.data.errors import DataError
 from relaxd.data.evaluation_sets import read_set
 from relaxd.data.examples import Example, Message
@@ -206,6 +207,8 @@ class RunData:
     """Number of prompts left out because they are too long."""
     tokenizer: PromptTokenizer
     """The model's tokenizer."""
+    repeated: int = 0
+    """Number of training prompts left out because they are there twice, or in an evaluation set."""
     expert_bytes: int = 0
     """Bytes per token of routed experts, if the run stores them."""
 
@@ -218,8 +221,14 @@ def load_data(config: RunConfig) -> RunData:
     folder = resolve_model(config.model.path, weights=False)
     tokenizer = _tokenizer(config, folder)
     sources, held_out = read_sources(config)
+    sets = {HELD_OUT: held_out} | _named_sets(config)
+    repeated = 0
+    if config.data.deduplicate:
+        sources, repeated = _without_repeats(sources, sets.values())
     checked = [check_source(source, tokenizer, config) for source in sources]
-    evaluation, skipped = _evaluation_sets(config, tokenizer, {HELD_OUT: held_out} | _named_sets(config))
+    if config.data.tools_key and not any(one.has_tools for one in checked):
+        raise DataError("data.tools_key", f'= "{config.data.tools_key}": no prompt has such a column with tools')
+    evaluation, skipped = _evaluation_sets(config, tokenizer, sets)
     return RunData(
         train=PromptDataset(
             checked[0].examples if len(checked) == 1 else Joined([one.examples for one in checked]),
@@ -231,6 +240,7 @@ def load_data(config: RunConfig) -> RunData:
         ),
         evaluation=evaluation,
         skipped=skipped + sum(one.skipped for one in checked),
+        repeated=repeated,
         tokenizer=tokenizer,
         expert_bytes=routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0,
     )
@@ -241,6 +251,22 @@ def load_evaluation(config: RunConfig, names: Collection[str]) -> dict[str, Prom
     tokenizer = _tokenizer(config, resolve_model(config.model.path, weights=False))
     held_out = {HELD_OUT: read_sources(config)[1]} if HELD_OUT in names else {}
     return _evaluation_sets(config, tokenizer, held_out | _named_sets(config, names))[0]
+
+
+def _without_repeats(sources: Sequence[Source], sets: Iterable[Source]) -> tuple[list[Source], int]:
+    """Return sources without prompts that an evaluation set or an earlier source has, and how many those are."""
+    seen, left, repeated = Seen(), [], 0
+    for one in sets:
+        seen.add(keys_of(one.examples))
+    for source in sources:
+        places = seen.new_places(keys_of(source.examples))
+        if not len(places):
+            raise DataError(
+                source.field, "every prompt is in an evaluation set or an earlier source (data.deduplicate)"
+            )
+        repeated += len(source.examples) - len(places)
+        left.append(replace(source, examples=Chosen(source.examples, places)))
+    return left, repeated
 
 
 def _tokenizer(config: RunConfig, folder: Path) -> PromptTokenizer:

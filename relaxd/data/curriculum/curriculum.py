@@ -7,9 +7,12 @@ from typing import Any
 
 from relaxd.config import RunConfig
 from relaxd.data.curriculum import history
+from relaxd.data.curriculum.group_filter import FilterError, GroupFilter
+from relaxd.data.curriculum.own_sampler import make_sampler
 from relaxd.data.curriculum.record import BUCKETS, Record
 from relaxd.data.curriculum.visits import Visits
 from relaxd.data.dataset import PromptDataset
+from relaxd.data.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,22 @@ class Curriculum:
         if self.record.exhausted != self._exhausted:
             self._exhausted = self.record.exhausted
             logger.warning("%s", self.describe()[-1] if self._exhausted else "the curriculum is no longer exhausted")
+
+
+def own_problems(config: RunConfig, prompts: PromptDataset) -> list[tuple[str, str]]:
+    """Return what is wrong with a user's own sampler and filter: settings and messages."""
+    problems, own = [], config.data.curriculum
+    if own.is_own:
+        try:
+            make_sampler(own, prompts.prompts, config.run.seed)
+        except DataError as error:
+            problems.append((error.field, error.message))
+    if own.filter:
+        try:
+            GroupFilter(own.filter)
+        except FilterError as error:
+            problems.append(("data.curriculum.filter", str(error)))
+    return problems
 
 
 def summary(record: Record) -> list[str]:

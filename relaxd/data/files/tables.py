@@ -65,7 +65,16 @@ class Table:
     def __getitem__(self, index: int) -> dict[str, Any]:
         batch = bisect_right(self._starts, index) - 1
         row = self._reader.get_batch(batch).slice(index - self._starts[batch], 1).to_pylist()[0]
-        return {name: _plain(name, value) for name, value in row.items()}
+        return _plain_row(row)
+
+    def scan(self) -> Iterator[dict[str, Any] | None]:
+        """See Rows."""
+        for batch in range(len(self._starts)):
+            for row in self._reader.get_batch(batch).to_pylist():
+                try:
+                    yield _plain_row(row)
+                except ValueError:
+                    yield None
 
     def place(self, index: int) -> str:
         """See Rows."""
@@ -111,6 +120,10 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
             yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
         else:
             yield from pa.ipc.open_stream(source)
+
+
+def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: _plain(name, value) for name, value in row.items()}
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -113,6 +113,8 @@ class RunManager:
                 raise self._busy(str(error)) from error
             if prepared.data.skipped:
                 logger.warning("%d prompts are skipped: they are too long", prepared.data.skipped)
+            if prepared.data.repeated:
+                logger.info("%d prompts are left out: they are there twice", prepared.data.repeated)
             for warning in prepared.warnings:
                 logger.warning("%s", warning)
             self._launch(self._active_run(prepared.record, prepared.config, prepared.data, prepared.files))

@@ -220,6 +220,8 @@ def _data(run: Snapshot) -> Reason | None:
     if limit != "data":
         return None
     advice = ("repair the file or leave the row out, then stop the run and begin another",)
+    if detail.startswith("data.curriculum.sampler"):
+        advice = ("repair the sampler's file: it is read again by itself",)
     return Reason("data", f"publishing can't go on: {detail}", on="the data", advice=advice, always=True)
 
 

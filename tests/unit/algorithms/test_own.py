@@ -86,7 +86,7 @@ class Mine(GRPO):
     ("name", "body", "message"),
     [
         ("absent:Mine", "", "module absent can't be imported: ModuleNotFoundError"),
-        ("mine:Mien", "pass", "module mine has no class Mien; did you mean Mine?"),
+        ("mine:Mien", "pass", "module mine has no Mien; did you mean Mine?"),
         ("mine:np", "pass", "has np, which isn't a class"),
         ("mine:Advantages", "pass", "no advantages and no token_weights and no normalizer and no loss and no needs"),
         ("mine:Mine", "loss = property()\n    import torch2", "No module named 'torch2'"),
