@@ -13,7 +13,8 @@ from typing import Any
 
 OWN_NAME = re.compile(r"(?:[^:]*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 """A name such as "package.module:Class" or "file.py:function"."""
-_OURS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "services"))
+_OURS = tuple(f"{Path(__file__).parents[1] / folder}{os.sep}" for folder in ("relaxd", "services"))
+"""Folders whose frames aren't the user's code."""
 
 _changed_at: dict[str, float] = {}
 """When the file of a user's module that is imported was changed."""

@@ -71,7 +71,7 @@ class Curriculum:
             return []
         lines = summary(self.record)
         if self.record.exhausted:
-            what = "the run ends" if self._ends else "all prompts are given again, until enough pass rates are within"
+            what = "the run ends" if self._ends else "all prompts are given again, until enough have such a pass rate"
             lines.append(f"the curriculum is exhausted: {self._left}; {what}")
         return lines
 

@@ -49,15 +49,15 @@ class GroupFilter:
 
     def keeps(self, columns: Mapping[str, Any]) -> bool:
         """Return whether to train on the group with these columns (`COLUMNS`). Raises FilterError: it fails."""
-        function, self._function = self._function or self._load(), None
+        function = self._function = self._function or self._load()
         samples = samples_of(columns)
         try:
             kept = function(samples)
+            if not isinstance(kept, bool | np.bool_):
+                raise TypeError(f"it returned {kept!r}: it must be True, to train on the group, or False")
         except Exception as error:  # a user's function may raise anything
+            self._function = None
             raise FilterError(f"{self._who} failed: {describe_error(error)}") from error
-        if not isinstance(kept, bool | np.bool_):
-            raise FilterError(f"{self._who} returned {kept!r}: it must be True, to train on the group, or False")
-        self._function = function
         return bool(kept)
 
     def _load(self) -> Callable[[Sequence[ScoredSample]], Any]:

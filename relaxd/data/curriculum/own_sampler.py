@@ -64,15 +64,12 @@ class OwnSampler:
 
         Raises DataError: it can't be made, fails, or chooses none of the prompts.
         """
-        sampler, self._sampler = self._sampler or make_sampler(self._config, self._prompts, self._seed), None
+        sampler = self._sampler = self._sampler or make_sampler(self._config, self._prompts, self._seed)
         try:
             index = sampler.choose(visit, record)
+            if not isinstance(index, int | np.integer) or isinstance(index, bool) or not 0 <= index < self._prompts:
+                raise ValueError(f"it chose {index!r}: it must be an index of the {self._prompts} prompts")
         except Exception as error:  # a user's class may raise anything
+            self._sampler = None
             raise DataError(SETTING, f'= "{self._name}" failed at visit {visit}: {describe_error(error)}') from error
-        if isinstance(index, int | np.integer) and not isinstance(index, bool) and 0 <= index < self._prompts:
-            self._sampler = sampler
-            return int(index)
-        raise DataError(
-            SETTING,
-            f'= "{self._name}" chose {index!r} for visit {visit}: it must be an index of the {self._prompts} prompts',
-        )
+        return int(index)

@@ -54,8 +54,9 @@ def too_many_drops(config: RunConfig, *, failed: int, filtered: int) -> str:
         )
     max_filtered = board.max_filtered_steps * per_step
     if 0 < max_filtered < filtered:
+        who = "the algorithm and data.curriculum.filter" if config.data.curriculum.filter else "the algorithm"
         return (
-            f"the algorithm filtered {filtered} groups in a row without a trained step (board.max_filtered_steps = "
+            f"{who} filtered {filtered} groups in a row without a trained step (board.max_filtered_steps = "
             f"{board.max_filtered_steps} allows {max_filtered}): is the task too easy or too hard for the model?"
         )
     return ""

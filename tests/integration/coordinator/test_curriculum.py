@@ -86,7 +86,7 @@ def test_a_run_whose_prompts_are_all_left_out_goes_on_with_all_of_them_and_says_
     start(cluster, [1.0] * 12, 9, max_pass_rate=0.9, tries=1)
     run = cluster.until("the sentence", lambda: "exhausted" in str((run := cluster.run()).wait.evidence) and run)
     (line,) = (line for line in run.wait.evidence if line.startswith("the curriculum is exhausted"))
-    assert line.endswith("all prompts are given again, until enough pass rates are within")
+    assert line.endswith("all prompts are given again, until enough have such a pass rate")
     run = cluster.until_state(pb.RUN_STATE_STOPPED)
     assert (run.reason, run.step) == ("completed", 9)
     assert min(Counter(line["index"] for line in fates(run)).values()) >= 2

@@ -1,5 +1,6 @@
 """Curricula: what is known of prompts, which are visited, and that a restart counts nothing twice."""
 
+import io
 import json
 import subprocess
 import sys
@@ -12,10 +13,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from relaxd.board import stages_for
+from relaxd.cli.reading.status import print_run
 from relaxd.config.curriculum import CurriculumConfig
 from relaxd.config.load import ConfigError, load
 from relaxd.data.curriculum import history
+from relaxd.data.curriculum.curriculum import Curriculum
+from relaxd.data.curriculum.group_filter import COLUMNS, FilterError, GroupFilter, samples_of
 from relaxd.data.curriculum.pool import Pool
 from relaxd.data.curriculum.record import Record
 from relaxd.data.curriculum.visits import Visited, Visits
@@ -23,6 +29,7 @@ from relaxd.data.dataset import Cursor, Prompt, PromptDataset
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
 from relaxd.run_folder import GROUPS
+from relaxd.v1 import coordinator_pb2 as pb
 
 
 class Prompts(PromptDataset):
@@ -349,8 +356,8 @@ def test_a_sampler_of_ones_own_chooses_within_the_limits(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return 20", r"chose 20 for visit 0: it must be an index of the 20 prompts"),
-        ("return None", "chose None for visit 0"),
+        ("return 20", "failed at visit 0: ValueError: it chose 20: it must be an index of the 20 prompts"),
+        ("return None", "failed at visit 0: ValueError: it chose None"),
         ("return record.nothing", r"failed at visit 0: AttributeError: .* \(mine.py:7, in choose\)"),
     ],
 )
@@ -366,6 +373,75 @@ def test_a_sampler_that_chooses_nothing_else_is_obeyed_in_the_end(tmp_path: Path
     visits = own(tmp_path, "return 2", max_pass_rate=0.9, retest=0)
     visits._record.observe([line(2, 1.0), line(2, 1.0)])
     assert visits.next(Cursor()).why == "retest"
+
+
+# --- filters of groups ------------------------------------------------------------------------------------------------
+
+GROUP: dict[str, Any] = {
+    "prompt": {"text": "2 + 2?", "answer": "4", "metadata": {"level": 3}},
+    "text": ["4", "first", "5"],
+    "finish": ["stop", "stop", "length"],
+    "sample_of_sequence": np.array([0, 1, 1], np.int32),
+    "lengths": np.array([2, 7, 4], np.int32),
+    "reward": np.array([1.0, 0.25]),
+    "reward_parts": {"format": [0.5, 0.75]},
+}
+
+
+def test_a_filter_gets_the_scored_samples() -> None:
+    first, second = samples_of(GROUP)
+    assert (first.prompt, first.answer, first.metadata, first.response) == ("2 + 2?", "4", {"level": 3}, "4")
+    assert (first.reward, first.parts, first.tokens, first.truncated) == (1.0, {"format": 0.5}, 2, False)
+    assert (second.response, second.reward, second.parts, second.tokens, second.truncated) == (
+        "5", 0.25, {"format": 0.75}, 11, True
+    )  # fmt: skip
+
+
+def test_a_filter_that_fails_is_named_and_read_again_once_repaired(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def keep(samples):\n    return samples[2].reward\n")
+    group_filter = GroupFilter(f"{file}:keep")
+    with pytest.raises(FilterError, match=r'the filter ".*" failed: IndexError: .* \(mine.py:2, in keep\)'):
+        group_filter.keeps(GROUP)
+    file.write_text("def keep(samples):\n    return samples[1].reward\n")
+    with pytest.raises(FilterError, match=r"failed: TypeError: it returned 0\.25: it must be True"):
+        group_filter.keeps(GROUP)
+    file.write_text("def keep(samples):\n    return samples[1].reward > 0.5\n")
+    assert not group_filter.keeps(GROUP)
+    with pytest.raises(FilterError, match=r"can't be used: file .* has no kep; did you mean keep\?"):
+        GroupFilter(f"{file}:kep")
+
+
+def test_a_run_with_a_filter_gives_its_stage_the_columns(tmp_path: Path) -> None:
+    text = 'run.steps = 1\nmodel.path = "m"\nreward.name = "math"\ndata.source = "addition"\n'
+    needs = {stage.name: stage.needs for stage in stages_for(load(text + 'data.curriculum.filter = "a:b"'))}
+    assert set(COLUMNS) <= set(needs["advantage"])
+    assert "text" not in {stage.name: stage.needs for stage in stages_for(load(text))}["advantage"]
+
+
+# --- what people see ------------------------------------------------------------------------------------------------
+
+
+def test_status_shows_the_curriculum_of_a_run() -> None:
+    text = (
+        'run.steps = 1\nmodel.path = "m"\nreward.name = "math"\ndata.source = "addition"\ntrainer.groups_per_step = 4\n'
+    )
+    curriculum = Curriculum(load(text + "data.curriculum.max_pass_rate = 0.9"), Prompts(5))
+    curriculum.record.observe([line(0, 1.0), line(0, 1.0, "retest"), line(1, 0.5)])
+    console = Console(file=io.StringIO(), width=300)
+    print_run(pb.Run(run_id="r", state=pb.RUN_STATE_RUNNING, metrics=curriculum.metrics()), console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown == (
+        "curriculum of r: prompts: 2 tried, 1 solved, 0 too hard; 0 groups replayed, 1 groups retested; "
+        "by pass rate, 0 to 1: 0 0 0 0 0 1 0 0 0 1\n"
+    )
+    assert not curriculum.record.exhausted
+    curriculum.record.observe([line(1, 1.0), line(1, 1.0), line(1, 1.0), line(1, 1.0), line(1, 1.0), line(1, 1.0)] * 3)
+    first, _, last = curriculum.describe()
+    assert first.startswith("curriculum: 2 of 5 prompts tried; 2 solved and 0 too hard ones are left out; 0 replays")
+    assert last.startswith("the curriculum is exhausted: 3 of 5 prompts have a pass rate from 0.0 to 0.9 or are yet to")
+    assert "fewer than a step's 4 groups (2 are solved, 0 too hard); all prompts are given again" in last
+    assert Curriculum(load(text), Prompts(5)).metrics() == {}
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

@@ -322,14 +322,16 @@ MILLION = """
 import re, sys, time
 begun = time.process_time()
 from relaxd.config import RunConfig
+from relaxd.data.curriculum.curriculum import Curriculum
 from relaxd.data.dataset import Cursor, load_data
 config = RunConfig.model_validate({"run": {"steps": 1}, "model": {"path": sys.argv[1]}, "reward": {"name": "math"},
-    "data": {"source": "files", "path": sys.argv[2]}})
+    "data": {"source": "files", "path": sys.argv[2], "curriculum": {"max_pass_rate": 0.9, "replay": 0.1}}})
 data = load_data(config)
-cursor = Cursor()
+curriculum, cursor = Curriculum(config, data.train), Cursor()
 for _ in range(200):
-    data.train.at(cursor)
-    cursor = data.train.after(cursor)
+    visit = curriculum.visits.next(cursor)
+    curriculum.record.observe([{"index": visit.prompt.index, "reward": 0.5}])
+    cursor = data.train.after(visit.cursor)
 peak = re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]  # ru_maxrss has the parent's, too
 print(len(data.train), time.process_time() - begun, int(peak) // 1024)
 """
