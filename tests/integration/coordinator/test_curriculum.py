@@ -80,14 +80,3 @@ def test_a_run_without_prompts_that_it_can_learn_from_ends_by_rule(cluster: Clus
     assert run.reason.startswith("the curriculum is exhausted: ")
     assert "of 12 prompts have a pass rate from 0.0 to 0.9 or are yet to be tried, fewer than a step's 4" in run.reason
     assert 2 <= run.step < 10
-
-
-def test_a_run_whose_prompts_are_all_left_out_goes_on_with_all_of_them_and_says_so(cluster: Cluster) -> None:
-    start(cluster, [1.0] * 12, 9, max_pass_rate=0.9, tries=1)
-    run = cluster.until("the sentence", lambda: "exhausted" in str((run := cluster.run()).wait.evidence) and run)
-    (line,) = (line for line in run.wait.evidence if line.startswith("the curriculum is exhausted"))
-    assert line.endswith("all prompts are given again, until enough have such a pass rate")
-    run = cluster.until_state(pb.RUN_STATE_STOPPED)
-    assert (run.reason, run.step) == ("completed", 9)
-    assert min(Counter(line["index"] for line in fates(run)).values()) >= 2
-    assert "the curriculum is exhausted" in cluster.log("coordinator")

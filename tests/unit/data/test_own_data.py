@@ -227,7 +227,7 @@ def test_repeated_prompts_are_left_out(tmp_path: Path, model_folder: Path) -> No
         load_data(run)
 
 
-MILLION = """
+MANY = """
 import re, sys, time
 begun = time.process_time()
 from relaxd.config import RunConfig
@@ -241,18 +241,18 @@ print(len(data.train), time.process_time() - begun, int(peak) // 1024, data.trai
 
 
 @pytest.mark.slow
-def test_a_million_prompts_are_compared_within_seconds(tmp_path: Path, model_folder: Path) -> None:
-    numbers = np.arange(1_000_000)
-    numbers[::1000] = 0  # 1000 rows are the same
+def test_many_prompts_are_compared_within_seconds(tmp_path: Path, model_folder: Path) -> None:
+    numbers = np.arange(200_000)
+    numbers[::1000] = 0  # 200 rows are the same
     prompts = [
         f"What is the sum of all the numbers from one to {number}? Think first, then answer." for number in numbers
     ]
-    pa.parquet.write_table(pa.table({"prompt": prompts, "answer": numbers}), tmp_path / "million.parquet")
-    words = [sys.executable, "-c", MILLION, str(model_folder), str(tmp_path / "million.parquet")]
+    pa.parquet.write_table(pa.table({"prompt": prompts, "answer": numbers}), tmp_path / "many.parquet")
+    words = [sys.executable, "-c", MANY, str(model_folder), str(tmp_path / "many.parquet")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     prompts_left, seconds, mebibytes, answer = map(float, done.stdout.split())
-    assert prompts_left == 999_001
-    assert seconds < 60  # of both cores; about 15 on a quiet machine
+    assert prompts_left == 199_801
+    assert seconds < 20  # of both cores; about 5 on a quiet machine
     assert mebibytes < 350
-    assert answer == 999_999
+    assert answer == 199_999
