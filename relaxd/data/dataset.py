@@ -154,9 +154,7 @@ class PromptDataset:
     def all_too_long(self) -> DataError:
         """Return the error of a data set of which no prompt fits."""
         assert self._limit is not None
-        return DataError(
-            self._limit.field, f"every prompt is longer than data.max_prompt_tokens = {self._limit.tokens}"
-        )
+        return self._limit.all_too_long()
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the indices of the prompts that an epoch visits, in its order, int64."""
@@ -227,7 +225,9 @@ def load_data(config: RunConfig) -> RunData:
         sources, repeated = _without_repeats(sources, sets.values())
     checked = [check_source(source, tokenizer, config) for source in sources]
     if config.data.tools_key and not any(one.has_tools for one in checked):
-        raise DataError("data.tools_key", f'= "{config.data.tools_key}": no prompt has such a column with tools')
+        raise DataError(
+            "data.tools_key", f'= "{config.data.tools_key}": no prompt that was looked at has tools in such a column'
+        )
     evaluation, skipped = _evaluation_sets(config, tokenizer, sets)
     return RunData(
         train=PromptDataset(

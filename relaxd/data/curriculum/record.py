@@ -90,7 +90,8 @@ class Record:
                     unknown += 1
                     continue
                 self._observe(index, reward)
-                self.visits[line.get("visit", "")] += 1
+                why: Visit = line.get("visit", "")
+                self.visits[why] = self.visits.get(why, 0) + 1
         return unknown
 
     def chances(self, indices: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 
 from relaxd.data.errors import DataError
 
-_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.-]+))?")
+_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w.-]*))?(?::(\w[\w.-]*))?")
 _ENDINGS = frozenset((".parquet", ".arrow", ".feather", ".csv", ".jsonl", ".ndjson", ".json"))
 PACKAGE = "the package datasets, which could load it from the hub, is not installed: pip install datasets"
 

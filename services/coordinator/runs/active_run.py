@@ -191,7 +191,8 @@ class ActiveRun:
             await self._rewrite_metrics()
             self._sampled_step = await asyncio.to_thread(self._files.end_samples)
             self._last_fate = await asyncio.to_thread(self._files.end_groups)
-            await asyncio.to_thread(self.curriculum.load, self._files.folder)
+            with waiting("the groups that the run has closed so far, to be counted"):
+                await asyncio.to_thread(self.curriculum.load, self._files.folder)
             if self.record.phase == Phase.PENDING:
                 await self._wait_for_fleet()
             if self.record.phase == Phase.RUNNING:

@@ -69,7 +69,9 @@ def test_tools_are_never_left_out_silently(tmp_path: Path, model_folder: Path) -
     path = write(tmp_path / "d.jsonl", {"prompt": "a", "tools": [TOOL]})
     with pytest.raises(DataError, match=r"line 1: there are tools .* the chat template has no place for tools"):
         load_data(config(model_folder, CHATML, path=path, tools_key="tools"))
-    with pytest.raises(DataError, match=r'data.tools_key: = "tolls": no prompt has such a column with tools'):
+    with pytest.raises(
+        DataError, match=r'data.tools_key: = "tolls": no prompt that was looked at has tools in such a column'
+    ):
         load_data(config(model_folder, WITH_TOOLS, path=path, tools_key="tolls"))
     for wrong in ("[", [1], {"name": "add"}):
         with pytest.raises(ValueError, match=r'"tools" (is text that is not JSON|must be a list of tools)'):
