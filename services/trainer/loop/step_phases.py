@@ -7,17 +7,25 @@ advantages are computed from these values, or measured if they are to be normali
 divided into mini-batches, and each mini-batch makes an update in each epoch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm
 from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.config import RunConfig
-from services.trainer.batch.mini_batches import mini_batch, pack_rounds, split
+from services.trainer.batch.groups import TrainGroup
+from services.trainer.batch.mini_batches import bundles, dp_ranks_of_groups, mini_batch, pack_rounds, split
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.step_plan import MicroBatchRound, MiniBatch
 from services.trainer.loop.commands import Assemble, Prepare, Round, TrainingRank
 from services.trainer.loop.step_builder import StepBuilder
+
+BUNDLE_BYTES = 64 * 2**20
+"""Bytes of the groups that one command assembles. Neither its memory nor the time in which the ranks wait for each
+other in it grows with the step."""
 
 
 class StepPhases(Protocol):
@@ -92,18 +100,41 @@ class PreparedThenTrained:
     def close(self, opened: StepBuilder) -> bool:
         """Measure the advantages; divide the groups into mini-batches; hand them out with their prepared columns."""
         groups, count = list(opened.groups.values()), self._config.trainer.mini_batches
-        if self._algorithm.needs.whitened:
-            opened.whitening = Whitening.of(
-                [group.columns["advantages"] for group in groups], [group.columns["loss_mask"] for group in groups]
+        # The other ranks don't wait in a collective: with many tokens this takes as long as one may.
+        with self._rank.rank0_only(f"dividing step {opened.number} into mini-batches"):
+            if self._algorithm.needs.whitened:
+                opened.whitening = Whitening.of(
+                    [group.columns["advantages"] for group in groups], [group.columns["loss_mask"] for group in groups]
+                )
+            parts = split(groups, count, seed=(self._config.run.seed, opened.number))
+            opened.mini_batches = tuple(
+                mini_batch(part, pack_rounds(part, packer_for(self._config)), self._algorithm) for part in parts
             )
-        parts = split(groups, count, seed=(self._config.run.seed, opened.number))
-        opened.mini_batches = tuple(
-            mini_batch(part, pack_rounds(part, packer_for(self._config)), self._algorithm) for part in parts
-        )
+            columns = self._rank.runner.prepared_columns(opened.groups, self._rank.prepared)
         self._rank.groups = opened.groups
-        deliveries = tuple(taken.delivery for taken in opened.members.values())
-        return self._rank.run(Assemble(opened.mini_batches, deliveries))
+        return self._assemble(opened, [group.with_columns(columns[group.group_id]) for group in groups], columns)
 
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
         """Return all."""
         return update.rounds
+
+    def _assemble(
+        self,
+        opened: StepBuilder,
+        groups: Sequence[TrainGroup],
+        columns: Mapping[str, Mapping[str, NDArray[np.float32]]],
+    ) -> bool:
+        """Hand out the groups, which have their prepared columns. Return whether all ranks have theirs."""
+        dp_ranks, done = dp_ranks_of_groups(opened.mini_batches), 0
+        for bundle in bundles(groups, BUNDLE_BYTES):
+            ids = [group.group_id for group in bundle]
+            command = Assemble(
+                tuple(opened.members[group_id].delivery for group_id in ids),
+                {group_id: columns[group_id] for group_id in ids},
+                {group_id: dp_ranks[group_id] for group_id in ids},
+            )
+            if not self._rank.run(command):
+                return False
+            done += len(bundle)
+            self._rank.channel.disk.report(f"step {opened.number}: {done} of {len(groups)} groups are handed out")
+        return True
