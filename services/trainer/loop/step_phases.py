@@ -3,8 +3,9 @@
 Rank 0 drives all ranks through it. With one update a step, and nothing to be known beforehand, micro-batches are
 trained as they come. Otherwise a step has two phases. While it fills, forward passes compute what all its updates need:
 log-probs under the weights at its beginning and under the reference, and the critic's values. Once it is full,
-advantages are computed from these values, or measured if they are to be normalised over the step. Then its groups are
-divided into mini-batches, and each mini-batch makes an update in each epoch.
+advantages are computed from these values, and measured if they are to be normalised over the step. Then its groups are
+divided into mini-batches, and each mini-batch makes an update in each epoch. Advantages are normalised where they are
+packed: a group's column stays as it is, and the plan has the measure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm
 from relaxd.algorithms.terms.whitening import Whitening
+from relaxd.board import ADVANTAGES, LOSS_MASK
 from relaxd.config import RunConfig
 from services.trainer.batch.groups import TrainGroup
 from services.trainer.batch.mini_batches import bundles, dp_ranks_of_groups, mini_batch, pack_rounds, split
@@ -53,8 +55,6 @@ def packer_for(config: RunConfig) -> Packer:
 def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> StepPhases:
     """Return the order of work in a run's steps."""
     needs = algorithm.needs
-    if needs.whitened and needs.values:
-        raise ValueError("an algorithm with a critic normalises its advantages itself, in step_advantages")
     at_once = config.trainer.updates_per_step == 1 and not needs.whitened and not needs.values
     return (TrainedWhileFilling if at_once else PreparedThenTrained)(config, algorithm, rank)
 
@@ -101,18 +101,23 @@ class PreparedThenTrained:
         """Measure the advantages; divide the groups into mini-batches; hand them out with their prepared columns."""
         groups, count = list(opened.groups.values()), self._config.trainer.mini_batches
         # The other ranks don't wait in a collective: with many tokens this takes as long as one may.
-        with self._rank.rank0_only(f"dividing step {opened.number} into mini-batches"):
+        with self._rank.rank0_only(f"dividing step {opened.number} into mini-batches") as progress:
+            prepared = {}
+            for group in groups:
+                columns = self._rank.runner.prepared_columns(group, self._rank.prepared)
+                prepared[group.group_id] = columns
+                progress(sum(column.nbytes for column in columns.values()))
+            groups = [group.with_columns(prepared[group.group_id]) for group in groups]
             if self._algorithm.needs.whitened:
                 opened.whitening = Whitening.of(
-                    [group.columns["advantages"] for group in groups], [group.columns["loss_mask"] for group in groups]
+                    [group.columns[ADVANTAGES] for group in groups], [group.columns[LOSS_MASK] for group in groups]
                 )
             parts = split(groups, count, seed=(self._config.run.seed, opened.number))
             opened.mini_batches = tuple(
                 mini_batch(part, pack_rounds(part, packer_for(self._config)), self._algorithm) for part in parts
             )
-            columns = self._rank.runner.prepared_columns(opened.groups, self._rank.prepared)
         self._rank.groups = opened.groups
-        return self._assemble(opened, [group.with_columns(columns[group.group_id]) for group in groups], columns)
+        return self._assemble(opened, groups, prepared)
 
     def rounds(self, update: MiniBatch) -> Sequence[MicroBatchRound]:
         """Return all."""

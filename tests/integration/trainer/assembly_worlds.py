@@ -63,7 +63,7 @@ def run_job(job: AssemblyJob) -> dict[str, Any]:
 
     class SlowRunner(RoundRunner):
         def prepared_columns(self, *arguments: Any) -> Any:
-            time.sleep(job.slow_seconds)
+            time.sleep(job.slow_seconds / config.trainer.groups_per_step)
             return super().prepared_columns(*arguments)
 
     class MeasuredRank(TrainingRank):

@@ -4,7 +4,7 @@ import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,7 +12,9 @@ import redis
 import torch
 import transformers
 
+from relaxd.algorithms.ppo import PPO
 from relaxd.config import RunConfig
+from relaxd.config.algorithm import ALGORITHM, PPOConfig
 from services.trainer.batch.row_packing import pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.learner.checkpoint import CheckpointError
@@ -127,8 +129,9 @@ class PlainLoop:
         for name, group in groups.items():
             np.testing.assert_allclose(group["values"], old[name][1].numpy(), atol=5e-5)
             np.testing.assert_allclose(group["returns"], returns[name].numpy(), atol=5e-4)
-            np.testing.assert_allclose(group["advantages"], ((advantages[name] - mean) / std).numpy(), atol=5e-4)
+            np.testing.assert_allclose(group["advantages"], advantages[name].numpy(), atol=5e-4)
         seen: dict[str, list[float]] = {name: [] for name in COMPARED[:7] if "epoch" not in name}
+        seen |= {"advantage_mean": [float(mean)], "advantage_std": [float(std)]}
         for _ in range(2):
             for part in parts:
                 terms, ratios, value_terms, clipped, value_clipped = [], [], [], [], []
@@ -318,6 +321,36 @@ def test_neither_memory_nor_time_of_a_command_grows_with_the_step(
     assert size > 12 * IN_BUNDLES["bundle_bytes"]
     assert len(first["memory"]) >= size / IN_BUNDLES["bundle_bytes"]
     assert max(first["memory"]) < 2 * IN_BUNDLES["bundle_bytes"], first["memory"]
+
+
+# --- normalised ---------------------------------------------------------------------------------------------------
+
+
+class WholeStepConfig(PPOConfig):
+    """The settings of an algorithm that always normalises."""
+
+    needs_whole_step: ClassVar[bool] = True
+
+
+class WholeStepPPO(PPO):
+    """PPO that normalises its advantages over the step, as REINFORCE++ does."""
+
+    Config = WholeStepConfig
+
+
+def test_a_subclass_that_normalises_over_the_step_is_trained_as_ppo_that_does(
+    tiny_qwen3: Path, redis_url: str, tmp_path: Path, alone: None
+) -> None:
+    config, results = config_of(tiny_qwen3, mini_batches=1, epochs=1), []
+    settings = config.algorithm.model_dump(exclude={"name"}) | {"whiten_advantages": False}
+    own = ALGORITHM.validate_python({"name": f"{__name__}:WholeStepPPO", "settings": settings})
+    for number, algorithm in enumerate((config.algorithm, own)):
+        shut_down_quietly()
+        changed = config.model_copy(update={"algorithm": algorithm, "run": config.run.model_copy(update={"steps": 1})})
+        results.append(run_job(prepare_run(redis_url, number + 1, changed, tmp_path / str(number))))
+    (ours,), (theirs,) = (result["ledger"] for result in results)
+    assert ours.plan["whitening"] == theirs.plan["whitening"]
+    assert ours.metrics["weights_checksum"] == theirs.metrics["weights_checksum"]
 
 
 # --- skipped, repeated --------------------------------------------------------------------------------------------
