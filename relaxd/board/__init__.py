@@ -16,12 +16,14 @@ from relaxd.board.errors import (
 )
 from relaxd.board.schema import (
     ADVANTAGES,
+    CANDIDATES,
     COLUMNS,
     LOSS_MASK,
     OLD_LOGPROBS,
     REF_LOGPROBS,
     RETURNS,
     ROUTED_EXPERTS,
+    TEACHER_CANDIDATE_LOGPROBS,
     TEACHER_LOGPROBS,
     VALUES,
     ColumnSpec,
@@ -48,6 +50,7 @@ from relaxd.board.worker import Drop, StageWorker
 
 __all__ = [
     "ADVANTAGES",
+    "CANDIDATES",
     "COLUMNS",
     "JSON",
     "LOSS_MASK",
@@ -56,6 +59,7 @@ __all__ = [
     "RETURNS",
     "ROUTED_EXPERTS",
     "STAGES",
+    "TEACHER_CANDIDATE_LOGPROBS",
     "TEACHER_LOGPROBS",
     "TRAIN",
     "VALUES",

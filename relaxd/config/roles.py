@@ -16,6 +16,8 @@ class FrozenModelConfig(Section):
 
     model: str = ""
     """A Hugging Face folder, the name of a fetched model, or a hub name."""
+    placement: Literal["trainer", "service"] = "service"
+    """trainer: in the trainer's ranks, beside the model that they train. service: in replicas of its own."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks of a replica that share each layer's matrices."""
     pipeline_parallel: int = Field(default=1, ge=1)
@@ -51,21 +53,25 @@ class ReferenceConfig(FrozenModelConfig):
     section: ClassVar[str] = "roles.reference"
 
     model: str = ""
-    """A Hugging Face folder, the name of a fetched model, or a hub name, with the vocabulary of the trained model, and
-    in the trainer also its architecture. Empty: the initial model."""
+    """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
+    size, with the vocabulary of the trained model. Empty: the initial model."""
     placement: Literal["trainer", "service"] = "trainer"
     """trainer: in the trainer's ranks, beside the model that they train. service: in reference replicas of their own,
     which write the column ref_logprobs; the trainer then keeps no reference. Sizes and threads are the replicas'."""
 
 
 class TeacherConfig(FrozenModelConfig):
-    """The teacher of on-policy distillation, in replicas of its own. It has the trainer's dtype and kernels."""
+    """The teacher of on-policy distillation. It has the trainer's dtype and kernels."""
 
     section: ClassVar[str] = "roles.teacher"
 
     model: str = ""
     """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
     size, with the vocabulary of the trained model."""
+    placement: Literal["trainer", "service"] = "service"
+    """service: in teacher replicas of its own, which write columns. trainer: in the trainer's ranks, beside the model
+    that they train, which can then also be asked for its own likeliest tokens (algorithm.distill_candidates). Sizes and
+    threads are the replicas'."""
 
 
 class CriticOptimizerConfig(OptimizerConfig):

@@ -310,15 +310,17 @@ class RunConfig(Section):
         """Return the run's folder if its processes write traces there, else None."""
         return Path(run_folder) if self.telemetry.traces == "file" else None
 
-    @property
-    def has_reference_service(self) -> bool:
-        """Whether reference replicas write the column ref_logprobs."""
-        return self.roles.reference.placement == "service" and self.algorithm.needs_reference
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether teacher replicas write the column teacher_logprobs."""
-        return bool(self.roles.teacher.model) and self.algorithm.needs_teacher
+    def frozen_roles(self, placement: Literal["trainer", "service"] | None = None) -> list[str]:
+        """Return the roles of the frozen models that the run has, in this place or in any."""
+        has = {
+            "reference": self.algorithm.needs_reference,
+            "teacher": self.algorithm.needs_teacher and bool(self.roles.teacher.model),
+        }
+        return [
+            role
+            for role, own in self.roles.frozen.items()
+            if has[role] and (placement is None or own.placement == placement)
+        ]
 
     @model_validator(mode="after")
     def _reference_is_needed(self) -> Self:
@@ -347,6 +349,17 @@ class RunConfig(Section):
             raise ValueError(
                 f'roles.teacher.model is "{model}", but algorithm.distill_coef and algorithm.distill_loss_coef are 0, '
                 "which need no teacher: set one of them, or remove the model"
+            )
+        if algorithm.distill_coef > 0 and self.roles.teacher.placement == "trainer":
+            raise ValueError(
+                f"algorithm.distill_coef is {algorithm.distill_coef:g}, but roles.teacher.placement is "
+                '"trainer": set "service", because advantages are needed before the trainer has a group, or use '
+                "distill_loss_coef, whose k2 has the same expected gradient"
+            )
+        if algorithm.distill_candidates != "teacher" and self.roles.teacher.placement != "trainer":
+            raise ValueError(
+                f'algorithm.distill_candidates is "{algorithm.distill_candidates}", but roles.teacher.placement is '
+                '"service": set "trainer", because only there the student can be asked for its likeliest tokens'
             )
         if algorithm.needs_teacher and not model:
             raise ValueError(

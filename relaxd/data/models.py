@@ -45,6 +45,11 @@ def frozen_model(config: RunConfig, role: str, *, weights: bool = True) -> Path:
     return resolve_model(own.model or config.model.path, weights=weights, setting=setting)
 
 
+def models_in_trainer(config: RunConfig) -> dict[str, Path]:
+    """Return the folders of the frozen models that the trainer's ranks keep, by role; see `resolve_model`."""
+    return {role: frozen_model(config, role) for role in config.frozen_roles("trainer")}
+
+
 def routed_expert_bytes(folder: Path) -> int:
     """Return the bytes of a token's routed experts (int32 [layers, top k]); 0 for a model without experts."""
     try:

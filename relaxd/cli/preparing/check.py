@@ -17,7 +17,7 @@ from relaxd.data.vocabulary import check_vocabularies
 from relaxd.evaluation.checking import context_problems, set_problems
 from relaxd.local.modules import ALGORITHM_TRIAL
 from relaxd.local.programs import run_program
-from relaxd.roles import REFERENCE, TEACHER
+from relaxd.roles import TEACHER
 
 TRIAL_SECONDS = 90.0
 """Time for loading a user's own algorithm and torch."""
@@ -135,14 +135,24 @@ def _check_frozen_models(config: RunConfig) -> list[Problem]:
         except (OSError, ValueError) as error:
             problems.append(Problem(f"{own.section}.model", f"= {own.model!r} is no model folder: {error}"))
         else:
-            problems += _check_division(own.section, own, model)
+            inside = own.placement == "trainer"
+            problems += _check_division("trainer" if inside else own.section, config.trainer if inside else own, model)
+            if role == TEACHER:
+                problems += _check_candidates(config, model)
     return problems
+
+
+def _check_candidates(config: RunConfig, teacher: dict[str, Any]) -> list[Problem]:
+    """Check that the teacher has as many tokens as are to be compared."""
+    top_k, size = getattr(config.algorithm, "distill_top_k", 0), teacher.get("vocab_size")
+    if not isinstance(size, int) or top_k <= size:
+        return []
+    return [Problem("algorithm.distill_top_k", f"= {top_k}, but the teacher has only {size} tokens")]
 
 
 def _frozen(config: RunConfig) -> dict[str, FrozenModelConfig]:
     """Return the sections of the frozen models that the run has, by role."""
-    has = {REFERENCE: config.algorithm.needs_reference, TEACHER: config.has_teacher}
-    return {role: own for role, own in config.roles.frozen.items() if has[role]}
+    return {role: config.roles.frozen[role] for role in config.frozen_roles()}
 
 
 def _check_division(section: str, sizes: TrainerConfig | FrozenModelConfig, model: dict[str, Any]) -> list[Problem]:

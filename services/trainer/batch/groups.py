@@ -138,6 +138,7 @@ def check_group(group_id: str, columns: Mapping[str, Any], names: Collection[str
         "n": (_array(columns, "reward").size, "samples"),
         "S": (lengths.size, "sequences"),
         "T": (int(lengths.sum()), "response tokens"),
+        "T, k": (int(lengths.sum()), "response tokens"),
     }
     for name in names:
         column = COLUMNS[name]
@@ -147,13 +148,15 @@ def check_group(group_id: str, columns: Mapping[str, Any], names: Collection[str
         if column.dtype == "json":
             if not isinstance(columns[name], list) or len(columns[name]) != count:
                 raise MalformedGroup(f"{name} must be a list of {count} values, one for each of the {what}")
-        elif _array(columns, name).size != count:
-            raise MalformedGroup(f"{name} has {columns[name].size} values for {count} {what}")
+        elif len(_array(columns, name)) != count:
+            raise MalformedGroup(f"{name} has {len(columns[name])} values for {count} {what}")
+    if len(widths := {columns[name].shape[1] for name in names if COLUMNS[name].shape == "T, k"}) > 1:
+        raise MalformedGroup(f"columns of candidates have {sorted(widths)} for each token: they must have as many")
     _check_sequences(columns)
     masked = columns["loss_mask"] != 0
     for name in names:
         column = COLUMNS[name]
-        if column.shape == "T" and column.kinds == "f" and not np.isfinite(columns[name][masked]).all():
+        if column.shape in ("T", "T, k") and column.kinds == "f" and not np.isfinite(columns[name][masked]).all():
             raise MalformedGroup(f"{name} is NaN or infinite at a trained token")
     return TrainGroup(group_id, {name: columns[name] for name in names})
 
@@ -176,8 +179,9 @@ def _check_sequences(columns: Mapping[str, Any]) -> None:
 
 
 def _array(columns: Mapping[str, Any], name: str) -> np.ndarray:
-    value, kinds = columns[name], COLUMNS[name].kinds
-    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in kinds:
+    value, kinds, wide = columns[name], COLUMNS[name].kinds, COLUMNS[name].shape == "T, k"
+    if not isinstance(value, np.ndarray) or value.ndim != 1 + wide or value.dtype.kind not in kinds:
         what = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
-        raise MalformedGroup(f"{name} is {what}: it must be an array [values] of kind {' or '.join(kinds)}")
+        shape = "[values, candidates]" if wide else "[values]"
+        raise MalformedGroup(f"{name} is {what}: it must be an array {shape} of kind {' or '.join(kinds)}")
     return value

@@ -1,18 +1,17 @@
-"""A frozen model's stage: takes groups from the board, packs several into one forward pass, commits their log-probs."""
+"""A frozen model's stage: takes groups from the board, packs several into one forward pass, commits what it finds."""
 
 import logging
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.board import (
-    REF_LOGPROBS,
     STAGES,
-    TEACHER_LOGPROBS,
     Board,
     Column,
     Delivery,
@@ -21,12 +20,10 @@ from relaxd.board import (
     StageWorker,
 )
 from relaxd.board.worker import Result
-from relaxd.roles import REFERENCE, ROLES, TEACHER
+from relaxd.roles import ROLES
 from services.trainer.batch.round_packer import Packer
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
 
-LOGPROBS = {REFERENCE: REF_LOGPROBS, TEACHER: TEACHER_LOGPROBS}
-"""The column that each role writes."""
 BATCHES_PER_STAGE = 20
 """Micro-batches of one pass for each pipeline stage after the first: stages then wait for each other in a twentieth of
 the time."""
@@ -35,8 +32,8 @@ LEAST_GROUPS = 2
 
 logger = logging.getLogger(__name__)
 
-Compute = Callable[[Sequence[PackedMicroBatch]], list[NDArray[np.float32]]]
-"""Computes the log-probs of micro-batches on all ranks: for each float32 [T], aligned with its tokens."""
+Compute = Callable[[Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
+"""Computes the stage's columns for micro-batches on all ranks: for each [T] or [T, k], aligned with its tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +46,18 @@ class _Group:
     sequences: list[TrainSequence]
     lengths: list[int]
     """Tokens of each sequence, without the shared prompt."""
-    logprobs: NDArray[np.float32]
-    """float32 [T]: the result, filled sequence by sequence."""
+    tokens: int
+    """Tokens of its sequences, with the shared prompt once."""
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """The result, filled sequence by sequence: [T] or [T, k] each."""
     answer: "Future[Result]" = field(default_factory=Future)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of its sequences, with the shared prompt once."""
-        return self.prompt_tokens + len(self.logprobs)
+    def fill(self, index: int, name: str, values: NDArray[Any]) -> None:
+        """Set the values of a column for the tokens of a sequence."""
+        if name not in self.columns:
+            self.columns[name] = np.zeros((sum(self.lengths), *values.shape[1:]), values.dtype)
+        begin = sum(self.lengths[:index])
+        self.columns[name][begin : begin + len(values)] = values
 
 
 class FrozenModelStage:
@@ -123,24 +124,26 @@ class FrozenModelStage:
                 for pieces in micro_batches[begin : begin + self._batches]
             ]
             rows = [pack([group.sequences[index] for group, index in row]) for row in members]
-            for row, batch, logprobs in zip(members, rows, self._compute(rows), strict=True):
+            for row, batch, columns in zip(members, rows, self._compute(rows), strict=True):
                 for (group, index), end in zip(row, batch.cu_seqlens[1:], strict=True):
-                    offset, length = sum(group.lengths[:index]), group.lengths[index]
-                    group.logprobs[offset : offset + length] = logprobs[end - length : end]
+                    for name, values in columns.items():
+                        group.fill(index, name, values[end - group.lengths[index] : end])
             self.turns += 1
         for group in groups.values():
             group.answer.set_result(self._result(group))
         return True
 
     def _result(self, group: _Group) -> Result:
-        """Return a group's column, or drop it: log-probs that aren't finite say nothing, not that the models agree."""
-        if wrong := int(np.count_nonzero(~np.isfinite(group.logprobs))):
-            return self._drop(
-                DropReason.NO_LOGPROBS,
-                group.group_id,
-                f"the {self._role} gives {wrong} of its {len(group.logprobs)} tokens a log-prob that isn't finite",
-            )
-        return {LOGPROBS[self._role]: group.logprobs}
+        """Return a group's columns, or drop it: log-probs that aren't finite say nothing, not that the models agree."""
+        for values in group.columns.values():
+            finite = np.isfinite(values).reshape(len(values), -1).all(-1)
+            if wrong := int(np.count_nonzero(~finite)):
+                return self._drop(
+                    DropReason.NO_LOGPROBS,
+                    group.group_id,
+                    f"the {self._role} gives {wrong} of its {len(values)} tokens a log-prob that isn't finite",
+                )
+        return group.columns
 
     def _drop(self, reason: DropReason, group_id: str, detail: str) -> Drop:
         logger.error("group %s is dropped: %s", group_id, detail)
@@ -217,4 +220,4 @@ def _group(group_id: str, columns: Mapping[str, Column], needs: Sequence[str], t
                 temperature=temperature,
             )
         )
-    return _Group(group_id, len(prompt), sequences, lengths.tolist(), np.zeros(len(tokens), np.float32))
+    return _Group(group_id, len(prompt), sequences, lengths.tolist(), len(prompt) + len(tokens))

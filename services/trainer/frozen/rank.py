@@ -7,22 +7,25 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from relaxd import telemetry
+from relaxd.algorithms import create
 from relaxd.board import Board, stages_for
 from relaxd.config import RunConfig, TrainerConfig
-from relaxd.data.models import frozen_model
+from relaxd.data.models import frozen_model, resolve_model
 from relaxd.process.child_server import ChildServer
+from relaxd.roles import ROLES
 from relaxd.v1 import rank_pb2 as pb
 from relaxd.v1 import rank_pb2_grpc
 from services.trainer.batch.row_packing import PackedMicroBatch
 from services.trainer.frozen.logprobs import FrozenModelStage
+from services.trainer.learner.compared.frozen_model import FrozenModel
 from services.trainer.learner.forward import Forward
 from services.trainer.loop.rank_thread import RankThread
 from services.trainer.megatron.host_memory import freeze_objects
 from services.trainer.megatron.rank_channel import TICK_SECONDS, RankChannel
+from services.trainer.model.architectures import read_architecture
 
 logger = logging.getLogger(__name__)
 
@@ -59,19 +62,26 @@ class FrozenModelRank(rank_pb2_grpc.RankServicer):
         trainer = world_config(config, request.role)
         report = self._report_loading if self._thread.number == 0 else None
         forward = Forward(frozen_model(config, request.role), trainer, seed=config.run.seed, report=report)
-        model = forward.load().requires_grad_(False)
+        stages = {stage.name: stage for stage in stages_for(config)}
+        model = FrozenModel.load(
+            request.role,
+            forward,
+            create(config.algorithm).needs,
+            stages[ROLES[request.role].stage].writes,
+            read_architecture(resolve_model(config.model.path, weights=False)).vocab_size,
+        )
         freeze_objects()
         channel = RankChannel(trainer.collective_timeout_seconds, forward.world.disk)
         if self._thread.number != 0:
             while True:
-                forward.log_probs(model, channel.receive())
+                model.compute(channel.receive())
 
-        def compute(micro_batches: Sequence[PackedMicroBatch]) -> list[NDArray[np.float32]]:
+        def compute(micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
             self._report_progress()
             channel.send(micro_batches)
-            return forward.log_probs(model, micro_batches)
+            return model.compute(micro_batches)
 
-        board = Board(request.redis, request.run_id, stages_for(config), config.board)
+        board = Board(request.redis, request.run_id, tuple(stages.values()), config.board)
         self._stage = stage = FrozenModelStage(
             board,
             request.role,

@@ -1,8 +1,9 @@
 """Execution of a step's rounds on one rank, the same for live and replayed steps."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,19 @@ from numpy.typing import NDArray
 from relaxd.algorithms import create
 from relaxd.algorithms.base import ValuedGroup, WithCritic
 from relaxd.algorithms.terms.whitening import Whitening
-from relaxd.board import ADVANTAGES, LOSS_MASK, OLD_LOGPROBS, REF_LOGPROBS, RETURNS, VALUES, stages_for
+from relaxd.board import (
+    ADVANTAGES,
+    CANDIDATES,
+    COLUMNS,
+    LOSS_MASK,
+    OLD_LOGPROBS,
+    REF_LOGPROBS,
+    RETURNS,
+    TEACHER_CANDIDATE_LOGPROBS,
+    TEACHER_LOGPROBS,
+    VALUES,
+    stages_for,
+)
 from relaxd.config import RunConfig
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
@@ -22,8 +35,20 @@ from services.trainer.learner.update_stats import UpdateStats
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 """The column that the learner compares with its own log-probs, whatever the algorithm needs."""
 
-PreparedColumns = dict[tuple[str, int], dict[str, NDArray[np.float32]]]
-"""Prepared columns by group and sequence: [tokens of the sequence without a shared prompt] each."""
+FROZEN = (REF_LOGPROBS, TEACHER_LOGPROBS, CANDIDATES, TEACHER_CANDIDATE_LOGPROBS)
+"""Columns that frozen models make: in the trainer's ranks if the board hasn't them."""
+
+PreparedColumns = dict[tuple[str, int], dict[str, NDArray[Any]]]
+"""Prepared columns by group and sequence: [tokens of the sequence without a shared prompt] each, or [tokens, k]."""
+
+
+class Forward(NamedTuple):
+    """Forward passes that compute columns before a step's updates."""
+
+    columns: tuple[str, ...]
+    """The columns."""
+    compute: Callable[[Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
+    """Computes them for micro-batches: [T] each, or [T, k]."""
 
 
 class RoundRunner:
@@ -37,15 +62,21 @@ class RoundRunner:
         needs = self._algorithm.needs
         needed = dict.fromkeys((ROLLOUT_LOGPROBS, *needs.loss))
         self._packed_columns = [name for name in needed if name in self._columns]
-        forward = {
-            OLD_LOGPROBS: (needs.old_logprobs, learner.log_probs),
-            REF_LOGPROBS: (REF_LOGPROBS in needs.loss and not config.has_reference_service, learner.ref_log_probs),
-        }
+        self._forward: list[Forward] = []
+        """Forward passes before a step's updates."""
         several = config.trainer.updates_per_step > 1
-        self._forward = {name: compute for name, (wanted, compute) in forward.items() if wanted and several}
+        if needs.old_logprobs and several:
+            self._forward.append(Forward((OLD_LOGPROBS,), partial(_named, OLD_LOGPROBS, learner.log_probs)))
+        frozen = tuple(name for name in needs.loss if name in FROZEN and name not in self._columns)
+        if frozen and several:
+            self._forward.append(Forward(frozen, learner.frozen_columns))
         if needs.values:
-            self._forward[VALUES] = learner.values
-        self._prepared = (*self._forward, *((RETURNS, ADVANTAGES) if needs.values else ()))
+            self._forward.append(Forward((VALUES,), partial(_named, VALUES, learner.values)))
+        self._candidates = needs.candidates.width if needs.candidates is not None else 0
+        names = tuple(name for one in self._forward for name in one.columns)
+        self._computed = names
+        """Columns that the forward passes compute."""
+        self._prepared = (*names, *((RETURNS, ADVANTAGES) if needs.values else ()))
         """Columns that the trainer adds to a group before a step's updates, or replaces."""
 
     @property
@@ -63,38 +94,40 @@ class RoundRunner:
         own = entry.micro_batches[self._learner.world.dp_rank]
         batches = [self._packed(micro_batch, groups, self._packed_columns) for micro_batch in own]
         prepared: PreparedColumns = {}
-        for name, compute in self._forward.items():
-            for micro_batch, batch, row in zip(own, batches, compute(batches), strict=True):
+        for one in self._forward:
+            for micro_batch, batch, columns in zip(own, batches, one.compute(batches), strict=True):
                 sequences = ((piece.group_id, i) for piece in micro_batch for i in piece.sequences)
                 loaded = (key for key in sequences if key[0] in groups)
                 for (group_id, index), end in zip(loaded, batch.cu_seqlens[1:].tolist(), strict=False):
                     # A shared prompt may be stored before the sequence's own tokens.
                     own_tokens = int(groups[group_id].lengths[index])
-                    prepared.setdefault((group_id, index), {})[name] = row[end - own_tokens : end]
+                    of_sequence = {name: row[end - own_tokens : end] for name, row in columns.items()}
+                    prepared.setdefault((group_id, index), {}).update(of_sequence)
         return prepared
 
     def prepared_columns(
         self, groups: Mapping[str, TrainGroup], prepared: PreparedColumns
-    ) -> dict[str, dict[str, NDArray[np.float32]]]:
+    ) -> dict[str, dict[str, NDArray[Any]]]:
         """Return what the trainer adds to each group of a step, which is full: [T] each, by name.
 
         Args:
             groups: the step's groups as they came.
-            prepared: what forward passes have computed. What is missing is NaN, as are columns that follow from it.
+            prepared: what forward passes have computed. What is missing is NaN, as are columns that follow from it;
+                there are no candidates.
         """
         columns = {
             group_id: {
                 name: np.concatenate(
                     [
-                        prepared.get((group_id, index), {}).get(name, np.full(length, np.nan, np.float32))
+                        prepared.get((group_id, index), {}).get(name, self._missing(name, length))
                         for index, length in enumerate(group.lengths.tolist())
                     ]
                 )
-                for name in self._forward
+                for name in self._computed
             }
             for group_id, group in groups.items()
         }
-        if VALUES in self._forward:
+        if VALUES in self._computed:
             valued = [
                 ValuedGroup(
                     token_rewards=group.columns[ADVANTAGES],
@@ -167,12 +200,26 @@ class RoundRunner:
     ) -> Iterator[TrainSequence]:
         # Old log-probs are of the step's beginning, whatever the weights are now.
         learner = self._learner
-        version = learner.step if OLD_LOGPROBS in self._forward else learner.weights_version
+        version = learner.step if OLD_LOGPROBS in self._computed else learner.weights_version
         for piece in micro_batch:
             if piece.group_id in groups:
                 yield from groups[piece.group_id].sequences(
                     piece.sequences, columns, self._algorithm, self._temperature, version
                 )
+
+    def _missing(self, name: str, tokens: int) -> NDArray[Any]:
+        """Return a column of tokens for which nothing was computed."""
+        spec = COLUMNS[name]
+        shape = (tokens, self._candidates) if spec.shape == "T, k" else (tokens,)
+        return np.full(shape, np.nan if spec.kinds == "f" else -1, spec.dtype)
+
+
+def _named(
+    name: str,
+    compute: Callable[[Sequence[PackedMicroBatch]], list[NDArray[np.float32]]],
+    micro_batches: Sequence[PackedMicroBatch],
+) -> list[dict[str, NDArray[Any]]]:
+    return [{name: row} for row in compute(micro_batches)]
 
 
 def _whitened(batch: PackedMicroBatch, whitening: Whitening) -> PackedMicroBatch:

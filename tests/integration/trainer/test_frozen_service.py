@@ -12,14 +12,15 @@ import pytest
 import torch
 import transformers
 
+from relaxd.board import CANDIDATES, REF_LOGPROBS, TEACHER_CANDIDATE_LOGPROBS, TEACHER_LOGPROBS
 from relaxd.config import ReferenceConfig, RolesConfig, RunConfig
 from relaxd.roles import REFERENCE, ROLES, TEACHER
 from relaxd.v1 import coordinator_pb2, replica_pb2
-from services.trainer.frozen.logprobs import LOGPROBS
 from tests.integration.trainer.service_kit import PATIENCE, Feeder, ScriptedCoordinator, TrainerProcess, make_config
 from tests.integration.trainer.trainer_worlds import make_model
 
 TEMPERATURE = 0.8
+TOP_K = 5
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,10 @@ def reference_config(model: Path, **sizes: int) -> RunConfig:
     )
 
 
-def teacher_config(model: Path, teacher: Path, **sizes: int) -> RunConfig:
+def teacher_config(model: Path, teacher: Path, top_k: int = 0, **sizes: int) -> RunConfig:
     return make_config(
         model,
-        algorithm={"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0},
+        algorithm={"name": "opd", "distill_coef": 0.0, "distill_loss_coef": 1.0, "distill_top_k": top_k},
         rollout={"samples_per_prompt": 3, "temperature": TEMPERATURE},
         roles={"teacher": {"model": str(teacher), "threads": 1, **sizes}},
     )
@@ -74,13 +75,15 @@ def trained_columns(feeder: Feeder, count: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("role", [REFERENCE, TEACHER])
-def test_log_probs_are_those_of_transformers(model: Path, redis_url: str, tmp_path: Path, role: str) -> None:
+@pytest.mark.parametrize(("role", "top_k"), [(REFERENCE, 0), (TEACHER, 0), (TEACHER, TOP_K)])
+def test_log_probs_are_those_of_transformers(
+    model: Path, redis_url: str, tmp_path: Path, role: str, top_k: int
+) -> None:
     """The teacher is a larger model of another architecture, on two ranks."""
     frozen, sizes, config = model, {}, reference_config(model)
     if role == TEACHER:
         frozen, sizes = make_model(tmp_path / "teacher", "llama", num_hidden_layers=3), {"tensor_parallel": 2}
-        config = teacher_config(model, frozen, **sizes)
+        config = teacher_config(model, frozen, top_k, **sizes)
     mask = np.tile(np.array([1, 1, 0, 1, 1, 1], np.uint8), 3)
     with frozen_service(config, redis_url, tmp_path, role) as (coordinator, feeder, process):
         groups = feeder.feed(5, 0, loss_mask=mask)
@@ -89,18 +92,27 @@ def test_log_probs_are_those_of_transformers(model: Path, redis_url: str, tmp_pa
         coordinator.wait(lambda: coordinator.status.done_groups == 5 and not coordinator.status.held_groups)
         assert coordinator.status.gauges["ranks"] == sizes.get("tensor_parallel", 1)
         assert process.stop() == 0
-    exact = transformers.AutoModelForCausalLM.from_pretrained(frozen, dtype=torch.float64)
+    exact_model = transformers.AutoModelForCausalLM.from_pretrained(frozen, dtype=torch.float64)
     assert found.keys() == set(groups)
     for columns in found.values():
-        logprobs = columns[LOGPROBS[role]]
-        assert (logprobs.dtype, logprobs.shape) == (np.float32, columns["tokens"].shape)
+        logprobs = columns.get({REFERENCE: REF_LOGPROBS, TEACHER: TEACHER_LOGPROBS}[role])
+        assert (logprobs is None) == bool(top_k)
         prompt = torch.from_numpy(columns["prompt_tokens"].astype(np.int64))
         for sample in np.split(np.arange(18), 3):
             answer = torch.from_numpy(columns["tokens"][sample].astype(np.int64))
             with torch.no_grad():
-                logits = exact(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-            expected = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0].numpy() * mask[sample]
-            np.testing.assert_allclose(logprobs[sample], expected, atol=1e-4)
+                logits = exact_model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+            exact_logprobs = logits.log_softmax(-1)
+            if logprobs is not None:
+                assert (logprobs.dtype, logprobs.shape) == (np.float32, columns["tokens"].shape)
+                expected = exact_logprobs.gather(-1, answer[:, None])[:, 0].numpy() * mask[sample]
+                np.testing.assert_allclose(logprobs[sample], expected, atol=1e-4)
+                continue
+            values, ids = exact_logprobs.topk(top_k)
+            found, found_ids = columns[TEACHER_CANDIDATE_LOGPROBS][sample], columns[CANDIDATES][sample]
+            assert (found.dtype, found_ids.dtype) == (np.float32, np.int32)
+            np.testing.assert_array_equal(found_ids, np.where(mask[sample, None], ids.numpy(), -1))
+            np.testing.assert_allclose(found, values.numpy() * mask[sample, None], atol=1e-4)
 
 
 def test_a_rank_that_dies_ends_the_replica_and_its_groups_go_to_the_next(
