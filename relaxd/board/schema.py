@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-Shape = Literal["", "P", "n", "S", "T", "T, k", "rows, layers, top_k"]
-"""A column's shape, in words: P prompt tokens, n samples, S sequences, T tokens of all sequences, one after the other,
-k candidates for each of them; "" for a value that belongs to the group."""
+Shape = Literal["", "P", "Q", "n", "S", "T", "T, k", "rows, layers, top_k"]
+"""A column's shape, in words: P prompt tokens, Q tokens of the teacher's prompt, n samples, S sequences, T tokens of
+all sequences, one after the other, k candidates for each of them; "" for a value that belongs to the group."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ CANDIDATES = "candidates"
 """The column that a run has where the loss compares student and teacher at several tokens in each place."""
 TEACHER_CANDIDATE_LOGPROBS = "teacher_candidate_logprobs"
 """The column that goes with `CANDIDATES`."""
+TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
+"""The column that a run has where the teacher's prompts have more than the student's."""
 OLD_LOGPROBS = "old_logprobs"
 """The column that the trainer computes before the first of a step's several updates, if the loss reads it."""
 VALUES = "values"
@@ -71,6 +73,14 @@ COLUMNS: dict[str, ColumnSpec] = {
     for column in (
         ColumnSpec("prompt_tokens", "publish", "int32", "P", "Token ids of the prompt."),
         ColumnSpec("prompt", "publish", "json", "", "The example: text, messages, answer, and what a reward may want."),
+        ColumnSpec(
+            TEACHER_PROMPT_TOKENS,
+            "publish",
+            "int32",
+            "Q",
+            "Token ids of the teacher's prompt, which sequences that share the prompt continue for the teacher.",
+            optional=True,
+        ),
         ColumnSpec("tokens", "rollout", "int32", "T", "Token ids of the sequences, end tokens included."),
         ColumnSpec("sample_of_sequence", "rollout", "int32", "S", "Index of each sequence's sample, ascending."),
         ColumnSpec("lengths", "rollout", "int32", "S", "Tokens of each sequence, without a shared prompt."),

@@ -81,7 +81,7 @@ def size_problems(config: RunConfig, *, expert_bytes: int = 0, memory: RedisMemo
                 "unset for four fifths of that, or raise maxmemory",
             )
         )
-    worst = trainer.groups_per_step * worst_bytes(config, config.data.max_prompt_tokens, expert_bytes=expert_bytes)
+    worst = trainer.groups_per_step * worst_bytes(config, config.published_prompt_tokens, expert_bytes=expert_bytes)
     if worst > memory.max_bytes:
         expected = int(worst * EXPECTED_SHARE)
         advice = "If many answers are that long, the run waits until its maxmemory is raised"

@@ -87,8 +87,14 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
         )
     if config.rollout.return_routed_experts:
         asked.add(schema.ROUTED_EXPERTS)
+    if config.has_privileged_teacher and "teacher" in config.frozen_roles("trainer"):
+        asked.add(schema.TEACHER_PROMPT_TOKENS)
     optional = asked & written
     own = {"advantage": needs.advantages}
+    if config.has_privileged_teacher:
+        own["teacher"] = (schema.TEACHER_PROMPT_TOKENS,)
+    if config.roles.teacher.models:
+        own["teacher"] = (*own.get("teacher", ()), "prompt")  # it says which source the group is of
     if any(source.sampling for source in config.data.sources):
         own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled
     return tuple(_stage(name, optional, own.get(name, ()), candidates) for name in names)

@@ -8,13 +8,14 @@ from typing import Any, Self
 import numpy as np
 
 from relaxd.config import RunConfig
-from relaxd.data.checking import Limit, check_source
+from relaxd.data.checking import CHECKED, Limit, check_source, evenly_spread
 from relaxd.data.errors import DataError
 from relaxd.data.evaluation_sets import read_set
 from relaxd.data.examples import Example, Message
 from relaxd.data.files.rows import Joined
 from relaxd.data.mixture import Share, epoch_visits
 from relaxd.data.models import resolve_model, routed_expert_bytes
+from relaxd.data.privileged import PrivilegedPrompts, check_teachers, privileged_prompts
 from relaxd.data.sources import Source, read_sources
 from relaxd.data.tokenizer import PromptTokenizer
 from relaxd.run_folder import HELD_OUT
@@ -74,6 +75,8 @@ class Prompt:
     """The conversation, unless it is one message of the user with that text."""
     sampling: dict[str, int | float] = field(default_factory=dict)
     """Sampling parameters of its source that differ from the run's, by name."""
+    teacher_tokens: np.ndarray | None = None
+    """Token ids of the teacher's prompt, int32, if it has one of its own."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the board's `prompt` column."""
@@ -103,14 +106,19 @@ class PromptDataset:
         seed: int,
         shares: Sequence[Share] = (),
         limit: Limit | None = None,
+        teacher: PrivilegedPrompts | None = None,
     ) -> None:
-        """`shares` are the sources in `examples`, by default one. `limit` is for examples that weren't all checked."""
+        """`shares` are the sources in `examples`, by default one. `limit` is for examples that weren't all checked.
+
+        `teacher` makes the teacher's prompts, if it has prompts of its own.
+        """
         self._examples = examples
         self._tokenizer = tokenizer
         self._shuffle = shuffle
         self._seed = seed
         self._shares = shares or (Share(len(examples)),)
         self._limit = limit
+        self._teacher = teacher
         self._length = sum(share.visits for share in self._shares)
         self._order: tuple[int, np.ndarray] | None = None
 
@@ -126,7 +134,10 @@ class PromptDataset:
             raise DataError(self._limit.field if self._limit else "data", str(error)) from error
         (tokens,) = self._tokenizer.encode([example])
         messages = [] if isinstance(example.prompt, str) else example.prompt
-        return Prompt(tokens, example.text, example.answer, example.metadata, index, messages, example.sampling)
+        (teachers,) = [None] if self._teacher is None else self._teacher.encode(self._tokenizer, [example])
+        return Prompt(
+            tokens, example.text, example.answer, example.metadata, index, messages, example.sampling, teachers
+        )
 
     def at(self, cursor: Cursor) -> Prompt:
         """Return the next prompt. Raises DataError, as `prompt`."""
@@ -142,10 +153,15 @@ class PromptDataset:
             return cursor
         for _ in range(len(self)):
             prompt = self.at(cursor)
-            if len(prompt.tokens) <= self._limit.tokens:
+            fits = len(prompt.tokens) <= self._limit.tokens
+            teachers = 0 if prompt.teacher_tokens is None else len(prompt.teacher_tokens)
+            if fits and (self._teacher is None or teachers <= self._teacher.limit):
                 return cursor
             if not self._limit.skip:
-                raise self._limit.too_long(f"prompt {prompt.index}", len(prompt.tokens))
+                place = f"prompt {prompt.index}"
+                if fits and self._teacher is not None:
+                    raise self._teacher.too_long(place, teachers)
+                raise self._limit.too_long(place, len(prompt.tokens))
             cursor = self.after(cursor)
         raise DataError(self._limit.field, f"every prompt is longer than data.max_prompt_tokens = {self._limit.tokens}")
 
@@ -209,7 +225,10 @@ def load_data(config: RunConfig) -> RunData:
     folder = resolve_model(config.model.path, weights=False)
     tokenizer = _tokenizer(config, folder)
     sources, held_out = read_sources(config)
-    checked = [check_source(source, tokenizer, config) for source in sources]
+    teacher = privileged_prompts(config)
+    checked = [check_source(source, tokenizer, config, teacher) for source in sources]
+    for one in checked:
+        check_teachers(config, (one.examples[place] for place in evenly_spread(len(one.examples), CHECKED)))
     evaluation, skipped = _evaluation_sets(config, tokenizer, {HELD_OUT: held_out} | _named_sets(config))
     return RunData(
         train=PromptDataset(
@@ -219,6 +238,7 @@ def load_data(config: RunConfig) -> RunData:
             seed=config.run.seed,
             shares=[Share(len(one.examples), source.weight) for one, source in zip(checked, sources, strict=True)],
             limit=next((one.limit for one in checked if one.limit), None),
+            teacher=teacher,
         ),
         evaluation=evaluation,
         skipped=skipped + sum(one.skipped for one in checked),

@@ -79,8 +79,8 @@ class ComparedCandidates:
 
         - reverse_kl: KL(p || q) = sum p log(p / q). The gradient in expectation of `distilled`, without its noise.
         - forward_kl: KL(q || p) = sum q log(q / p).
-        - jensen_shannon: KL(p || m) / 2 + KL(q || m) / 2 with m = (p + q) / 2; arXiv 2306.13649, equation 1, with
-          beta 0.5.
+        - jensen_shannon: KL(p || m) / 2 + KL(q || m) / 2 with m = (p + q) / 2, that of arXiv 2306.13649 with
+          beta = 0.5.
         """
         rest = (_log_rest(self.student_mass), _log_rest(self.teacher_mass))
         of_candidates = _terms(kind, self.student, self.teacher)

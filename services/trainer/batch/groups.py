@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms import Algorithm, sample_lengths
-from relaxd.board import COLUMNS
+from relaxd.board import COLUMNS, TEACHER_PROMPT_TOKENS
 from services.trainer.batch.row_packing import TrainSequence
 
 
@@ -74,6 +74,7 @@ class TrainGroup:
         algorithm: Algorithm,
         temperature: float,
         version: int | None,
+        prompt: str = "prompt_tokens",
     ) -> list[TrainSequence]:
         """Return sequences, ready for packing.
 
@@ -82,19 +83,20 @@ class TrainGroup:
             packed: the group's columns that they carry.
             algorithm: source of the token weights.
             temperature: sampling temperature.
+            prompt: the column with the prompt that sequences share.
             version: version of the weights that compute the log-probs to be compared with the engine's; None if they
                 are of no version. Log-probs of tokens of this version are comparable, unless the sequence spans a
                 weight update with a stale cache.
         """
         columns, bounds = self.columns, bounds_of(self.lengths)
         weights = algorithm.token_weights(columns["loss_mask"], self.sample_lengths)
-        nothing = columns["prompt_tokens"][:0]
+        shared = columns[prompt]
         chosen = []
         for index in indices:
             own = slice(int(bounds[index]), int(bounds[index + 1]))
             chosen.append(
                 TrainSequence.from_response(
-                    columns["prompt_tokens"] if columns["shares_prompt"][index] else nothing,
+                    shared if columns["shares_prompt"][index] else shared[:0],
                     columns["tokens"][own],
                     loss_mask=columns["loss_mask"][own],
                     columns={name: columns[name][own] for name in packed},
@@ -153,6 +155,11 @@ def check_group(group_id: str, columns: Mapping[str, Any], names: Collection[str
     if len(widths := {columns[name].shape[1] for name in names if COLUMNS[name].shape == "T, k"}) > 1:
         raise MalformedGroup(f"columns of candidates have {sorted(widths)} for each token: they must have as many")
     _check_sequences(columns)
+    if TEACHER_PROMPT_TOKENS in names and not (columns["shares_prompt"].all() and columns[TEACHER_PROMPT_TOKENS].size):
+        raise MalformedGroup(
+            "a sequence begins with a prompt of its own, or the teacher's prompt is empty: the teacher's prompt "
+            "(roles.teacher.privileged_key) can't be put in its place"
+        )
     masked = columns["loss_mask"] != 0
     for name in names:
         column = COLUMNS[name]

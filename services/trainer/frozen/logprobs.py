@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from relaxd.board import (
     STAGES,
+    TEACHER_PROMPT_TOKENS,
     Board,
     Column,
     Delivery,
@@ -32,8 +33,9 @@ LEAST_GROUPS = 2
 
 logger = logging.getLogger(__name__)
 
-Compute = Callable[[Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
-"""Computes the stage's columns for micro-batches on all ranks: for each [T] or [T, k], aligned with its tokens."""
+Compute = Callable[[str, Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
+"""Computes the stage's columns with the model of a name for micro-batches on all ranks: for each [T] or [T, k], aligned
+with its tokens."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class _Group:
     """A group that waits for its log-probs."""
 
     group_id: str
+    model: str
+    """Name of the model that is asked."""
     prompt_tokens: int
     """Tokens of the shared prompt."""
     sequences: list[TrainSequence]
@@ -70,7 +74,9 @@ class FrozenModelStage:
         consumer: str,
         compute: Compute,
         *,
-        vocab_size: int,
+        vocab_sizes: Mapping[str, int],
+        model_of: Callable[[Mapping[str, Column]], str] = lambda columns: "",
+        prompt: str = "prompt_tokens",
         temperature: float,
         micro_batch_tokens: int,
         pipeline_stages: int = 1,
@@ -83,7 +89,9 @@ class FrozenModelStage:
             role: the role that holds the model.
             consumer: the replica's id.
             compute: runs the model.
-            vocab_size: tokens that the model has. A group with another token is dropped.
+            vocab_sizes: tokens that each model has, by its name. A group with another token is dropped.
+            model_of: chooses the model by a group's columns. Raises ValueError: there is none.
+            prompt: the column with the prompt that the model gets.
             temperature: sampling temperature.
             micro_batch_tokens: maximum tokens of a micro-batch. A group with a longer sequence is dropped.
             pipeline_stages: ranks that share the layers.
@@ -91,7 +99,9 @@ class FrozenModelStage:
         """
         self._role, self._stage = role, ROLES[role].stage
         self._compute = compute
-        self._vocab_size = vocab_size
+        self._vocab_sizes = vocab_sizes
+        self._model_of = model_of
+        self._prompt = prompt
         self._temperature = temperature
         self._budget = micro_batch_tokens
         self._batches = max(1, BATCHES_PER_STAGE * (pipeline_stages - 1))
@@ -105,18 +115,28 @@ class FrozenModelStage:
         )
 
     def run(self, wait_seconds: float) -> bool:
-        """Compute the log-probs of waiting groups, one pass' worth; wait for the first. Returns whether there was one.
+        """Compute the columns of waiting groups, one pass' worth; wait for the first. Returns whether there was one.
 
         Raises whatever `compute` raises.
         """
         groups = self._next(wait_seconds)
+        if not groups:
+            self.turns += 1
+            return False
+        for model in dict.fromkeys(group.model for group in groups.values()):
+            self._run(model, {name: group for name, group in groups.items() if group.model == model})
+        for group in groups.values():
+            group.answer.set_result(self._result(group))
+        return True
+
+    def _run(self, model: str, groups: Mapping[str, _Group]) -> None:
+        """Fill the columns of groups, at least one, that are to be asked of one model."""
         packer = Packer(self._budget, dp_size=1)
         for group in groups.values():
             shares = [one.prompt_length for one in group.sequences]
             packer.add(group.group_id, group.prompt_tokens, group.lengths, shares)
-        if (packed := packer.rest()) is None:
-            self.turns += 1
-            return False
+        packed = packer.rest()
+        assert packed is not None
         (micro_batches,) = packed.micro_batches
         for begin in range(0, len(micro_batches), self._batches):
             members = [
@@ -124,14 +144,11 @@ class FrozenModelStage:
                 for pieces in micro_batches[begin : begin + self._batches]
             ]
             rows = [pack([group.sequences[index] for group, index in row]) for row in members]
-            for row, batch, columns in zip(members, rows, self._compute(rows), strict=True):
+            for row, batch, columns in zip(members, rows, self._compute(model, rows), strict=True):
                 for (group, index), end in zip(row, batch.cu_seqlens[1:], strict=True):
                     for name, values in columns.items():
                         group.fill(index, name, values[end - group.lengths[index] : end])
             self.turns += 1
-        for group in groups.values():
-            group.answer.set_result(self._result(group))
-        return True
 
     def _result(self, group: _Group) -> Result:
         """Return a group's columns, or drop it: log-probs that aren't finite say nothing, not that the models agree."""
@@ -165,15 +182,20 @@ class FrozenModelStage:
     def _process(self, delivery: Delivery, columns: Mapping[str, Column]) -> "Result | Future[Result]":
         """Queue a group. Runs in the worker's threads."""
         try:
-            group = _group(delivery.group_id, columns, STAGES[self._stage].needs, self._temperature)
+            model = self._model_of(columns)
+        except ValueError as error:
+            return self._drop(DropReason.NO_LOGPROBS, delivery.group_id, str(error))
+        needs = tuple(self._prompt if name == "prompt_tokens" else name for name in STAGES[self._stage].needs)
+        try:
+            group = _group(delivery.group_id, model, columns, needs, self._temperature)
         except ValueError as error:
             return self._drop(DropReason.MALFORMED, delivery.group_id, str(error))
         largest = max(int(sequence.tokens.max(initial=0)) for sequence in group.sequences)
-        if largest >= self._vocab_size:
+        if largest >= self._vocab_sizes[model]:
             return self._drop(
                 DropReason.NO_LOGPROBS,
                 group.group_id,
-                f"it has token {largest}, but the {self._role} has only {self._vocab_size} tokens",
+                f"it has token {largest}, but the {self._role} has only {self._vocab_sizes[model]} tokens",
             )
         longest = max(len(sequence.tokens) for sequence in group.sequences)
         if longest > self._budget:
@@ -194,12 +216,14 @@ class FrozenModelStage:
         return max(LEAST_GROUPS, round(2 * self._batches * self._budget / self._group_tokens))
 
 
-def _group(group_id: str, columns: Mapping[str, Column], needs: Sequence[str], temperature: float) -> _Group:
-    """Make a group of the columns that the stage needs. Raises ValueError: they are malformed."""
+def _group(
+    group_id: str, model: str, columns: Mapping[str, Column], needs: Sequence[str], temperature: float
+) -> _Group:
+    """Make a group of columns, of which the first is the prompt. Raises ValueError: they are malformed."""
     arrays = {name: np.asarray(columns[name]) for name in needs}
     if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in arrays.values()):
         raise ValueError(f"{', '.join(needs)} must be arrays [values] of integers")
-    prompt, tokens, lengths = arrays["prompt_tokens"], arrays["tokens"], arrays["lengths"]
+    prompt, tokens, lengths = arrays[needs[0]], arrays["tokens"], arrays["lengths"]
     mask, shares = arrays["loss_mask"], arrays["shares_prompt"]
     if not lengths.size or (lengths < 0).any() or not int(lengths.sum()) == len(tokens) == len(mask):
         raise ValueError(
@@ -207,6 +231,11 @@ def _group(group_id: str, columns: Mapping[str, Column], needs: Sequence[str], t
         )
     if len(shares) != len(lengths):
         raise ValueError(f"shares_prompt has {len(shares)} values for {len(lengths)} sequences")
+    if needs[0] == TEACHER_PROMPT_TOKENS and not shares.all():
+        raise ValueError(
+            f"sequence {int(np.flatnonzero(shares == 0)[0])} begins with a prompt of its own, in whose place the "
+            "teacher's prompt (roles.teacher.privileged_key) can't be put"
+        )
     sequences = []
     for end, length, shared in zip(np.cumsum(lengths), lengths, shares, strict=True):
         own = slice(int(end - length), int(end))
@@ -220,4 +249,4 @@ def _group(group_id: str, columns: Mapping[str, Column], needs: Sequence[str], t
                 temperature=temperature,
             )
         )
-    return _Group(group_id, len(prompt), sequences, lengths.tolist(), len(prompt) + len(tokens))
+    return _Group(group_id, model, len(prompt), sequences, lengths.tolist(), len(prompt) + len(tokens))

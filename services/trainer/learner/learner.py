@@ -22,7 +22,7 @@ Between steps the loop may take a `snapshot`, `offload` the state to the host, o
 thread may broadcast the weights meanwhile (`iter_hf_tensors`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -190,8 +190,15 @@ class Learner:
         self.end_step()
         return stats
 
-    def end_step(self) -> None:
-        """End a step: its updates, of which each may have been skipped, have made the next version."""
+    def end_step(self, refreshed: Collection[str] = ()) -> None:
+        """End a step: its updates, of which each may have been skipped, have made the next version.
+
+        Args:
+            refreshed: roles whose models take over the weights.
+        """
+        for model in self._frozen:
+            if model.role in refreshed:
+                model.refresh(self._policy)
         self._step += 1
         self._changed_in_step = False
         if self._step % TRIM_EVERY_STEPS == 0:
@@ -250,14 +257,22 @@ class Learner:
         """
         return self._forward.log_probs(self._model, micro_batches)
 
-    def frozen_columns(self, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
+    def frozen_columns(
+        self, micro_batches: Sequence[PackedMicroBatch], roles: Collection[str] = tuple(COLUMNS_OF)
+    ) -> list[dict[str, NDArray[Any]]]:
         """Compute the columns that the frozen models of these ranks make of the tokens with loss_mask 1.
+
+        Args:
+            micro_batches: the micro-batches.
+            roles: of which models.
 
         Returns:
             For each micro-batch its columns, [T] or [T, k]; on all ranks.
         """
         found: list[dict[str, NDArray[Any]]] = [{} for _ in micro_batches]
         for model in self._frozen:
+            if model.role not in roles:
+                continue
             own = model.compute(micro_batches, Student(self._forward, self._model))
             for columns, others in zip(found, own, strict=True):
                 columns |= others
@@ -380,7 +395,8 @@ class Learner:
     def _stateful(self, step: int) -> Stateful:
         policy = TrainedModel(self._policy, self._optimizer, self._schedule)
         critic = None if self._critic is None else self._critic.state
-        return Stateful(policy, critic, step, self.world, self._optimizer_steps)
+        frozen = {model.role: model for model in self._frozen}
+        return Stateful(policy, critic, frozen, step, self.world, self._optimizer_steps)
 
     def _expert_metrics(self) -> dict[str, float]:
         if not self._routers:
@@ -398,7 +414,7 @@ class Learner:
         needs, trainer = self._algorithm.needs, self._config.model_copy(update={"recompute": "none"})
         vocabulary = self._architecture.vocab_size
         return [
-            FrozenModel.load(role, Forward(folder, trainer, world=self.world), needs, needs.loss, vocabulary)
+            FrozenModel(role, Forward(folder, trainer, world=self.world), needs, needs.loss, vocabulary)
             for role, folder in folders.items()
             if set(COLUMNS_OF[role]).intersection(needs.loss)
         ]

@@ -192,9 +192,12 @@ class Update:
 class EndStep:
     """Count the step, whose updates are done, and forget its groups."""
 
+    refreshed: tuple[str, ...] = ()
+    """`StepPlan.refreshed`."""
+
     def execute(self, rank: TrainingRank) -> int:
         """Return the checksum of the new weights."""
-        rank.learner.end_step()
+        rank.learner.end_step(self.refreshed)
         rank.forget_step()
         return rank.checksum()
 

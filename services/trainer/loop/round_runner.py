@@ -13,30 +13,26 @@ from relaxd.algorithms.base import ValuedGroup, WithCritic
 from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.board import (
     ADVANTAGES,
-    CANDIDATES,
     COLUMNS,
     LOSS_MASK,
     OLD_LOGPROBS,
-    REF_LOGPROBS,
     RETURNS,
-    TEACHER_CANDIDATE_LOGPROBS,
-    TEACHER_LOGPROBS,
+    TEACHER_PROMPT_TOKENS,
     VALUES,
     stages_for,
 )
 from relaxd.config import RunConfig
+from relaxd.roles import TEACHER
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
 from services.trainer.batch.step_file import StepFile, StepFileError
 from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices
+from services.trainer.learner.compared.frozen_model import COLUMNS_OF
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update_stats import UpdateStats
 
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 """The column that the learner compares with its own log-probs, whatever the algorithm needs."""
-
-FROZEN = (REF_LOGPROBS, TEACHER_LOGPROBS, CANDIDATES, TEACHER_CANDIDATE_LOGPROBS)
-"""Columns that frozen models make: in the trainer's ranks if the board hasn't them."""
 
 PreparedColumns = dict[tuple[str, int], dict[str, NDArray[Any]]]
 """Prepared columns by group and sequence: [tokens of the sequence without a shared prompt] each, or [tokens, k]."""
@@ -49,6 +45,8 @@ class Forward(NamedTuple):
     """The columns."""
     compute: Callable[[Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
     """Computes them for micro-batches: [T] each, or [T, k]."""
+    prompt: str = "prompt_tokens"
+    """The column with the prompt of the micro-batches' sequences."""
 
 
 class RoundRunner:
@@ -67,9 +65,13 @@ class RoundRunner:
         several = config.trainer.updates_per_step > 1
         if needs.old_logprobs and several:
             self._forward.append(Forward((OLD_LOGPROBS,), partial(_named, OLD_LOGPROBS, learner.log_probs)))
-        frozen = tuple(name for name in needs.loss if name in FROZEN and name not in self._columns)
-        if frozen and several:
-            self._forward.append(Forward(frozen, learner.frozen_columns))
+        for role, columns in COLUMNS_OF.items():
+            own = tuple(name for name in columns if name in needs.loss and name not in self._columns)
+            # A teacher with prompts of its own has other rows than the student.
+            privileged = role == TEACHER and TEACHER_PROMPT_TOKENS in self._columns
+            if own and (several or privileged):
+                compute = partial(learner.frozen_columns, roles=(role,))
+                self._forward.append(Forward(own, compute, TEACHER_PROMPT_TOKENS if privileged else "prompt_tokens"))
         if needs.values:
             self._forward.append(Forward((VALUES,), partial(_named, VALUES, learner.values)))
         self._candidates = needs.candidates.width if needs.candidates is not None else 0
@@ -92,9 +94,9 @@ class RoundRunner:
     def prepare(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup]) -> PreparedColumns:
         """Compute columns with forward passes over this rank's micro-batches. Skip groups that aren't in `groups`."""
         own = entry.micro_batches[self._learner.world.dp_rank]
-        batches = [self._packed(micro_batch, groups, self._packed_columns) for micro_batch in own]
         prepared: PreparedColumns = {}
         for one in self._forward:
+            batches = [self._packed(micro_batch, groups, self._packed_columns, one.prompt) for micro_batch in own]
             for micro_batch, batch, columns in zip(own, batches, one.compute(batches), strict=True):
                 sequences = ((piece.group_id, i) for piece in micro_batch for i in piece.sequences)
                 loaded = (key for key in sequences if key[0] in groups)
@@ -178,7 +180,7 @@ class RoundRunner:
                 self.run(entry, groups, file.plan.whitening)
             skip = None if skipped_updates is None else index in skipped_updates
             updates.append(self._learner.update(mini_batch.normalizer, skip=skip))
-        self._learner.end_step()
+        self._learner.end_step(file.plan.refreshed)
         return updates
 
     def _recorded(self, group_id: str, file: StepFile) -> TrainGroup:
@@ -190,13 +192,17 @@ class RoundRunner:
         return group.with_columns({name: columns[name] for name in self._prepared})
 
     def _packed(
-        self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str]
+        self,
+        micro_batch: MicroBatchSlices,
+        groups: Mapping[str, TrainGroup],
+        columns: Sequence[str],
+        prompt: str = "prompt_tokens",
     ) -> PackedMicroBatch:
-        sequences = list(self._sequences(micro_batch, groups, columns))
+        sequences = list(self._sequences(micro_batch, groups, columns, prompt))
         return pack(sequences) if sequences else empty_micro_batch(columns)
 
     def _sequences(
-        self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str]
+        self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str], prompt: str
     ) -> Iterator[TrainSequence]:
         # Old log-probs are of the step's beginning, whatever the weights are now.
         learner = self._learner
@@ -204,7 +210,7 @@ class RoundRunner:
         for piece in micro_batch:
             if piece.group_id in groups:
                 yield from groups[piece.group_id].sequences(
-                    piece.sequences, columns, self._algorithm, self._temperature, version
+                    piece.sequences, columns, self._algorithm, self._temperature, version, prompt
                 )
 
     def _missing(self, name: str, tokens: int) -> NDArray[Any]:

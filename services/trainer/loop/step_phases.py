@@ -47,7 +47,7 @@ def phases_for(config: RunConfig, algorithm: Algorithm, rank: TrainingRank) -> S
     needs = algorithm.needs
     if needs.whitened and needs.values:
         raise ValueError("an algorithm with a critic normalises its advantages itself, in step_advantages")
-    at_once = config.trainer.updates_per_step == 1 and not needs.whitened and not needs.values
+    at_once = config.trainer.updates_per_step == 1 and not needs.whitened and not rank.runner.prepares
     return (TrainedWhileFilling if at_once else PreparedThenTrained)(config, algorithm, rank)
 
 

@@ -6,15 +6,16 @@ likeliest, because only there is the student.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import services.trainer.megatron.cpu  # noqa: F401  must come before Megatron
 
 # isort: split
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from relaxd.algorithms.base import Candidates, Needs
+from relaxd.algorithms.base import Needs
 from relaxd.board import CANDIDATES, REF_LOGPROBS, TEACHER_CANDIDATE_LOGPROBS, TEACHER_LOGPROBS
 from relaxd.roles import REFERENCE, TEACHER
 from services.trainer.batch.row_packing import PackedMicroBatch
@@ -36,25 +37,12 @@ class Student:
     """Its weights as they are."""
 
 
-@dataclass(frozen=True)
 class FrozenModel:
     """A frozen model of this rank. All ranks make the same calls in the same order."""
 
-    role: str
-    """The role that it has."""
-    forward: Forward
-    """Its passes."""
-    module: PolicyModel
-    """Its weights."""
-    columns: tuple[str, ...]
-    """The columns that it makes."""
-    candidates: Candidates | None
-    """What the columns of candidates hold, if they are among them."""
-    ids_below: int
-    """Candidates are ids below this. Models pad their output layers differently: only such ids both models have."""
-
-    @classmethod
-    def load(cls, role: str, forward: Forward, needs: Needs, columns: Collection[str], trained_vocabulary: int) -> Self:
+    def __init__(
+        self, role: str, forward: Forward, needs: Needs, columns: Collection[str], trained_vocabulary: int
+    ) -> None:
         """Load the model of `forward`'s folder.
 
         Args:
@@ -67,14 +55,29 @@ class FrozenModel:
         Raises:
             ModelError: there are fewer tokens than candidates.
         """
-        ids_below = min(trained_vocabulary, forward.architecture.vocab_size)
-        if needs.candidates is not None and needs.candidates.top_k > ids_below:
+        self.role = role
+        self.forward = forward
+        self.columns = tuple(name for name in COLUMNS_OF[role] if name in columns)
+        """The columns that it makes."""
+        self._candidates = needs.candidates if CANDIDATES in self.columns else None
+        # Models pad their output layers differently: a candidate is a token that both have.
+        self._ids_below = min(trained_vocabulary, forward.architecture.vocab_size)
+        if self._candidates is not None and self._candidates.top_k > self._ids_below:
             raise ModelError(
-                f"algorithm.distill_top_k is {needs.candidates.top_k}, but the {role} and the trained model have only "
-                f"{ids_below} tokens in common"
+                f"algorithm.distill_top_k is {self._candidates.top_k}, but the {role} and the trained model have only "
+                f"{self._ids_below} tokens in common"
             )
-        own = tuple(name for name in COLUMNS_OF[role] if name in columns)
-        return cls(role, forward, forward.load().requires_grad_(False), own, needs.candidates, ids_below)
+        self.module: PolicyModel = forward.load().requires_grad_(False)
+        """Its weights."""
+        self.refreshed = False
+        """Whether it has taken over weights since it was loaded from its folder."""
+
+    @torch.no_grad()
+    def refresh(self, trained: PolicyModel) -> None:
+        """Take over the weights of the trained model, bit for bit; it has the same architecture."""
+        for own, weight in zip(self.module.parameters(), trained.parameters(), strict=True):
+            own.copy_(weight)
+        self.refreshed = True
 
     def compute(
         self, micro_batches: Sequence[PackedMicroBatch], student: Student | None = None
@@ -94,22 +97,22 @@ class FrozenModel:
                 for columns, logprobs in zip(found, self.forward.log_probs(self.module, micro_batches), strict=True):
                     columns[name] = logprobs
         if CANDIDATES in self.columns:
-            for columns, candidates in zip(found, self._candidates(micro_batches, student), strict=True):
+            for columns, candidates in zip(found, self._compute_candidates(micro_batches, student), strict=True):
                 columns |= candidates
         return found
 
-    def _candidates(
+    def _compute_candidates(
         self, micro_batches: Sequence[PackedMicroBatch], student: Student | None
     ) -> list[dict[str, NDArray[Any]]]:
-        assert self.candidates is not None
-        top_k, below = self.candidates.top_k, self.ids_below
+        assert self._candidates is not None
+        top_k, below = self._candidates.top_k, self._ids_below
         own: list[dict[str, NDArray[Any]]] = []
-        if self.candidates.of != "student":
+        if self._candidates.of != "student":
             own = self.forward.likeliest(self.module, micro_batches, top_k, ids_below=below)
-        if self.candidates.of == "teacher":
+        if self._candidates.of == "teacher":
             return own
         if student is None:
-            raise ValueError(f"the candidates of {self.candidates.of!r} are known in the trainer's ranks only")
+            raise ValueError(f"the candidates of {self._candidates.of!r} are known in the trainer's ranks only")
         likeliest = student.forward.likeliest(student.model, micro_batches, top_k, ids_below=below)
         ids = [columns[CANDIDATES] for columns in likeliest]
         if own:
