@@ -193,9 +193,14 @@ EQUIVALENTS = (
     Equivalent("algorithm.kl_unbiased", "use_bias_correction_kl", "", "", "--use-unbiased-kl"),
     Equivalent("algorithm.kl_reward_coef", "", "algorithm.kl_ctrl.kl_coef algorithm.use_kl_in_reward", "", "--kl-coef"),
     Equivalent("roles.reference.model", "", "", "", "--ref-load", "empty: the initial model"),
+    Equivalent("roles.reference.refresh_every", "ref_model_sync_steps", "", "", "--ref-update-interval"),
     Equivalent("algorithm.distill_coef", "", "", "", "--opd-kl-coef --use-opd", "in the advantages; needs a teacher"),
     Equivalent("algorithm.reward_coef", "", "", "", "--opd-only-reward", 'of "opd"; 0 is distillation alone'),
-    Equivalent("roles.teacher.model", "", "", "", "--opd-teacher-load --opd-type", "always a service of its own"),
+    Equivalent("roles.teacher.model", "", "", "", "--opd-teacher-load"),
+    Equivalent("roles.teacher.placement", "", "", "", "--opd-type", "megatron is trainer; sglang is service"),
+    Equivalent(
+        "algorithm.distill_top_k", "", "distillation.distillation_loss.topk", "", "--opd-log-prob-top-k", "in the loss"
+    ),
     Equivalent("algorithm.dual_clip", "delta", "@actor.clip_ratio_c", "", "--eps-clip-c", "0 turns it off"),
     Equivalent("algorithm.gamma", "", "algorithm.gamma", "", "--gamma"),
     Equivalent("algorithm.gae_lambda", "", "algorithm.lam", "", "--lambd"),

@@ -170,7 +170,21 @@ METRICS: dict[str, Metric] = {
             "step",
             "1",
             "Mean of log(policy's probability / teacher's) at trained tokens, an estimate of KL(policy || teacher). "
-            "With a teacher only.",
+            "With algorithm.distill_top_k that divergence over the candidates. With a teacher only.",
+        ),
+        Metric(
+            "student_candidate_mass",
+            "step",
+            "1",
+            "Mean probability that the policy gives all candidates of algorithm.distill_top_k together.",
+        ),
+        Metric("teacher_candidate_mass", "step", "1", "The same under the teacher."),
+        Metric(
+            "candidate_overlap",
+            "step",
+            "1",
+            "Mean share of the policy's likeliest tokens that are among the teacher's as many likeliest. With "
+            'algorithm.distill_candidates = "union" only.',
         ),
         Metric("entropy", "step", "1", "Mean entropy of the policy at the trained tokens, when the loss needs it."),
         Metric(
