@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from relaxd.algorithms.terms.whitening import Whitening
