@@ -16,13 +16,16 @@ from relaxd.board.errors import (
 )
 from relaxd.board.schema import (
     ADVANTAGES,
+    CANDIDATES,
     COLUMNS,
     LOSS_MASK,
     OLD_LOGPROBS,
     REF_LOGPROBS,
     RETURNS,
     ROUTED_EXPERTS,
+    TEACHER_CANDIDATE_LOGPROBS,
     TEACHER_LOGPROBS,
+    TEACHER_PROMPT_TOKENS,
     VALUES,
     ColumnSpec,
     trained_columns,
@@ -48,6 +51,7 @@ from relaxd.board.worker import Drop, StageWorker
 
 __all__ = [
     "ADVANTAGES",
+    "CANDIDATES",
     "COLUMNS",
     "JSON",
     "LOSS_MASK",
@@ -56,7 +60,9 @@ __all__ = [
     "RETURNS",
     "ROUTED_EXPERTS",
     "STAGES",
+    "TEACHER_CANDIDATE_LOGPROBS",
     "TEACHER_LOGPROBS",
+    "TEACHER_PROMPT_TOKENS",
     "TRAIN",
     "VALUES",
     "Admission",

@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-Shape = Literal["", "P", "n", "S", "T", "rows, layers, top_k"]
-"""A column's shape, in words: P prompt tokens, n samples, S sequences, T tokens of all sequences, one after the other;
-"" for a value that belongs to the group."""
+Shape = Literal["", "P", "Q", "n", "S", "T", "T, k", "rows, layers, top_k"]
+"""A column's shape, in words: P prompt tokens, Q tokens of the teacher's prompt, n samples, S sequences, T tokens of
+all sequences, one after the other, k candidates for each of them; "" for a value that belongs to the group."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,12 @@ REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 TEACHER_LOGPROBS = "teacher_logprobs"
 """The column that a run has where a teacher has a part in advantages or loss."""
+CANDIDATES = "candidates"
+"""The column that a run has where the loss compares student and teacher at several tokens in each place."""
+TEACHER_CANDIDATE_LOGPROBS = "teacher_candidate_logprobs"
+"""The column that goes with `CANDIDATES`."""
+TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
+"""The column that a run has where the teacher's prompts have more than the student's."""
 OLD_LOGPROBS = "old_logprobs"
 """The column that the trainer computes before the first of a step's several updates, if the loss reads it."""
 VALUES = "values"
@@ -66,6 +72,14 @@ COLUMNS: dict[str, ColumnSpec] = {
     for column in (
         ColumnSpec("prompt_tokens", "publish", "int32", "P", "Token ids of the prompt."),
         ColumnSpec("prompt", "publish", "json", "", "The example: text, messages, answer, and what a reward may want."),
+        ColumnSpec(
+            TEACHER_PROMPT_TOKENS,
+            "publish",
+            "int32",
+            "Q",
+            "Token ids of the teacher's prompt, which sequences that share the prompt continue for the teacher.",
+            optional=True,
+        ),
         ColumnSpec("tokens", "rollout", "int32", "T", "Token ids of the sequences, end tokens included."),
         ColumnSpec("sample_of_sequence", "rollout", "int32", "S", "Index of each sequence's sample, ascending."),
         ColumnSpec("lengths", "rollout", "int32", "S", "Tokens of each sequence, without a shared prompt."),
@@ -122,6 +136,22 @@ COLUMNS: dict[str, ColumnSpec] = {
             "Log-prob of each token under the teacher, under the sampling temperature.",
             optional=True,
         ),
+        ColumnSpec(
+            CANDIDATES,
+            "teacher",
+            "int32",
+            "T, k",
+            "Token ids at which student and teacher are compared in each token's place; -1: none.",
+            optional=True,
+        ),
+        ColumnSpec(
+            TEACHER_CANDIDATE_LOGPROBS,
+            "teacher",
+            "float32",
+            "T, k",
+            "Log-prob of each candidate under the teacher, under the sampling temperature.",
+            optional=True,
+        ),
         ColumnSpec("reward", "reward", "float64", "n", "Reward of each sample."),
         ColumnSpec("reward_parts", "reward", "json", "", "The parts that all rewards have: {name: [n values]}."),
         ColumnSpec(
@@ -129,8 +159,8 @@ COLUMNS: dict[str, ColumnSpec] = {
             "advantage",
             "float32",
             "T",
-            "Advantage of each token. With a critic its reward, from which the trainer computes the advantage that "
-            "step files have.",
+            "Advantage of each token, not yet normalised over the step. With a critic its reward, from which the "
+            "trainer computes the advantage that step files have.",
         ),
         ColumnSpec(
             OLD_LOGPROBS,
@@ -155,7 +185,7 @@ COLUMNS: dict[str, ColumnSpec] = {
             "train",
             "float32",
             "T",
-            "What the critic is fitted to: the advantage before whitening, plus the value.",
+            "What the critic is fitted to: the advantage plus the value.",
             optional=True,
         ),
     )
@@ -173,6 +203,13 @@ def trained_columns(optional: Collection[str] = ()) -> tuple[str, ...]:
     return tuple(c.name for c in COLUMNS.values() if not c.optional or c.name in optional)
 
 
-def token_bytes(columns: Collection[str]) -> int:
-    """Return the bytes that a token takes in those of the columns that have a value for each token."""
-    return sum(np.dtype(COLUMNS[name].dtype).itemsize for name in columns if COLUMNS[name].shape == "T")
+def token_bytes(columns: Collection[str], candidates: int = 0) -> int:
+    """Return the bytes that a token takes in those of the columns that have values for each token.
+
+    Args:
+        columns: names of columns.
+        candidates: values that a column of candidates has for each token.
+    """
+    values = {"T": 1, "T, k": candidates}
+    specs = [COLUMNS[name] for name in columns if COLUMNS[name].shape in values]
+    return sum(np.dtype(spec.dtype).itemsize * values[spec.shape] for spec in specs)

@@ -56,6 +56,29 @@ EQUIVALENTS = (
     Equivalent("data.source", "", "", "orchestrator.train.env", "", "answers are scored by reward.name"),
     Equivalent("data.max_prompt_tokens", "max_prompt_length", "data.max_prompt_length", "", "--rollout-max-prompt-len"),
     Equivalent("data.overlong", "", "data.filter_overlong_prompts data.truncation", "", "", "prompts are never cut"),
+    Equivalent("data.tools_key", "", "", "", "--tool-key"),
+    Equivalent(
+        "data.source",
+        "",
+        "data.custom_cls.path data.custom_cls.name",
+        "",
+        "--data-source-path",
+        "a class of your own (docs/data.md)",
+    ),
+    Equivalent(
+        "data.curriculum.sampler",
+        "",
+        "data.sampler.class_path data.sampler.class_name",
+        "",
+        "",
+        "a class of your own has choose(visit, record) (docs/curriculum.md)",
+    ),
+    Equivalent(
+        "data.curriculum.max_pass_rate", "", "", "orchestrator.buffer.easy_threshold", "", "the mean reward of a prompt"
+    ),
+    Equivalent(
+        "data.curriculum.min_pass_rate", "", "", "orchestrator.buffer.hard_threshold", "", "the mean reward of a prompt"
+    ),
     Equivalent("data.shuffle", "shuffle_dataset", "data.shuffle", "", "--rollout-shuffle"),
     Equivalent(
         "reward.name",
@@ -169,9 +192,14 @@ EQUIVALENTS = (
     Equivalent("algorithm.kl_unbiased", "use_bias_correction_kl", "", "", "--use-unbiased-kl"),
     Equivalent("algorithm.kl_reward_coef", "", "algorithm.kl_ctrl.kl_coef algorithm.use_kl_in_reward", "", "--kl-coef"),
     Equivalent("roles.reference.model", "", "", "", "--ref-load", "empty: the initial model"),
+    Equivalent("roles.reference.refresh_every", "ref_model_sync_steps", "", "", "--ref-update-interval"),
     Equivalent("algorithm.distill_coef", "", "", "", "--opd-kl-coef --use-opd", "in the advantages; needs a teacher"),
     Equivalent("algorithm.reward_coef", "", "", "", "--opd-only-reward", 'of "opd"; 0 is distillation alone'),
-    Equivalent("roles.teacher.model", "", "", "", "--opd-teacher-load --opd-type", "always a service of its own"),
+    Equivalent("roles.teacher.model", "", "", "", "--opd-teacher-load"),
+    Equivalent("roles.teacher.placement", "", "", "", "--opd-type", "megatron is trainer; sglang is service"),
+    Equivalent(
+        "algorithm.distill_top_k", "", "distillation.distillation_loss.topk", "", "--opd-log-prob-top-k", "in the loss"
+    ),
     Equivalent("algorithm.dual_clip", "delta", "@actor.clip_ratio_c", "", "--eps-clip-c", "0 turns it off"),
     Equivalent("algorithm.gamma", "", "algorithm.gamma", "", "--gamma"),
     Equivalent("algorithm.gae_lambda", "", "algorithm.lam", "", "--lambd"),

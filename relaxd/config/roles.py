@@ -16,6 +16,11 @@ class FrozenModelConfig(Section):
 
     model: str = ""
     """A Hugging Face folder, the name of a fetched model, or a hub name."""
+    placement: Literal["trainer", "service"] = "service"
+    """trainer: in the trainer's ranks, beside the model that they train. service: in replicas of its own."""
+    refresh_every: int = Field(default=0, ge=0)
+    """Take over the trained model's weights after every so many steps, recorded in the ledger; 0: never. Needs
+    placement = "trainer", and the initial model to begin with."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks of a replica that share each layer's matrices."""
     pipeline_parallel: int = Field(default=1, ge=1)
@@ -34,6 +39,20 @@ class FrozenModelConfig(Section):
         """Ranks of a replica. More replicas, not more ranks, work on different groups."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """The models that it holds, by the setting that names them; "" is the initial model."""
+        return {f"{self.section}.model": self.model}
+
+    @model_validator(mode="after")
+    def _weights_are_at_hand(self) -> Self:
+        if self.refresh_every and self.placement != "trainer":
+            raise ValueError(
+                f'{self.section}.refresh_every is {self.refresh_every}, but {self.section}.placement is "service", '
+                'which gets no weights of the trainer: set "trainer"'
+            )
+        return self
+
     @model_validator(mode="after")
     def _experts_divide(self) -> Self:
         sharing = self.tensor_parallel * self.context_parallel
@@ -51,21 +70,91 @@ class ReferenceConfig(FrozenModelConfig):
     section: ClassVar[str] = "roles.reference"
 
     model: str = ""
-    """A Hugging Face folder, the name of a fetched model, or a hub name, with the vocabulary of the trained model, and
-    in the trainer also its architecture. Empty: the initial model."""
+    """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
+    size, with the vocabulary of the trained model. Empty: the initial model."""
     placement: Literal["trainer", "service"] = "trainer"
     """trainer: in the trainer's ranks, beside the model that they train. service: in reference replicas of their own,
     which write the column ref_logprobs; the trainer then keeps no reference. Sizes and threads are the replicas'."""
 
 
+class TeacherModel(Section):
+    """One of several teachers."""
+
+    model: str = Field(min_length=1)
+    """As roles.teacher.model."""
+    sources: tuple[str, ...] = Field(min_length=1)
+    """Sources whose prompts it judges: their metadata.data_source, such as the name of a data.sources."""
+
+
 class TeacherConfig(FrozenModelConfig):
-    """The teacher of on-policy distillation, in replicas of its own. It has the trainer's dtype and kernels."""
+    """The teacher of on-policy distillation. It has the trainer's dtype and kernels."""
 
     section: ClassVar[str] = "roles.teacher"
 
     model: str = ""
     """A Hugging Face folder, the name of a fetched model, or a hub name: a model of any supported architecture and
-    size, with the vocabulary of the trained model."""
+    size, with the vocabulary of the trained model. With models it judges the prompts of all other sources."""
+    models: tuple[TeacherModel, ...] = ()
+    """Several teachers, each in a table [[roles.teacher.models]] with model and sources, all in each replica. A prompt
+    whose source none of them lists has the teacher model; if that is empty, it is refused."""
+    privileged_key: str = ""
+    """What only the teacher sees: "answer", or a column of the metadata such as "solution". The teacher may then be the
+    trained model itself. Empty: it sees what the student sees."""
+    privileged_template: str = (
+        "{prompt}\n\nA reference solution, which you must neither quote nor mention:\n{privileged}\n\n"
+        "Now solve the problem in your own words."
+    )
+    """The last message of the teacher's prompt, with privileged_key: the student's for {prompt}, and what only the
+    teacher sees for {privileged}."""
+    max_prompt_tokens: int = Field(default=0, ge=0)
+    """Maximum length of the teacher's prompts, with privileged_key; 0 means data.max_prompt_tokens."""
+    placement: Literal["trainer", "service"] = "service"
+    """service: in teacher replicas of its own, which write columns. trainer: in the trainer's ranks, beside the model
+    that they train, which can then also be asked for its own likeliest tokens (algorithm.distill_candidates). Sizes and
+    threads are the replicas'."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """See FrozenModelConfig."""
+        several = {f"{self.section}.models.{index}.model": one.model for index, one in enumerate(self.models)}
+        return ({f"{self.section}.model": self.model} if self.model else {}) | several
+
+    def model_of(self, source: object) -> str:
+        """Return the model that judges the prompts of a source (None: of no source); "" if none does."""
+        return next((one.model for one in self.models if source in one.sources), self.model)
+
+    def without(self, source: object, what: str) -> str:
+        """Say that something of a source has no teacher."""
+        listed = ", ".join(name for one in self.models for name in one.sources)
+        of = "no source (metadata.data_source)" if source is None else f'the source "{source}"'
+        return (
+            f"list {listed}, but {what} is of {of}: list it, or set {self.section}.model to the teacher of all other "
+            "prompts"
+        )
+
+    @model_validator(mode="after")
+    def _sources_have_one_teacher(self) -> Self:
+        listed = [source for one in self.models for source in one.sources]
+        if twice := sorted({source for source in listed if listed.count(source) > 1}):
+            raise ValueError(f'{self.section}.models list the source "{twice[0]}" twice: a prompt has one teacher')
+        if self.models and self.placement == "trainer":
+            raise ValueError(
+                f'{self.section}.models are {len(self.models)} teachers, but {self.section}.placement is "trainer", '
+                'where there is room for one: set "service", or use model'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _template_is_filled(self) -> Self:
+        for part in ("{prompt}", "{privileged}"):
+            if self.privileged_key and part not in self.privileged_template:
+                raise ValueError(f"{self.section}.privileged_template has no {part}, for which it is filled in")
+        if self.max_prompt_tokens and not self.privileged_key:
+            raise ValueError(
+                f"{self.section}.max_prompt_tokens is {self.max_prompt_tokens}, but without privileged_key the teacher "
+                "sees the student's prompts: remove it"
+            )
+        return self
 
 
 class CriticOptimizerConfig(OptimizerConfig):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from relaxd.config import RunConfig
 from relaxd.data.errors import DataError
 from relaxd.data.examples import Example
+from relaxd.data.privileged import PrivilegedPrompts
 from relaxd.data.sources import Source
 from relaxd.data.tokenizer import PromptTokenizer
 
@@ -34,6 +35,10 @@ class Limit:
             'data.overlong = "skip"',
         )
 
+    def all_too_long(self) -> DataError:
+        """Return the error of prompts that are all too long."""
+        return DataError(self.field, f"every prompt is longer than data.max_prompt_tokens = {self.tokens}")
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -44,10 +49,20 @@ class Checked:
     """Prompts that were left out because they are too long."""
     limit: Limit | None
     """Set if only some of them were looked at."""
+    has_tools: bool = False
+    """Whether any that was looked at has tools."""
 
 
-def check_source(source: Source, tokenizer: PromptTokenizer, config: RunConfig) -> Checked:
+def check_source(
+    source: Source, tokenizer: PromptTokenizer, config: RunConfig, teacher: PrivilegedPrompts | None = None
+) -> Checked:
     """Check the prompts of a source: all of them, or of more than CHECKED some that are evenly spread.
+
+    Args:
+        source: the source.
+        tokenizer: the model's tokenizer.
+        config: the run.
+        teacher: what makes the teacher's prompts, if it has prompts of its own.
 
     Raises DataError: rows are wrong, or prompts are longer than data.max_prompt_tokens and data.overlong forbids it.
     """
@@ -59,15 +74,20 @@ def check_source(source: Source, tokenizer: PromptTokenizer, config: RunConfig) 
     for start in range(0, len(examples), CHECK_BATCH):
         batch = examples[start : start + CHECK_BATCH]
         for example, tokens in zip(batch, tokenizer.encode(batch), strict=True):
-            if len(tokens) <= limit.tokens:
+            if len(tokens) > limit.tokens:
+                if not limit.skip:
+                    raise limit.too_long(example.place, len(tokens))
+            elif teacher is not None and (long := len(*teacher.encode(tokenizer, [example]))) > teacher.limit:
+                if not limit.skip:
+                    raise teacher.too_long(example.place, long)
+            else:
                 kept.append(example)
-            elif not limit.skip:
-                raise limit.too_long(example.place, len(tokens))
     if examples and not kept:
-        raise DataError(source.field, f"every prompt is longer than data.max_prompt_tokens = {limit.tokens}")
+        raise limit.all_too_long()
+    has_tools = any(example.tools for example in examples)
     if len(places) < count:
-        return Checked(source.examples, 0, limit)
-    return Checked(kept, count - len(kept), None)
+        return Checked(source.examples, 0, limit, has_tools)
+    return Checked(kept, count - len(kept), None, has_tools)
 
 
 def evenly_spread(count: int, most: int) -> range:

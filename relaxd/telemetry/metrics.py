@@ -170,7 +170,21 @@ METRICS: dict[str, Metric] = {
             "step",
             "1",
             "Mean of log(policy's probability / teacher's) at trained tokens, an estimate of KL(policy || teacher). "
-            "With a teacher only.",
+            "With algorithm.distill_top_k that divergence over the candidates. With a teacher only.",
+        ),
+        Metric(
+            "student_candidate_mass",
+            "step",
+            "1",
+            "Mean probability that the policy gives all candidates of algorithm.distill_top_k together.",
+        ),
+        Metric("teacher_candidate_mass", "step", "1", "The same under the teacher."),
+        Metric(
+            "candidate_overlap",
+            "step",
+            "1",
+            "Mean share of the policy's likeliest tokens that are among the teacher's as many likeliest. With "
+            'algorithm.distill_candidates = "union" only.',
         ),
         Metric("entropy", "step", "1", "Mean entropy of the policy at the trained tokens, when the loss needs it."),
         Metric(
@@ -207,6 +221,24 @@ METRICS: dict[str, Metric] = {
             "{group}",
             "Groups dropped since the last step; also `dropped_groups_<reason>`. Measured by the coordinator.",
         ),
+        Metric(
+            "prompts_tried",
+            "step",
+            "{prompt}",
+            "Prompts of which a group was scored so far. This and the next ones are measured by the coordinator, where "
+            "data.curriculum chooses prompts.",
+        ),
+        Metric("prompts_solved", "step", "{prompt}", "Prompts that are left out because they are solved."),
+        Metric("prompts_too_hard", "step", "{prompt}", "Prompts that are left out because they are too hard."),
+        Metric(
+            "prompts_pass_rate_0",
+            "step",
+            "{prompt}",
+            "Tried prompts with a pass rate from 0 to 0.1; also `prompts_pass_rate_1`, from 0.1 to 0.2, up to "
+            "`prompts_pass_rate_9`.",
+        ),
+        Metric("replayed_groups", "step", "{group}", "Scored groups so far that were replays of hard prompts."),
+        Metric("retested_groups", "step", "{group}", "Scored groups so far that were re-tests of left-out prompts."),
         Metric("step_seconds", "step", "s", "Wall time from the end of the last step to the end of this one."),
         Metric("wait_seconds", "step", "s", "Part of step_seconds in which the trainer waited for groups."),
         Metric("train_seconds", "step", "s", "Part of step_seconds in forward, backward and the optimizer."),

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,19 +13,22 @@ from relaxd.algorithms.base import ValuedGroup, WithCritic
 from relaxd.algorithms.terms.whitening import Whitening
 from relaxd.board import (
     ADVANTAGES,
+    COLUMNS,
     LOSS_MASK,
     OLD_LOGPROBS,
-    REF_LOGPROBS,
     RETURNS,
     ROUTED_EXPERTS,
+    TEACHER_PROMPT_TOKENS,
     VALUES,
     stages_for,
 )
 from relaxd.config import RunConfig
+from relaxd.roles import TEACHER
 from services.trainer.batch.groups import TrainGroup, check_group
 from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, empty_micro_batch, pack
 from services.trainer.batch.step_file import StepFile, StepFileError
 from services.trainer.batch.step_plan import MicroBatchRound, MicroBatchSlices
+from services.trainer.learner.compared.frozen_model import COLUMNS_OF
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.update_stats import UpdateStats
 
@@ -32,11 +36,19 @@ ROLLOUT_LOGPROBS = "rollout_logprobs"
 """The column that the learner compares with its own log-probs, whatever the algorithm needs."""
 
 PreparedColumns = dict[tuple[str, int], dict[str, NDArray[Any]]]
-"""Prepared columns by group and sequence: float32 [tokens of the sequence without a shared prompt] each; for
+"""Prepared columns by group and sequence: [tokens of the sequence without a shared prompt] each, or [tokens, k]; for
 ROUTED_EXPERTS [tokens with the prompt - 1, layers, top_k]."""
 
-Rows = dict[str, list[NDArray[Any]]]
-"""Columns by name: of each micro-batch [T, ...], aligned with its tokens."""
+
+class Forward(NamedTuple):
+    """Forward passes that compute columns before a step's updates."""
+
+    columns: tuple[str, ...]
+    """The columns."""
+    compute: Callable[[Sequence[PackedMicroBatch]], list[dict[str, NDArray[Any]]]]
+    """Computes them for micro-batches: [T] each, [T, k], or [T, layers, top_k]."""
+    prompt: str = "prompt_tokens"
+    """The column with the prompt of the micro-batches' sequences."""
 
 
 class RoundRunner:
@@ -50,21 +62,27 @@ class RoundRunner:
         needs = self._algorithm.needs
         needed = dict.fromkeys((ROLLOUT_LOGPROBS, *needs.loss, ROUTED_EXPERTS))
         self._packed_columns = [name for name in needed if name in self._columns]
+        self._forward: list[Forward] = []
+        """Forward passes before a step's updates."""
         several = config.trainer.updates_per_step > 1
-        self._forward: dict[tuple[str, ...], Callable[[Sequence[PackedMicroBatch]], Rows]] = {}
-        """Forward passes before a step's updates, by the columns that they compute."""
         if config.trainer.routing_replay == "trainer":
-            names = (OLD_LOGPROBS, ROUTED_EXPERTS)
-            self._forward[names] = lambda batches: dict(zip(names, learner.log_probs_and_experts(batches), strict=True))
+            self._forward.append(Forward((OLD_LOGPROBS, ROUTED_EXPERTS), partial(_routed, learner)))
         elif needs.old_logprobs and several:
-            self._forward[OLD_LOGPROBS,] = lambda batches: {OLD_LOGPROBS: learner.log_probs(batches)}
-        if REF_LOGPROBS in needs.loss and not config.has_reference_service and several:
-            self._forward[REF_LOGPROBS,] = lambda batches: {REF_LOGPROBS: learner.ref_log_probs(batches)}
+            self._forward.append(Forward((OLD_LOGPROBS,), partial(_named, OLD_LOGPROBS, learner.log_probs)))
+        for role, columns in COLUMNS_OF.items():
+            own = tuple(name for name in columns if name in needs.loss and name not in self._columns)
+            # A teacher with prompts of its own has other rows than the student.
+            privileged = role == TEACHER and TEACHER_PROMPT_TOKENS in self._columns
+            if own and (several or privileged):
+                compute = partial(learner.frozen_columns, roles=(role,))
+                self._forward.append(Forward(own, compute, TEACHER_PROMPT_TOKENS if privileged else "prompt_tokens"))
         if needs.values:
-            self._forward[VALUES,] = lambda batches: {VALUES: learner.values(batches)}
-        self._computed = [name for names in self._forward for name in names]
-        """Columns that forward passes compute."""
-        self._prepared = (*self._computed, *((RETURNS, ADVANTAGES) if needs.values else ()))
+            self._forward.append(Forward((VALUES,), partial(_named, VALUES, learner.values)))
+        self._candidates = needs.candidates.width if needs.candidates is not None else 0
+        names = tuple(name for one in self._forward for name in one.columns)
+        self._computed = names
+        """Columns that the forward passes compute."""
+        self._prepared = (*names, *((RETURNS, ADVANTAGES) if needs.values else ()))
         """Columns that the trainer adds to a group before a step's updates, or replaces."""
 
     @property
@@ -80,48 +98,50 @@ class RoundRunner:
     def prepare(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup]) -> PreparedColumns:
         """Compute columns with forward passes over this rank's micro-batches. Skip groups that aren't in `groups`."""
         own = entry.micro_batches[self._learner.world.dp_rank]
-        batches = [self._packed(micro_batch, groups, self._packed_columns) for micro_batch in own]
         prepared: PreparedColumns = {}
-        for compute in self._forward.values():
-            rows = compute(batches)
-            for number, (micro_batch, batch) in enumerate(zip(own, batches, strict=True)):
+        for one in self._forward:
+            # The experts are those of the tokens behind the student's prompt.
+            left_out = () if one.prompt == "prompt_tokens" else (ROUTED_EXPERTS,)
+            packed = [name for name in self._packed_columns if name not in left_out]
+            batches = [self._packed(micro_batch, groups, packed, one.prompt) for micro_batch in own]
+            for micro_batch, batch, columns in zip(own, batches, one.compute(batches), strict=True):
                 sequences = ((piece.group_id, i) for piece in micro_batch for i in piece.sequences)
                 loaded = (key for key in sequences if key[0] in groups)
                 for place, (group_id, index) in enumerate(loaded):
-                    columns = prepared.setdefault((group_id, index), {})
-                    own_tokens = int(groups[group_id].lengths[index])
-                    for name, of_batches in rows.items():
-                        values = of_batches[number][batch.places_of(place)]
+                    of_sequence = prepared.setdefault((group_id, index), {})
+                    places, own_tokens = batch.places_of(place), int(groups[group_id].lengths[index])
+                    for name, row in columns.items():
                         # A shared prompt is before the sequence's own tokens.
-                        columns[name] = values[:-1] if name == ROUTED_EXPERTS else values[len(values) - own_tokens :]
+                        chosen = places[:-1] if name == ROUTED_EXPERTS else places[len(places) - own_tokens :]
+                        of_sequence[name] = row[chosen]
         return prepared
 
-    def prepared_columns(
-        self, groups: Mapping[str, TrainGroup], prepared: PreparedColumns
-    ) -> dict[str, dict[str, NDArray[Any]]]:
-        """Return what the trainer adds to each group of a step, which is full: [T] each, by name.
+    def prepared_columns(self, group: TrainGroup, prepared: PreparedColumns) -> dict[str, NDArray[Any]]:
+        """Return what the trainer adds to a group of a step: [T] each, by name.
 
         Args:
-            groups: the step's groups as they came.
-            prepared: what forward passes have computed. What is missing, of a step that can't be trained, is NaN, as
-                are columns that follow from it; experts are left out.
+            group: the group as it came.
+            prepared: what forward passes have computed. What is missing is NaN, as are columns that follow from it;
+                there are no candidates. Experts that are missing, of a step that can't be trained, are left out.
         """
         columns = {
-            group_id: {name: _joined(name, group, prepared) for name in self._computed}
-            for group_id, group in groups.items()
+            name: np.concatenate(
+                [
+                    prepared.get((group.group_id, index), {}).get(name, self._missing(name, length))
+                    for index, length in enumerate(group.lengths.tolist())
+                ]
+            )
+            for name in self._computed
         }
         if VALUES in self._computed:
-            valued = [
-                ValuedGroup(
-                    token_rewards=group.columns[ADVANTAGES],
-                    values=columns[group_id][VALUES],
-                    mask=group.columns[LOSS_MASK],
-                    lengths=group.sample_lengths,
-                )
-                for group_id, group in groups.items()
-            ]
-            for group_id, found in zip(groups, cast(WithCritic, self._algorithm).step_advantages(valued), strict=True):
-                columns[group_id] |= {RETURNS: found.returns, ADVANTAGES: found.advantages}
+            valued = ValuedGroup(
+                token_rewards=group.columns[ADVANTAGES],
+                values=columns[VALUES],
+                mask=group.columns[LOSS_MASK],
+                lengths=group.sample_lengths,
+            )
+            found = cast(WithCritic, self._algorithm).advantages_and_returns(valued)
+            columns |= {RETURNS: found.returns, ADVANTAGES: found.advantages}
         return columns
 
     def run(self, entry: MicroBatchRound, groups: Mapping[str, TrainGroup], whitening: Whitening | None = None) -> None:
@@ -161,7 +181,7 @@ class RoundRunner:
                 self.run(entry, groups, file.plan.whitening)
             skip = None if skipped_updates is None else index in skipped_updates
             updates.append(self._learner.update(mini_batch.normalizer, skip=skip))
-        self._learner.end_step()
+        self._learner.end_step(file.plan.refreshed)
         return updates
 
     def _recorded(self, group_id: str, file: StepFile) -> TrainGroup:
@@ -173,13 +193,17 @@ class RoundRunner:
         return group.with_columns({name: columns[name] for name in self._prepared})
 
     def _packed(
-        self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str]
+        self,
+        micro_batch: MicroBatchSlices,
+        groups: Mapping[str, TrainGroup],
+        columns: Sequence[str],
+        prompt: str = "prompt_tokens",
     ) -> PackedMicroBatch:
-        sequences = list(self._sequences(micro_batch, groups, columns))
+        sequences = list(self._sequences(micro_batch, groups, columns, prompt))
         return pack(sequences) if sequences else empty_micro_batch(columns)
 
     def _sequences(
-        self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str]
+        self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str], prompt: str
     ) -> Iterator[TrainSequence]:
         # Old log-probs are of the step's beginning, whatever the weights are now.
         learner = self._learner
@@ -187,22 +211,29 @@ class RoundRunner:
         for piece in micro_batch:
             if piece.group_id in groups:
                 yield from groups[piece.group_id].sequences(
-                    piece.sequences, columns, self._algorithm, self._temperature, version
+                    piece.sequences, columns, self._algorithm, self._temperature, version, prompt
                 )
 
+    def _missing(self, name: str, tokens: int) -> NDArray[Any]:
+        """Return a column of tokens for which nothing was computed."""
+        if name == ROUTED_EXPERTS and (routing := self._learner.routing) is not None:
+            return np.zeros((0, routing.layers, routing.top_k), np.uint8)
+        spec = COLUMNS[name]
+        shape = (tokens, self._candidates) if spec.shape == "T, k" else (tokens,)
+        return np.full(shape, np.nan if spec.kinds == "f" else -1, spec.dtype)
 
-def _joined(name: str, group: TrainGroup, prepared: PreparedColumns) -> NDArray[Any]:
-    """Return a prepared column of a group, from those of its sequences."""
-    parts = [prepared.get((group.group_id, index), {}).get(name) for index in range(len(group.lengths))]
-    if name == ROUTED_EXPERTS:
-        return np.concatenate([part for part in parts if part is not None] or [np.zeros((0, 0, 0), np.uint8)])
-    lengths = group.lengths.tolist()
-    return np.concatenate(
-        [
-            np.full(length, np.nan, np.float32) if part is None else part
-            for part, length in zip(parts, lengths, strict=True)
-        ]
-    )
+
+def _routed(learner: Learner, micro_batches: Sequence[PackedMicroBatch]) -> list[dict[str, NDArray[Any]]]:
+    both = zip(*learner.log_probs_and_experts(micro_batches), strict=True)
+    return [{OLD_LOGPROBS: logprobs, ROUTED_EXPERTS: experts} for logprobs, experts in both]
+
+
+def _named(
+    name: str,
+    compute: Callable[[Sequence[PackedMicroBatch]], list[NDArray[np.float32]]],
+    micro_batches: Sequence[PackedMicroBatch],
+) -> list[dict[str, NDArray[Any]]]:
+    return [{name: row} for row in compute(micro_batches)]
 
 
 def _whitened(batch: PackedMicroBatch, whitening: Whitening) -> PackedMicroBatch:
