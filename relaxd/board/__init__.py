@@ -17,7 +17,9 @@ from relaxd.board.errors import (
 from relaxd.board.schema import (
     ADVANTAGES,
     COLUMNS,
+    CONTINUED,
     LOSS_MASK,
+    OFF_POLICY_TOKENS,
     OLD_LOGPROBS,
     REF_LOGPROBS,
     RETURNS,
@@ -43,14 +45,17 @@ from relaxd.board.types import (
     NewGroup,
     QueueDepth,
     Retry,
+    Saved,
 )
 from relaxd.board.worker import Drop, StageWorker
 
 __all__ = [
     "ADVANTAGES",
     "COLUMNS",
+    "CONTINUED",
     "JSON",
     "LOSS_MASK",
+    "OFF_POLICY_TOKENS",
     "OLD_LOGPROBS",
     "REF_LOGPROBS",
     "RETURNS",
@@ -83,6 +88,7 @@ __all__ = [
     "Retry",
     "RunExists",
     "RunMissing",
+    "Saved",
     "SizeProblem",
     "Stage",
     "StageTime",

@@ -70,8 +70,13 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
         raise ValueError(f"{who}: it needs no teacher, but roles.teacher.model names one: remove it")
     if config.rollout.return_routed_experts:
         asked.add(schema.ROUTED_EXPERTS)
+    partial = config.rollout.partial
+    asked |= {schema.CONTINUED} if partial.enabled else set()
+    asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()
     optional = asked & written
     own = {"advantage": needs.advantages}
+    if partial.mask_off_policy:
+        own["reward"] = (schema.OFF_POLICY_TOKENS,)  # the model wrote them, too
     if any(source.sampling for source in config.data.sources):
         own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled
     return tuple(_stage(name, optional, own.get(name, ())) for name in names)

@@ -62,7 +62,7 @@ def ledger(
 
 def _print_groups(lines: list[dict[str, Any]], limit: int, console: Console) -> None:
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("group", "row", "source", "fate", "at", "tokens", "reward"):
+    for name in ("group", "row", "source", "fate", "at", "tokens", "continued", "reward"):
         table.add_column(name)
     for line in lines[:limit]:
         table.add_row(
@@ -72,6 +72,7 @@ def _print_groups(lines: list[dict[str, Any]], limit: int, console: Console) -> 
             _fate(line),
             line.get("stage", ""),
             _shown(line.get("tokens")),
+            _shown(line.get("continued")),
             _shown(line.get("reward")),
         )
     console.print(table if lines else "no group matches")
@@ -88,7 +89,8 @@ def _fate(line: dict[str, Any]) -> str:
 
 def _print_summary(summary: Summary, console: Console) -> None:
     console.print(
-        f"{summary.all.closed} groups are closed: {_split(summary.all)}; {summary.retried} were retries\n",
+        f"{summary.all.closed} groups are closed: {_split(summary.all)}; {summary.retried} were retries; "
+        f"{summary.continued} have answers that were cut off and continued\n",
         soft_wrap=True,
     )
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), title="means", title_justify="left")
