@@ -105,7 +105,7 @@ class StageSide(BoardCore):
                     return Saved()
                 columns |= payload
             parts.append(columns)
-        return Saved(" ".join(pointers), parts)
+        return Saved(" ".join(pointers), tuple(parts))
 
     def save(
         self, delivery: Delivery, columns: Mapping[str, Column], *, after: str, forgiven: bool = False
