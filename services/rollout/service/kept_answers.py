@@ -95,7 +95,7 @@ class KeptAnswers:
             if hold is None or self._pointers is None:
                 return
             columns, tokens, mark = self.answers.unsaved()
-            if not tokens:
+            if not columns["finish"]:
                 return
             forgiven = self._saved_tokens + tokens >= self._partial.save_tokens
             try:

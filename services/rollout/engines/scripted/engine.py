@@ -125,10 +125,12 @@ class ScriptedEngine(RolloutEngine):
         sample = _Sample(request, index, length, self._decoder.position, self.weights.version if self.weights else 0)
         every = request.report_every if request.stream else length
         try:
-            while sample.reported < length:
+            ended = False
+            while not ended:
                 end = min(sample.reported + max(every, 1), length)
                 await self._decoder.decode(end - sample.begun, sample.begin)
-                outputs.put_nowait(self._output(sample, end))
+                outputs.put_nowait(output := self._output(sample, end))
+                ended = output.finish_reason is not None
         except asyncio.CancelledError:
             if request.request_id not in self._aborted:
                 outputs.put_nowait(None)
