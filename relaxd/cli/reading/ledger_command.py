@@ -62,7 +62,8 @@ def ledger(
 
 def _print_groups(lines: list[dict[str, Any]], limit: int, console: Console) -> None:
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("group", "row", "source", "fate", "at", "tokens", "continued", "reward"):
+    continued = any("continued" in line for line in lines)  # only runs with partial rollout count it
+    for name in ("group", "row", "source", "fate", "at", "tokens", "reward", *(["continued"] if continued else [])):
         table.add_column(name)
     for line in lines[:limit]:
         table.add_row(
@@ -72,8 +73,8 @@ def _print_groups(lines: list[dict[str, Any]], limit: int, console: Console) -> 
             _fate(line),
             line.get("stage", ""),
             _shown(line.get("tokens")),
-            _shown(line.get("continued")),
             _shown(line.get("reward")),
+            *([_shown(line.get("continued"))] if continued else []),
         )
     console.print(table if lines else "no group matches")
     if len(lines) > limit:
