@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from relaxd.algorithms import create
 from relaxd.board import schema
 from relaxd.config import RunConfig
+from relaxd.data.curriculum.group_filter import COLUMNS as FILTER_COLUMNS
 from relaxd.roles import ROLES
 
 PUBLISH = "publish"
@@ -74,7 +75,7 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
     asked |= {schema.CONTINUED} if partial.enabled else set()
     asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()
     optional = asked & written
-    own = {"advantage": needs.advantages}
+    own = {"advantage": (*needs.advantages, *(FILTER_COLUMNS if config.data.curriculum.filter else ()))}
     if partial.mask_off_policy:
         own["reward"] = (schema.OFF_POLICY_TOKENS,)  # the model wrote them, too
     if any(source.sampling for source in config.data.sources):

@@ -54,6 +54,10 @@ class _DropReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DropReason
     """It was open when its run failed."""
     DROP_REASON_NO_LOGPROBS: _DropReason.ValueType  # 15
     """The teacher or the reference gives one of its trained tokens no finite log-prob."""
+    DROP_REASON_FILTERED: _DropReason.ValueType  # 16
+    """The run's own filter (data.curriculum.filter) keeps it from being trained on."""
+    DROP_REASON_FILTER_FAILED: _DropReason.ValueType  # 17
+    """The run's own filter failed on it."""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper):
     """Why a group was dropped."""
@@ -90,4 +94,8 @@ DROP_REASON_RUN_FAILED: DropReason.ValueType  # 14
 """It was open when its run failed."""
 DROP_REASON_NO_LOGPROBS: DropReason.ValueType  # 15
 """The teacher or the reference gives one of its trained tokens no finite log-prob."""
+DROP_REASON_FILTERED: DropReason.ValueType  # 16
+"""The run's own filter (data.curriculum.filter) keeps it from being trained on."""
+DROP_REASON_FILTER_FAILED: DropReason.ValueType  # 17
+"""The run's own filter failed on it."""
 Global___DropReason: _TypeAlias = DropReason  # noqa: Y015
