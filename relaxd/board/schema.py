@@ -45,6 +45,10 @@ class ColumnSpec:
 
 ROUTED_EXPERTS = "routed_experts"
 """The column that a run has where rollout.return_routed_experts asks for it."""
+CONTINUED = "continued"
+"""The column that a run has where rollout.partial.enabled is set."""
+OFF_POLICY_TOKENS = "off_policy_tokens"
+"""The column that a run has where rollout.partial.mask_off_policy is set."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 TEACHER_LOGPROBS = "teacher_logprobs"
@@ -91,7 +95,13 @@ COLUMNS: dict[str, ColumnSpec] = {
             "S",
             "1 for sequences that continue prompt_tokens, 0 for those that begin with a prompt of their own.",
         ),
-        ColumnSpec(LOSS_MASK, "rollout", "uint8", "T", "1 for tokens that the model wrote, 0 for all others."),
+        ColumnSpec(
+            LOSS_MASK,
+            "rollout",
+            "uint8",
+            "T",
+            "1 for tokens that the model wrote, 0 for all others and for off_policy_tokens.",
+        ),
         ColumnSpec(
             "rollout_logprobs",
             "rollout",
@@ -117,6 +127,25 @@ COLUMNS: dict[str, ColumnSpec] = {
             "int32",
             "rows, layers, top_k",
             "Experts that each token was sent to: of prompt and answer but the last token, sequence by sequence.",
+            trained=False,
+            optional=True,
+        ),
+        ColumnSpec(
+            CONTINUED,
+            "rollout",
+            "int32",
+            "S",
+            "Number of times that each sequence was cut off and continued, on this or another engine.",
+            trained=False,
+            optional=True,
+        ),
+        ColumnSpec(
+            OFF_POLICY_TOKENS,
+            "rollout",
+            "int32",
+            "S",
+            "Tokens at each sequence's beginning that the model wrote before it was continued under newer weights: "
+            "their loss_mask is 0.",
             trained=False,
             optional=True,
         ),

@@ -45,6 +45,24 @@ class ModelConfig(Section):
     """Variables for the chat template, such as { enable_thinking = false }."""
 
 
+class PartialConfig(Section):
+    """What becomes of unfinished answers when their engine goes (docs/partial-rollout.md)."""
+
+    enabled: bool = False
+    """Keep them on the board, and let another engine continue them. Otherwise they are generated again from their
+    beginning."""
+    save_seconds: float = Field(default=30.0, gt=0)
+    """Save unfinished answers this often, for replicas that die without notice. One that is drained or removed saves
+    them in any case."""
+    save_tokens: int = Field(default=1024, ge=1)
+    """Don't save a group's answers before one of them has this many tokens that aren't saved."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Generate a group again if a token that would be trained is more versions than this older than the engine's
+    weights; by default board.max_staleness."""
+    mask_off_policy: bool = False
+    """Don't train on kept tokens that older weights wrote than those of the engine that continues the answer."""
+
+
 class RolloutConfig(Section):
     """Generation of answers."""
 
@@ -80,6 +98,8 @@ class RolloutConfig(Section):
     """Share of GPU memory for weights and key-value cache; 0 lets SGLang decide (sglang)."""
     return_routed_experts: bool = False
     """Store each token's experts in the column routed_experts (sglang, mixture-of-experts models)."""
+    partial: PartialConfig = PartialConfig()
+    """Unfinished answers of engines that go."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """SGLang's own options, named as in its ServerArgs, such as attention_backend = "triton"."""
 
@@ -93,6 +113,18 @@ class RolloutConfig(Section):
             raise ValueError("rollout.stop has an empty string, which would end every answer at once")
         if wrong := [token for token in self.stop_token_ids if token < 0]:
             raise ValueError(f"rollout.stop_token_ids has {wrong[0]}: token ids are not negative")
+        return self
+
+    @model_validator(mode="after")
+    def _partial_fits(self) -> Self:
+        if not self.partial.enabled:
+            if self.partial != PartialConfig():
+                raise ValueError("rollout.partial is set, but rollout.partial.enabled is false: set it to true")
+        elif self.return_routed_experts:
+            raise ValueError(
+                "rollout.partial.enabled and rollout.return_routed_experts are both true: the experts of tokens that "
+                "another engine wrote aren't known, so set one of them to false"
+            )
         return self
 
     @model_validator(mode="after")

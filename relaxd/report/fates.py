@@ -14,7 +14,7 @@ from relaxd.run_folder import GROUPS, newest_lines
 
 FIELDS = (
     *("group", "index", "source", "prompt_tokens", "fate", "step", "reason", "stage", "attempt", "retry", "retried"),
-    *("tokens", "truncated", "reward", "visit"),
+    *("tokens", "truncated", "continued", "reward", "visit"),
 )
 """What a condition may name."""
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
@@ -145,6 +145,8 @@ class Summary:
     all: Bucket = field(default_factory=Bucket)
     retried: int = 0
     """Groups that were retries."""
+    continued: int = 0
+    """Groups with an answer that was cut off and continued."""
     by: dict[str, dict[str, Bucket]] = field(default_factory=lambda: {name: {} for name in DIMENSIONS})
     """Buckets by dimension, then by label."""
     means: dict[str, tuple[Mean, Mean]] = field(
@@ -159,6 +161,7 @@ def summarise_fates(lines: Iterable[dict[str, Any]]) -> Summary:
     for line in lines:
         summary.all.add(line)
         summary.retried += line["retry"] > 0
+        summary.continued += line.get("continued", 0) > 0
         for name, label_of in DIMENSIONS.items():
             summary.by[name].setdefault(label_of(line), Bucket()).add(line)
         for name, (of_all, of_trained) in summary.means.items():

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from relaxd import telemetry
-from relaxd.board import Column, Delivery, Drop, DropReason
+from relaxd.board import OFF_POLICY_TOKENS, Column, Delivery, Drop, DropReason
 from relaxd.board.worker import Process, Result
 from relaxd.config import RewardConfig, RunConfig
 from relaxd.replica.context import ReplicaContext
@@ -205,7 +205,7 @@ def _or_zero(outcome: RewardOutput | Failure) -> RewardOutput:
 
 
 def samples_of(columns: dict[str, Column]) -> list[RewardInput]:
-    """Return the samples of a group, from its columns prompt, sample_of_sequence, lengths, loss_mask, text and finish.
+    """Return the samples of a group, from the columns that the stage needs.
 
     The response of a sample with several sequences is the text of the last one; its messages have all of them.
 
@@ -223,6 +223,8 @@ def samples_of(columns: dict[str, Column]) -> list[RewardInput]:
     reasons = dict(zip(samples.tolist(), finish, strict=True))
     of_token = np.repeat(samples, np.asarray(columns["lengths"]))
     tokens = np.bincount(of_token, weights=np.asarray(columns["loss_mask"]) != 0)
+    if OFF_POLICY_TOKENS in columns:
+        tokens += np.bincount(samples, weights=np.asarray(columns[OFF_POLICY_TOKENS]))
     return [
         RewardInput(
             prompt=prompt["text"],

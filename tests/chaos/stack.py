@@ -64,6 +64,11 @@ samples_per_prompt = 2
 max_new_tokens = 24
 threads = 1
 
+[rollout.partial]
+enabled = true
+save_seconds = 0.1
+save_tokens = 4
+
 {algorithm}
 
 [roles.reference]

@@ -169,6 +169,21 @@ def test_the_summary_shows_whom_training_leaves_out(tmp_path):
     assert (of_all.value, of_trained.value) == (pytest.approx(1170), pytest.approx(755))
 
 
+def test_how_often_answers_were_continued_is_told_counted_and_found(tmp_path, monkeypatch):
+    facts = facts_of({**rollout(3, 5), "continued": np.array([0, 2], dtype=np.int32)})
+    assert (facts["continued"], "continued" in facts_of(rollout(3, 5))) == (2, False)
+    monkeypatch.chdir(tmp_path)
+    folder = write_run("one", steps=2, done=2)
+    write_lines(folder, [{"group": "0-1", "step": 1, **facts}, {"group": "0-2", "step": 1, "continued": 0}])
+    run = CliRunner()
+    shown = run.invoke(app, ["ledger", "one"], catch_exceptions=False).output
+    assert "1 have answers that were cut off and continued" in " ".join(shown.split())
+    shown = run.invoke(app, ["ledger", "one", "--where", "continued > 1"], catch_exceptions=False).output
+    assert "continued" in shown
+    assert "0-1" in shown
+    assert "0-2" not in shown
+
+
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = write_run("one", steps=2, done=2)

@@ -13,6 +13,7 @@ from relaxd.process.child_server import ChildServer
 from relaxd.telemetry import setup_logging
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.output_stream import OutputStream
+from services.rollout.engines.request_encoding import decode_request
 from services.rollout.engines.types import (
     MARGIN_SECONDS,
     MEMORY_PARTS,
@@ -20,7 +21,6 @@ from services.rollout.engines.types import (
     MemoryPart,
     PauseMode,
     Request,
-    Sampling,
 )
 
 logger = logging.getLogger(__name__)
@@ -169,11 +169,8 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
         engine = self._loaded()
         async for message in requests:
             for each in message.begin:
-                asked = each.request
-                sampling = Sampling.from_proto(asked.sampling)
-                prompt = tuple(asked.prompt_tokens)
                 try:
-                    engine.submit(Request(each.id, prompt, asked.n, sampling, stream=not asked.final_only))
+                    engine.submit(decode_request(each))
                 except Exception as error:  # the others go on
                     logger.exception("a request could not be queued")
                     self.outputs.fail(each.id, f"{type(error).__name__}: {error}")

@@ -14,6 +14,7 @@ from relaxd.rpc.errors import RpcError
 from relaxd.v1 import engine_pb2, engine_pb2_grpc, rollout_pb2, rollout_pb2_grpc, weights_pb2
 from services.rollout.engines.engine import RolloutEngine
 from services.rollout.engines.output_encoding import decode_output
+from services.rollout.engines.request_encoding import encode_request
 from services.rollout.engines.types import (
     MARGIN_SECONDS,
     MEMORY_PARTS,
@@ -133,28 +134,23 @@ class ChildEngine(RolloutEngine):
 
     async def _generate(self, request: Request) -> AsyncIterator[Output]:
         """See RolloutEngine."""
-        message = rollout_pb2.GenerateRequest(
-            prompt_tokens=request.prompt_tokens,
-            n=request.n,
-            sampling=request.sampling.to_proto(),
-            final_only=not request.stream,
-        )
+        count = len(request.samples)
         queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self._queues[request.request_id] = queue
         ended = 0
         try:
             await self._child.wait_connected()
-            self._send(begin=[engine_pb2.EngineRequest(id=request.request_id, request=message)])
-            while ended < request.n:
+            self._send(begin=[encode_request(request)])
+            while ended < count:
                 output = await queue.get()
                 if isinstance(output, Exception):
-                    ended = request.n
+                    ended = count
                     raise output
                 ended += output.finish_reason is not None
                 yield output
         finally:
             del self._queues[request.request_id]
-            if ended < request.n:
+            if ended < count:
                 self._send(forget=[request.request_id])
 
     async def abort(self, request_id: str) -> None:

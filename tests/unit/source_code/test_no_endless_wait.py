@@ -93,6 +93,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/scaling/scaler.py", "Scaler.close"),  # cancelled
         ("services/reward/pool.py", "WorkerPool._request"),  # each sample before it has reward.timeout_seconds
         ("services/reward/worker.py", "Rewards._in_main_thread"),  # the pool kills it at the deadline
+        ("services/rollout/engines/scripted/engine.py", "ScriptedEngine._generate"),  # each sample takes its time
         (
             "services/rollout/service/child_engine.py",
             "ChildEngine._generate",
