@@ -172,6 +172,8 @@ EQUIVALENTS = (
     Equivalent("roles.reference.model", "", "", "", "--ref-load", "empty: the initial model"),
     Equivalent("algorithm.distill_coef", "", "", "", "--opd-kl-coef --use-opd", "in the advantages; needs a teacher"),
     Equivalent("algorithm.reward_coef", "", "", "", "--opd-only-reward", 'of "opd"; 0 is distillation alone'),
+    Equivalent("roles.judge.model", "", "", "", "--genrm-model-path", "the role judge; --judge N starts replicas"),
+    Equivalent("roles.judge.tensor_parallel", "", "", "", "--genrm-num-gpus-per-engine"),
     Equivalent("roles.teacher.model", "", "", "", "--opd-teacher-load --opd-type", "always a service of its own"),
     Equivalent("algorithm.dual_clip", "delta", "@actor.clip_ratio_c", "", "--eps-clip-c", "0 turns it off"),
     Equivalent("algorithm.gamma", "", "algorithm.gamma", "", "--gamma"),
