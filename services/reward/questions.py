@@ -63,7 +63,7 @@ class Questions:
 
     async def _sent(self) -> AsyncIterator[pb.CarryQuestionsRequest]:
         while True:
-            yield await self._answers.get()  # idle: nothing was asked
+            yield await self._answers.get()
 
     async def _answer(self, number: int, question: AskRequest) -> None:
         deadline = self._deadline

@@ -100,8 +100,8 @@ def test_a_run_starts_what_it_needs(tmp_path: Path) -> None:
         ("roles.teacher.expert_parallel = 2", "roles.teacher.expert_parallel is 2: it must divide"),
         ("roles.referense.threads = 1", "did you mean roles.reference"),
         (
-            'reward.terms = [{ name = "judge" }]\nreward.name = ""',
-            'is "judge", but there is no judge: set roles.judge.model',
+            'reward.choose_by = "kind"\nreward.choices = { essay = "judge" }',
+            'reward.choices.essay is "judge", but there is no judge: set roles.judge.model',
         ),
         ("roles.judge.temperature = 0.5", "roles.judge.temperature is set, but roles.judge.model is empty"),
         ('roles.judge.address = "http://x/v1"', "name the judge's model, as the server at the address knows it"),
