@@ -210,6 +210,8 @@ EQUIVALENTS = (
     Equivalent(
         "algorithm.distill_top_k", "", "distillation.distillation_loss.topk", "", "--opd-log-prob-top-k", "in the loss"
     ),
+    Equivalent("roles.judge.model", "", "", "", "--genrm-model-path", "the role judge; --judge N starts replicas"),
+    Equivalent("roles.judge.tensor_parallel", "", "", "", "--genrm-num-gpus-per-engine"),
     Equivalent("algorithm.dual_clip", "delta", "@actor.clip_ratio_c", "", "--eps-clip-c", "0 turns it off"),
     Equivalent("algorithm.gamma", "", "algorithm.gamma", "", "--gamma"),
     Equivalent("algorithm.gae_lambda", "", "algorithm.lam", "", "--lambd"),

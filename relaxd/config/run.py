@@ -16,6 +16,9 @@ from relaxd.config.rehearsal import RehearsalConfig
 from relaxd.config.reward import RewardConfig
 from relaxd.config.roles import CriticConfig, RolesConfig
 
+JUDGE_REWARDS = ("judge", "judge_pairs", "boxed_judge")
+"""Bundled rewards that ask the judge."""
+
 
 class RunSection(Section):
     """The run as a whole."""
@@ -445,6 +448,19 @@ class RunConfig(Section):
                 "roles.teacher.model is empty: set it to the teacher's model, because algorithm.distill_coef is "
                 f"{algorithm.distill_coef:g} and algorithm.distill_loss_coef {algorithm.distill_loss_coef:g}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _judge_is_there(self) -> Self:
+        named = {
+            "reward.name": self.reward.name,
+            **{f"reward.terms.{number}.name": term.name for number, term in enumerate(self.reward.terms)},
+            **{f"reward.choices.{value}": name for value, name in self.reward.choices.items()},
+            **{f"eval.sets.{number}.reward": one.reward for number, one in enumerate(self.eval.sets)},
+        }
+        asking = [f'{setting} is "{name}"' for setting, name in named.items() if name in JUDGE_REWARDS]
+        if asking and not self.roles.judge.is_there:
+            raise ValueError(f"{asking[0]}, but there is no judge: set roles.judge.model")
         return self
 
     @model_validator(mode="after")

@@ -17,6 +17,8 @@ from relaxd.rewards.hub.overlong import overlong
 from relaxd.rewards.hub.random import random
 from relaxd.rewards.hub.reasoning_gym import reasoning_gym
 from relaxd.rewards.hub.regex import regex
+from relaxd.rewards.judge.pairs import judge_pairs
+from relaxd.rewards.judge.single import judge
 from relaxd.rewards.mathematics.dapo import dapo
 from relaxd.rewards.mathematics.deepscaler import deepscaler
 from relaxd.rewards.mathematics.geo3k import geo3k
@@ -26,8 +28,8 @@ from relaxd.rewards.mathematics.openr1mm import openr1mm
 REWARDS: dict[str, Reward] = {
     reward.__name__: reward
     for reward in (
-        addition, dapo, deepscaler, dummy, exact_match, f1, geo3k, gpqa, gsm8k, ifeval, json_schema, math,
-        multiple_choice, openr1mm, overlong, random, reasoning_gym, regex,
+        addition, dapo, deepscaler, dummy, exact_match, f1, geo3k, gpqa, gsm8k, ifeval, json_schema, judge, judge_pairs,
+        math, multiple_choice, openr1mm, overlong, random, reasoning_gym, regex,
     )
 }  # fmt: skip
 """The bundled rewards by name."""
@@ -43,7 +45,7 @@ PACKAGES = {
 """Packages that bundled rewards import on first use, and their requirements."""
 BOXED = "boxed_"
 """Prefix of a bundled reward's name: it scores what is in the reply's last box instead of the reply."""
-NEVER_BOXED = frozenset({"dapo", "deepscaler", "geo3k", "gsm8k", "math", "overlong"})
+NEVER_BOXED = frozenset({"dapo", "deepscaler", "geo3k", "gsm8k", "judge_pairs", "math", "overlong"})
 """Rewards that look for a mark of their own, which a box doesn't hold, or that don't read the reply."""
 _OWN = re.compile(r"(?:[^:]*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 

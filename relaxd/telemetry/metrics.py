@@ -450,6 +450,22 @@ METRICS: dict[str, Metric] = {
             "zero, or retried.",
             ("relaxd.reward", "relaxd.outcome"),
         ),
+        Metric(
+            "judge.replies",
+            "counter",
+            "{reply}",
+            "Replies of the judge to rewards, by outcome: answered, or failed, when there was none. Those that the "
+            "reward can't read are counted as answered and again as unreadable.",
+            ("relaxd.outcome",),
+        ),
+        Metric(
+            "judge.seconds",
+            "histogram",
+            "s",
+            "Time from a reward's question to the judge until its reply, waiting included.",
+            (),
+            _SECONDS,
+        ),
         Metric("sync.seconds", "histogram", "s", "Duration of a weight synchronisation.", _PER_RUN, _SECONDS),
         Metric("sync.failures", "counter", "{sync}", "Weight synchronisations that had to be repeated.", _PER_RUN),
         Metric(

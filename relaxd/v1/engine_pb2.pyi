@@ -29,22 +29,26 @@ class LoadRequest(_message.Message):
     FOLDER_FIELD_NUMBER: _builtins.int
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
     COLOCATE_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
     """The model's folder."""
     config_json: _builtins.str
     """The run's [rollout] table, as in Assignment.config_json."""
     colocate: _builtins.bool
     """Whether the engine has to sleep and wake up."""
+    frozen: _builtins.bool
+    """Whether the model generates as it was loaded, as version 0 of term 0: nobody will update it."""
     def __init__(
         self,
         *,
         folder: _builtins.str = ...,
         config_json: _builtins.str = ...,
         colocate: _builtins.bool = ...,
+        frozen: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["colocate", b"colocate", "config_json", b"config_json", "folder", b"folder"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["colocate", b"colocate", "config_json", b"config_json", "folder", b"folder", "frozen", b"frozen"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

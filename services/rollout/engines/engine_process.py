@@ -37,6 +37,9 @@ class LoadedEngine(Protocol):
     def asleep(self) -> bool:
         """True if the engine has freed memory."""
 
+    def serve_loaded(self) -> None:
+        """Generate with the weights that were loaded, which nobody will update."""
+
     def submit(self, request: Request) -> None:
         """Queue a request."""
 
@@ -75,7 +78,10 @@ class EngineProcess(ABC, engine_pb2_grpc.EngineServicer, rollout_pb2_grpc.Rollou
 
     def Load(self, request: engine_pb2.LoadRequest, context: Any) -> engine_pb2.LoadResponse:
         """See the proto."""
-        return self.load(request.folder, RolloutConfig.model_validate_json(request.config_json), request.colocate)
+        loaded = self.load(request.folder, RolloutConfig.model_validate_json(request.config_json), request.colocate)
+        if request.frozen:
+            self._loaded().serve_loaded()
+        return loaded
 
     async def Exchange(
         self, requests: AsyncIterator[engine_pb2.ExchangeRequest], context: Any

@@ -76,6 +76,7 @@ class ChildEngine(RolloutEngine):
         on_exit: Callable[[ChildExit], None],
         on_tokens: Callable[[int, float], None],
         colocate: bool = False,
+        frozen: bool = False,
         gpu_lease: GpuLease | None = None,
     ) -> "ChildEngine":
         """Start a process and load the model in `folder`. Raises ChildError.
@@ -90,6 +91,7 @@ class ChildEngine(RolloutEngine):
             on_exit: called when the process ends unexpectedly, before running requests fail.
             on_tokens: called about every second with the number of tokens generated since, and tokens per second.
             colocate: whether the engine has to sleep and wake up.
+            frozen: whether it serves the model as it is loaded, as version 0 of term 0.
             gpu_lease: lease on the engine's GPUs, if it uses any.
         """
         engine = cls(on_exit, on_tokens)
@@ -106,7 +108,9 @@ class ChildEngine(RolloutEngine):
         engine._engine = engine_pb2_grpc.EngineStub(child.channel)
         engine._rollout = rollout_pb2_grpc.RolloutStub(child.channel)
         child.exited.add_done_callback(lambda exited: engine._on_child_exit(exited.result()))
-        model = engine_pb2.LoadRequest(folder=str(folder), config_json=config.model_dump_json(), colocate=colocate)
+        model = engine_pb2.LoadRequest(
+            folder=str(folder), config_json=config.model_dump_json(), colocate=colocate, frozen=frozen
+        )
         try:
             # Without a deadline: the coordinator restarts a replica whose loading makes no progress.
             loaded = await engine._engine.Load(model, timeout=None)
@@ -114,6 +118,7 @@ class ChildEngine(RolloutEngine):
             await engine.stop()
             raise
         engine.vocabulary, engine.context, engine.device = loaded.vocabulary, loaded.context, loaded.device
+        engine.weights = Version(0, 0) if frozen else None
         engine._tasks = [asyncio.create_task(work()) for work in (engine._exchange, engine._watch_stats)]
         return engine
 

@@ -17,7 +17,7 @@ from relaxd.v1 import remote_reward_pb2 as pb
 from relaxd.v1.remote_reward_pb2_grpc import RemoteRewardServicer, add_RemoteRewardServicer_to_server
 from services.reward.cache import ScoreCache
 from services.reward.pool import Failure
-from services.reward.remote import breaker, grpc_client, scorer
+from services.reward.remote import breaker, grpc_client, patience
 from services.reward.remote.errors import MismatchError
 from services.reward.remote.scorer import RemoteScorer
 from services.reward.trial import try_reward
@@ -92,7 +92,7 @@ class Bench:
 
 @pytest.fixture
 async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    monkeypatch.setattr(scorer, "PAUSE", Backoff(0.01, 0.05))
+    monkeypatch.setattr(patience, "PAUSE", Backoff(0.01, 0.05))
     monkeypatch.setattr(breaker, "PROBE_PAUSE", Backoff(0.01, 0.05))
     monkeypatch.setattr(grpc_client, "_OPTIONS", [*grpc_client._OPTIONS[:-2], ("grpc.min_reconnect_backoff_ms", 50)])
     async with AsyncExitStack() as stack:
@@ -202,7 +202,7 @@ async def test_what_the_service_always_dies_of_is_given_up(bench):
     (outcome,) = await asyncio.wait_for(bench.remote().score(samples("UNAVAILABLE")), 20)
     assert isinstance(outcome, Failure)
     assert "can't be reached: UNAVAILABLE: as the test wants (10 tries)" in outcome.reason
-    assert len(bench.judge.requests) == scorer.ATTEMPTS
+    assert len(bench.judge.requests) == patience.ATTEMPTS
 
 
 async def test_no_more_calls_are_open_than_allowed(bench):

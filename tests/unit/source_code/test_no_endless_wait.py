@@ -8,6 +8,7 @@ from relaxd.v1 import (  # noqa: F401 (their services are in the pool once they 
     advantage_pb2,
     coordinator_pb2,
     engine_pb2,
+    judge_pb2,
     launcher_pb2,
     rank_pb2,
     remote_reward_pb2,
@@ -54,6 +55,7 @@ WITHOUT_DEADLINE = {
         ("services/coordinator/runs/active_run.py", "ActiveRun.main"),
         ("services/coordinator/service.py", "CoordinatorProcess.run"),
         ("services/reward/worker.py", "Rewards.work"),
+        ("services/reward/questions.py", "Questions._sent"),
         ("services/rollout/engines/generation_gate.py", "GenerationGate.rest"),
         ("services/rollout/engines/output_stream.py", "OutputStream.messages"),
         ("services/rollout/engines/sglang/scheduler.py", "ControlHandlers.WatchEnd"),
@@ -134,6 +136,7 @@ def test_every_call_of_a_service_has_a_timeout() -> None:
     names = (
         "coordinator",
         "engine",
+        "judge",
         "trainer",
         "rank",
         "rollout",

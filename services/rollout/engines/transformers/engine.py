@@ -81,6 +81,10 @@ class TransformersEngine:
         """See GenerationGate."""
         return self._gate.quarantined
 
+    def serve_loaded(self) -> None:
+        """See GenerationGate."""
+        self._gate.serve_loaded()
+
     def quarantine(self) -> None:
         """See GenerationGate."""
         self._gate.quarantine()
