@@ -286,7 +286,7 @@ def test_ifeval(response, instructions, arguments, followed):
     [
         ({}, "instruction_id_list is None"),
         ({"instruction_id_list": []}, "needs a list of instructions"),
-        ({"instruction_id_list": ["punctuation:no_coma"]}, "'punctuation:no_coma', which IFEval doesn't know"),
+        ({"instruction_id_list": ["punctuation:no_coma"]}, "'punctuation:no_coma', which ifeval doesn't know"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}, "must be a list of 1 objects"),
     ],
 )

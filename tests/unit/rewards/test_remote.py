@@ -285,7 +285,12 @@ async def test_remote_rm_over_http(bench):
         ({}, "reward.name is missing"),
         ({"address": "judge:9000"}, None),
         ({"address": "[::1]:9000"}, None),
-        ({"address": "https://judge.example/score?k=1"}, None),
+        ({"address": "https://judge.example/score?key=secret"}, "it has parameters, which logs would show"),
+        ({"address": "https://judge.example/score#top"}, "it has parameters, which logs would show"),
+        ({"address": "judge:9000", "address_token": "a key"}, "'a key' is not the name of an environment variable"),
+        ({"address": "judge:9000", "address_token": "RELAXD_TOKEN"}, "which rewards don't get"),
+        ({"name": "math", "address_token": "JUDGE_KEY"}, "reward.address_token is for a service at reward.address"),
+        ({"address": "https://judge.example/score", "address_token": "JUDGE_KEY"}, None),
     ],
 )
 def test_addresses(settings, reason):
