@@ -72,7 +72,10 @@ async def try_reward(
 
 async def _try_remote(config: RewardConfig, samples: Sequence[RewardInput], workers: int) -> dict[str, Any]:
     """See `try_reward`. A service that can't be reached is an error here: nobody waits for it."""
-    remote = RemoteScorer(config)
+    try:
+        remote = RemoteScorer(config)
+    except MissingVariableError as error:
+        return {"error": str(error)}
     try:
         await remote.check()
         return {"outcomes": await _try_all(remote.score, samples, workers)}

@@ -1,6 +1,7 @@
 """The account of every prompt's fate: from the board, through the run's folder, to `relaxd ledger`."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from relaxd.board import Board, DropReason, NewGroup, stages_for
 from relaxd.board.facts import facts_of
 from relaxd.cli.main import app
-from relaxd.report.fates import ConditionError, condition, of_prompt, read_fates, summarise_fates
+from relaxd.report.fates import ConditionError, GroupSet, condition, of_prompt, read_fates, summarise_fates
 from services.coordinator.runs.run_files import RunFiles
 from tests.integration.scoring.processes import run_config
 from tests.kit.run_folders import write_run
@@ -151,6 +152,22 @@ def test_a_prompt_is_a_row_or_a_visit(tmp_path, prompt, groups):
 def test_the_newest_line_of_a_group_counts(tmp_path):
     write_lines(tmp_path, [*LINES, {"group": "0-2", "index": 2, "step": 7}])
     assert {line["group"]: line.get("step") for line in read_fates(tmp_path)}["0-2"] == 7
+
+
+def test_ids_are_told_apart():
+    seen = GroupSet()
+    ids = ["0-000007", "0-000008", "0-7~1", "1-000007", "0-32775", "11-1", "1-11", "0-", "x", "0-1~", "-1", "0-1~10"]
+    assert all(seen.add(id) for id in ids)
+    assert not any(seen.add(id) for id in ids)
+    assert not seen.add("0-7"), "the same place, written shorter"
+
+
+def test_ids_of_many_groups_take_little_memory():
+    seen = GroupSet()
+    assert all(seen.add(f"{number % 3}-{number:06d}") for number in range(100_000))
+    assert not any(seen.add(f"{number % 3}-{number:06d}") for number in range(0, 100_000, 97))
+    assert not seen._others
+    assert sum(map(sys.getsizeof, seen._chunks.values())) < 100_000, "as text they take 9 MB"
 
 
 def test_the_summary_shows_whom_training_leaves_out(tmp_path):
