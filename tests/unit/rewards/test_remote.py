@@ -287,9 +287,9 @@ async def test_a_proxy_without_its_service_is_an_outage_that_is_waited_for(bench
     await web.TCPSite(runner, "127.0.0.1", bench.port).start()
     remote = bench.remote(address=f"http://127.0.0.1:{bench.port}/score")
     scoring = asyncio.create_task(remote.score(samples("2", "3")))
-    await eventually(lambda: asked["HEAD"] > scorer.ATTEMPTS, "more probes than a sample has tries")
+    await eventually(lambda: asked["HEAD"] > patience.ATTEMPTS, "more probes than a sample has tries")
     assert "does not answer, for 0 s now: HTTP 503" in remote.detail
-    assert asked["POST"] < scorer.ATTEMPTS
+    assert asked["POST"] < patience.ATTEMPTS
     assert not scoring.done()
     away = False
     assert await asyncio.wait_for(scoring, 10) == [RewardOutput(1.5), RewardOutput(1.5)]
@@ -301,7 +301,7 @@ async def test_a_proxy_without_its_service_is_an_outage_that_is_waited_for(bench
         (None, "", 1, "SERVER: Received message larger than max"),
         ("RESOURCE_EXHAUSTED", "grpc: received message larger than max (99 vs. 9)", 1, "raise the service's limit"),
         ("RESOURCE_EXHAUSTED", "gRPC message exceeds maximum size 9: 99", 1, "raise the service's limit"),
-        ("RESOURCE_EXHAUSTED", "too many messages, come back later", scorer.ATTEMPTS, "can't be reached"),
+        ("RESOURCE_EXHAUSTED", "too many messages, come back later", patience.ATTEMPTS, "can't be reached"),
     ],
 )
 async def test_a_request_above_a_limit_fails_at_once_and_a_busy_service_does_not(bench, status, text, tries, reason):
