@@ -28,7 +28,8 @@ def page() -> str:
     rows = []
     for column in COLUMNS.values():
         shape = f"[{column.shape}]" if column.shape else ""
-        takes = f"{'computes it' if column.writer == TRAIN else 'takes it in'}, keeps it in step files"
+        takes = "takes it in, keeps it in step files" if column.trained else "leaves it"
+        takes = "computes it, keeps it in step files" if column.writer == TRAIN else takes
         meaning = column.meaning + (" Only where a run asks for it." if column.optional else "")
         rows.append(f"| `{column.name}` | {column.writer} | {column.dtype} | {shape} | {takes} | {meaning} |\n")
     return HEAD + "".join(rows)

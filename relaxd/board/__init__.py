@@ -18,7 +18,9 @@ from relaxd.board.schema import (
     ADVANTAGES,
     CANDIDATES,
     COLUMNS,
+    CONTINUED,
     LOSS_MASK,
+    OFF_POLICY_TOKENS,
     OLD_LOGPROBS,
     REF_LOGPROBS,
     RETURNS,
@@ -46,6 +48,7 @@ from relaxd.board.types import (
     NewGroup,
     QueueDepth,
     Retry,
+    Saved,
 )
 from relaxd.board.worker import Drop, StageWorker
 
@@ -53,8 +56,10 @@ __all__ = [
     "ADVANTAGES",
     "CANDIDATES",
     "COLUMNS",
+    "CONTINUED",
     "JSON",
     "LOSS_MASK",
+    "OFF_POLICY_TOKENS",
     "OLD_LOGPROBS",
     "REF_LOGPROBS",
     "RETURNS",
@@ -89,6 +94,7 @@ __all__ = [
     "Retry",
     "RunExists",
     "RunMissing",
+    "Saved",
     "SizeProblem",
     "Stage",
     "StageTime",

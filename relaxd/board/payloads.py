@@ -55,3 +55,10 @@ def place(prefix: str, pointer: str, columns: Iterable[str]) -> dict[str, str]:
     name, *large = pointer.split(",")
     shared = f"{prefix}columns:{name}"
     return {column: f"{shared}:{column}" if column in large else shared for column in columns}
+
+
+def keys(prefix: str, pointer: str) -> list[str]:
+    """Return the keys of an attempt's payloads."""
+    name, *large = pointer.split(",")
+    shared = f"{prefix}columns:{name}"
+    return [shared, *(f"{shared}:{column}" for column in large)]

@@ -32,6 +32,8 @@ class ColumnSpec:
     """numpy's name of the dtype that its writer gives it; "json" for JSON values."""
     shape: Shape
     meaning: str
+    trained: bool = True
+    """Whether the trainer takes it in and keeps it in step files."""
     optional: bool = False
     """Whether only some runs have it."""
 
@@ -44,6 +46,10 @@ class ColumnSpec:
 ROUTED_EXPERTS = "routed_experts"
 """The column that a run has where rollout.return_routed_experts asks for it. The trainer takes it in, or writes it into
 its step files, as trainer.routing_replay says."""
+CONTINUED = "continued"
+"""The column that a run has where rollout.partial.enabled is set."""
+OFF_POLICY_TOKENS = "off_policy_tokens"
+"""The column that a run has where rollout.partial.mask_off_policy is set."""
 REF_LOGPROBS = "ref_logprobs"
 """The column that a run has where a reference service computes it; otherwise the trainer computes it if it needs it."""
 TEACHER_LOGPROBS = "teacher_logprobs"
@@ -90,7 +96,13 @@ COLUMNS: dict[str, ColumnSpec] = {
             "S",
             "1 for sequences that continue prompt_tokens, 0 for those that begin with a prompt of their own.",
         ),
-        ColumnSpec(LOSS_MASK, "rollout", "uint8", "T", "1 for tokens that the model wrote, 0 for all others."),
+        ColumnSpec(
+            LOSS_MASK,
+            "rollout",
+            "uint8",
+            "T",
+            "1 for tokens that the model wrote, 0 for all others and for off_policy_tokens.",
+        ),
         ColumnSpec(
             "rollout_logprobs",
             "rollout",
@@ -118,6 +130,25 @@ COLUMNS: dict[str, ColumnSpec] = {
             "Experts that each token was sent to: of prompt and answer but the last token, sequence by sequence. With "
             'trainer.routing_replay = "rollout" the trainer uses them; with "none" it leaves them; with "trainer" its '
             "step files have its own instead.",
+            optional=True,
+        ),
+        ColumnSpec(
+            CONTINUED,
+            "rollout",
+            "int32",
+            "S",
+            "Number of times that each sequence was cut off and continued, on this or another engine.",
+            trained=False,
+            optional=True,
+        ),
+        ColumnSpec(
+            OFF_POLICY_TOKENS,
+            "rollout",
+            "int32",
+            "S",
+            "Tokens at each sequence's beginning that the model wrote before it was continued under newer weights: "
+            "their loss_mask is 0.",
+            trained=False,
             optional=True,
         ),
         ColumnSpec(
@@ -199,8 +230,8 @@ def written_by(stage: str, optional: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def trained_columns(optional: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the columns that the trainer has, in a run in which it has these optional columns."""
-    return tuple(c.name for c in COLUMNS.values() if not c.optional or c.name in optional)
+    """Return the columns that the trainer takes in, in a run in which it takes these optional columns."""
+    return tuple(c.name for c in COLUMNS.values() if c.trained and (not c.optional or c.name in optional))
 
 
 def token_bytes(columns: Collection[str], candidates: int = 0) -> int:

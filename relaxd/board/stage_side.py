@@ -12,11 +12,11 @@ import redis
 from relaxd.board import payloads
 from relaxd.board.columns import decode_columns
 from relaxd.board.core import WORKERS, BoardCore
-from relaxd.board.errors import BoardError
+from relaxd.board.errors import BoardError, ColumnError
 from relaxd.board.facts import facts_json, facts_of
 from relaxd.board.schema import LOSS_MASK, VERSIONS
 from relaxd.board.stages import PUBLISH
-from relaxd.board.types import Column, Delivery, DropKind, DropReason
+from relaxd.board.types import Column, Delivery, DropKind, DropReason, Saved
 
 MAX_CLAIM_INTERVAL = 5.0
 
@@ -80,6 +80,60 @@ class StageSide(BoardCore):
             places.append(place)
         payload_of = self._read_payloads({key for place in places if place is not None for key in place.values()})
         return [None if place is None else _pick(payload_of, place) for place in places]
+
+    def saved(self, delivery: Delivery) -> Saved:
+        """Load the unfinished work that deliveries of this group have saved at this stage, in order.
+
+        Nothing is saved any more once the stage has committed, or the group is closed. Of damaged work only the
+        pointers are returned, for `forget_saved`.
+        """
+        field, key = f"saved:{delivery.stage}", f"{self.prefix}group:{delivery.group_id}"
+        found = self._connection.run(lambda client: client.hget(key, field))
+        pointers = found.decode().split() if found else []
+        keys = [list(dict.fromkeys(payloads.keys(self.prefix, pointer))) for pointer in pointers]
+        try:
+            payload_of = self._read_payloads({key for of_part in keys for key in of_part})
+        except ColumnError as error:
+            logger.error("the saved work of group %s is damaged: %s", delivery.group_id, error)
+            return Saved(" ".join(pointers))
+        parts: list[dict[str, Column]] = []
+        for of_part in keys:
+            columns: dict[str, Column] = {}
+            for name in of_part:
+                payload = payload_of[name]
+                if payload is None:  # somebody committed, dropped or forgot it this moment
+                    return Saved()
+                columns |= payload
+            parts.append(columns)
+        return Saved(" ".join(pointers), tuple(parts))
+
+    def save(
+        self, delivery: Delivery, columns: Mapping[str, Column], *, after: str, forgiven: bool = False
+    ) -> str | None:
+        """Save one more part of a delivery's unfinished work, for whoever takes the group next.
+
+        Commits and the end of the group remove it.
+
+        Args:
+            delivery: the hold.
+            columns: the new part.
+            after: the pointers of the parts before, from `saved` or the last `save`.
+            forgiven: the part is so large that this delivery shall not count towards limits.max_deliveries.
+
+        Returns the pointers of all parts; None if this delivery does not hold the group any more, or others have saved
+        or forgotten something. Raises ColumnError.
+        """
+        attempt = payloads.Attempt(self.prefix, payloads.new_names([delivery.group_id])[0], columns)
+        self._check_size(delivery.group_id, f"the unfinished work of stage {delivery.stage!r}", attempt)
+        hold = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
+        part = (after, attempt.pointer, attempt.shared, int(forgiven))
+        done = self._write_and_run([attempt], "save", *hold, *part)
+        return f"{after} {attempt.pointer}".strip() if done else None
+
+    def forget_saved(self, delivery: Delivery, pointers: str) -> bool:
+        """Remove the unfinished work that is saved under these pointers. Returns False as `save` returns None."""
+        hold = (delivery.group_id, delivery.stage, delivery.entry_id, delivery.consumer, delivery.attempt)
+        return bool(self._connection.script("save", self.prefix, *hold, pointers, "", "", 0))
 
     def renew(self, stage: str, consumer: str, deliveries: Sequence[Delivery]) -> set[str]:
         """Renew leases. Returns the ids of the groups still held; other consumers took the rest."""

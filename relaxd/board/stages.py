@@ -90,6 +90,9 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
         asked.add(schema.ROUTED_EXPERTS)
     if config.has_privileged_teacher and "teacher" in config.frozen_roles("trainer"):
         asked.add(schema.TEACHER_PROMPT_TOKENS)
+    partial = config.rollout.partial
+    asked |= {schema.CONTINUED} if partial.enabled else set()
+    asked |= {schema.OFF_POLICY_TOKENS} if partial.mask_off_policy else set()
     optional = asked & written
     trained = optional if config.trainer.routing_replay == "rollout" else optional - {schema.ROUTED_EXPERTS}
     own = {"advantage": (*needs.advantages, *(FILTER_COLUMNS if config.data.curriculum.filter else ()))}
@@ -97,15 +100,17 @@ def stages_for(config: RunConfig) -> tuple[Stage, ...]:
         own["teacher"] = (schema.TEACHER_PROMPT_TOKENS,)
     if config.roles.teacher.models:
         own["teacher"] = (*own.get("teacher", ()), "prompt")  # it says which source the group is of
+    if partial.mask_off_policy:
+        own["reward"] = (schema.OFF_POLICY_TOKENS,)  # the model wrote them, too
     if any(source.sampling for source in config.data.sources):
         own["rollout"] = ("prompt",)  # it says how the answers of its source are sampled
     return tuple(_stage(name, trained if name == TRAIN else optional, own.get(name, ()), candidates) for name in names)
 
 
 def roles_for(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the roles that a run needs: those of its stages."""
+    """Return the names of the roles that a run needs: those of its stages, and those that these ask."""
     stages = {stage.name for stage in stages_for(config)}
-    return tuple(role.name for role in ROLES.values() if role.stage in stages)
+    return tuple(role.name for role in ROLES.values() if role.stage in stages or role.needed(config))
 
 
 def producers(stages: Sequence[Stage]) -> dict[str, str]:

@@ -139,6 +139,15 @@ EQUIVALENTS = (
         "inference.enable_return_routed_experts",
         "",
     ),
+    Equivalent(
+        "rollout.partial.enabled",
+        "",
+        "",
+        "",
+        "--partial-rollout",
+        "synchronisations don't end answers, so only engines that go do",
+    ),
+    Equivalent("rollout.partial.mask_off_policy", "", "", "", "--mask-offpolicy-in-partial-rollout"),
     Equivalent("rollout.sglang", "", "@rollout.engine_kwargs.sglang", "", "", "a table of SGLang's options"),
     Equivalent("algorithm.name", "", "algorithm.adv_estimator", "orchestrator.algorithms", "--advantage-estimator"),
     Equivalent("algorithm.name", "importance_sampling_level", "", "", "", '"gspo" is its "sequence"'),
@@ -200,6 +209,8 @@ EQUIVALENTS = (
     Equivalent(
         "algorithm.distill_top_k", "", "distillation.distillation_loss.topk", "", "--opd-log-prob-top-k", "in the loss"
     ),
+    Equivalent("roles.judge.model", "", "", "", "--genrm-model-path", "the role judge; --judge N starts replicas"),
+    Equivalent("roles.judge.tensor_parallel", "", "", "", "--genrm-num-gpus-per-engine"),
     Equivalent("algorithm.dual_clip", "delta", "@actor.clip_ratio_c", "", "--eps-clip-c", "0 turns it off"),
     Equivalent("algorithm.gamma", "", "algorithm.gamma", "", "--gamma"),
     Equivalent("algorithm.gae_lambda", "", "algorithm.lam", "", "--lambd"),

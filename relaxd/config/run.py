@@ -16,6 +16,9 @@ from relaxd.config.rehearsal import RehearsalConfig
 from relaxd.config.reward import RewardConfig
 from relaxd.config.roles import CriticConfig, RolesConfig
 
+JUDGE_REWARDS = ("judge", "judge_pairs", "boxed_judge")
+"""Bundled rewards that ask the judge."""
+
 
 class RunSection(Section):
     """The run as a whole."""
@@ -43,6 +46,24 @@ class ModelConfig(Section):
     """Jinja chat template to use instead of the model's own."""
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as { enable_thinking = false }."""
+
+
+class PartialConfig(Section):
+    """What becomes of unfinished answers when their engine goes (docs/partial-rollout.md)."""
+
+    enabled: bool = False
+    """Keep them on the board, and let another engine continue them. Otherwise they are generated again from their
+    beginning."""
+    save_seconds: float = Field(default=30.0, gt=0)
+    """Save unfinished answers this often, for replicas that die without notice. One that is drained or removed saves
+    them in any case."""
+    save_tokens: int = Field(default=1024, ge=1)
+    """Don't save a group's answers before one of them has this many tokens that aren't saved."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Generate a group again if a token that would be trained is more versions than this older than the engine's
+    weights; by default board.max_staleness."""
+    mask_off_policy: bool = False
+    """Don't train on kept tokens that older weights wrote than those of the engine that continues the answer."""
 
 
 class RolloutConfig(Section):
@@ -80,6 +101,8 @@ class RolloutConfig(Section):
     """Share of GPU memory for weights and key-value cache; 0 lets SGLang decide (sglang)."""
     return_routed_experts: bool = False
     """Store each token's experts in the column routed_experts (sglang, mixture-of-experts models)."""
+    partial: PartialConfig = PartialConfig()
+    """Unfinished answers of engines that go."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """SGLang's own options, named as in its ServerArgs, such as attention_backend = "triton"."""
 
@@ -93,6 +116,18 @@ class RolloutConfig(Section):
             raise ValueError("rollout.stop has an empty string, which would end every answer at once")
         if wrong := [token for token in self.stop_token_ids if token < 0]:
             raise ValueError(f"rollout.stop_token_ids has {wrong[0]}: token ids are not negative")
+        return self
+
+    @model_validator(mode="after")
+    def _partial_fits(self) -> Self:
+        if not self.partial.enabled:
+            if self.partial != PartialConfig():
+                raise ValueError("rollout.partial is set, but rollout.partial.enabled is false: set it to true")
+        elif self.return_routed_experts:
+            raise ValueError(
+                "rollout.partial.enabled and rollout.return_routed_experts are both true: the experts of tokens that "
+                "another engine wrote aren't known, so set one of them to false"
+            )
         return self
 
     @model_validator(mode="after")
@@ -426,6 +461,19 @@ class RunConfig(Section):
                 "roles.teacher.model is empty: set it to the teacher's model, because algorithm.distill_coef is "
                 f"{algorithm.distill_coef:g} and algorithm.distill_loss_coef {algorithm.distill_loss_coef:g}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _judge_is_there(self) -> Self:
+        named = {
+            "reward.name": self.reward.name,
+            **{f"reward.terms.{number}.name": term.name for number, term in enumerate(self.reward.terms)},
+            **{f"reward.choices.{value}": name for value, name in self.reward.choices.items()},
+            **{f"eval.sets.{number}.reward": one.reward for number, one in enumerate(self.eval.sets)},
+        }
+        asking = [f'{setting} is "{name}"' for setting, name in named.items() if name in JUDGE_REWARDS]
+        if asking and not self.roles.judge.is_there:
+            raise ValueError(f"{asking[0]}, but there is no judge: set roles.judge.model")
         return self
 
     @model_validator(mode="after")

@@ -60,6 +60,8 @@ def obstacle(config: RunConfig) -> str:
         return 'roles.reference.placement is "service": it can\'t be rehearsed; set "trainer" to rehearse the rest'
     if "teacher" in config.frozen_roles():
         return "roles.teacher.model is set: a teacher can't be rehearsed; leave distillation out to rehearse the rest"
+    if config.roles.judge.is_there:
+        return "roles.judge.model is set: a judge can't be rehearsed; leave roles.judge out to rehearse the rest"
     if config.algorithm.needs_critic:
         return f'algorithm.name is "{config.algorithm.name}": a critic can\'t be rehearsed; "grpo" rehearses the rest'
     routed = {

@@ -114,6 +114,7 @@ def audit(board: Board) -> None:
 
     # Every column that is pointed to is there for good; every other one expires.
     pointers = [value for fields in groups.values() for name, value in fields.items() if name.startswith(b"@")]
+    pointers += [pointer for fields in groups.values() for pointer in _saved(fields)]
     pointers += [value.split(b"|")[1] for value in client.hgetall(f"{prefix}retries").values()]
     wanted = set()
     for pointer in pointers:
@@ -137,12 +138,16 @@ def audit(board: Board) -> None:
     assert found_hashes == open_groups, "a closed group left its hash behind"
 
 
+def _saved(fields: dict[bytes, bytes]) -> list[bytes]:
+    """The pointers to the saved parts of a group's unfinished work."""
+    return [pointer for name, value in fields.items() if name.startswith(b"saved:") for pointer in value.split()]
+
+
 def _bytes_of(client: Any, prefix: str, fields: dict[bytes, bytes]) -> int:
     """The bytes of what a group's pointers point to."""
     total = 0
-    for name, value in fields.items():
-        if name.startswith(b"@"):
-            attempt, *large = value.decode().split(",")
-            keys = [f"{prefix}columns:{attempt}", *(f"{prefix}columns:{attempt}:{column}" for column in large)]
-            total += sum(client.strlen(key) for key in keys)
+    for pointer in [*(value for name, value in fields.items() if name.startswith(b"@")), *_saved(fields)]:
+        attempt, *large = pointer.decode().split(",")
+        keys = [f"{prefix}columns:{attempt}", *(f"{prefix}columns:{attempt}:{column}" for column in large)]
+        total += sum(client.strlen(key) for key in keys)
     return total

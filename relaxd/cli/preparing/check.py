@@ -44,6 +44,8 @@ def check(config: RunConfig, *, call_reward: bool = True) -> list[Problem]:
             problems.append(Problem("roles.critic.model", error.message))
     problems += _check_model(config, folder)
     problems += _check_frozen_models(config)
+    if config.roles.judge.has_replicas:
+        problems += _check_judge(config)
     problems += [Problem(setting, message) for setting, message in context_problems(config, folder)]
     expert_bytes = routed_expert_bytes(folder) if config.rollout.return_routed_experts else 0
     problems += [Problem(one.setting, one.message) for one in size_problems(config, expert_bytes=expert_bytes)]
@@ -180,6 +182,25 @@ def _check_candidates(config: RunConfig, teacher: dict[str, Any]) -> list[Proble
     if not isinstance(size, int) or top_k <= size:
         return []
     return [Problem("algorithm.distill_top_k", f"= {top_k}, but the teacher has only {size} tokens")]
+
+
+def _check_judge(config: RunConfig) -> list[Problem]:
+    """Check the folder of the judge's model, and that a reply fits into its context."""
+    judge = config.roles.judge
+    try:
+        folder = resolve_model(judge.model, weights=False, setting="roles.judge.model")
+        model = json.loads((folder / "config.json").read_text())
+    except DataError as error:
+        return [Problem(error.field, error.message)]
+    except (OSError, ValueError) as error:
+        return [Problem("roles.judge.model", f"= {judge.model!r} is no model folder: {error}")]
+    context = model.get("max_position_embeddings")
+    if isinstance(context, int) and judge.max_new_tokens >= context:
+        problem = (
+            f"= {judge.max_new_tokens}, but the judge's context has only {context} tokens, the question's included"
+        )
+        return [Problem("roles.judge.max_new_tokens", problem)]
+    return []
 
 
 def _frozen(config: RunConfig) -> dict[str, FrozenModelConfig]:

@@ -14,7 +14,7 @@ for i = 2, #ARGV, 8 do
     local bytes = keep(pointer, shared)
     if bytes then
       result = 1
-      account(id, group, bytes)
+      account(id, group, bytes - release_saved(id, group, stage))
       remove_entry(stage, group['entry:' .. stage])
       group['@' .. stage] = pointer
       local changes = { '@' .. stage, pointer }
