@@ -54,12 +54,12 @@ from services.trainer.learner.forward import Forward
 from services.trainer.learner.offload import Offload, gradient_tensors, memory_in_use, state_tensors
 from services.trainer.learner.optimizer import build_optimizer, build_schedule
 from services.trainer.learner.policy_loss import PolicyLoss
-from services.trainer.learner.routing_record import recorded_experts, recording
 from services.trainer.learner.sums import bit_sum, merge, reduce_over_ranks
 from services.trainer.learner.update import PendingUpdate, update_weights
 from services.trainer.learner.update_stats import UpdateStats
 from services.trainer.megatron.host_memory import TRIM_EVERY_STEPS, trim_heap
 from services.trainer.mlp import expert_load
+from services.trainer.mlp.routing_record import recorded_experts, recording
 from services.trainer.model.hf_weights import (
     HFTensorSpec,
     exported_parameters,
