@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from relaxd.config import RunConfig
-from services.trainer.batch.row_packing import TrainSequence, pack
+from services.trainer.batch.row_packing import PackedMicroBatch, TrainSequence, pack
 from services.trainer.batch.step_file import read_committed
 from services.trainer.learner.learner import Learner
 from services.trainer.model.architecture import ModelError
@@ -152,7 +152,11 @@ def test_reference_and_critic_keep_their_own_routing(model: Path) -> None:
     learner = make_learner(Job(model, {"routing_replay": "rollout"}, {"name": "ppo", "kl_coef": 0.1}))
     with torch.no_grad():  # a new critic's values are all zero
         learner._critic.module.output_weight().normal_()
-    for compute, same in ((learner.ref_log_probs, True), (learner.values, True), (learner.log_probs, False)):
+
+    def reference(batches: list[PackedMicroBatch]) -> list[np.ndarray]:
+        return [columns["ref_logprobs"] for columns in learner.frozen_columns(batches)]
+
+    for compute, same in ((reference, True), (learner.values, True), (learner.log_probs, False)):
         (with_given,), (without,) = compute([pack(given)]), compute([pack(samples)])
         assert np.array_equal(with_given, without) == same
 
