@@ -200,7 +200,7 @@ class RoundRunner:
         prompt: str = "prompt_tokens",
     ) -> PackedMicroBatch:
         sequences = list(self._sequences(micro_batch, groups, columns, prompt))
-        return pack(sequences) if sequences else empty_micro_batch(columns)
+        return pack(sequences) if sequences else empty_micro_batch(name for name in columns if name != ROUTED_EXPERTS)
 
     def _sequences(
         self, micro_batch: MicroBatchSlices, groups: Mapping[str, TrainGroup], columns: Sequence[str], prompt: str
