@@ -22,6 +22,7 @@ class DropReason(StrEnum):
     RUN_ENDED = "run_ended"
     RUN_FAILED = "run_failed"
     NO_LOGPROBS = "no_logprobs"
+    PAYLOAD_LOST = "payload_lost"
 
 
 MIN_GROUPS = 16
@@ -43,6 +44,8 @@ MEANINGS: dict[str, str] = {
     DropReason.NO_LOGPROBS: "the teacher or the reference gave some of their tokens no finite log-prob: see its logs",
     DropReason.DAMAGED: "their entries in Redis could not be read",
     DropReason.MEMORY: "Redis was full; their prompts are tried again",
+    DropReason.PAYLOAD_LOST: "some of their columns are gone from Redis; their prompts are tried again: does another "
+    "program delete keys, or its maxmemory-policy evict them?",
 }
 """Meaning of each reason; the ends of runs drop groups, too, which is no cause for a warning."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from relaxd.board import Board, Column, Delivery, NewGroup, Stage
+from relaxd.board.payloads.attempt import payload_keys
 from relaxd.config import BoardConfig
 
 STAGES = (
@@ -89,7 +90,7 @@ def audit(board: Board) -> None:
         replies[2 * len(stages) :],
     )
     streams = {stage: dict(found) for stage, found in zip(stages, entries, strict=True)}
-    pending = dict(zip(stages, holds, strict=True))
+    held = dict(zip(stages, holds, strict=True))
     groups = dict(zip(open_groups, hashes, strict=True))
 
     # Every open group is somewhere: at each stage it was offered and that has not committed, as exactly one entry.
@@ -102,7 +103,7 @@ def audit(board: Board) -> None:
             expected_entries[stage][fields[f"entry:{stage}".encode()]] = id.encode()
     for stage in stages:
         assert {entry: f[b"group"] for entry, f in streams[stage].items()} == expected_entries[stage]
-        assert {p["message_id"] for p in pending[stage]} <= set(streams[stage]), "a hold on nothing"
+        assert {p["message_id"] for p in held[stage]} <= set(streams[stage]), "a hold on nothing"
 
     # No group in two steps, none both trained and open.
     trained = Counter(id for entry in board.ledger() for id in entry.plan["groups"])
@@ -112,20 +113,24 @@ def audit(board: Board) -> None:
     assert counts.dropped == sum(counts.dropped_by_reason.values())
     assert [entry.step for entry in board.ledger()] == list(range(1, counts.last_step + 1))
 
-    # Every column that is pointed to is there for good; every other one expires.
+    # Every payload that is pointed to is there for good; every other one is garbage, or expires.
     pointers = [value for fields in groups.values() for name, value in fields.items() if name.startswith(b"@")]
-    pointers += [value.split(b"|")[1] for value in client.hgetall(f"{prefix}retries").values()]
-    wanted = set()
-    for pointer in pointers:
-        name, *large = pointer.decode().split(",")
-        wanted |= {f"{prefix}columns:{name}", *(f"{prefix}columns:{name}:{column}" for column in large)}
+    for waiting in ("retries", "unscored"):
+        pointers += [value.split(b"|")[1] for value in client.hgetall(prefix + waiting).values()]
+    wanted = {key for pointer in pointers for key in payload_keys(prefix, pointer.decode())}
+    thrown_away = client.smembers(f"{prefix}garbage")
+    garbage = {key for pointer in thrown_away for key in payload_keys(prefix, pointer.decode())}
+    pending = set(client.zrange(f"{prefix}pending", 0, -1))
+    assert not wanted & garbage, f"to be freed, but pointed to: {wanted & garbage}"
+    assert not pending & thrown_away, "given up, but still registered"
     keys = [key.decode() for key in client.keys(f"{prefix}*")]
     columns = [key for key in keys if key.startswith(f"{prefix}columns:")]
     with client.pipeline() as pipe:
         for key in columns:
             pipe.ttl(key)
         lasting = {key for key, seconds in zip(columns, pipe.execute(), strict=True) if seconds == -1}
-    assert lasting == wanted, f"lost {wanted - lasting}, leaked {lasting - wanted}"
+    assert wanted <= lasting, f"lost {wanted - lasting}"
+    assert lasting <= wanted | garbage, f"leaked {lasting - wanted - garbage}"
 
     assert set(board.open_versions()) <= open_groups
     state = client.hgetall(f"{prefix}state")
@@ -133,16 +138,18 @@ def audit(board: Board) -> None:
     stored = {id: int(fields[b"stored"]) for id, fields in groups.items()}
     assert stored == {id: _bytes_of(client, prefix, fields) for id, fields in groups.items()}
     assert int(state[b"stored_bytes"]) == sum(stored.values())
+    assert int(state[b"garbage_bytes"]) == sum(bytes_of(pointer) for pointer in thrown_away)
     found_hashes = {key.removeprefix(f"{prefix}group:") for key in keys if key.startswith(f"{prefix}group:")}
     assert found_hashes == open_groups, "a closed group left its hash behind"
 
 
+def bytes_of(pointer: bytes) -> int:
+    """The bytes that a pointer says that its payloads have."""
+    name, *large = pointer.decode().split(",")
+    return int(name.rpartition(":")[2]) + sum(int(part.split(":")[1]) for part in large)
+
+
 def _bytes_of(client: Any, prefix: str, fields: dict[bytes, bytes]) -> int:
     """The bytes of what a group's pointers point to."""
-    total = 0
-    for name, value in fields.items():
-        if name.startswith(b"@"):
-            attempt, *large = value.decode().split(",")
-            keys = [f"{prefix}columns:{attempt}", *(f"{prefix}columns:{attempt}:{column}" for column in large)]
-            total += sum(client.strlen(key) for key in keys)
-    return total
+    pointers = [value.decode() for name, value in fields.items() if name.startswith(b"@")]
+    return sum(client.strlen(key) for pointer in pointers for key in payload_keys(prefix, pointer))

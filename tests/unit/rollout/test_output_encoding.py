@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from relaxd.board import stages_for
+from relaxd.board import expert_dtype, stages_for
 from relaxd.v1 import engine_pb2
 from services.rollout.engines import output_stream
 from services.rollout.engines.output_encoding import decode_output, encode_output, join_outputs, pack_messages
@@ -19,7 +19,7 @@ from tests.unit.rollout.configs import run_config
 def answer(index: int, count: int, experts: int | None = None) -> Output:
     output = Output(index, list(range(count)), [-0.5 - token for token in range(count)], [3] * count, "length", "text")
     if experts is not None:
-        output.routed_experts = np.full((count + 1, 2, 4), experts, dtype=np.int32)
+        output.routed_experts = np.full((count + 1, 2, 4), experts, dtype=np.uint8)
     return output
 
 
@@ -94,12 +94,14 @@ async def test_tokens_come_several_times_a_second_and_ends_at_once() -> None:
         output_stream.FLUSH_SECONDS = FLUSH_SECONDS
 
 
-def test_routed_experts_arrive_with_their_shape() -> None:
+@pytest.mark.parametrize(("count", "dtype"), [(4, np.uint8), (256, np.uint8), (257, np.uint16), (512, np.uint16)])
+def test_routed_experts_arrive_with_their_shape_and_width(count: int, dtype: type) -> None:
     sent = answer(0, 3)
-    sent.routed_experts = np.arange(4 * 2 * 3, dtype=np.int32).reshape(4, 2, 3)
+    sent.routed_experts = np.linspace(0, count - 1, 4 * 2 * 3).astype(expert_dtype(count)).reshape(4, 2, 3)
     experts = carried(sent).routed_experts
     assert experts is not None
-    assert experts.dtype == np.int32
+    assert experts.dtype == dtype
+    assert experts.max() == count - 1
     np.testing.assert_array_equal(experts, sent.routed_experts)
 
 
@@ -111,6 +113,8 @@ def test_the_stage_writes_routed_experts_only_where_they_are_asked_for() -> None
         columns = group_columns(samples, routed_experts=wanted)
         assert set(columns) == set(stages_for(config)[0].writes)
         assert ("routed_experts" in columns) == wanted
-    assert columns["routed_experts"].shape == (4 + 6, 2, 4)  # type: ignore[union-attr]
+    experts = columns["routed_experts"]
+    assert isinstance(experts, np.ndarray)
+    assert (experts.shape, experts.dtype) == ((4 + 6, 2, 4), np.uint8)
     with pytest.raises(ValueError, match=r"rollout\.return_routed_experts is true"):
         group_columns([answer(0, 3, 7), answer(1, 5)], routed_experts=True)

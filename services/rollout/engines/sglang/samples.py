@@ -4,11 +4,13 @@ import hashlib
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from relaxd.board import expert_dtype
 from services.rollout.engines.types import FinishReason, Output, Request, cut_at_stop
 
 SHARED_PREFIX_TOKENS = 64
@@ -30,7 +32,7 @@ class SGLangSample:
     finish_reason: FinishReason | None = None
     stopped_at: str = ""
     """The stop string that ended it, if one did."""
-    routed_experts: "np.ndarray[tuple[int, ...], np.dtype[np.int32]] | None" = None
+    routed_experts: "np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]] | None" = None
     reported: int = 0
     """Number of tokens that were reported."""
 
@@ -133,10 +135,12 @@ def sample_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def add_output(sample: SGLangSample, output: BatchTokenIDOutput, row: int, stop: Collection[str]) -> str:
+def add_output(
+    sample: SGLangSample, output: BatchTokenIDOutput, row: int, stop: Collection[str], *, experts: int
+) -> str:
     """Add one row of the scheduler's output to a sample with these stop strings.
 
-    Returns the reason if the request failed, else "".
+    `experts`: how many a layer of the model has. Returns the reason if the request failed, else "".
     """
     assert output.output_ids is not None
     sample.tokens += output.output_ids[row]
@@ -155,7 +159,10 @@ def add_output(sample: SGLangSample, output: BatchTokenIDOutput, row: int, stop:
     elif isinstance(reason.get("matched"), str):
         return f"the model's output is broken: {reason['matched']}"
     if output.routed_experts is not None and output.routed_experts[row] is not None:
-        sample.routed_experts = output.routed_experts[row].numpy().astype(np.int32)
+        chosen = output.routed_experts[row].numpy()
+        if chosen.size and not 0 <= chosen.min() <= chosen.max() < experts:
+            return f"SGLang routed tokens to experts {chosen.min()} to {chosen.max()}: the model has {experts}"
+        sample.routed_experts = chosen.astype(expert_dtype(experts))
     kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
     sample.finish_reason = kinds[reason["type"]]
     return ""
