@@ -111,7 +111,7 @@ local function throw_away(pointer) removed.pointers[#removed.pointers + 1] = poi
 
 -- Give up an attempt whose slices are being, or were, written in vain.
 local function give_up(pointer)
-  if call('ZREM', PENDING, pointer) == 1 then throw_away(pointer) end
+  if call('ZREM', PENDING, pointer) == 1 and call('SISMEMBER', GARBAGE, pointer) == 0 then throw_away(pointer) end
 end
 
 -- Give up attempts that are overdue. One whose slices last was accepted: its registration arrived late, for a second time.
