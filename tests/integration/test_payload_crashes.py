@@ -42,7 +42,7 @@ def deaths(board: Board, work: Callable[[Board], object]) -> Iterator[int]:
     """
 
     def run(step: int) -> None:
-        mine = make_board(board._connection.url)
+        mine = Board(board._connection.url, board.run_id, board.stages, board.limits)
         mine._connection.__class__ = DyingConnection
         mine._connection.left = step  # type: ignore[attr-defined]
         work(mine)
