@@ -6,7 +6,8 @@ Three interfaces to the same model (random weights), with the same prompts, leng
 bare: sglang.Engine, asked with async_generate. relaxd: ChildEngine of the rollout service, as the stage calls it: whole
 answers. grpc: the Generate call of a rollout service, token by token, from one client in its own process: the naive
 case. Each request is one prompt and one answer of a forced length, with log-probabilities. Both engines stay on the
-same GPU, and rounds take turns, so that they run under the same conditions.
+same GPU, and rounds take turns, so that they run under the same conditions. With --spread answers end one by one, as
+real ones do; without, all that are in flight end in the same step, which shows the time until the next ones begin.
 """
 
 import argparse
@@ -92,13 +93,19 @@ async def serve_rounds(ask: Ask, arguments: argparse.Namespace, ready: float) ->
         async with free:
             return await ask(prompt, new)
 
+    def lengths() -> list[int]:
+        """Return the answers' lengths, the same in each round and way."""
+        drawn = random.Random(1)
+        most, spread = arguments.new_tokens, arguments.spread
+        return [round(most * drawn.uniform(1 - spread, 1 + spread)) for _ in range(arguments.requests)]
+
     await asyncio.gather(*(one(min(32, arguments.new_tokens)) for _ in range(arguments.concurrent)))
     print(ready, flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
         started = time.perf_counter()
-        counts = await asyncio.gather(*(one(arguments.new_tokens) for _ in range(arguments.requests)))
+        counts = await asyncio.gather(*map(one, lengths()))
         print(sum(counts) / (time.perf_counter() - started), flush=True)
-        assert sum(counts) == arguments.requests * arguments.new_tokens, "an answer is too short"
+        assert counts == lengths(), "an answer has another length than it was forced to have"
 
 
 async def serve_bare(arguments: argparse.Namespace) -> None:
@@ -207,6 +214,7 @@ class Part:
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         values = {**vars(arguments), "part": name}
+        del values["whole_only"]
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in values.items() if value != ""]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.engine", *flags],
@@ -244,7 +252,14 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=256)
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.0,
+        help="0.5: answers of 0.5 to 1.5 x new-tokens; 0: all end at once",
+    )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--whole-only", action="store_true", help="without the gRPC client, which is slow")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--memory-fraction", type=float, default=0.35, help="of the GPU's memory, for each engine")
     parser.add_argument("--options", default="", help="SGLang's options as JSON, instead of what fits this machine")
@@ -263,11 +278,13 @@ def main() -> None:
         parts = {name: Part(name, arguments) for name in ("bare", "relaxd")}
         for part in parts.values():
             part.wait_ready()
-        parts["grpc"] = Part("grpc", arguments)
-        parts["grpc"].wait_ready()
+        if not arguments.whole_only:
+            parts["grpc"] = Part("grpc", arguments)
+            parts["grpc"].wait_ready()
         for _ in range(arguments.rounds):
-            for part in parts.values():
+            for name, part in parts.items():
                 part.run_round()
+                print(f"{name}: {part.speeds[-1]:,.0f} tokens/s", file=sys.stderr, flush=True)
         for part in reversed(parts.values()):
             part.end()
     bare = statistics.median(parts["bare"].speeds)

@@ -37,6 +37,8 @@ class WeightSync:
         self._registry = context.registry
         self._client = WeightGroupClient(context.registry, context.peers, context.config.weights)
         self._saving = asyncio.Lock()
+        self._recorded_ahead = False
+        """Whether Redis says already that a synchronisation may be in progress."""
         self._set_aside = SetAside()
         self._verified: set[tuple[Member, Member]] = set()
         """Pairs of trainer and engine whose checksums matched."""
@@ -65,7 +67,7 @@ class WeightSync:
                 f"version {announcement.version} of term {announcement.term} is older than the announced version "
                 f"{before.version} of term {before.term}"
             )
-        await self._save(announced=announcement)
+        await self._save(announced=announcement, ahead=True)
         self._registry.changed.fire()
 
     def up_to_date(self) -> bool:
@@ -165,7 +167,7 @@ class WeightSync:
         started = time.monotonic()
         sync_id, version = self.next_id(), (announced.term, announced.version)
         # Engines may pause meanwhile: pauses expire. Everything else waits until the attempt is on record.
-        recording = asyncio.create_task(self._save(last_sync_id=sync_id, running=True))
+        recording = asyncio.create_task(self._record_attempt(sync_id))
         attributes = {"relaxd.sync_id": sync_id, "relaxd.version": announced.version, "relaxd.engines": len(engines)}
         with telemetry.root_span("sync_weights", attributes=attributes):
             try:
@@ -249,12 +251,28 @@ class WeightSync:
             await self._client.abort(self.record.last_sync_id, group, group.engines)
             await self._save(group=None)
 
-    async def _save(self, **changes: Any) -> None:
-        """Update the record, in Redis first."""
+    async def _record_attempt(self, sync_id: int) -> None:
+        """Record that a synchronisation is in progress, unless that was recorded with the announcement.
+
+        Its id needn't be in Redis then: ids are times, so a successor's are larger.
+        """
+        changes = {"last_sync_id": sync_id, "running": True}
+        if self._recorded_ahead and not self._saving.locked():
+            self.record = self.record.model_copy(update=changes)
+        else:
+            await self._save(**changes)
+
+    async def _save(self, *, ahead: bool = False, **changes: Any) -> None:
+        """Update the record, in Redis first; with `ahead` Redis also gets that a synchronisation is in progress.
+
+        It will be in a moment, and needn't wait for Redis then. A coordinator that dies before only makes its successor
+        connect a new group.
+        """
         async with self._saving:  # an announcement may arrive at any time
             record = self.record.model_copy(update=changes)
-            await asyncio.to_thread(self._context.store.save_weights, record)
-            self.record = record
+            stored = record.model_copy(update={"running": record.running or ahead})
+            await asyncio.to_thread(self._context.store.save_weights, stored)
+            self.record, self._recorded_ahead = record, stored.running
 
 
 def waits_for_updates(trainer: Replica, announced: Announcement, engines: Sequence[Replica]) -> str:

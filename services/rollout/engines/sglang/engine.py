@@ -270,12 +270,16 @@ class SGLangEngine:
     def _set_state(self, state: PauseMode | None) -> None:
         self._changes += 1
         number = str(self._changes)
+        message: ContinueGenerationReqInput | PauseGenerationReqInput
         if state is None:
-            self._channel.send(ContinueGenerationReqInput(rid=number, torch_empty_cache=False))
+            message = ContinueGenerationReqInput(rid=number, torch_empty_cache=False)
         else:
-            self._channel.send(PauseGenerationReqInput(rid=number, mode=state))
+            message = PauseGenerationReqInput(rid=number, mode=state)
         change = engine_pb2.WaitChangeRequest(number=self._changes)
-        self._schedulers.ask_all("WaitChange", change, STEP_SECONDS + ANSWER_SECONDS)
+        # The question is on its way while the scheduler's loop takes the message.
+        self._schedulers.ask_all(
+            "WaitChange", change, STEP_SECONDS + ANSWER_SECONDS, meanwhile=lambda: self._channel.send(message)
+        )
         with self._gate.changed:
             self._state = state
 

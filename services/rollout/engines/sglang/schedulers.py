@@ -73,15 +73,23 @@ class Schedulers:
         """Remove the folder of the sockets: nobody else can connect."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def ask_each(self, method: str, request: Any, timeout: float) -> list[Any]:
-        """Return each rank's answer or RpcError, once all have answered or `timeout` has passed."""
+    def ask_each(
+        self, method: str, request: Any, timeout: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[Any]:
+        """Return each rank's answer or RpcError, once all have answered or `timeout` has passed.
+
+        `meanwhile` is called while the requests are on their way.
+        """
         metadata = self._metadata(None)
         calls = [stub[method].future(request, timeout=timeout, metadata=metadata) for stub in self._stubs]
+        meanwhile()
         return [self._answer(rank, call, method, timeout) for rank, call in enumerate(calls)]
 
-    def ask_all(self, method: str, request: Any, timeout: float) -> list[Any]:
-        """Return the answers by rank. Raises the first RpcError, once all have answered or are late."""
-        answers = self.ask_each(method, request, timeout)
+    def ask_all(
+        self, method: str, request: Any, timeout: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[Any]:
+        """Return the answers by rank, as `ask_each`. Raises the first RpcError, once all have answered or are late."""
+        answers = self.ask_each(method, request, timeout, meanwhile)
         for answer in answers:
             if isinstance(answer, RpcError):
                 raise answer
