@@ -11,7 +11,7 @@ import pytest
 from relaxd.board import Board, NewGroup
 from relaxd.board.connection import RedisConnection
 from relaxd.board.payloads import transfer
-from tests.kit.boards import LARGE, advance, audit, end_leases, make_board, output, take
+from tests.kit.boards import LARGE, advance, audit, end_leases, make_board, make_overdue, output, take
 
 SECONDS = 30.0
 
@@ -64,8 +64,7 @@ def everything_ends(board: Board) -> None:
     client, prefix = board._connection.client, board.prefix
     for group_id in board.open_groups():
         board.drop(group_id, reason="the end")
-    for pointer in client.zrange(f"{prefix}pending", 0, -1):
-        client.zadd(f"{prefix}pending", {pointer: 1})
+    make_overdue(board)
     board.sweep(term=1)
     audit(board)
     assert not client.exists(f"{prefix}pending", f"{prefix}garbage")

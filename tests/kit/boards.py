@@ -72,6 +72,13 @@ def end_leases(board: Board, stage: str, consumer: str | None = None) -> None:
             client.xclaim(stream, "workers", owner, 0, [entry], idle=10**9, justid=True)
 
 
+def make_overdue(board: Board) -> None:
+    """Make every registered attempt overdue, as time would."""
+    client: Any = board._connection.client
+    for pointer in client.zrange(f"{board.prefix}pending", 0, -1):
+        client.zadd(f"{board.prefix}pending", {pointer: 1})
+
+
 def advance(board: Board, stages: Sequence[str], **settings: Any) -> None:
     """Commit what waits at each of these stages."""
     for stage in stages:

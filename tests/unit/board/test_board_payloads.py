@@ -11,7 +11,7 @@ from relaxd.board.errors import TooLate
 from relaxd.board.payloads import transfer
 from relaxd.board.payloads.attempt import LARGE_BYTES, SLICE_BYTES, Attempt
 from relaxd.board.payloads.encoding import encode_columns
-from tests.kit.boards import LARGE, advance, audit, group, make_board, output, take
+from tests.kit.boards import LARGE, advance, audit, group, make_board, make_overdue, output, take
 from tests.kit.waiting import wait_until
 
 TEXTS = ("", "x" * LARGE_BYTES, "ä" * (SLICE_BYTES // 2 + 7))
@@ -130,8 +130,7 @@ def test_a_commit_that_comes_too_late_writes_again(redis_url, monkeypatch):
         write(*arguments)
         times.append(1)
         if len(times) < 3:
-            for pointer in board._connection.client.zrange(f"{board.prefix}pending", 0, -1):
-                board._connection.client.zadd(f"{board.prefix}pending", {pointer: 1})
+            make_overdue(board)
             assert board.sweep(term=1) == 1
 
     monkeypatch.setattr(transfer, "write", slow)

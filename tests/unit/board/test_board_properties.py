@@ -25,7 +25,7 @@ from relaxd.board.connection import RedisConnection
 from relaxd.board.core import GroupAttempt
 from relaxd.board.payloads import transfer
 from relaxd.board.payloads.attempt import Attempt, new_names
-from tests.kit.boards import LARGE, STAGES, audit, end_leases, group, make_board, output, take
+from tests.kit.boards import LARGE, STAGES, audit, end_leases, group, make_board, make_overdue, output, take
 
 NAMES = [stage.name for stage in STAGES]
 WORKERS = ["one", "two", "three"]
@@ -153,8 +153,7 @@ class BoardMachine(RuleBasedStateMachine):
         """The living coordinator sweeps, or one that has been replaced tries to; attempts may be overdue."""
         client = self.board._connection.client
         if draw(st.booleans()):
-            for pointer in client.zrange(f"{self.board.prefix}pending", 0, -1):
-                client.zadd(f"{self.board.prefix}pending", {pointer: 1})
+            make_overdue(self.board)
         if draw(ZOMBIE):
             with contextlib.suppress(Fenced):
                 self.board.sweep(term=self.coordinator_term - 1)

@@ -81,8 +81,8 @@ class RealBoard:
                 key, data = self.slices[who][action.slice]
                 self.client.execute_command("SET", key, data, "NX", "PX", 1_000_000)
             case "commit":
-                one = self.attempts[who]
-                arguments = ("g", "rollout", one.pointer, one.shared, "", "", "")
+                mine = self.attempts[who]
+                arguments = ("g", "rollout", mine.pointer, mine.shared, "", "", "")
                 script = self.board._connection.script
                 self.told[who] = ANSWERS[script("commit", self.prefix, self.board._routes, *arguments)[0]]
             case "overdue":
